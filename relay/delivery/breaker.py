@@ -12,13 +12,16 @@ from collections.abc import Hashable
 from relay.config.handlers import CircuitBreaker
 
 _FIRST_SECONDS = 1.0
+LONGEST_ASKED_SECONDS = 3_600.0
+"""How long a destination's request to wait (Retry-After) holds up all trials, at most."""
 
 
 class Breaker:
     """Opens after `failures` failures in a row; while open, it lets one delivery at a time through, as a trial.
 
     It opens only if all of the last `failures` keys have failed: a single key that fails is deferred and does not stop
-    the others. The time between two trials doubles, up to `cool_down` seconds.
+    the others. The time between two trials doubles, up to `cool_down` seconds; no trial begins before the time that the
+    destination has asked for in one of the failures.
     """
 
     def __init__(self, settings: CircuitBreaker | None) -> None:
@@ -29,7 +32,7 @@ class Breaker:
         self._failed: set[Hashable] = set()
         self._last: OrderedDict[Hashable, None] = OrderedDict()
         self._wait = 0.0
-        self._opened = self._tried = 0.0
+        self._opened = self._asked_until = 0.0
         self._trying = False
 
     @property
@@ -43,7 +46,7 @@ class Breaker:
             return 0.0
         if self._trying:
             return None
-        return max(0.0, self._opened + self._wait - time.monotonic())
+        return max(0.0, max(self._opened + self._wait, self._asked_until) - time.monotonic())
 
     def begin(self) -> None:
         """Note that a delivery starts: while the breaker is open, it is the trial."""
@@ -55,12 +58,16 @@ class Breaker:
         self._remember(key)
         self._failures = 0
         self._failed.clear()
-        self._wait, self._trying = 0.0, False
+        self._wait, self._trying, self._asked_until = 0.0, False, 0.0
         return was_open
 
-    def failed(self, key: Hashable) -> bool:
-        """Count an outage or an overload of the destination; returns whether that has opened the breaker."""
+    def failed(self, key: Hashable, asked: float = 0.0) -> bool:
+        """Count an outage or an overload of the destination; returns whether that has opened the breaker.
+
+        `asked` are the seconds that the destination wants to be left alone.
+        """
         self._remember(key)
+        self._ask(asked)
         self._failures += 1
         self._failed.add(key)
         if self.is_open:
@@ -74,6 +81,10 @@ class Breaker:
         self._open(min(_FIRST_SECONDS, self._settings.cool_down))
         return True
 
+    def _ask(self, seconds: float) -> None:
+        until = time.monotonic() + min(seconds, LONGEST_ASKED_SECONDS)
+        self._asked_until = max(self._asked_until, until)
+
     def _remember(self, key: Hashable) -> None:
         """Remember a key among the last `failures` keys that were tried."""
         self._last[key] = None
@@ -81,10 +92,11 @@ class Breaker:
         while len(self._last) > self._settings.failures:
             self._last.popitem(last=False)
 
-    def stop(self, key: Hashable) -> bool:
+    def stop(self, key: Hashable, asked: float = 0.0) -> bool:
         """Open at once, since the destination refuses every event; returns whether that has opened the breaker."""
         was_open = self.is_open
         self._remember(key)
+        self._ask(asked)
         self._failed.add(key)
         self._open(self._settings.cool_down)
         return not was_open

@@ -21,6 +21,7 @@ from relay.model.dispositions import (
     Disposition,
     Failed,
     RetryLater,
+    asked_of,
     holds_keys,
     judge,
     retry_delay,
@@ -207,6 +208,8 @@ class Dispatcher:
                 or not self._may_begin()
             ):
                 return
+            elif delivery.early():
+                self._defer_early(self._next_ready())
             else:
                 self._begin(self._next_ready())
 
@@ -216,6 +219,7 @@ class Dispatcher:
         return delivery
 
     def _begin(self, delivery: Delivery) -> None:
+        self.breaker.begin()
         delivery.is_running = True
         task = asyncio.create_task(self._run(delivery))
         self._running.add(task)
@@ -246,10 +250,7 @@ class Dispatcher:
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(seconds, self._try_again)
             return False
-        if seconds is None:
-            return False
-        self.breaker.begin()
-        return True
+        return seconds is not None
 
     def yield_to_others(self, on: bool) -> None:
         """Limit this sink to `_LAGGING_SHARE` of a processor, or remove the limit."""
@@ -328,6 +329,8 @@ class Dispatcher:
 
     def _try_later(self, delivery: Delivery, error: Exception, is_trial: bool) -> None:
         """Queue or defer a delivery without counting the attempt, since the destination is down."""
+        asked = asked_of(error)
+        delivery.asked = (error, time.monotonic() + asked) if asked else None
         if not is_trial:
             self._put_back(delivery, self._ready.appendleft)
         elif not delivery.was_trial:
@@ -337,6 +340,19 @@ class Dispatcher:
         else:
             # All others have failed too. If only these keys fail, deferring them makes room for others.
             self._completed(delivery, self._uncounted(delivery, error))
+
+    def defer_early(self) -> None:
+        """Defer the queued deliveries whose destination asked for a time that has not come: a restart keeps to it."""
+        for delivery in [each for each in self._ready if each.early()]:
+            self._ready.remove(delivery)
+            delivery.is_ready = False
+            self._defer_early(delivery)
+
+    def _defer_early(self, delivery: Delivery) -> None:
+        """Defer a delivery whose time has not come, though others may be tried."""
+        assert delivery.asked is not None  # noqa: S101
+        error, attempts = delivery.asked[0], delivery.history.attempts
+        self._completed(delivery, RetryLater(self._sink.name, error, delivery.early(), attempts))
 
     def _braked(self, failed: Failed) -> Failed:
         """Apply the brake: after too many dead letters in a row, defer the transaction instead and stop the sink."""
@@ -351,7 +367,7 @@ class Dispatcher:
         """Count a failure; returns whether the destination counts as down, so that the attempt does not count."""
         stops = isinstance(error, DestinationRefused) and self._settings.reliable
         failed = self.breaker.stop if stops else self.breaker.failed
-        if failed(_key(delivery)):
+        if failed(_key(delivery), asked_of(error)):
             self._blocked_since = time.monotonic()
             log.warning(
                 "the circuit breaker is open: the destination fails",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ class Delivery:
     `rows` are written if it is deferred or dead-lettered. It is of `commit` or, if it is a retry, of the deferred row
     `due`. `blockers` counts the keys in whose queues it is not the first. `is_blocked`: an earlier one
     with one of its keys was deferred. `was_trial`: it was tried while the breaker was open. `is_ready`: it may start.
+    `asked`: the last fault that asked for a wait, and until when (monotonic clock, seconds).
     """
 
     rows: Undecoded
@@ -34,6 +36,11 @@ class Delivery:
     was_trial: bool = False
     is_ready: bool = False
     is_running: bool = False
+    asked: tuple[BaseException, float] | None = None
+
+    def early(self) -> float:
+        """The seconds until it may be tried, as its last fault has asked; 0 if it may be now."""
+        return max(0.0, self.asked[1] - time.monotonic()) if self.asked else 0.0
 
 
 class Queues:

@@ -203,6 +203,9 @@ class SinkSession:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._dispatcher.wait_idle()
+        self._dispatcher.defer_early()
+        # Only what is stored says which commits are begun.
+        await self._checkpoint.flush()
         self._defer_partial_commits()
         await self._checkpoint.store()
 

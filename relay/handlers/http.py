@@ -15,6 +15,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import NoReturn
 from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
@@ -288,12 +289,22 @@ def retry_after(value: str | None) -> float | None:
         return None
     if value.isascii() and value.isdecimal():
         return min(float(value), LONGEST_ASKED_SECONDS)
+    moment = _http_date(value)
+    if moment is None:
+        return None
+    seconds = moment.timestamp() - datetime.now(UTC).timestamp()
+    return min(max(0.0, seconds), LONGEST_ASKED_SECONDS)
+
+
+def _http_date(value: str) -> datetime | None:
+    """A date in one of the forms of RFC 9110, "Date/Time Formats", all of which are in UTC; None if it is none."""
     try:
-        seconds = parsedate_to_datetime(value).timestamp() - time.time()
+        parsed = parsedate_to_datetime(value)
     except Exception:
         # The parser raises various errors for what is not a date.
         return None
-    return min(max(0.0, seconds), LONGEST_ASKED_SECONDS)
+    # asctime's form names no zone, and the parser leaves it out.
+    return parsed.replace(tzinfo=UTC) if parsed.tzinfo is None else parsed
 
 
 def _key(name: str, settings: HttpHandler) -> bytes:

@@ -127,10 +127,14 @@ def retry_delay(retry: RetrySettings, error: BaseException | None, attempts: int
     state.attempt_number = max(1, attempts)
     backoff = wait_exponential(multiplier=retry.wait, max=retry.max_wait)
     jitter = wait_random(0, retry.jitter)
+    return max(backoff(state) + jitter(state), asked_of(error))
+
+
+def asked_of(error: BaseException | None) -> float:
+    """The seconds that a fault asks for before the next attempt, at most `LONGEST_ASKED_SECONDS`; 0 if it does not."""
     asked = error.after if isinstance(error, TransientFault) else None
     # An endpoint may ask for NaN, for which every comparison is false.
-    asked = min(asked, LONGEST_ASKED_SECONDS) if asked is not None and asked > 0 else 0.0
-    return max(backoff(state) + jitter(state), asked)
+    return min(asked, LONGEST_ASKED_SECONDS) if asked is not None and asked > 0 else 0.0
 
 
 def _exhausted(retry: RetrySettings, attempts: int, failing: float, after: float) -> bool:

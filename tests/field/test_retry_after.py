@@ -1,0 +1,143 @@
+"""Retry-After: in all forms of a date, in UTC, and kept while the circuit breaker is open."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from email.utils import formatdate
+from typing import Any
+
+import pytest
+
+from relay.config.handlers import CircuitBreaker
+from relay.config.settings import Settings
+from relay.delivery import breaker
+from relay.delivery.breaker import Breaker
+from relay.handlers.http import retry_after
+from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.webhook import Answer, Webhook
+
+
+@pytest.mark.parametrize("zone", ["UTC", "America/New_York", "Asia/Tokyo"])
+def test_each_form_of_a_date_is_utc(zone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RFC 9110, 5.6.7: IMF-fixdate, RFC 850, asctime."""
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        then = time.time() + 60
+        moment = time.gmtime(then)
+        forms = [
+            formatdate(then, usegmt=True),
+            time.strftime("%A, %d-%b-%y %H:%M:%S GMT", moment),
+            time.asctime(moment),
+        ]
+        for text in forms:
+            waited = retry_after(text)
+            assert waited is not None, text
+            assert 55 < waited <= 60, text
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "soon",
+        "-1",
+        "1.5",
+        "12 Mar",
+        "Sun, 99 Foo 2026 00:00:00 GMT",
+        "2026-03-01T12:00:00Z",
+        "٣",
+    ],
+)
+def test_what_is_no_delay_and_no_date_asks_for_nothing(text: str) -> None:
+    assert retry_after(text) is None
+
+
+def test_a_date_that_has_passed_and_one_of_another_century() -> None:
+    assert retry_after("Sun, 06 Nov 1994 08:49:37 GMT") == 0
+    assert retry_after("Sunday, 06-Nov-94 08:49:37 GMT") == 0
+    assert retry_after("Sun Nov  6 08:49:37 1994") == 0
+    assert retry_after("Fri, 31 Dec 9999 23:59:59 GMT") == 86_400
+
+
+class Limited:
+    """An endpoint that answers the first request for each event with 429, and notes the times of all."""
+
+    def __init__(self, asked: float) -> None:
+        self.asked = asked
+        self.sent: defaultdict[str, list[float]] = defaultdict(list)
+
+    def __call__(self, headers: dict[str, str], body: bytes) -> Answer:
+        times = self.sent[headers["idempotency-key"]]
+        times.append(time.monotonic())
+        return Answer(429, (("retry-after", str(self.asked)),)) if len(times) == 1 else Answer()
+
+    def assert_kept(self) -> None:
+        """No event was sent again before its time."""
+        for times in self.sent.values():
+            first, second = times
+            assert second - first >= self.asked - 0.05
+
+
+def posting(outbox: Outbox, webhook: Webhook, failures: int) -> Settings:
+    hook: dict[str, Any] = {
+        "type": "http",
+        "url": webhook.url,
+        "retry": {"wait": 0.1, "jitter": 0.01},
+        "circuit_breaker": {"failures": failures, "cool_down": 0.2},
+    }
+    return outbox.settings(handlers={"hook": hook}, routes=[{"handlers": ["hook"]}])
+
+
+def test_no_event_is_sent_again_before_its_time_while_the_breaker_is_open(outbox: Outbox) -> None:
+    """hargata/lubelog#1279, rianvdm/discogs-mcp#47: a probe within the time asked for extends the limit."""
+    limited = Limited(2)
+    with Webhook(limited) as webhook, relaying(posting(outbox, webhook, failures=4)):
+        for number in range(8):
+            outbox.publish(host(number), event(number))
+        wait_until(lambda: len(webhook.accepted) == 8)
+    assert len(limited.sent) == 8
+    limited.assert_kept()
+
+
+def test_a_restart_keeps_to_what_was_asked_for(outbox: Outbox) -> None:
+    limited = Limited(4)
+    with Webhook(limited) as webhook:
+        settings = posting(outbox, webhook, failures=1)
+        for number in range(4):
+            outbox.publish(host(number), event(number))
+        with relaying(settings):
+            wait_until(lambda: len(limited.sent) == 4)
+        with relaying(settings):
+            wait_until(lambda: len(webhook.accepted) == 4)
+    limited.assert_kept()
+
+
+def test_trials_keep_what_the_destination_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    one = Breaker(CircuitBreaker(failures=2, cool_down=30))
+    one.failed("a", 120.0)
+    assert not one.is_open
+    # The destination's word holds although the last failure asks for nothing.
+    assert one.failed("b")
+    assert one.seconds_to_trial() == 120
+    now += 50
+    # An attempt that was under way asks for more.
+    one.failed("c", 100.0)
+    assert one.seconds_to_trial() == 100
+    now += 100
+    assert one.seconds_to_trial() == 0
+    one.begin()
+    one.failed("a")
+    assert one.seconds_to_trial() == 2
+    now += 2
+    one.begin()
+    one.failed("a", 86_400.0)
+    assert one.seconds_to_trial() == breaker.LONGEST_ASKED_SECONDS == 3_600
+    one.succeeded("a")
+    assert one.seconds_to_trial() == 0
