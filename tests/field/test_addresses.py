@@ -142,7 +142,7 @@ def test_metrics_are_served_at_an_ipv6_literal() -> None:
 
 
 def test_the_console_is_served_at_an_ipv6_literal() -> None:
-    console = ConsoleSettings(listen="[::1]:0", token="0123456789abcdef")  # type: ignore[arg-type]
+    console = ConsoleSettings(listen="[::1]:0", token="0123456789abcdef")
     with (
         Server([], console) as server,
         urllib.request.urlopen(f"http://[::1]:{server.port}/login", timeout=5) as answer,
