@@ -83,18 +83,18 @@ class Schedule:
                 self.error = error
                 self._failed()
                 return
-            except psycopg.errors.ReadOnlySqlTransaction:
-                # A hot standby, where nothing can be removed.
-                log.info("the source is read-only: retention is off")
-                return
+            except psycopg.errors.ReadOnlySqlTransaction as error:
+                # A hot standby, until it is promoted, or a server whose disk is full.
+                self._log_once(logging.INFO, "retention waits until it may write", error)
             except psycopg.Error as error:
-                self._log_once(describe(error))
+                self._log_once(logging.WARNING, "retention failed and is retried", error)
             self._stopping.wait(self._note_seconds)
 
-    def _log_once(self, fault: str) -> None:
+    def _log_once(self, level: int, text: str, error: psycopg.Error) -> None:
+        fault = describe(error)
         if fault != self._last_logged:
             self._last_logged = fault
-            log.warning("retention failed and is retried", extra={"fault": fault})
+            log.log(level, text, extra={"fault": fault})
 
     def _connected(self) -> None:
         of = self._settings

@@ -7,7 +7,9 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
+from relay.retention.schedule import Schedule
 from relay.store.connections import HandlerPool, open_pool
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.webhook import Webhook
@@ -87,6 +89,28 @@ def test_polling_goes_on_after_a_target_was_read_only(
             wait_until(lambda: read_only_faults(caplog))
         outbox.wait_handled(RECOVERS_SECONDS)
     outbox.assert_exact()
+
+
+def test_retention_goes_on_after_a_source_was_read_only(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    """citusdata/pg_cron#270, brendanlong/lion-reader#1390."""
+    caplog.set_level("INFO")
+    settings = outbox.settings()
+    outbox.publish(host(1), event(1))
+    with relaying(settings):
+        outbox.wait_handled()
+    outbox.conn.execute("delete from relay.readers")
+    name = conninfo_to_dict(outbox.dsn)["dbname"]
+    outbox.conn.execute(f"alter database {name} set default_transaction_read_only = on".encode())
+    schedule = Schedule(settings, lambda: None, note_seconds=0.05)
+    schedule.start()
+    try:
+        wait_until(lambda: read_only_faults(caplog))
+        outbox.conn.execute(f"alter database {name} reset default_transaction_read_only".encode())
+        wait_until(lambda: bool(outbox.column("select 1 from relay.readers")))
+    finally:
+        schedule.close()
 
 
 FAULTS: list[tuple[BaseException, bool]] = [
