@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import psycopg
+from psycopg import sql
 
 from relay.admin.connections import source_sides
 from relay.admin.findings import Finding, Severity, finding_of, finding_of_error, schema_finding
@@ -105,6 +106,8 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
         if columns.columns(conn, source.table_name):
             yield _index(conn, settings)
     yield _offsets(conn, settings)
+    if source.mode == "auto" and not source.owns_table:
+        yield _updates(conn, settings)
     yield _notify(conn, settings)
     if source.mode == "poll":
         for text in unused_slots(conn, settings):
@@ -162,6 +165,26 @@ def _offsets(conn: Connection, settings: Settings) -> Finding:
         "run `relay init`",
         unwanted=f"source.offsets: is sequence, but with the trigger {COUNTING} of {source.table} publishers still "
         "take turns: run `relay init`, which removes it, or set source.offsets: gapless",
+    )
+
+
+def _updates(conn: Connection, settings: Settings) -> Finding:
+    """Report whether rows are updated: the WAL brings them as they were inserted, polling as they are by then."""
+    source = settings.source
+    ((updates,),) = conn.execute(
+        """
+        select coalesce(sum(n_tup_upd), 0)::bigint from pg_stat_all_tables
+         where relid = to_regclass(%(table)s) or relid in (select relid from pg_partition_tree(to_regclass(%(table)s)))
+        """,
+        {"table": sql.Identifier(*source.table_name).as_string(conn)},
+    )
+    if not updates:
+        return Finding(Severity.OK, "updates", "its rows are not updated")
+    return Finding(
+        Severity.OK,
+        "updates",
+        f"rows of {source.table} were updated ({updates} so far): relay delivers them as they were inserted, and after an "
+        "outage, which it polls, as they are by then: update no column that relay reads",
     )
 
 
