@@ -10,10 +10,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from tests.outbox import wait_until
+from tests.preloaded import Forked, can_fork
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -22,15 +25,41 @@ def relay(
     *arguments: str, cwd: Path | None = None, stdin: str = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
-    return subprocess.run(
+    with TemporaryFile() as given, TemporaryFile() as output, TemporaryFile() as errors:
+        given.write(stdin.encode())
+        given.seek(0)
+        process = _start(arguments, environment, (given, output, errors), cwd)
+        try:
+            status = process.wait(120)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(process.args, status, _read(output), _read(errors))
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return TextIOWrapper(file, encoding="utf-8").read()
+
+
+def _start(
+    arguments: Sequence[str],
+    environment: dict[str, str],
+    files: tuple[IO[bytes], IO[bytes], IO[bytes]],
+    cwd: Path | None = None,
+    fresh: bool = False,
+) -> subprocess.Popen[bytes] | Forked:
+    """Start `relay`: in a new Python only if it is asked for, or the environment has something for its start."""
+    whole = _environment(environment)
+    if not fresh and can_fork(whole):
+        return Forked(arguments, whole, [each.fileno() for each in files], cwd)
+    given, output, errors = files
+    return subprocess.Popen(
         [sys.executable, "-m", "relay", *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
+        stdin=given,
+        stdout=output,
+        stderr=errors,
         cwd=cwd,
-        env=_environment(environment),
-        timeout=120,
-        check=False,
+        env=whole,
     )
 
 
@@ -44,7 +73,7 @@ def _environment(more: dict[str, str]) -> dict[str, str]:
 class Running:
     """A running `relay run` and its log, one JSON object a line."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     log: Path
     begun: int
     """The length of the log when this process started, in bytes."""
@@ -83,29 +112,26 @@ class Running:
 
 @contextmanager
 def running(
-    config: Path, *arguments: str, command: str = "run", **environment: str
+    config: Path, *arguments: str, command: str = "run", fresh: bool = False, **environment: str
 ) -> Iterator[Running]:
-    """Run `relay run`, or another command, in the background; it is killed at the end if it still runs."""
+    """Run `relay run`, or another command, in the background; it is killed at the end if it still runs.
+
+    A `fresh` one is a new Python, whose memory has nothing but what it imports.
+    """
     log = config.with_suffix(".log")
     with log.open("ab") as stream:
         begun = stream.tell()
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "relay",
-                command,
-                "--config",
-                str(config),
-                "--log-format",
-                "json",
-                *(["--log-level", "debug"] if command == "run" else []),
-                *arguments,
-            ],
-            stderr=stream,
-            stdout=stream,
-            env=_environment(environment),
-        )
+        with Path(os.devnull).open("rb") as nothing:
+            process = _start(
+                [
+                    *(command, "--config", str(config), "--log-format", "json"),
+                    *(["--log-level", "debug"] if command == "run" else []),
+                    *arguments,
+                ],
+                environment,
+                (nothing, stream, stream),
+                fresh=fresh,
+            )
     try:
         yield Running(process, log, begun)
     finally:
