@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedIOBase
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 from threading import Lock, Thread
 from typing import NamedTuple
@@ -39,12 +40,25 @@ class JetStream(ThreadingTCPServer):
         """The errors with which it has closed a connection."""
         self.refuses: dict[str, str] = {}
         """The answer to a subject, in place of an acknowledgement."""
+        self.clients: list[BufferedIOBase] = []
         self._ids: set[str] = set()
         self._lock = Lock()
 
     @property
     def url(self) -> str:
         return f"nats://127.0.0.1:{self.server_address[1]}"
+
+    def announce(self, max_payload: int) -> None:
+        """Change the limit, and tell the clients."""
+        self.max_payload = max_payload
+        for each in self.clients:
+            each.write(self.info)
+
+    @property
+    def info(self) -> bytes:
+        """The line that opens a conversation."""
+        info = {"headers": True, "max_payload": self.max_payload}
+        return f"INFO {json.dumps(info)}\r\n".encode()
 
     def purge(self) -> None:
         """Remove all messages; like the server, keep the ids of the window."""
@@ -70,8 +84,8 @@ class _Conversation(StreamRequestHandler):
 
     def handle(self) -> None:
         self.server.connections += 1
-        info = {"headers": True, "max_payload": self.server.max_payload}
-        self.wfile.write(f"INFO {json.dumps(info)}\r\n".encode())
+        self.server.clients.append(self.wfile)
+        self.wfile.write(self.server.info)
         try:
             while line := self.rfile.readline():
                 if not self._answer(line):

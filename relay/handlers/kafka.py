@@ -22,15 +22,18 @@ from relay.handlers.messages import Message
 from relay.handlers.window import Sending, SendWindow
 from relay.threads import Thread
 
-_REFUSED = frozenset(
+_OF_BATCH = frozenset(
     {
         KafkaError.MSG_SIZE_TOO_LARGE,
+        KafkaError.RECORD_LIST_TOO_LARGE,
         KafkaError.INVALID_MSG,
         KafkaError.INVALID_MSG_SIZE,
         KafkaError.INVALID_RECORD,
-        KafkaError.TOPIC_EXCEPTION,
     }
 )
+"""Errors that a broker answers for all messages of a batch, of which one may be at fault, or none alone."""
+_REFUSED = _OF_BATCH | {KafkaError.TOPIC_EXCEPTION}
+"""Errors of a single message that no retry repairs."""
 _POLL_SECONDS = 0.1
 """How long the poll thread blocks, and how long closing waits for it at most."""
 _LINGER_MS = 0.5
@@ -41,7 +44,10 @@ _Report = tuple[Sending, int, KafkaError | None]
 
 
 class Kafka:
-    """One producer whose batches all transactions share. After a fatal error it is replaced."""
+    """One producer whose batches all transactions share, and one that sends what was refused as part of a batch.
+
+    After a fatal error a producer is replaced.
+    """
 
     def __init__(self, name: str, settings: KafkaHandler) -> None:
         """Raises ConfigurationError for a setting that the client does not know."""
@@ -53,26 +59,32 @@ class Kafka:
             "delivery.timeout.ms": int(settings.timeout * 1000),
         }
         try:
-            self._current = _Producer(self._conf)
+            self._shared = _Producer(self._conf)
         except KafkaException as error:
             raise ConfigurationError(f"handlers.{name}.conf: {error.args[0].str()}") from None
+        self._single: _Producer | None = None
         self._retired: set[asyncio.Task[None]] = set()
         # A backstop: the producer itself answers within its delivery timeout.
-        self._window = SendWindow(settings.timeout * 2)
+        self._window = SendWindow(settings.timeout * 2, awaits_all=True)
 
     async def close(self) -> None:
         """Close the producers. Messages in flight fail."""
-        await asyncio.gather(self._current.close(), *self._retired)
+        producers = [each for each in (self._shared, self._single) if each is not None]
+        await asyncio.gather(*(each.close() for each in producers), *self._retired)
 
     async def send(self, messages: Sequence[Message]) -> None:
         """Produce all messages, then wait for the acknowledgements. Raises Undelivered or Rejected."""
-        if self._current.is_broken:
-            retired = asyncio.create_task(self._current.close())
-            self._retired.add(retired)
-            retired.add_done_callback(self._retired.discard)
-            self._current = _Producer(self._conf)
+        if self._shared.is_broken:
+            self._retire(self._shared)
+            self._shared = _Producer(self._conf)
+        sending = self._window.sending(messages)
         try:
-            await self._window.send(self._window.sending(messages), self._current.publish)
+            try:
+                await self._window.send(sending, self._shared.publish)
+            except KafkaException as error:
+                if error.args[0].code() not in _OF_BATCH:
+                    raise
+                await self._send_singly(sending.rest)
         except TimeoutError:
             raise Undelivered("no acknowledgement in time") from None
         except BufferError:
@@ -81,6 +93,20 @@ class Kafka:
             fault: KafkaError = error.args[0]
             kind = Rejected if fault.code() in _REFUSED else Undelivered
             raise kind(fault.name()) from None
+
+    async def _send_singly(self, messages: Sequence[Message]) -> None:
+        """Produce messages one by one, each a batch of its own, so that an error is the message's."""
+        if self._single is None or self._single.is_broken:
+            if self._single is not None:
+                self._retire(self._single)
+            self._single = _Producer({**self._conf, "batch.num.messages": 1, "linger.ms": 0})
+        for message in messages:
+            await self._window.send(self._window.sending([message]), self._single.publish)
+
+    def _retire(self, producer: _Producer) -> None:
+        retired = asyncio.create_task(producer.close())
+        self._retired.add(retired)
+        retired.add_done_callback(self._retired.discard)
 
 
 class _Producer:
@@ -101,13 +127,19 @@ class _Producer:
             self._thread = Thread(target=self._poll, args=(loop,), name="kafka", daemon=True)
             self._thread.start()
         message = sending.messages[index]
-        self._producer.produce(
-            message.topic,
-            message.body,
-            message.key,
-            headers=_headers(message),
-            on_delivery=partial(self._reported, sending, index),
-        )
+        try:
+            self._producer.produce(
+                message.topic,
+                message.body,
+                message.key,
+                headers=_headers(message),
+                on_delivery=partial(self._reported, sending, index),
+            )
+        except KafkaException as error:
+            if error.args[0].code() in _REFUSED:
+                # The client refuses the message itself.
+                raise Rejected(error.args[0].name()) from None
+            raise
 
     async def close(self) -> None:
         """Close the producer. Messages in flight are answered with a fault."""

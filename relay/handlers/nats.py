@@ -18,7 +18,6 @@ from typing import Any
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import BadSubjectError, ConnectionClosedError, Error, MaxPayloadError
-from nats.js.errors import NoStreamResponseError
 
 from relay.config.handlers import NatsHandler
 from relay.faults import Rejected, Undelivered
@@ -32,7 +31,15 @@ _TOO_LARGE = 10054
 """The error code of JetStream for a message that is larger than the stream accepts."""
 _NO_RESPONDERS = "503"
 """The status with which the server answers if no stream has the subject."""
+_ELSEWHERE = frozenset({10008, 10076})
+"""Error codes of JetStream for a server that is cut off from its cluster, or has no JetStream."""
+_LONGEST_LINE = 4_096
+"""The server's default `max_control_line`, which it does not announce, in bytes."""
 _CLOSING_SECONDS = 2.0
+
+
+class _NotHere(Undelivered):
+    """The server that relay is connected to does not reach the stream; another one may."""
 
 
 class NoTls(Error):
@@ -69,6 +76,8 @@ class _SecureClient(Client):
             if not (info.get("tls_required") or info.get("tls_available")):
                 raise NoTls("the server offers no TLS, which tls:// or the key tls asks for")
             info["tls_required"] = True
+        # A server announces a changed limit too.
+        self._max_payload = info.get("max_payload", self._max_payload)
         await super()._process_info(info, initial_connection)
 
     def _requires_tls(self) -> bool:
@@ -117,7 +126,7 @@ class Nats:
     async def _connect(self) -> _Link:
         settings = self._settings
         client = _SecureClient(always_tls="tls" in settings.model_fields_set)
-        link = _Link(client)
+        link = _Link(client, settings.timeout)
         options: dict[str, Any] = {
             "closed_cb": link.closed,
             # The client tries each server twice, without a wait in between.
@@ -146,9 +155,13 @@ class Nats:
 class _Link:
     """A connection, and the inbox to which JetStream answers: each message has a number in its reply subject."""
 
-    def __init__(self, client: _SecureClient) -> None:
+    def __init__(self, client: _SecureClient, timeout: float) -> None:
+        """After `timeout` seconds of `_NotHere` alone the link gives up its connection."""
         self.client = client
         self.unanswered = Unanswered()
+        self._timeout = timeout
+        self._loop = asyncio.get_running_loop()
+        self._useful_at = self._loop.time()
         self._inbox = ""
         self._number = 0
 
@@ -158,15 +171,27 @@ class _Link:
 
     async def publish(self, sending: Sending, index: int) -> None:
         message = sending.messages[index]
-        self._number += 1
-        number = self._number
+        number = self._number + 1
+        reply = f"{self._inbox}.{number}"
+        headers = _headers(message)
+        self._require_fitting(message, reply, headers)
+        self._number = number
         self.unanswered.add(number, sending, index)
         try:
-            reply = f"{self._inbox}.{number}"
-            await self.client.publish(message.topic, message.body, reply, _headers(message))
+            await self.client.publish(message.topic, message.body, reply, headers)
         except BaseException:
             self.unanswered.discard(number)
             raise
+
+    def _require_fitting(self, message: Message, reply: str, headers: dict[str, str]) -> None:
+        """Raise MaxPayloadError or Rejected for a message for which the server would close the connection."""
+        # `NATS/1.0`, and a colon, a blank and a line end for each header. All are ASCII.
+        of_headers = 12 + sum(len(name) + len(value) + 4 for name, value in headers.items())
+        size = of_headers + len(message.body)
+        if size > self.client.max_payload:
+            raise MaxPayloadError
+        if len(f" {reply} {of_headers} {size}") + len(message.topic.encode()) > _LONGEST_LINE:
+            raise Rejected("the subject is too long")
 
     def lose(self) -> None:
         """Give up the connection."""
@@ -179,14 +204,20 @@ class _Link:
 
     async def _answered(self, msg: Msg) -> None:
         number = msg.subject.rpartition(".")[2]
-        if number.isdecimal():
-            self.unanswered.answer(int(number), _fault(msg))
+        if not number.isdecimal():
+            return
+        fault = _fault(msg)
+        self.unanswered.answer(int(number), fault)
+        if not isinstance(fault, _NotHere):
+            self._useful_at = self._loop.time()
+        elif self._loop.time() - self._useful_at >= self._timeout:
+            self.lose()
 
 
 def _fault(msg: Msg) -> Exception | None:
     """The fault that an answer of JetStream reports; None if the message is stored."""
     if msg.headers and msg.headers.get("Status") == _NO_RESPONDERS:
-        return NoStreamResponseError()
+        return _NotHere("NoStreamResponseError")
     try:
         answer = json.loads(msg.data)
         if "error" not in answer:
@@ -195,7 +226,9 @@ def _fault(msg: Msg) -> Exception | None:
         code = answer["error"].get("err_code")
     except (ValueError, TypeError, AttributeError):
         return Undelivered("the answer is not from JetStream")
-    return Rejected(f"JetStream {code}") if code == _TOO_LARGE else Undelivered(f"JetStream {code}")
+    if code == _TOO_LARGE:
+        return Rejected(f"JetStream {code}")
+    return (_NotHere if code in _ELSEWHERE else Undelivered)(f"JetStream {code}")
 
 
 def _headers(message: Message) -> dict[str, str]:

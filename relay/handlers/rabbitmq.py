@@ -28,10 +28,17 @@ _REFUSED = frozenset({311, 406, 501})
 _CLOSING_SECONDS = 2.0
 
 
+class _FrameTooLarge(Exception):
+    """A message's header does not fit into a frame; nothing was sent. The server would close the connection."""
+
+
 class _Connection(AsyncioConnection):  # type: ignore[misc] # pika has no types
-    """A connection that writes the frames of a message with one system call."""
+    """A connection that writes the frames of a message with one system call, if all are as small as was agreed."""
 
     def _output_marshaled_frames(self, marshaled_frames: Sequence[bytes]) -> None:
+        limit = self.params.frame_max
+        if limit and any(len(frame) > limit for frame in marshaled_frames):
+            raise _FrameTooLarge
         super()._output_marshaled_frames([b"".join(marshaled_frames)])
 
 
@@ -224,6 +231,8 @@ def _judged(error: Exception) -> Exception:
     """The Rejected or Undelivered for an error of the client."""
     if isinstance(error, ShortStringTooLong):
         return Rejected(type(error).__name__)
+    if isinstance(error, _FrameTooLarge):
+        return Rejected("the headers are larger than frame_max")
     if isinstance(error, ChannelClosedByBroker):
         kind = Rejected if error.reply_code in _REFUSED else Undelivered
         return kind(f"AMQP {error.reply_code}")

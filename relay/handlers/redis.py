@@ -13,12 +13,24 @@ from typing import Any
 from redis.asyncio import Redis as Client
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import (
+    AskError,
+    ClusterDownError,
+    MovedError,
+    ReadOnlyError,
+    RedisError,
+)
 
 from relay.config.handlers import RedisHandler
 from relay.faults import ConfigurationError, Rejected, Undelivered
 from relay.handlers.messages import Message
 
+_ELSEWHERE = (ReadOnlyError, ClusterDownError, MovedError, AskError)
+"""Answers of a server that does not take writes, such as a demoted primary (MASTERDOWN is a ClusterDownError)."""
+_OF_THE_EVENT = ("WRONGTYPE", "Elements are too large")
+"""How the errors of XADD begin that another try of the same event cannot avoid."""
+_MOST_BYTES = 512 * 1024 * 1024
+"""The server's default `proto-max-bulk-len`: it closes the connection for a longer value."""
 _SENT_AT_ONCE = 1_000
 _SENT_BYTES = 4_000_000
 """About how many messages, and bytes, one round trip sends."""
@@ -56,6 +68,8 @@ class Redis:
 
     async def send(self, messages: Sequence[Message]) -> None:
         """Append all messages or none. Raises Undelivered or Rejected."""
+        if any(len(message.body) > _MOST_BYTES for message in messages):
+            raise Rejected("larger than proto-max-bulk-len")
         append = _Append(messages)
         self._pending.append(append)
         if self._sender is None or self._sender.done():
@@ -70,6 +84,9 @@ class Redis:
             try:
                 async with asyncio.timeout(self._timeout):
                     answers = await self._execute(appends)
+                if any(isinstance(answer, _ELSEWHERE) for answer in answers):
+                    # A new connection may lead to another server, by its name or through a proxy.
+                    await self._client.connection_pool.disconnect()
                 for append in appends:
                     append.complete(append.judge(answers))
             except asyncio.CancelledError:
@@ -129,5 +146,7 @@ class _Append:
                 return Undelivered(type(answer).__name__)
         for answer in done:
             if isinstance(answer, Exception):
-                return Rejected(str(answer).partition(" ")[0])
+                is_refused = str(answer).startswith(_OF_THE_EVENT)
+                kind = Rejected if is_refused else Undelivered
+                return kind(str(answer).partition(" ")[0] if is_refused else type(answer).__name__)
         return None

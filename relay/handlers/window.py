@@ -16,11 +16,15 @@ class Sending:
     """The messages that one delivery sends, and the broker's answers to them."""
 
     __slots__ = (
-        "_answered_at", "_confirmed", "_fault", "_loop", "_room", "_unanswered", "_waiter", "is_over", "messages"
+        "_answered_at", "_awaits_all", "_confirmed", "_fault", "_loop", "_room", "_unanswered", "_waiter", "is_over",
+        "messages"
     )  # fmt: skip
 
-    def __init__(self, messages: Sequence[Message], room: asyncio.Semaphore) -> None:
+    def __init__(
+        self, messages: Sequence[Message], room: asyncio.Semaphore, awaits_all: bool
+    ) -> None:
         self.messages = messages
+        self._awaits_all = awaits_all
         self.is_over = False
         """Whether the delivery has ended, so that answers are ignored."""
         self._confirmed = bytearray(len(messages))
@@ -40,6 +44,11 @@ class Sending:
             if not confirmed
         ]
 
+    @property
+    def rest(self) -> Sequence[Message]:
+        """The messages from the first one on that the broker has not confirmed."""
+        return self.messages[self._confirmed.find(0) :]
+
     def answer(self, index: int, fault: Exception | None = None) -> None:
         """Record the answer to a message: stored, or a fault. Called at most once for each message that was sent."""
         if self.is_over:
@@ -51,8 +60,12 @@ class Sending:
             self._confirmed[index] = 1
         elif self._fault is None:
             self._fault = fault
-        if self._waiter and (self._fault or not self._unanswered):
+        if self._waiter and self._is_decided:
             _wake(self._waiter)
+
+    @property
+    def _is_decided(self) -> bool:
+        return not self._unanswered or (self._fault is not None and not self._awaits_all)
 
     async def publish(
         self, publish: Callable[[Sending, int], Awaitable[None]], timeout: float
@@ -85,7 +98,7 @@ class Sending:
 
     async def wait(self, timeout: float) -> None:
         """Wait for all answers. Raises the first fault, or TimeoutError if none comes for `timeout` seconds."""
-        while self._fault is None and self._unanswered:
+        while not self._is_decided:
             deadline = self._answered_at + timeout
             if self._loop.time() >= deadline:
                 raise TimeoutError
@@ -113,14 +126,19 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 class SendWindow:
     """Sends messages without waiting for the answer to the one before, up to a limit that all deliveries share."""
 
-    def __init__(self, timeout: float) -> None:
-        """`timeout` is in seconds."""
+    def __init__(self, timeout: float, awaits_all: bool = False) -> None:
+        """`timeout` is in seconds.
+
+        `awaits_all` is for a broker that may store messages after one that it refuses: a fault is then raised when
+        all messages that were sent are answered, so that none is stored after those that are sent again.
+        """
         self._timeout = timeout
+        self._awaits_all = awaits_all
         self._room = asyncio.Semaphore(_MOST_UNANSWERED)
 
     def sending(self, messages: Sequence[Message]) -> Sending:
         """A `Sending` of these messages that shares this window's room."""
-        return Sending(messages, self._room)
+        return Sending(messages, self._room, self._awaits_all)
 
     async def send(
         self, sending: Sending, publish: Callable[[Sending, int], Awaitable[None]]
