@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,13 +9,6 @@ from relay.model import headers
 from relay.model.events import EVENT_FIELDS
 
 JSON_FIELDS = ("payload", "metadata")
-
-_KEY = re.compile(r"[A-Za-z_][\w-]{0,62}", re.ASCII)
-
-
-def safe_key(key: str) -> str:
-    """A JSON object's key as logs show it: `*` for one that does not look like a field's name and may be a value."""
-    return key if _KEY.fullmatch(key) else "*"
 
 
 def split(name: str) -> tuple[str, list[str]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from string import Formatter
+from typing import Any
 
 from relay.config.fields import JSON_FIELDS, dig, is_name, split
 from relay.faults import Rejected
+from relay.model import exact_json
 from relay.model.events import Event
 
 
@@ -38,9 +39,17 @@ class Template:
         return [field for _, field in self._parts if field]
 
 
+def _json(event: Event, field: str) -> Any:
+    text = event.text(field)
+    return None if text is None else exact_json.loads(text)
+
+
 def _value(event: Event, name: str) -> str:
     head, path = split(name)
-    _, value = dig(getattr(event, head) if path else event.text(head), path)
+    try:
+        _, value = dig(_json(event, head) if path else event.text(head), path)
+    except ValueError:
+        raise Rejected(f"{head}: is not JSON, and a template needs {name}") from None
     if value is None or isinstance(value, dict | list):
         raise Rejected(f"the event has no text or number at {name}, which a template needs")
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else exact_json.dumps(value, name)

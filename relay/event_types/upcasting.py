@@ -11,10 +11,10 @@ from typing import Any
 from pydantic import BaseModel, PydanticUserError, ValidationError
 from pydantic_core import ErrorDetails, PydanticKnownError
 
-from relay.config.fields import dig, safe_key
-from relay.event_types import exact_json
+from relay.config.fields import dig
 from relay.event_types.registry import EventType
 from relay.faults import FaultAction, InvalidEvent, action_for
+from relay.model import exact_json
 from relay.model.events import Event, Row, TypedEvent
 from relay.model.transactions import Values
 
@@ -141,7 +141,7 @@ def _parsed(event: Event, name: str) -> Any:
     text = event.text(name)
     try:
         return None if text is None else exact_json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         raise InvalidEvent(f"{name}: cannot be read as JSON") from None
 
 
@@ -192,7 +192,7 @@ def _where(kind: str, location: Sequence[int | str], keys: frozenset[str]) -> st
     extra: list[str] = []
     if kind == "extra_forbidden":
         *location, key = location
-        extra = [safe_key(str(key))]
+        extra = [exact_json.safe_key(str(key))]
     parts = [
         str(part) if isinstance(part, int) or part in keys else "*"
         for part in location

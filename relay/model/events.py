@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, LiteralString, NamedTuple, Protocol
 from uuid import UUID
 
+from relay.model import exact_json
 from relay.model import headers as header_fields
 
 FIELDS = (
@@ -197,7 +197,7 @@ class Event:
 
     def _json(self, name: str) -> Any:
         value = self.text(name)
-        return None if value is None else json.loads(value)
+        return None if value is None else exact_json.loads_floats(value)
 
     def _timestamp(self, name: str) -> datetime | None:
         value = self.text(name)
@@ -245,12 +245,12 @@ class Event:
 
     @property
     def payload(self) -> Any:
-        """The payload, parsed again at each access."""
+        """The payload, parsed again at each access. Raises ValueError if a column of text has no JSON."""
         return self._json("payload")
 
     @property
     def metadata(self) -> Any:
-        """The metadata, parsed again at each access."""
+        """The metadata, parsed again at each access. Raises ValueError if a column of text has no JSON."""
         return self._json("metadata")
 
     @property

@@ -5,7 +5,6 @@ Source: W3C Recommendation "Trace Context", 2. `relay.client` writes the same fi
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,6 +13,7 @@ from contextvars import ContextVar
 from itertools import islice
 from typing import NamedTuple
 
+from relay.model import exact_json
 from relay.model.events import Event
 
 MOST_BYTES = 64 * 1024
@@ -59,8 +59,8 @@ def parse(metadata: str | bytes | None) -> TraceContext | None:
     if not (_FIELD in metadata if isinstance(metadata, str) else _FIELD.encode() in metadata):
         return None
     try:
-        value = json.loads(metadata)
-    except (ValueError, RecursionError):
+        value = exact_json.loads(metadata if isinstance(metadata, str) else metadata.decode())
+    except ValueError:
         return None
     if not isinstance(value, dict):
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -10,9 +9,9 @@ from typing import Any
 
 from relay.config.fields import dig, split
 from relay.config.settings import Route, Scalar
+from relay.model import exact_json
 from relay.model.events import Event
 
-_LONG_NUMBER = 4_000
 _JSON_FIELDS = frozenset({"payload", "metadata"})
 
 Values = tuple[str | None, ...]
@@ -65,9 +64,9 @@ def _test(fields: Sequence[str], name: str, patterns: Sequence[Scalar]) -> Test:
         if text is None:
             return False
         try:
-            found, value = dig(json.loads(text, parse_int=_whole_number), path)
-        except (ValueError, RecursionError):
-            return False  # a mapped text column need not hold JSON, and jsonb may nest deeper than Python can parse
+            found, value = dig(exact_json.loads(text), path)
+        except ValueError:
+            return False  # a mapped text column need not hold JSON
         return found and any(_matches(value, pattern) for pattern in patterns)
 
     return test
@@ -78,12 +77,15 @@ def _matches(value: Any, pattern: Scalar) -> bool:
     if value is None:
         return False
     if isinstance(pattern, str):
-        return fnmatchcase(value if isinstance(value, str) else json.dumps(value), pattern)
+        return fnmatchcase(value if isinstance(value, str) else _text(value), pattern)
     if isinstance(value, str):
         return not isinstance(pattern, bool) and value == str(pattern)
     return isinstance(value, bool) is isinstance(pattern, bool) and bool(value == pattern)
 
 
-def _whole_number(digits: str) -> int | float:
-    """Parse an integer of JSON; one above Python's limit of digits becomes a float."""
-    return int(digits) if len(digits) < _LONG_NUMBER else float(digits)
+def _text(value: Any) -> str:
+    """A number, or an array or object, as PostgreSQL prints it; empty if it is nested too deeply to be written."""
+    try:
+        return exact_json.dumps(value, "")
+    except RecursionError:
+        return ""

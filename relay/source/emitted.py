@@ -16,7 +16,7 @@ from struct import Struct
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid5
 
-from relay.event_types import exact_json
+from relay.model import exact_json
 from relay.model.events import FIELDS, NOTE, microseconds, timestamp
 from relay.model.tuples import ProtocolError
 from relay.source.pgoutput import Begin, Column, LogicalMessage, Relation, encode_tuple
@@ -179,7 +179,7 @@ def _events(text: str) -> tuple[list[Any], str | None]:
     """The events of a message, and None; or one None that stands for the whole message, and the fault."""
     try:
         value = exact_json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return [None], "it is not JSON"
     events = value if isinstance(value, list) else [value]
     if not events:

@@ -1,8 +1,9 @@
 """A refusal is of a message, of a batch, of the connection or of the destination; only the message's own is its end.
 
-Reports: confluentinc/librdkafka#488, #1716 and #1356, confluentinc/confluent-kafka-python#290 (a batch above the topic's
-limit); nats-io/nats.py#888 and #896, nats-io/nats.go#63 (headers count in `max_payload`); rabbitmq/rabbitmq-java-client#362,
-php-amqplib/php-amqplib#934, rabbitmq/rabbitmq-server#921 (a header above `frame_max`).
+Reports: confluentinc/librdkafka#488, #1716 and #1356, confluentinc/confluent-kafka-python#290 (a batch above the
+topic's limit); nats-io/nats.py#888 and #896, nats-io/nats.go#63 (headers count in `max_payload`);
+rabbitmq/rabbitmq-java-client#362, php-amqplib/php-amqplib#934, rabbitmq/rabbitmq-server#921 (a header above
+`frame_max`).
 """
 
 from __future__ import annotations
