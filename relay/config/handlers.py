@@ -232,6 +232,9 @@ class DeliveryHandler(SinkHandler):
     """The most attempts in a second; null: no limit."""
     concurrency: Annotated[PositiveInt, Number] = 16
     """The most transactions that are delivered at once."""
+    payload: Literal["json", "text"] = "json"
+    """`json`: an event is a dead letter if its payload is not JSON, which a column of text permits; `text`: the payload
+    is sent as a text."""
     circuit_breaker: CircuitBreaker | None = Field(default_factory=CircuitBreaker)
     """When an outage of the destination stops the sink; null: never."""
 

@@ -33,6 +33,15 @@ class Template:
             literal + (_value(event, field) if field else "") for literal, field in self._parts
         )
 
+    def is_null(self, event: Event) -> bool:
+        """Whether the template is a single column, and the event's is null."""
+        if len(self._parts) != 1:
+            return False
+        ((literal, field),) = self._parts
+        if literal or not field or split(field)[1]:
+            return False
+        return event.text(field) is None
+
     @property
     def names(self) -> list[str]:
         """The fields and paths in the template."""

@@ -10,12 +10,17 @@ from collections.abc import Mapping, Sequence
 from json.encoder import encode_basestring
 from urllib.parse import quote
 
+from pydantic_core import from_json
+
+from relay.faults import Rejected
+from relay.model import exact_json
 from relay.model.events import Event
 from relay.model.headers import attribute
 
 STRUCTURED = "application/cloudevents+json"
 BATCH = "application/cloudevents-batch+json"
 DATA = "application/json"
+TEXT = "text/plain; charset=utf-8"
 
 _PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) not in '"%')
 
@@ -56,19 +61,33 @@ def attributes(event: Event, source: str) -> dict[str, str]:
     return {name: value for name, value in values.items() if value}
 
 
-def structured(event: Event, source: str) -> bytes:
-    """One event in structured mode: attributes and data in one JSON body."""
-    return _envelope(event, source).encode()
+def structured(event: Event, source: str, as_text: bool = False) -> bytes:
+    """One event in structured mode: attributes and data in one JSON body.
+
+    `as_text` makes the payload a string; otherwise it is JSON. Raises Rejected if it is not.
+    """
+    return _envelope(event, source, as_text).encode()
 
 
-def batch(events: Sequence[Event], source: str) -> bytes:
-    """Events in batched mode: one JSON array."""
-    return f"[{','.join(_envelope(event, source) for event in events)}]".encode()
+def batch(events: Sequence[Event], source: str, as_text: bool = False) -> bytes:
+    """Events in batched mode: one JSON array. Raises Rejected for a payload that is not JSON, unless `as_text`."""
+    return f"[{','.join(_envelope(event, source, as_text) for event in events)}]".encode()
 
 
-def data(event: Event) -> bytes:
-    """The body in binary mode: the data alone; headers carry the attributes."""
-    return (event.text("payload") or "null").encode()
+def data(event: Event, as_text: bool = False) -> bytes:
+    """The body in binary mode: the data alone; headers carry the attributes.
+
+    Raises Rejected for a payload that is not JSON, unless `as_text`.
+    """
+    payload = event.text("payload")
+    if as_text:
+        return (payload or "").encode()
+    return b"null" if payload is None else _json(payload).encode()
+
+
+def data_type(as_text: bool) -> str:
+    """The content type of the data."""
+    return TEXT if as_text else DATA
 
 
 def headers(attributes: Mapping[str, str]) -> dict[str, str]:
@@ -76,13 +95,34 @@ def headers(attributes: Mapping[str, str]) -> dict[str, str]:
     return {f"ce-{name}": header(value) for name, value in attributes.items()}
 
 
-def _envelope(event: Event, source: str) -> str:
+def _envelope(event: Event, source: str, as_text: bool) -> str:
     # All values are text, for which json.dumps takes twice as long.
-    named = {**attributes(event, source), "datacontenttype": DATA}.items()
+    named = {**attributes(event, source), "datacontenttype": data_type(as_text)}.items()
     head = ", ".join([f'"{name}": {encode_basestring(value)}' for name, value in named])
     payload = event.text("payload")
-    # The payload stays as PostgreSQL prints it, so that numbers keep every digit.
-    return f"{{{head}}}" if payload is None else f'{{{head}, "data": {payload}}}'
+    if payload is None:
+        return f"{{{head}}}"
+    # JSON stays as PostgreSQL prints it, so that numbers keep every digit.
+    value = encode_basestring(payload) if as_text else _json(payload)
+    return f'{{{head}, "data": {value}}}'
+
+
+def _json(payload: str) -> str:
+    """A payload that is JSON. Raises Rejected for another one, which a column of text may have.
+
+    Pasted into an envelope, `1, "id": "forged"` would be attributes.
+    """
+    try:
+        # Several times as fast as Python's reader, but it gives up at 200 levels.
+        from_json(payload, allow_inf_nan=False)
+    except ValueError:
+        try:
+            exact_json.loads(payload)
+        except ValueError:
+            raise Rejected(
+                "payload: is not JSON, and the handler's key payload is not text"
+            ) from None
+    return payload
 
 
 def header(value: str) -> str:

@@ -74,13 +74,13 @@ class Http:
             await self._post(identity, headers, body)
 
     def _requests(self, events: Iterable[Event]) -> Iterator[tuple[str, dict[str, str], bytes]]:
-        source = self._settings.source
+        source, as_text = self._settings.source, self._settings.payload == "text"
         if self._settings.each == "transaction":
             whole = list(events)
             # A transaction has the identity of its first event, whatever the configuration.
             identity = cloudevents.identity(whole[0])
             trace = trace_context.headers(whole[0])
-            body = cloudevents.batch(whole, source)
+            body = cloudevents.batch(whole, source, as_text)
             yield identity, {"content-type": cloudevents.BATCH, **trace}, body
             return
         for event in events:
@@ -88,13 +88,14 @@ class Http:
             trace = trace_context.headers(event)
             if self._settings.mode == "binary":
                 attributes = cloudevents.headers(cloudevents.attributes(event, source))
-                body = cloudevents.data(event)
-                yield identity, {"content-type": cloudevents.DATA, **attributes, **trace}, body
+                body = cloudevents.data(event, as_text)
+                kind = cloudevents.data_type(as_text)
+                yield identity, {"content-type": kind, **attributes, **trace}, body
             elif self._settings.mode == "batch":
-                body = cloudevents.batch([event], source)
+                body = cloudevents.batch([event], source, as_text)
                 yield identity, {"content-type": cloudevents.BATCH, **trace}, body
             else:
-                body = cloudevents.structured(event, source)
+                body = cloudevents.structured(event, source, as_text)
                 yield identity, {"content-type": cloudevents.STRUCTURED, **trace}, body
 
     async def _post(self, identity: str, headers: dict[str, str], body: bytes) -> None:

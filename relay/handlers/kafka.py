@@ -130,7 +130,8 @@ class _Producer:
         try:
             self._producer.produce(
                 message.topic,
-                message.body,
+                # A tombstone, with which a compacted topic forgets the key.
+                None if message.is_null else message.body,
                 message.key,
                 headers=_headers(message),
                 on_delivery=partial(self._reported, sending, index),

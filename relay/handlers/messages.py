@@ -22,7 +22,8 @@ class Message(NamedTuple):
     """A broker's message of an event. `identity` is the event's; a structured body has the `attributes`.
 
     `deduplication` is the same in every attempt of a sink to send the event, until an operator moves the sink, and
-    differs from that of every other message. `trace` are headers of the message in every mode.
+    differs from that of every other message. `trace` are headers of the message in every mode. `is_null`: the event has
+    no payload, and the body would be nothing else.
     """
 
     topic: str
@@ -33,6 +34,7 @@ class Message(NamedTuple):
     attributes: dict[str, str]
     body: bytes
     trace: trace_context.Headers = MappingProxyType({})
+    is_null: bool = False
 
 
 class Broker(Protocol):
@@ -61,6 +63,7 @@ class Publishing:
         self._broker = broker
         self._source = settings.source
         self._structured = settings.mode == "structured"
+        self._as_text = settings.payload == "text"
         self._series = ""
         self._topic = Template(settings.topic)
         self._key = None if key is None else Template(key)
@@ -99,19 +102,19 @@ class Publishing:
 
     def _message(self, event: Event) -> Message:
         topic = _name(self._topic, event)
-        key = None if self._key is None else _name(self._key, event)
+        key = None if self._key is None or self._key.is_null(event) else _name(self._key, event)
         identity = cloudevents.identity(event)
         # With the row's number, since an adopted outbox may have rows with equal ids.
         deduplication = f"{self._series}/{identity}/{event.text('c_offset') or ''}"
         trace = trace_context.headers(event)
         if self._structured:
-            body = cloudevents.structured(event, self._source)
-            kind, attributes = cloudevents.STRUCTURED, {}
+            body = cloudevents.structured(event, self._source, self._as_text)
+            kind, attributes, is_null = cloudevents.STRUCTURED, {}, False
         else:
             attributes = cloudevents.attributes(event, self._source)
-            body = cloudevents.data(event)
-            kind = cloudevents.DATA
-        return Message(topic, key, identity, deduplication, kind, attributes, body, trace)
+            body = cloudevents.data(event, self._as_text)
+            kind, is_null = cloudevents.data_type(self._as_text), event.text("payload") is None
+        return Message(topic, key, identity, deduplication, kind, attributes, body, trace, is_null)
 
 
 def _name(template: Template, event: Event) -> str:
