@@ -251,7 +251,7 @@ def _names_outage(error: BaseException, depth: int = 0) -> bool:
     """Return whether an error, or one that it wraps, is about the network, a connection or an exhausted resource."""
     if isinstance(error, psycopg.Error):
         return _database_action(error) is FaultAction.RETRY
-    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError) or _is_outage_of(error):
         return True
     if any(each.__name__ in _OUTAGE_NAMES for each in type(error).__mro__):
         return True
@@ -262,6 +262,16 @@ def _names_outage(error: BaseException, depth: int = 0) -> bool:
     return depth < _CHAIN_LENGTH and any(
         _names_outage(inner, depth + 1) for inner in _wrapped(error)
     )
+
+
+def _is_outage_of(error: BaseException) -> bool:
+    """Return whether another driver of PostgreSQL, such as asyncpg or psycopg2, reports a transient SQLSTATE."""
+    state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+    return isinstance(state, str) and _is_transient_state(state)
+
+
+def _is_transient_state(state: str) -> bool:
+    return state in TRANSIENT_SQLSTATES or state.startswith(TRANSIENT_CLASSES)
 
 
 def _wrapped(error: BaseException) -> list[BaseException]:
@@ -284,11 +294,12 @@ def _database_action(error: psycopg.Error) -> FaultAction:
         return FaultAction.RETRY if _lost_connection(error) else FaultAction.DEAD_LETTER
     if _permission_denied(error):
         return FaultAction.STOP
-    if state in TRANSIENT_SQLSTATES or state.startswith(TRANSIENT_CLASSES) or _stale(error):
+    if _is_transient_state(state) or _stale(error):
         return FaultAction.RETRY
     return FaultAction.DEAD_LETTER
 
 
+_STALE_PLAN = "cached plan must not change result type"
 _DRIVERS_STATEMENT = re.compile(r'"_pg3_[0-9a-f]+"')
 """Matches the names that psycopg gives to the statements that it prepares by itself."""
 
@@ -299,7 +310,9 @@ def _stale(error: psycopg.Error) -> bool:
     0A000 is also the SQLSTATE of what PostgreSQL does not support, 42P05 that of a PREPARE which a handler repeats.
     """
     if error.sqlstate == "0A000":
-        return error.diag.source_function == "RevalidateCachedQuery"
+        # The message may be in another language, the name of the function is missing behind some poolers.
+        routine, text = error.diag.source_function, str(error)
+        return routine == "RevalidateCachedQuery" or text.startswith(_STALE_PLAN)
     return error.sqlstate == "42P05" and _DRIVERS_STATEMENT.search(str(error)) is not None
 
 

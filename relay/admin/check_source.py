@@ -183,8 +183,8 @@ def _updates(conn: Connection, settings: Settings) -> Finding:
     return Finding(
         Severity.OK,
         "updates",
-        f"rows of {source.table} were updated ({updates} so far): relay delivers them as they were inserted, and after an "
-        "outage, which it polls, as they are by then: update no column that relay reads",
+        f"rows of {source.table} were updated ({updates} so far): relay delivers them as they were inserted, and those "
+        "that it polls, after an outage, as they are by then: update no column that relay reads",
     )
 
 

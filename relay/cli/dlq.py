@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TextIO
 
@@ -47,11 +47,15 @@ dlq = typer.Typer(
 
 
 def _time(text: str) -> datetime:
-    """Return the time that an option gives. Raises typer.BadParameter with an example."""
+    """Return the time that an option gives, in UTC unless it has an offset.
+
+    Raises typer.BadParameter with an example.
+    """
     try:
-        return TypeAdapter(datetime).validate_python(text)
+        moment = TypeAdapter(datetime).validate_python(text)
     except ValidationError:
         raise typer.BadParameter(f"{text!r} is not a time such as 2026-03-01T12:00") from None
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 IdOption = Annotated[list[int] | None, typer.Option("--id", help="The dead letter; repeatable.")]
@@ -65,12 +69,14 @@ TypeOption = Annotated[str | None, typer.Option("--type", help="Its event_type."
 SinceOption = Annotated[
     datetime | None,
     typer.Option(
-        "--since", parser=_time, metavar="TIME", help="Dead-lettered at this time or later."
+        "--since", parser=_time, metavar="TIME", help="Dead-lettered at this time (UTC) or later."
     ),
 ]
 UntilOption = Annotated[
     datetime | None,
-    typer.Option("--until", parser=_time, metavar="TIME", help="Dead-lettered before this time."),
+    typer.Option(
+        "--until", parser=_time, metavar="TIME", help="Dead-lettered before this time (UTC)."
+    ),
 ]
 ExceptionOption = Annotated[
     str | None, typer.Option("--exception", metavar="TEXT", help="A part of the exception.")

@@ -25,7 +25,7 @@ from relay.model.events import Lsn
 from relay.source.timelines import TimelineHistory
 from relay.source.translation import Encoding
 from relay.store import groups
-from relay.store.connections import Connection
+from relay.store.connections import CLIENT_KEEPALIVE, Connection
 
 DEFAULT_SENDER_TIMEOUT = 60.0
 """The seconds to use where `wal_sender_timeout` is off."""
@@ -87,9 +87,7 @@ def open_replication(settings: Settings) -> Connection:
         application_name=groups.APPLICATION_NAME,
         connect_timeout=10,
         # The receiver judges silence by the server's keepalives; TCP's own detect a host that is gone.
-        keepalives_idle=30,
-        keepalives_interval=10,
-        keepalives_count=3,
+        **CLIENT_KEEPALIVE,
     )
 
 

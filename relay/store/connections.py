@@ -64,6 +64,15 @@ KEEPALIVE: Mapping[str, str] = {
     "tcp_keepalives_count": "3",
 }
 """After a minute without an answer the server ends the session and releases its locks."""
+CLIENT_KEEPALIVE: Mapping[str, Any] = {
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+}
+"""Options of libpq: after a minute without an answer an idle connection is lost, such as that of a listener.
+
+There is no `tcp_user_timeout`, which would also end the connection while the server works and reads nothing.
+"""
 LOCK_TIMEOUT = "30s"
 """How long a statement waits for a lock before its task is retried, unless the user has set a timeout."""
 
@@ -179,7 +188,12 @@ def connect(dsn: str, **options: Any) -> psycopg.Connection[Any]:
         dsn,
         autocommit=True,
         connect_timeout=CONNECT_TIMEOUT_SECONDS,
-        **{"application_name": "relay", "client_encoding": "UTF8", **options},
+        **{
+            "application_name": "relay",
+            "client_encoding": "UTF8",
+            **CLIENT_KEEPALIVE,
+            **options,
+        },
     )
     try:
         conn.execute(f"{_SESSION}; {_DURABLE}".encode())
@@ -189,6 +203,16 @@ def connect(dsn: str, **options: Any) -> psycopg.Connection[Any]:
         conn.close()
         raise
     return conn
+
+
+def require_writable(conn: psycopg.Connection[Any]) -> None:
+    """Raise psycopg.errors.ReadOnlySqlTransaction if the session is read-only, as those of a standby are.
+
+    An advisory lock can be taken there, but those who connect to the primary do not see it.
+    """
+    row = conn.execute("show transaction_read_only").fetchone()
+    if row and row[0] == "on":
+        raise psycopg.errors.ReadOnlySqlTransaction("the session is read-only")
 
 
 def pin_reading(conn: psycopg.Connection[Any]) -> None:
@@ -352,8 +376,6 @@ def _pool(
             "application_name": "relay",
             "client_encoding": "UTF8",
             "connect_timeout": CONNECT_TIMEOUT_SECONDS,
-            "keepalives_idle": 30,
-            "keepalives_interval": 10,
-            "keepalives_count": 3,
+            **CLIENT_KEEPALIVE,
         },
     )

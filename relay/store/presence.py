@@ -15,7 +15,7 @@ import psycopg
 from relay.config.effects import Effects
 from relay.faults import ConfigurationError, describe
 from relay.store import admission, advisory_locks
-from relay.store.connections import Connection, connect
+from relay.store.connections import Connection, connect, require_writable
 from relay.store.groups import APPLICATION_NAME, PREFIX
 from relay.threads import Thread
 
@@ -75,6 +75,7 @@ class Presence:
         try:
             if self._conn is None:
                 self._conn = connect(self._dsn, application_name=APPLICATION_NAME)
+                require_writable(self._conn)
                 self._lock_instance(self._conn)
                 # Before the stored configuration is read: of two that start at once, the second sees the first.
                 admission.hold(self._conn, self._group, self._effects)

@@ -131,6 +131,12 @@ def test_a_stale_plan_is_told_from_a_feature_that_is_not_supported(outbox: Outbo
     assert action_for(unsupported) is FaultAction.DEAD_LETTER
 
 
+def test_a_stale_plan_is_recognised_behind_a_pooler_that_drops_fields() -> None:
+    """margince/margince#5448."""
+    stale = psycopg.errors.FeatureNotSupported("cached plan must not change result type")
+    assert action_for(stale) is FaultAction.RETRY
+
+
 def test_a_prepared_statement_of_another_client_of_the_pooler(outbox: Outbox) -> None:
     """npgsql and psycopg behind PgBouncer: the name is taken, or gone; neither is the event's fault."""
     outbox.conn.execute("prepare _pg3_0 as select 1")

@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC, datetime, timedelta, tzinfo
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from relay.admin import sinks as sinks_admin
 from relay.admin.status import lag_seconds, read
+from relay.cli.app import app
 from relay.config.settings import Settings
 from relay.retention.schedule import Schedule
 from relay.store.connections import connect
@@ -106,6 +109,24 @@ def test_retries_are_exhausted_by_the_databases_clock(
             )
             wait_until(lambda: bool(outbox.column("select 1 from relay.dead_letter_queue")))
     assert abs((first - datetime.now(UTC)).total_seconds()) < 60
+
+
+@pytest.mark.parametrize("text", ["2026-03-01T12:00", "2026-03-01T07:00-05:00"])
+def test_a_time_without_a_zone_is_utc(outbox: Outbox, tmp_path: Path, text: str) -> None:
+    """The session's time zone decided which dead letters a command discards, while lists are in UTC."""
+    zone = "alter database {} set timezone = 'America/New_York'"
+    outbox.conn.execute(zone.format(outbox.slot).encode())
+    outbox.conn.execute(
+        "insert into relay.dead_letter_queue (group_id, event_id, exception, created_dt)"
+        " values ('default', 'early', '', '2026-03-01 11:59:00 UTC'),"
+        " ('default', 'late', '', '2026-03-01 12:01:00 UTC')"
+    )
+    config = outbox.config_file(tmp_path / "relay.yaml")
+    words = ("dlq", "discard", "--config", str(config), "--since", text, "--yes")
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    statuses = "select event_id from relay.dead_letter_queue where status = 'discarded'"
+    assert outbox.column(statuses) == ["late"]
 
 
 def retention(settings: Settings) -> None:

@@ -9,8 +9,13 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
+from relay.config.effects import Effects
+from relay.faults import FaultAction, action_for
 from relay.retention.schedule import Schedule
-from relay.store.connections import HandlerPool, open_pool
+from relay.source.walsender import open_replication
+from relay.store import presence
+from relay.store.connections import HandlerPool, connect, open_pool
+from relay.store.presence import Presence
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.webhook import Webhook
 
@@ -20,7 +25,7 @@ RECOVERS_SECONDS = 15.0
 def read_only_faults(caplog: pytest.LogCaptureFixture) -> bool:
     """Whether relay has logged that a session is read-only."""
     faults = [str(getattr(record, "fault", "")) for record in caplog.records]
-    return any("read-only transaction" in fault for fault in faults)
+    return any("read-only transaction" in fault or "25006" in fault for fault in faults)
 
 
 @contextmanager
@@ -111,6 +116,58 @@ def test_retention_goes_on_after_a_source_was_read_only(
         wait_until(lambda: bool(outbox.column("select 1 from relay.readers")))
     finally:
         schedule.close()
+
+
+def test_every_connection_asks_whether_its_server_is_still_there(outbox: Outbox) -> None:
+    """timgit/pg-boss#850, sandbox-quantum/switch#415, PostgREST/postgrest#4670: it idled on a host that was gone."""
+    with (
+        connect(outbox.dsn) as alone,
+        open_pool(outbox.dsn, 1) as pool,
+        pool.connection() as pooled,
+        open_replication(outbox.settings()) as streaming,
+    ):
+        for conn in (alone, pooled, streaming):
+            assert conn.info.get_parameters()["keepalives_idle"] == "30"
+
+
+@pytest.mark.parametrize("attribute", ["sqlstate", "pgcode"])
+def test_an_outage_that_another_driver_reports_is_no_fault_of_the_event(attribute: str) -> None:
+    """MagicStack/asyncpg#121: a handler's own session, of asyncpg or psycopg2, was read-only or of another client."""
+
+    class ServerError(Exception):
+        """An error as those drivers raise it."""
+
+    def judged(state: str) -> FaultAction:
+        error = ServerError()
+        setattr(error, attribute, state)
+        return action_for(error)
+
+    assert {judged(state) for state in ("25006", "26000", "40P01", "57P01")} == {FaultAction.RETRY}
+    assert judged("23505") is FaultAction.DEAD_LETTER
+
+
+def test_an_instance_is_not_shown_to_a_standby_instead_of_the_primary(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """timescale/prometheus-postgresql-adapter#91: the lock was held where nobody looks for it, without an end."""
+    caplog.set_level("DEBUG")
+    monkeypatch.setattr(presence, "CHECK_SECONDS", 0.1)
+
+    def shown() -> bool:
+        return bool(presence.instances(outbox.conn, "default"))
+
+    with ExitStack() as stack:
+        role, dsn = stack.enter_context(outbox.limited_role())
+        settings = outbox.settings(target={"dsn": dsn})
+        instance = Presence(dsn, "default", Effects.of(settings), False, lambda: None)
+        stack.enter_context(closing(instance))
+        instance.start()
+        wait_until(shown)
+        with read_only(outbox, role):
+            wait_until(lambda: not shown())
+            wait_until(lambda: read_only_faults(caplog), 10)
+            assert not shown()
+        wait_until(shown)
 
 
 FAULTS: list[tuple[BaseException, bool]] = [
