@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -23,6 +24,7 @@ from relay.observe.engines import EngineCounts
 from relay.observe.summary import Summary
 from relay.observe.traces import open_traces
 from relay.pipeline.apply import Redelivery
+from relay.pipeline.rekeying import rekey
 from relay.pipeline.retries import RetryWorker
 from relay.pipeline.runner import Pipeline
 from relay.retention.schedule import Schedule
@@ -73,6 +75,7 @@ class Service:
             settings.group,
             Effects.of(settings),
             accept_configuration,
+            partial(rekey, settings),
             self.stop,
         )
         self._summary = Summary()

@@ -14,14 +14,22 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
+from relay.config.handlers import TRANSACTIONAL
 from relay.config.settings import Settings
 from relay.model.events import SQL_TYPES
 
-_LEFT_OUT = {
+LEFT_OUT = {
     *("retry", "timeout", "rate_limit", "concurrency", "circuit_breaker", "tls", "tls_first"),
     *("compress_above", "statuses", "max_length", "max_events", "every", "bootstrap", "start"),
 }
 """Keys of handlers that do not decide effects."""
+ORDERING = ("order_by", "reliable")
+"""Keys of handlers that decide the ordering keys of deferred transactions, which are stored with these."""
+_ORDERING_COLUMNS = tuple(
+    f"source.{section}.{field}"
+    for section in ("columns", "types")
+    for field in ("host_id", "user_id", "aggregate_type", "aggregate_id")
+)
 _LONGEST = 60
 """The digest of a longer value replaces it."""
 
@@ -53,7 +61,7 @@ class Effects:
             values[f"source.headers.{name}"] = column
         for name, handler in settings.handlers.items():
             # Without defaults, so that a key that a later version adds makes no difference until it is set.
-            given = handler.model_dump(exclude=_LEFT_OUT, exclude_defaults=True)
+            given = handler.model_dump(exclude=LEFT_OUT, exclude_defaults=True)
             for key, value in given.items():
                 values[f"handlers.{name}.{key}"] = _address(value) if key == "url" else value
         if isinstance(settings.events, str):
@@ -80,6 +88,39 @@ class Effects:
             if self.values.get(key) != other.get(key) and not key.startswith(one_sided):
                 named.append(_compared(key, other.get(key), self.values.get(key)))
         return ", ".join(named)
+
+    def reordered(self, former: Mapping[str, str]) -> list[str]:
+        """The sinks, '' for the target, whose deferred transactions had other ordering keys by the `former` effects."""
+        stores = {name if self._is_sink(name) else "" for name in handlers_of(self.values)}
+        return sorted(
+            sink
+            for sink in stores
+            if self._ordering(self.values, sink) != self._ordering(former, sink)
+        )
+
+    def reordered_handlers(self, former: Mapping[str, str]) -> list[str]:
+        """The keys of handlers that are in both configurations and order by another key."""
+        both = handlers_of(self.values) & handlers_of(former)
+        return sorted(
+            f"handlers.{name}.order_by"
+            for name in both
+            if _order_of(self.values, name) != _order_of(former, name)
+        )
+
+    def _ordering(self, values: Mapping[str, str], sink: str) -> list[str | None]:
+        """What decides the ordering keys of one sink's deferred transactions, or of the target's."""
+        names = [sink] if sink else sorted(n for n in handlers_of(values) if not self._is_sink(n))
+        orders = [f"{name} {_order_of(values, name)}" for name in names]
+        return [*map(values.get, _ORDERING_COLUMNS), *orders]
+
+    def _is_sink(self, name: str) -> bool:
+        return self.values.get(f"handlers.{name}.type") not in (None, *TRANSACTIONAL)
+
+
+def _order_of(values: Mapping[str, str], name: str) -> str:
+    """The key that a handler orders by: without an entry, the default."""
+    order_by, reliable = (values.get(f"handlers.{name}.{key}") for key in ORDERING)
+    return "none" if reliable == "false" else order_by or "host"
 
 
 def handlers_of(values: Mapping[str, str]) -> set[str]:

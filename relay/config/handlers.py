@@ -497,4 +497,6 @@ HandlerSettings = Annotated[
 ]
 
 
+TRANSACTIONAL = ("sql", "python")
+"""The types of handlers that act in the target's transaction; the others are sinks."""
 KINDS = ("sql", "python", "spark", "http", "redis", "nats", "rabbitmq", "kafka")

@@ -6,6 +6,7 @@ Source: PostgreSQL documentation, "Advisory Locks".
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 
 from psycopg.types.json import Jsonb
 
@@ -22,11 +23,18 @@ def hold(conn: Connection, group: str, effects: Effects) -> None:
     advisory_locks.lock_shared(conn, advisory_locks.configuration(group, effects.digest))
 
 
-def admit(conn: Connection, group: str, effects: Effects, accept: bool) -> None:
+def admit(
+    conn: Connection,
+    group: str,
+    effects: Effects,
+    accept: bool,
+    changed: Callable[[Connection, Mapping[str, str]], None],
+) -> None:
     """Admit an instance with this configuration to the group.
 
-    A configuration that differs from the stored one replaces it if no instance runs with that, or if `accept` is true.
-    Otherwise raises ConfigurationError, which names the difference.
+    A configuration that differs from the stored one replaces it if no instance runs with that, or if `accept` is true
+    and no handler orders by another key. `changed` is then called with the stored values, in the database transaction
+    that replaces them. Otherwise raises ConfigurationError, which names the difference.
     """
     with conn.transaction():
         conn.execute(
@@ -47,6 +55,12 @@ def admit(conn: Connection, group: str, effects: Effects, accept: bool) -> None:
                     f"group: an instance of {group!r} runs with another configuration: {difference}: give all "
                     "instances the same one, or stop the others first; --accept-configuration replaces theirs"
                 )
+            if running and (keys := effects.reordered_handlers(values or {})):
+                raise ConfigurationError(
+                    f"{', '.join(keys)}: has changed, and an instance of {group!r} defers transactions by the former "
+                    "one: stop the others first; --accept-configuration cannot replace it"
+                )
+            changed(conn, values or {})
             log.log(
                 logging.WARNING if running else logging.INFO,
                 "the group's configuration has changed",

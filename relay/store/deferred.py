@@ -13,7 +13,7 @@ counts them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
@@ -137,6 +137,39 @@ def _predecessor(holders: dict[str, int], number: int, deferral: Deferral) -> in
         if deferral.holds:
             holders[key] = number
     return predecessor
+
+
+def set_keys(conn: Connection, keys: Mapping[int, Collection[str]]) -> None:
+    """Set the ordering keys of transactions, by id. `hold_set_keys` is due afterwards, in the same transaction."""
+    codec = codec_of(conn)
+    pairs = [(number, writable(key, codec)) for number, each in keys.items() for key in each]
+    conn.execute(
+        """
+        update relay.deferred as d
+           set predecessor = null,
+               keys = array(select own.key from unnest(%s::bigint[], %s::text[]) as own (id, key) where own.id = d.id)
+         where d.id = any(%s::bigint[])
+        """,
+        (
+            arrays.of_numbers(number for number, _ in pairs),
+            arrays.of_texts([key for _, key in pairs]),
+            arrays.of_numbers(keys),
+        ),
+        prepare=False,
+    )
+
+
+def hold_set_keys(conn: Connection, group: str, sink: str) -> None:
+    """Let the transactions of a sink, '' for the target, that held their keys hold those that `set_keys` has set."""
+    conn.execute("delete from relay.deferred_keys where group_id = %s and sink = %s", (group, sink))
+    conn.execute(
+        """
+        insert into relay.deferred_keys (group_id, sink, key, deferred_id)
+        select d.group_id, d.sink, own.key, d.id from relay.deferred as d, unnest(d.keys) as own (key)
+         where d.group_id = %s and d.sink = %s and d.holds
+        """,
+        (group, sink),
+    )
 
 
 def lock(conn: Connection, group: str) -> None:

@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from psycopg import sql
-from psycopg.rows import scalar_row
+from psycopg.rows import class_row, scalar_row
 
 from relay.store import advisory_locks, arrays
 from relay.store.connections import Connection
@@ -100,6 +100,23 @@ def heads(
         if each.due.id in chosen
     ]
     return list(takewhile(lambda each: each.columns == due[0].columns, due[:limit]))
+
+
+def stored(conn: Connection, group: str, sink: str, after: int, limit: int) -> list[DueTransaction]:
+    """Return at most `limit` transactions after an id, due or not, in the order of ids; all have one table layout."""
+    with conn.cursor(row_factory=class_row(DueTransaction)) as cursor:
+        cursor.execute(
+            sql.SQL(
+                """
+                select {} from relay.deferred as d
+                 where d.group_id = %s and d.sink = %s and d.id > %s order by d.id limit %s
+                """
+            ).format(DUE_COLUMNS),
+            (group, sink, after, limit),
+            prepare=False,
+        )
+        rows = cursor.fetchall()
+    return list(takewhile(lambda each: each.columns == rows[0].columns, rows))
 
 
 class _Candidate(NamedTuple):

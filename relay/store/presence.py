@@ -6,7 +6,7 @@ Source: PostgreSQL documentation, "Advisory Locks".
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Event
 
@@ -29,17 +29,25 @@ CHECK_SECONDS = 5.0
 class Presence:
     """Holds this instance's shared locks on its group and its configuration, on a connection of its own.
 
-    `accept` lets its configuration replace that of running instances. `replaced` is called from a thread once another
-    instance's configuration has replaced this one's; `error` is set then.
+    `accept` lets its configuration replace that of running instances. `changed` is called as `admission.admit` does,
+    and may raise RelayError. `replaced` is called from a thread once another instance's configuration has replaced this
+    one's; `error` is set then.
     """
 
     def __init__(
-        self, dsn: str, group: str, effects: Effects, accept: bool, replaced: Callable[[], None]
+        self,
+        dsn: str,
+        group: str,
+        effects: Effects,
+        accept: bool,
+        changed: Callable[[Connection, Mapping[str, str]], None],
+        replaced: Callable[[], None],
     ) -> None:
         self._dsn = dsn
         self._group = group
         self._effects = effects
         self._accept = accept
+        self._changed = changed
         self._replaced = replaced
         self._admitted = False
         self.error: ConfigurationError | None = None
@@ -82,7 +90,7 @@ class Presence:
             if self._admitted:
                 admission.require_current(self._conn, self._group, self._effects)
             else:
-                admission.admit(self._conn, self._group, self._effects, self._accept)
+                admission.admit(self._conn, self._group, self._effects, self._accept, self._changed)
                 self._admitted = True
         except psycopg.Error as error:
             # Not raised: the task that applies a batch handles an outage of the target.

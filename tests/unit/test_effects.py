@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
-from relay.config.effects import Effects
+from relay.config.effects import LEFT_OUT, ORDERING, Effects
+from relay.config.handlers import HandlerSettings
 from relay.config.settings import Settings
 
 HTTP: dict[str, Any] = {
@@ -110,3 +112,42 @@ def test_the_types_of_ids_decide_effects() -> None:
     )
     assert plain == same
     assert text.difference(plain.values) == "source.types.id (only here)"
+
+
+DECIDES_EFFECTS = {
+    *("type", "statement", "callable", "each", "mode", "payload", "source", "on_exhausted"),
+    *("url", "servers", "exchange", "topic", "key", "signing_secret", "headers", "conf"),
+    *(
+        "path",
+        "table",
+        "jdbc",
+        "sql",
+        "transform",
+        "format",
+        "options",
+        "partition_by",
+        "host_buckets",
+    ),
+}
+"""The keys that instances must have alike, and that say nothing of what is stored."""
+
+
+@pytest.mark.parametrize("handler", get_args(get_args(HandlerSettings)[0]))
+def test_every_key_of_a_handler_is_classified(handler: type[BaseModel]) -> None:
+    """A new key decides effects or not; one that says what deferred transactions mean belongs into `ORDERING`."""
+    classified = DECIDES_EFFECTS | LEFT_OUT | set(ORDERING)
+    assert set(handler.model_fields) - classified == set()
+
+
+def test_handlers_that_order_by_another_key_are_named_with_their_store() -> None:
+    before = effects()
+    assert effects(handlers=handlers(order_by="user")).reordered(before.values) == ["shop"]
+    assert effects(handlers=handlers(reliable=False)).reordered(before.values) == ["shop"]
+    assert effects(handlers=handlers(order_by="host", timeout=3)).reordered(before.values) == []
+    columns = {"source": {"columns": {"host_id": "tenant"}}}
+    assert effects(**columns).reordered(before.values) == ["", "shop"]
+    unordered = effects(handlers=handlers(order_by="none"))
+    assert effects(handlers=handlers(reliable=False)).reordered(unordered.values) == []
+    assert effects(handlers=handlers(order_by="user")).reordered_handlers(before.values) == [
+        "handlers.shop.order_by"
+    ]

@@ -1,0 +1,148 @@
+"""`order_by` changes while transactions are deferred: they get the keys of the new configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from relay.config.settings import Settings
+from relay.faults import ConfigurationError
+from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
+from tests.webhook import Answer, Webhook
+
+RETRY = {"wait": 0.2, "max_wait": 0.2, "jitter": 0, "defer_after": 0}
+
+
+def posting(outbox: Outbox, webhook: Webhook, **more: Any) -> Settings:
+    hook = {
+        "type": "http",
+        "url": webhook.url,
+        "retry": RETRY,
+        "circuit_breaker": None,
+        "concurrency": 1,
+        **more,
+    }
+    return outbox.settings(handlers={"hook": hook}, routes=[{"handlers": ["hook"]}])
+
+
+def amounts(webhook: Webhook) -> list[int]:
+    """The amounts of the accepted events, in order."""
+    return [request.event["data"]["amount"] for request in webhook.accepted]
+
+
+def refusing(is_refused: Callable[[int], bool], status: int = 503) -> Callable[..., Answer]:
+    def answers(headers: dict[str, str], body: bytes) -> Answer:
+        return Answer(status if is_refused(json.loads(body)["data"]["amount"]) else 204)
+
+    return answers
+
+
+def publish(outbox: Outbox, amount: int, aggregate: str = "1") -> None:
+    outbox.publish(host(1), event(amount, aggregate_id=aggregate))
+
+
+def deferred(outbox: Outbox) -> int:
+    return int(outbox.value("select count(*) from relay.deferred"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("aggregate", "host"), ("none", "host"), ("host", "aggregate")],
+)
+def test_deferred_events_stay_before_later_ones(outbox: Outbox, before: str, after: str) -> None:
+    with Webhook(refusing(lambda amount: True)) as webhook:
+        with relaying(posting(outbox, webhook, order_by=before)):
+            for amount in (1, 2):
+                publish(outbox, amount)
+            wait_until(lambda: deferred(outbox) == 2)
+        webhook.answers = refusing(lambda amount: amount == 1 and len(webhook.requests) < refused)
+        refused = len(webhook.requests) + 4
+        with relaying(posting(outbox, webhook, order_by=after)):
+            publish(outbox, 3)
+            outbox.wait_delivered("hook")
+        assert amounts(webhook) == [1, 2, 3]
+    assert not outbox.column("select * from relay.deferred_keys")
+
+
+def test_a_coarser_key_blocks_other_aggregates(outbox: Outbox) -> None:
+    with Webhook(refusing(lambda amount: amount == 1)) as webhook:
+        with relaying(posting(outbox, webhook, order_by="aggregate")):
+            publish(outbox, 1, "a")
+            wait_until(lambda: deferred(outbox) == 1)
+        with relaying(posting(outbox, webhook, order_by="host")):
+            publish(outbox, 2, "b")
+            publish(outbox, 3, "c")
+            wait_until(lambda: deferred(outbox) == 3)
+            webhook.answers = refusing(lambda amount: False)
+            outbox.wait_delivered("hook")
+        assert amounts(webhook) == [1, 2, 3]
+
+
+def test_a_dead_transaction_that_holds_its_key_holds_the_new_one(outbox: Outbox) -> None:
+    with Webhook(refusing(lambda amount: amount == 1, 422)) as webhook:
+        more = {"on_exhausted": "block_key"}
+        with relaying(posting(outbox, webhook, order_by="aggregate", **more)):
+            publish(outbox, 1)
+            publish(outbox, 2)
+            wait_until(lambda: deferred(outbox) == 2)
+        with relaying(posting(outbox, webhook, order_by="host", **more)):
+            publish(outbox, 3)
+            wait_until(lambda: deferred(outbox) == 3)
+        assert amounts(webhook) == []
+
+
+def test_a_scheduled_event_gets_the_new_key_and_keeps_its_time(outbox: Outbox) -> None:
+    at = outbox.value("select now() + interval '1 hour'")
+    with Webhook() as webhook:
+        with relaying(posting(outbox, webhook, order_by="aggregate")):
+            outbox.publish(host(1), event(1, deliver_at=at.isoformat()))
+            wait_until(lambda: deferred(outbox) == 1)
+        with relaying(posting(outbox, webhook, order_by="host")):
+            publish(outbox, 2)
+            outbox_at = outbox.value("select retry_at from relay.deferred")
+            wait_until(lambda: amounts(webhook) == [2])
+        assert outbox_at == at
+        assert outbox.column("select keys from relay.deferred") == [[f"{host(1)} host"]]
+        assert not outbox.column("select * from relay.deferred_keys")
+
+
+def test_the_target_s_deferred_transactions_get_new_keys(outbox: Outbox) -> None:
+    python = {"type": "python", "callable": "tests.callables:unless_busy", "retry": RETRY}
+    projection = {"type": "sql", "statement": APPEND}
+
+    def settings(order_by: str) -> Settings:
+        return outbox.settings(
+            handlers={
+                "python": {**python, "order_by": order_by},
+                "projection": {**projection, "order_by": order_by},
+            },
+            routes=[
+                {"match": {"event_type": "later"}, "handlers": ["python"]},
+                {"handlers": ["projection"]},
+            ],
+        )
+
+    outbox.conn.execute("create table busy as select 1 as amount")
+    with relaying(settings("aggregate")):
+        outbox.publish(host(1), event(1, "later", aggregate_id="a"))
+        wait_until(lambda: deferred(outbox) == 1)
+    with relaying(settings("host")):
+        outbox.publish(host(1), event(2, aggregate_id="b"))
+        wait_until(lambda: deferred(outbox) == 2)
+    assert not outbox.column("select * from projection")
+
+
+def test_instances_with_different_order_do_not_run_together(outbox: Outbox) -> None:
+    with Webhook() as webhook, relaying(posting(outbox, webhook, order_by="aggregate")):
+        publish(outbox, 1)
+        outbox.wait_delivered("hook")
+        with (
+            pytest.raises(
+                ConfigurationError, match=r"handlers\.hook\.order_by: .* stop the others"
+            ),
+            relaying(posting(outbox, webhook, order_by="host"), accept_configuration=True),
+        ):
+            pass
