@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from relay.config.settings import Settings
-from relay.delivery.feed import Feed
+from relay.delivery.hold import WalHold
 from relay.delivery.outcomes import Outcome, Recorder
 from relay.delivery.progress import SinkProgress
 from relay.delivery.queues import Delivery
@@ -43,10 +43,10 @@ class Blocking(Protocol):
 class Checkpoint:
     """Collects the outcomes of a sink's deliveries and stores them with its position. For one event loop.
 
-    `state` is the state in the sink's row; `at` is the time of the last store (monotonic clock, seconds). `held_any`: a
-    deferred transaction may hold a key; `records` counts outcomes that may add one. `retried` are the ids of the
-    deferred rows that are being retried; `followed` is set when one of these ends, since the next one with its keys may
-    be due.
+    `state` is the state of the session, which its row gets at the next store; `at` is the time of the last store
+    (monotonic clock, seconds). `held_any`: a deferred transaction may hold a key; `records` counts outcomes that may
+    add one. `retried` are the ids of the deferred rows that are being retried; `followed` is set when one of these
+    ends, since the next one with its keys may be due.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Checkpoint:
         state: SinkState,
         progress: SinkProgress,
         brake: Brake,
-        feed: Feed,
+        hold: WalHold,
         in_target: Blocking,
         fault: Callable[[], str | None],
         stored: Callable[[bool], None],
@@ -71,7 +71,7 @@ class Checkpoint:
         self._progress = progress
         self._recorder = Recorder(settings, name, meter)
         self._brake = brake
-        self._feed = feed
+        self._hold = hold
         self._in_target = in_target
         self._fault = fault
         self._stored = stored
@@ -79,6 +79,7 @@ class Checkpoint:
         self._recorded = asyncio.Event()
         self._finished = asyncio.Event()
         self._written = state.position, ""
+        self._failure: Exception | None = None
         self._streak = state.streaks.get(name)
         self._reported_fault: str | None = ""
         self._adopted: SourcePosition | None = None
@@ -132,6 +133,11 @@ class Checkpoint:
         """Whether a recorded outcome is not stored yet."""
         return bool(self._outcomes)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a store has failed, so that nothing can be stored any more."""
+        return self._failure is not None
+
     async def finished(self) -> None:
         """Wait until the next delivery is done."""
         self._finished.clear()
@@ -155,8 +161,13 @@ class Checkpoint:
             await self.store()
 
     async def store(self) -> None:
-        """Store the recorded outcomes and the position. Raises SinkMoved and psycopg.Error."""
+        """Store the recorded outcomes and the position. Raises SinkMoved and psycopg.Error.
+
+        After a store has failed, each raises its error: the position in memory is past outcomes that are not stored.
+        """
         async with self.storing:
+            if self._failure is not None:
+                raise self._failure
             self._move_to_adopted()
             self._recorded.clear()
             outcomes, self._outcomes = self._outcomes, []
@@ -164,15 +175,29 @@ class Checkpoint:
                 self._finish_commit(delivery)
             reached = self._progress.reached
             position, done = self._progress.to_store()
-            paused = await self._in_target(self._write, outcomes, position, done)
+            state = self._row_state
+            try:
+                paused = await self._in_target(self._write, outcomes, position, done, state)
+            except Exception as error:
+                self._failure = error
+                raise
             for delivery, _ in outcomes:
                 if delivery.due is not None:
                     self.retried.discard(delivery.due.id)
                     self.followed.set()
             self._recorder.report(outcomes)
             self.at = time.monotonic()
-            self._feed.note_stored(reached)
+            self._hold.store(reached, state == ATTACHED)
         self._stored(paused)
+
+    @property
+    def _row_state(self) -> str:
+        """The state to store: attached only if the WAL has all that is not done. In mode wal it always has."""
+        if self._settings.source.mode == "wal":
+            return ATTACHED
+        if self.state == ATTACHED and self._progress.polls_any:
+            return LAGGING
+        return self.state
 
     def _finish_commit(self, delivery: Delivery) -> None:
         if delivery.commit is not None:
@@ -195,13 +220,14 @@ class Checkpoint:
         outcomes: Sequence[tuple[Delivery, Outcome]],
         position: Position,
         done: Sequence[int],
+        state: str,
     ) -> bool:
         """Write outcomes and position in one database transaction; returns whether to pause. Raises SinkMoved."""
-        changed = (position, self.state) != self._written or bool(done)
+        changed = (position, state) != self._written or bool(done)
         with self._claim.conn.transaction():
             self._recorder.write(self._claim.conn, outcomes)
             paused = (
-                self._claim.store(position, self._epoch, done, self.state)
+                self._claim.store(position, self._epoch, done, state)
                 if changed
                 else self._claim.is_paused(self._epoch)
             )
@@ -211,7 +237,7 @@ class Checkpoint:
             fault = self._fault()
             if fault != self._reported_fault:
                 self._claim.note_fault(fault)
-        self._written, self._reported_fault = (position, self.state), fault
+        self._written, self._reported_fault = (position, state), fault
         return paused
 
     def _write_streak(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Protocol
 
+from relay.delivery.hold import WalHold
 from relay.model.events import Lsn
 from relay.model.snapshots import Xids
 from relay.model.transactions import Routed
@@ -28,7 +29,7 @@ class Streamed:
 
 
 class Feed:
-    """A bounded buffer of commits. While it is open, it holds back the WAL that the sink has not stored as done.
+    """A bounded buffer of commits.
 
     The service calls `offer` and `interrupt`, the worker everything else. The feed calls `wake` when it has changed.
     """
@@ -42,30 +43,26 @@ class Feed:
         self._size = 0
         self._open = False
         self._overflowed = False
-        self._offered = Lsn(0)
-        self._stored = Lsn(0)
 
-    def open(self, stored: Lsn) -> None:
-        """Begin to buffer commits after the position `stored`, up to which everything is done."""
+    def open(self) -> None:
+        """Begin to buffer commits."""
         with self._lock:
             self._queue.clear()
             self._size = 0
             self._open, self._overflowed = True, False
-            self._offered = self._stored = stored
 
     def close(self) -> None:
-        """Drop the buffered commits, and hold back no WAL."""
+        """Drop the buffered commits, and buffer no more."""
         with self._lock:
             self._queue.clear()
             self._size = 0
             self._open = False
 
-    def offer(self, streamed: Streamed, end: Lsn) -> None:
-        """Buffer commits, the last of which ends at `end`; a full buffer drops them and is `overflowed`."""
+    def offer(self, streamed: Streamed) -> None:
+        """Buffer commits; a full buffer drops them and is `overflowed`."""
         with self._lock:
             if not self._open:
                 return
-            self._offered = end
             if self._overflowed or self._is_full(streamed.size):
                 self._overflowed = True
             else:
@@ -91,11 +88,6 @@ class Feed:
             self._size -= streamed.size
         return streamed
 
-    def note_stored(self, reached: Lsn) -> None:
-        """Note that everything up to `reached` is stored as done."""
-        with self._lock:
-            self._stored = max(self._stored, reached)
-
     @property
     def is_open(self) -> bool:
         """Whether commits are buffered."""
@@ -117,14 +109,6 @@ class Feed:
         with self._lock:
             return self._queue[0].since if self._queue else None
 
-    @property
-    def lower_bound(self) -> Lsn | None:
-        """The position up to which WAL may be confirmed; None if the sink holds back none."""
-        with self._lock:
-            if not self._open or self._stored >= self._offered:
-                return None
-            return self._stored
-
 
 @dataclass(frozen=True, slots=True)
 class JoinPoint:
@@ -137,11 +121,11 @@ class JoinPoint:
 class Stream(Protocol):
     """The stream of this process, for the workers of its sinks. Safe in any thread."""
 
-    def join(self, feed: Feed) -> JoinPoint | None:
+    def join(self, feed: Feed, hold: WalHold) -> JoinPoint | None:
         """Open the feed from now on; None if this process does not read the stream now."""
 
     def confirm(self) -> None:
-        """Confirm WAL, since a feed holds back less of it."""
+        """Confirm WAL, since a sink may need less of it."""
 
     @property
     def reads(self) -> bool:

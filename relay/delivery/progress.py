@@ -136,6 +136,11 @@ class SinkProgress:
         """The position up to which every commit of the stream is done; 0/0 while a polled commit is not."""
         return Lsn(0) if self._polled else Lsn(self._streamed.reached)
 
+    @property
+    def polls_any(self) -> bool:
+        """Whether a commit that was polled is in flight."""
+        return self._polled > 0
+
     def is_new(self, ends: NDArray[np.uint64], xids: Xids) -> NDArray[np.bool_]:
         """Find the commits of the stream that are not done: a mask of bool, one element for each commit.
 

@@ -19,6 +19,7 @@ from relay.config.settings import Settings
 from relay.delivery.checkpoint import STORE_SECONDS, Checkpoint
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.feed import Feed, Stream, Streamed
+from relay.delivery.hold import WalHold
 from relay.delivery.log_reader import LogReader
 from relay.delivery.polling import FIRST_POLL_SECONDS, SinkPolling
 from relay.delivery.progress import SinkCommit, SinkProgress, commits_of
@@ -59,6 +60,7 @@ class SinkSession:
         settings: Settings,
         stream: Stream,
         feed: Feed,
+        hold: WalHold,
         claim: Claim,
         state: SinkState,
         ready: Callable[[], None],
@@ -69,6 +71,7 @@ class SinkSession:
         self._settings = settings
         self._stream = stream
         self._feed = feed
+        self._hold = hold
         self._claim = claim
         self._sink = sink
         self._series = state.series
@@ -84,7 +87,7 @@ class SinkSession:
             state,
             self._progress,
             brake,
-            feed,
+            hold,
             self._in_target,
             lambda: self._dispatcher.fault,
             self._stored,
@@ -181,7 +184,7 @@ class SinkSession:
                     task.result()
             except psycopg.Error:
                 # If only the source is unreachable, deliveries in flight can still be stored.
-                if not self._claim.conn.closed:
+                if not (self._claim.conn.closed or self._checkpoint.has_failed):
                     await self._finish(timeout)
                 raise
             await self._finish(timeout)
@@ -278,7 +281,7 @@ class SinkSession:
     def _lags(self) -> bool:
         if self._feed.overflowed or self._paused or self._stream.is_stalled:
             return True
-        if self._feed.lower_bound is not None and self._is_old(
+        if self._hold.lower_bound is not None and self._is_old(
             self._checkpoint.at + 2 * STORE_SECONDS
         ):
             # While progress cannot be stored, delivered commits hold back WAL too.
@@ -321,6 +324,7 @@ class SinkSession:
 
     def _leave_stream(self) -> None:
         self._feed.close()
+        self._hold.leave()
         self._stream.confirm()
 
     async def _join(self) -> bool:
@@ -338,7 +342,7 @@ class SinkSession:
         may_join = not (
             self._is_old(self._progress.since) or (end is not None and end.is_beginning)
         )
-        join_point = self._stream.join(self._feed) if may_join else None
+        join_point = self._stream.join(self._feed, self._hold) if may_join else None
         if join_point is None:
             self._ready()
             return False

@@ -17,6 +17,7 @@ from relay import handlers
 from relay.config.handlers import DeliveryHandler
 from relay.config.settings import Settings
 from relay.delivery.feed import Feed, JoinPoint, Streamed
+from relay.delivery.hold import WalHold
 from relay.delivery.worker import Worker
 from relay.event_types.loading import registered
 from relay.event_types.upcasting import Upcasting
@@ -118,6 +119,9 @@ class Sinks:
             return
         noted = self._noted()
         with self._lock:
+            if not self._mode:
+                for worker in self._workers.values():
+                    worker.hold.forget()
             self._mode, self._streamed = "wal", [noted]
         self._claim()
         ends = time.monotonic() + self._settings.sinks.attach_seconds
@@ -212,6 +216,8 @@ class Sinks:
                     self._require_polling()
                     # LSNs of another server or timeline cannot be compared with the earlier ones.
                     self._interrupt()
+                    for worker in self._workers.values():
+                        worker.hold.forget()
                     self._end = self._durable = Lsn(0)
                 self._epoch = batch.source_epoch
         transactions = batch.transactions
@@ -231,8 +237,10 @@ class Sinks:
                 self._streamed.append(xids)
             self._end = transactions.end
             for name, worker in self._workers.items():
-                if name in parts and worker.feed.is_open:
-                    worker.feed.offer(_compact(parts[name], batch.next_xid, now), self._end)
+                if name in parts:
+                    worker.hold.require(parts[name].transactions.end)
+                    if worker.feed.is_open:
+                        worker.feed.offer(_compact(parts[name], batch.next_xid, now))
 
     def _require_polling(self) -> None:
         """Raise RelayError if the sinks have no position but an LSN."""
@@ -265,7 +273,7 @@ class Sinks:
     def confirm(self) -> None:
         """Confirm the WAL that neither the target nor a sink needs. Safe in any thread."""
         with self._lock:
-            bounds = [each.feed.lower_bound for each in self._workers.values()]
+            bounds = [each.hold.lower_bound for each in self._workers.values()]
             end = min([self._durable, *(bound for bound in bounds if bound is not None)])
         self._confirm(end)
 
@@ -280,12 +288,13 @@ class Sinks:
 
     # Called by the workers
 
-    def join(self, feed: Feed) -> JoinPoint | None:
+    def join(self, feed: Feed, hold: WalHold) -> JoinPoint | None:
         """Open the feed from now on; None if this process does not read the stream now."""
         with self._lock:
             if self._mode != "wal" or self._is_stalled():
                 return None
-            feed.open(self._end)
+            feed.open()
+            hold.join(self._end)
             return JoinPoint(self._end, np.concatenate(self._streamed))
 
     @property

@@ -11,6 +11,7 @@ from threading import Event
 from relay.config.handlers import DeliveryHandler
 from relay.config.settings import Settings
 from relay.delivery.feed import Feed, Stream
+from relay.delivery.hold import WalHold
 from relay.delivery.session import SinkSession
 from relay.faults import RelayError, TaskFault, describe, is_transient
 from relay.handlers import Sink
@@ -49,6 +50,7 @@ class Worker:
         self.error: RelayError | None = None
         self._polls = settings.source.mode != "wal"
         self.feed = Feed(settings.sinks.attach_bytes if self._polls else None, self._wake)
+        self.hold = WalHold(self._polls)
         self.ready = Event()
         self._claim = Claim(settings.target_dsn, settings.group, name)
         self._sink = sink
@@ -57,6 +59,7 @@ class Worker:
         self._stream = stream
         self._failed = failed
         self._stopping = Event()
+        self._is_elsewhere = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: SinkSession | None = None
         self._called: asyncio.Event | None = None
@@ -139,7 +142,16 @@ class Worker:
         """Update the heartbeat while the event loop runs; runs until it is cancelled."""
         while True:
             self.heartbeat.update("delivers", Due.LATE)
+            self._release_unattended()
             await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    def _release_unattended(self) -> None:
+        """Release the WAL of a sink that lags and cannot store that, or that another process does not give up."""
+        if self._stopping.is_set() or not self._stream.reads:
+            return
+        is_stuck = self._session is not None or self._is_elsewhere
+        if is_stuck and self.hold.expire(self._settings.sinks.attach_seconds):
+            self._stream.confirm()
 
     async def _main(self) -> None:
         heartbeat_task = asyncio.ensure_future(self._keep_heartbeat())
@@ -157,7 +169,7 @@ class Worker:
                 except Exception as error:
                     if not is_transient(error):
                         raise
-                    self._require_polling(error)
+                    self._require_polling(describe(error))
                     self.ready.set()
                     fault = describe(error)
                     if fault != last_logged:
@@ -172,10 +184,9 @@ class Worker:
             self._claim.release()
             await self._sink.close()
 
-    def _require_polling(self, error: Exception | None) -> None:
+    def _require_polling(self, why: str) -> None:
         """Raise RelayError in mode wal: only the slot has the events in flight, and only a restart gets them."""
         if not self._polls:
-            why = describe(error) if error else "it was moved"
             raise RelayError(
                 f"handlers.{self.name}: interrupted ({why}), and with source.mode: wal only the slot can send the "
                 "events in flight again: restart relay"
@@ -202,12 +213,16 @@ class Worker:
             why = sinks.why_not_wal(self.name, state.position, state.lags)
             if why is not None:
                 raise RelayError(why)
+            if self.hold.lacks(state.position.applied_lsn):
+                self._require_polling("another process read the slot meanwhile")
+        self.hold.load(state.position.applied_lsn, state.attached)
         return state
 
     async def _work(self) -> bool:
         """Claim the sink and work it until `stop`; False if another process has it or should have it."""
         settings = self._settings
-        if not await asyncio.to_thread(self._claim.take):
+        self._is_elsewhere = not await asyncio.to_thread(self._claim.take)
+        if self._is_elsewhere:
             return False
         try:
             while not self._stopping.is_set():
@@ -226,6 +241,7 @@ class Worker:
                     settings,
                     self._stream,
                     self.feed,
+                    self.hold,
                     self._claim,
                     state,
                     self.ready.set,
@@ -236,13 +252,14 @@ class Worker:
                     if self._session.left:
                         return False
                 except SinkMoved:
-                    self._require_polling(None)
+                    self._require_polling("it was moved")
                     log.info(
                         "a sink continues from its stored position", extra={"handler": self.name}
                     )
                 finally:
                     self._session = None
                     self.feed.close()
+                    self.hold.leave()
                     self._stream.confirm()
         finally:
             await asyncio.to_thread(self._claim.release)

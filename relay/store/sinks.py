@@ -52,14 +52,16 @@ class SinkState:
     """The stored state of a sink.
 
     `done` are the transactions (full xids) that are delivered and not part of `position`. `paused`: an operator has
-    paused it. `lags`: the last process that worked it had not read all of the outbox. `epoch` counts its moves, those
-    to another source too; `series` is a new text after each move by an operator.
+    paused it. `attached`: the WAL has what is not done. `lags`: the last process that worked it had not read all of the
+    outbox. `epoch` counts its moves, those to another source too; `series` is a new text after each move by an
+    operator.
     `left_out_since` is the time from which the WAL is read without it; None if it is read for it.
     """
 
     position: Position
     done: Xids
     paused: bool
+    attached: bool
     lags: bool
     epoch: int
     series: str
@@ -107,19 +109,20 @@ class Claim:
             """
             update relay.sinks set instance = %(instance)s where group_id = %(group)s and sink = %(sink)s
             returning snapshot::text, following::text, polled_offset, applied_lsn::text, delivered_lsn::text,
-                      paused_at is not null, state = 'lagging', epoch, series::text,
+                      paused_at is not null, state = 'attached', state = 'lagging', epoch, series::text,
                       case when state = 'left out' then updated_at end
             """,
             self._of,
         ).fetchone()
         if row is None:
             return None
-        *position, paused, lags, epoch, series, left_out_since = row
+        *position, paused, attached, lags, epoch, series, left_out_since = row
         group, sink = self._of["group"], self._of["sink"]
         return SinkState(
             _position(*position),
             done(self.conn, group, sink),
             paused,
+            attached,
             lags,
             epoch,
             series,

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relay.delivery.feed import Feed, Streamed
+from relay.delivery.hold import WalHold
 from relay.delivery.progress import Prefix, SinkCommit, SinkProgress
 from relay.model.events import Lsn
 from relay.model.snapshots import Snapshot
@@ -250,31 +251,90 @@ def streamed(size: int) -> Streamed:
     return Streamed(Routed(Transactions.none(), None), 0, 0.0, size)  # type: ignore[arg-type]
 
 
-def test_a_feed_holds_back_the_wal_while_it_is_open_and_something_is_not_stored() -> None:
+def test_a_feed_buffers_while_it_is_open_and_has_room() -> None:
     woken: list[int] = []
     feed = Feed(100, lambda: woken.append(1))
-    feed.offer(streamed(1), Lsn(5))
-    assert (feed.take(), feed.lower_bound, len(woken)) == (None, None, 0)
-    feed.open(Lsn(5))
-    assert not feed.lower_bound
-    feed.offer(streamed(60), Lsn(7))
-    feed.offer(streamed(60), Lsn(9))
+    feed.offer(streamed(1))
+    assert (feed.take(), len(woken)) == (None, 0)
+    feed.open()
+    feed.offer(streamed(60))
+    feed.offer(streamed(60))
     assert feed.overflowed is True
     assert feed.take() is not None
     assert feed.take() is None
-    assert feed.lower_bound == 5
-    feed.note_stored(Lsn(7))
-    assert feed.lower_bound == 7
     feed.close()
-    assert not feed.lower_bound
     assert len(woken) == 2
+
+
+def test_wal_is_held_for_what_is_not_stored_until_the_row_says_that_the_sink_polls() -> None:
+    hold = WalHold(polls=True)
+    assert hold.lower_bound == 0
+    hold.load(Lsn(0), attached=False)
+    assert hold.lower_bound is None
+    hold.join(Lsn(5))
+    assert hold.lower_bound is None
+    hold.require(Lsn(9))
+    assert hold.lower_bound == 5
+    hold.store(Lsn(7), attached=True)
+    assert hold.lower_bound == 7
+    hold.leave()
+    assert hold.lower_bound == 7
+    hold.store(Lsn(8), attached=True)
+    assert hold.lower_bound == 8
+    hold.store(Lsn(8), attached=False)
+    assert hold.lower_bound is None
+
+
+def test_nothing_is_confirmed_before_the_row_of_an_attached_sink_is_stored_again() -> None:
+    hold = WalHold(polls=True)
+    hold.load(Lsn(0), attached=True)
+    hold.join(Lsn(5))
+    hold.require(Lsn(9))
+    assert hold.lower_bound == 0
+    hold.store(Lsn(0), attached=False)
+    assert hold.lower_bound == 5
+    hold.store(Lsn(9), attached=True)
+    assert hold.lower_bound is None
+    hold.forget()
+    assert hold.lower_bound == 0
+
+
+def test_wal_that_nobody_takes_is_released_after_a_while() -> None:
+    hold = WalHold(polls=True)
+    assert not hold.expire(10)
+    assert hold.expire(-1)
+    assert hold.lower_bound is None
+    hold.join(Lsn(5))
+    hold.require(Lsn(9))
+    assert not hold.expire(-1)
+    hold.leave()
+    assert hold.expire(-1)
+
+
+def test_in_mode_wal_the_stored_position_alone_decides() -> None:
+    hold = WalHold(polls=False)
+    hold.require(Lsn(9))
+    assert hold.lower_bound == 0
+    hold.load(Lsn(3), attached=False)
+    hold.join(Lsn(5))
+    assert hold.lower_bound == 3
+    assert hold.lacks(Lsn(3))
+    hold.leave()
+    assert not hold.expire(-1)
+    hold.store(Lsn(7), attached=True)
+    assert hold.lower_bound == 7
+    hold.forget()
+    assert hold.lower_bound == 0
+    hold.load(Lsn(9), attached=True)
+    assert hold.lower_bound is None
+    assert not hold.lacks(Lsn(9))
 
 
 @pytest.mark.parametrize("limit", [100, None])
 def test_one_batch_may_be_larger_than_the_buffer(limit: int | None) -> None:
     feed = Feed(limit, lambda: None)
-    feed.open(Lsn(0))
-    feed.offer(streamed(1_000), Lsn(1))
+    feed.open()
+    feed.offer(streamed(1_000))
     assert not feed.overflowed
-    feed.offer(streamed(1), Lsn(2))
+    feed.offer(streamed(1))
     assert feed.overflowed is (limit is not None)
