@@ -487,7 +487,7 @@ class TaskFault(Exception):
     """Why a task was not applied, in a form that can be pickled.
 
     `action` is RETRY or STOP, `status` the exit status of a stop. `died` says that the process that had the task in
-    flight may have died of it, `braked` that a handler is stopped.
+    flight may have died of it, `braked` that a handler is stopped, `stalled` why Spark did not get on with it.
     """
 
     def __init__(
@@ -497,10 +497,12 @@ class TaskFault(Exception):
         status: int = 1,
         died: bool = False,
         braked: bool = False,
+        stalled: str | None = None,
     ) -> None:
-        super().__init__(action, text, status, died, braked)
+        super().__init__(action, text, status, died, braked, stalled)
         self.died = died
         self.braked = braked
+        self.stalled = stalled
         self.action = action
         self.text = text
         self.status = status

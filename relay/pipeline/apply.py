@@ -60,6 +60,7 @@ from relay.store import (
 from relay.store.connections import Connection, HandlerPool
 from relay.store.deferred import Deferral
 from relay.store.deferred_due import DueTransaction
+from relay.store.keep_alive import KeepAlive
 from relay.store.unflushed import require_kept
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,8 @@ class Applier:
     Raises ConfigurationError when a handler cannot be built.
     """
 
-    def __init__(self, settings: Settings, connections: int) -> None:
+    def __init__(self, settings: Settings, connections: int, keeps_alive: bool = False) -> None:
+        """`keeps_alive`: the server ends a session in a transaction whose process gives no sign of life."""
         self._group = settings.group
         self._durable = settings.target.durable
         self._router = BatchRouter(settings)
@@ -110,6 +112,7 @@ class Applier:
             code_of=[
                 name for name, each in settings.handlers.items() if isinstance(each, PythonHandler)
             ],
+            keep_alive=KeepAlive() if keeps_alive else None,
         )
         self._limits = settings.brakes
         self._settings = settings
@@ -119,6 +122,10 @@ class Applier:
         self._tracing = (
             Tracing(self._router, self._handler_runner.names) if settings.observe.traces else None
         )
+
+    def mark(self, application_name: str) -> None:
+        """Set the application_name of the next transactions."""
+        self._pool.mark = application_name
 
     def connect(self) -> None:
         """Open a connection before the first task needs it. Raises psycopg.Error."""

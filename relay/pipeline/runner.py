@@ -81,6 +81,10 @@ class SideEngine(Engine, Protocol):
     def abandon(self, name: JobName) -> None:
         """Let a job in flight fail. Safe in any thread."""
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether others have all of its workers."""
+
 
 Ahead = Callable[[int], Batch | None]
 """Asks the source for the batch after the current one, if it has about as many events as the argument says."""
@@ -117,6 +121,7 @@ class Pipeline:
         self._threads = pool(IN_FLIGHT, "spark-batch")
         self._later: BatchInFlight | None = None
         self._smooth = True
+        self._stalled: str | None = None
         self._retrying = retry_until_success(self._stopping, self._log_wait)
         self._in_flight = 0
         self._last_logged = ""
@@ -162,6 +167,8 @@ class Pipeline:
         attempt = 0
         self.heartbeat.update(PLANS, Due.LATE)
         flight = self._landing(batch)
+        if self._stalled and not self._spark.is_busy:
+            self._stalled = None
 
         def once() -> None:
             nonlocal todo, engine, reason, attempt, flight
@@ -185,6 +192,9 @@ class Pipeline:
             results = self._results(engine, todo, guarded, name, batch, prefetch)
             if any(isinstance(result, TaskFault) and result.died for result in results):
                 self.guard()
+            for result in results:
+                if isinstance(result, TaskFault) and result.stalled:
+                    self._stalled = result.stalled
             todo, faults = _sort(todo, results, done)
             if faults:
                 self._smooth = False
@@ -322,6 +332,9 @@ class Pipeline:
             return self._inline, "spooled"
         if batch.events <= self._limit:
             return self._inline, "small"
+        if self._stalled:
+            # Inline nothing waits for a Spark slot, or for a process that is frozen.
+            return self._inline, self._stalled
         if self._limit == 0:
             while not self.session.get(timeout=0.5) and not self._stopping.is_set():
                 self.heartbeat.update(WAITS_FOR_SPARK)

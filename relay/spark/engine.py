@@ -27,6 +27,8 @@ from relay.model.events import Lsn
 from relay.pipeline.inline import Result
 from relay.spark.executor import CODEC, apply_rows
 from relay.spark.faults import safe_description
+from relay.spark.session import POOL
+from relay.spark.watching import JobStalled, JobWatch, is_busy
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -64,6 +66,7 @@ class SparkEngine:
         self._configuration = pickle.dumps(settings)
         self._session = session
         self._remote = settings.spark.remote is not None
+        self._watch = JobWatch(settings.target_dsn)
         # Not as text: the JVM would parse it for each job.
         self._schema = StructType().add("task", "integer").add("result", "binary")
 
@@ -75,8 +78,8 @@ class SparkEngine:
     def run(self, tasks: Sequence[Work], guarded: bool, name: JobName) -> list[Result]:
         """Apply the tasks on the executors and return their results, in the order of the tasks.
 
-        If the job fails or the session dies, each result is a fault to retry; the offsets then show which tasks have
-        committed. Safe in several threads, each with a batch of its own.
+        If the job fails, stands still or the session dies, each result is a fault to retry; the offsets then show which
+        tasks have committed. Safe in several threads, each with a batch of its own.
         """
         session = self._session.get()
         if session is None:
@@ -88,6 +91,10 @@ class SparkEngine:
             return [
                 result for task in tasks for result in self._run_job(session, [task], guarded, name)
             ]
+        except JobStalled as stalled:
+            why = str(stalled)
+            fault = TaskFault(FaultAction.RETRY, f"the Spark job stood still: {why}", stalled=why)
+            return [fault] * len(tasks)
         except Exception as error:
             fault = TaskFault(
                 FaultAction.RETRY, f"the Spark job failed: {safe_description(error)}", died=True
@@ -97,6 +104,14 @@ class SparkEngine:
         finally:
             # py4j's references are in cycles, and until they are collected the JVM keeps the whole batch.
             gc.collect(1)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other jobs have all Spark slots now."""
+        session, slots = self._session.get(), self._session.slots
+        with suppress(Exception):
+            return session is not None and slots is not None and is_busy(session, slots)
+        return False
 
     def abandon(self, name: JobName) -> None:
         """Cancel a job in flight, so that it fails. Safe in any thread."""
@@ -121,8 +136,24 @@ class SparkEngine:
                 session.removeTag(_tag(name))
             return
         # Not reset: this thread runs only such jobs, and each sets its own.
+        session.sparkContext.setLocalProperty("spark.scheduler.pool", POOL)
         session.sparkContext.setJobGroup(name.group, name.description)
         yield
+
+    @contextmanager
+    def _watched(self, session: SparkSession, name: JobName) -> Iterator[str]:
+        """Watch the job of the context, and yield the mark of its sessions. Raises JobStalled."""
+        if self._remote:
+            # Spark Connect does not report tasks.
+            yield ""
+            return
+        with self._watch.watched(session, name.group) as job:
+            try:
+                yield job.mark
+            except Exception as error:
+                if job.why is None:
+                    raise
+                raise JobStalled(job.why) from error
 
     def _run_job(
         self, session: SparkSession, tasks: Sequence[Work], guarded: bool, name: JobName
@@ -142,9 +173,9 @@ class SparkEngine:
         # Spark makes each Arrow batch a partition, so each task gets one.
         table = pa.Table.from_batches([_packed(*numbered) for numbered in enumerate(tasks)])
         frame = session.createDataFrame(table)
-        with self._named(session, name):
+        with self._named(session, name), self._watched(session, name) as mark:
             rows = frame.mapInArrow(
-                partial(apply_rows, self._configuration, guarded), self._schema
+                partial(apply_rows, self._configuration, guarded, mark), self._schema
             ).collect()
         results: dict[int, Result] = {row.task: pickle.loads(row.result) for row in rows}  # noqa: S301
         return [results[number] for number in range(len(tasks))]

@@ -33,7 +33,7 @@ def _applier(configuration: bytes) -> Applier:
         return_large_blocks()
         return_arrow_blocks()
         settings: Settings = pickle.loads(configuration)  # noqa: S301
-        applier = _appliers[configuration] = Applier(settings, connections=1)
+        applier = _appliers[configuration] = Applier(settings, connections=1, keeps_alive=True)
     return applier
 
 
@@ -54,13 +54,18 @@ def warm_up(configuration: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator
 
 
 def apply_rows(
-    configuration: bytes, guarded: bool, batches: Iterator[pa.RecordBatch]
+    configuration: bytes, guarded: bool, mark: str, batches: Iterator[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    """Apply the tasks of a DataFrame partition, each in one commit of the target."""
+    """Apply the tasks of a DataFrame partition, each in one commit of the target.
+
+    `mark` is the application_name of their sessions, by which the driver recognises them.
+    """
     for batch in batches:
         for number, task in _unpacked(batch):
             try:
-                result = attempt(_applier(configuration), task, guarded)
+                applier = _applier(configuration)
+                applier.mark(mark)
+                result = attempt(applier, task, guarded)
             except RelayError as error:
                 result = TaskFault.of(error)
             yield _row(number, result)

@@ -41,6 +41,9 @@ _DEFAULTS = {
     # Without it every Python task waits 40 ms for a delayed TCP acknowledgement on the loopback interface.
     "spark.python.unix.domain.socket.enabled": "true",
     "spark.sql.adaptive.enabled": "false",
+    # Else the tasks of a sink's large job, which was submitted first, would all go before the pipeline's.
+    "spark.scheduler.mode": "FAIR",
+    "spark.scheduler.allocation.file": Path(__file__).with_name("fairscheduler.xml").as_uri(),
     "spark.sql.execution.pythonUDF.arrow.enabled": "true",
     # The type that every reader of Parquet knows; Spark's default is INT96.
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
@@ -77,6 +80,8 @@ _CLASSES = (
 )
 """The classes of the JVM that PySpark looks up by name in each job."""
 
+POOL = "pipeline"
+"""The pool of the scheduler for the pipeline's jobs."""
 _WARM_UP = bytes(100_000)
 _WARM_UP_JOBS = 10
 _COUNT_SECONDS = 1.0

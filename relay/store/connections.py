@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +25,7 @@ from relay.faults import (
 )
 from relay.model.events import Lsn
 from relay.store import transaction_guard
+from relay.store.keep_alive import LIMITED, KeepAlive
 
 log = logging.getLogger(__name__)
 
@@ -248,17 +249,30 @@ class HandlerPool:
 
     Settings and locks of a session are reset with the commit, in the same round trip. Unless `durable`, a crash of the
     server may lose commits. `code_of` names the Python handlers: their code cannot end a transaction, and a session in
-    which it left temporary tables or prepared statements is closed.
+    which it left temporary tables or prepared statements is closed. With `keep_alive`, the server ends a transaction
+    that waits for this process when it is frozen. `mark` is the application_name of the next transactions; None: the
+    pool's.
     """
 
     def __init__(
-        self, dsn: str, size: int, configure: Configure, durable: bool, code_of: Sequence[str]
+        self,
+        dsn: str,
+        size: int,
+        configure: Configure,
+        durable: bool,
+        code_of: Sequence[str],
+        keep_alive: KeepAlive | None = None,
     ) -> None:
         self._configure = configure
         self._code_of = code_of
         self._reset = b""
+        self._keep_alive = keep_alive
+        self.mark: str | None = None
         commit = _DURABLE if durable else "set synchronous_commit = off"
-        self._pool = _pool(dsn, size, f"{_SESSION}; {commit}; {_BOUNDED}", self._prepare)
+        session = f"{_SESSION}; {commit}; {_BOUNDED}"
+        if keep_alive is not None:
+            session += f"; {LIMITED}"
+        self._pool = _pool(dsn, size, session, self._prepare)
 
     def connection(self) -> AbstractContextManager[psycopg.Connection[Any]]:
         """Return a session for relay's own statements, committed at the end of the block."""
@@ -273,7 +287,8 @@ class HandlerPool:
         with self._pool.connection() as conn:
             try:
                 self._begin(conn)
-                yield conn
+                with self._keep_alive.within(conn) if self._keep_alive else nullcontext():
+                    yield conn
                 left_over = self._commit(conn)
             except BaseException:
                 self._abandon(conn)
@@ -282,10 +297,14 @@ class HandlerPool:
                 _close(conn)
 
     def _begin(self, conn: psycopg.Connection[Any]) -> None:
-        """Begin a transaction that user code must not end; without user code the first statement begins it."""
-        if not self._code_of:
+        """Begin a transaction that user code must not end; without user code the first statement may begin it."""
+        begin = transaction_guard.BEGIN if self._code_of else b"begin"
+        if self.mark:
+            name = sql.SQL("; set local application_name = {}").format(self.mark)
+            begin += name.as_bytes(conn)
+        elif not self._code_of:
             return
-        result = conn.pgconn.exec_(transaction_guard.BEGIN)
+        result = conn.pgconn.exec_(begin)
         if result.status == ExecStatus.COMMAND_OK:
             return
         error = server_error(result)
@@ -307,19 +326,24 @@ class HandlerPool:
     def close(self) -> None:
         """Close the sessions."""
         self._pool.close()
+        if self._keep_alive:
+            self._keep_alive.close()
 
     def _prepare(self, conn: psycopg.Connection[Any]) -> None:
         # The reset has literals, since a query for each setting would double its cost.
         row = conn.execute(
-            "select current_setting('synchronous_commit'), current_setting('lock_timeout')"
+            "select current_setting('synchronous_commit'), current_setting('lock_timeout'),"
+            " current_setting('idle_in_transaction_session_timeout')"
         ).fetchone()
-        commit, timeout = row or ("on", LOCK_TIMEOUT)
+        commit, timeout, idle = row or ("on", LOCK_TIMEOUT, "0")
+        limit = f"; set idle_in_transaction_session_timeout = '{idle}'" if self._keep_alive else ""
         last = "pg_temp.relay_left_over()" if self._code_of else "pg_advisory_unlock_all()"
         if self._code_of:
             conn.execute(_CREATE_LEFT_OVER)
             conn.execute(transaction_guard.CREATE)
         self._reset = (
-            f"{_RESET}; {_SESSION}; set synchronous_commit = {commit}; set lock_timeout = '{timeout}'; select {last}"
+            f"{_RESET}; {_SESSION}; set synchronous_commit = {commit}; set lock_timeout = '{timeout}'{limit};"
+            f" select {last}"
         ).encode()
         self._configure(conn)
         conn.autocommit = False

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 
+from relay.spark import watching
 from relay.spark.session import Session
 from relay.spark.sink import SparkWorker
+from relay.spark.watching import JobLimits
 from relay.spark.writers import BatchId
-from tests.outbox import Outbox, event, host
+from tests.outbox import Outbox, event, host, relaying, wait_until
 
 HERE = "tests.field.test_spark_sharing"
 
@@ -87,3 +93,81 @@ def test_a_slow_sink_with_a_query_stops_no_other(outbox: Outbox, spark_session: 
             worker.close(30)
     # Between its batch and this, the other sink has made its view.
     assert (written["slow"], written["view"]) == (1, 1)
+
+
+def takes_every_slot(frame: DataFrame, batch: BatchId) -> None:
+    """A sink's callable whose tasks wait for the file that the environment's `RELAY_TEST_GATE` names."""
+    gate = str(Path(os.environ["RELAY_TEST_GATE"]))
+
+    def wait(rows: Any) -> None:
+        deadline = time.monotonic() + 60
+        while not Path(gate).exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    frame.sparkSession.range(0, 2, 1, 2).foreachPartition(wait)
+
+
+def test_the_pipeline_goes_on_while_a_slow_sink_has_every_slot(
+    outbox: Outbox, spark_session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """apache/spark#27862, apache/spark#12951: no share of a fair scheduler ends a task that runs."""
+    monkeypatch.setenv("RELAY_TEST_GATE", str(tmp_path / "gate"))
+    monkeypatch.setattr(watching, "LIMITS", JobLimits(look=0.2, starved=1.0))
+    config = sinks("takes_every_slot")
+    spark = spark_session.get()
+    assert spark is not None
+    projection = outbox.config()["handlers"]
+    config["handlers"] |= projection
+    config["routes"] = [{"handlers": list(config["handlers"])}]
+    outbox.publish(host(1), event(1))
+    with relaying(outbox.settings("spark", **config), spark_session):
+        wait_until(lambda: running_tasks(spark) == 2)
+        for number in range(3):
+            outbox.publish(host(number), event(1))
+        wait_until(lambda: outbox.handled() >= 3, 20)
+        wait_until(lambda: "no Spark slot free" in reasons(outbox), 20)
+        assert running_tasks(spark) == 2
+        (tmp_path / "gate").touch()
+        outbox.wait_handled()
+        outbox.wait_delivered("takes_every_slot")
+        outbox.publish(host(9), event(9))
+        outbox.wait_handled()
+        wait_until(lambda: "large" in reasons(outbox), 20)
+    outbox.assert_exact()
+
+
+def running_tasks(spark: SparkSession) -> int:
+    tracker = spark.sparkContext.statusTracker()
+    stages = map(tracker.getStageInfo, tracker.getActiveStageIds())
+    return sum(stage.numActiveTasks for stage in stages if stage is not None)
+
+
+def reasons(outbox: Outbox) -> set[str]:
+    return set(outbox.column("select reason from relay.engines"))
+
+
+def test_a_job_with_many_tasks_does_not_go_before_the_pipeline(
+    spark_session: Session, outbox: Outbox
+) -> None:
+    """apache/spark#20881: jobs of one pool are in FIFO order, also with the fair scheduler."""
+    spark = spark_session.get()
+    assert spark is not None
+
+    def sleep(rows: Any) -> None:
+        time.sleep(0.2)
+
+    def runs_long() -> None:
+        with suppress(Exception):
+            spark.range(0, 60, 1, 60).foreachPartition(sleep)
+
+    thread = threading.Thread(target=runs_long, name="long job")
+    thread.start()
+    try:
+        wait_until(lambda: running_tasks(spark) == 2)
+        outbox.publish(host(1), event(1))
+        outbox.drain(outbox.settings("spark"), spark_session)
+        assert thread.is_alive()
+        assert reasons(outbox) == {"large"}
+    finally:
+        spark.sparkContext.cancelAllJobs()
+        thread.join(30)
