@@ -41,6 +41,8 @@ class JetStream(ThreadingTCPServer):
         self.refuses: dict[str, str] = {}
         """The answer to a subject, in place of an acknowledgement."""
         self.clients: list[BufferedIOBase] = []
+        self.interrupts = b""
+        """What another subscriber of every subject answers before the stream does."""
         self._ids: set[str] = set()
         self._lock = Lock()
 
@@ -111,6 +113,8 @@ class _Conversation(StreamRequestHandler):
                 if each
             )
             stored = Stored(subject.decode(), headers, whole[of_headers:-2])
+            if other := self.server.interrupts:
+                self.wfile.write(b"MSG %b 1 %d\r\n%b\r\n" % (reply, len(other), other))
             acknowledged = self.server.store(stored)
             if acknowledged.startswith(b"NATS/1.0 503"):
                 head = b"NATS/1.0 503\r\n\r\n"

@@ -22,7 +22,7 @@ BATCH = "application/cloudevents-batch+json"
 DATA = "application/json"
 TEXT = "text/plain; charset=utf-8"
 
-_PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) not in '"%')
+_PRINTABLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
 
 _EXTENSIONS = {
     "partitionkey": "host_id",
@@ -126,7 +126,7 @@ def _json(payload: str) -> str:
 
 
 def header(value: str) -> str:
-    """A value for a header: percent-encoded, but for printable ASCII without quotes and percent.
+    """A value for a header: percent-encoded, but for printable ASCII without blanks, quotes and percent.
 
     Source: HTTP Protocol Binding, 3.1.3.2.
     """

@@ -204,9 +204,11 @@ class _Link:
 
     async def _answered(self, msg: Msg) -> None:
         number = msg.subject.rpartition(".")[2]
-        if not number.isdecimal():
+        # Other subscribers of the subject may answer too, even before the stream does.
+        answer = _answer(msg)
+        if not number.isdecimal() or answer is None:
             return
-        fault = _fault(msg)
+        fault = _fault(answer)
         self.unanswered.answer(int(number), fault)
         if not isinstance(fault, _NotHere):
             self._useful_at = self._loop.time()
@@ -214,18 +216,28 @@ class _Link:
             self.lose()
 
 
-def _fault(msg: Msg) -> Exception | None:
-    """The fault that an answer of JetStream reports; None if the message is stored."""
+def _answer(msg: Msg) -> dict[str, Any] | None:
+    """The answer of JetStream, or of a server that knows no stream; None for that of another subscriber."""
     if msg.headers and msg.headers.get("Status") == _NO_RESPONDERS:
-        return _NotHere("NoStreamResponseError")
+        return {"error": {"err_code": _NO_RESPONDERS}}
     try:
         answer = json.loads(msg.data)
-        if "error" not in answer:
-            # Other subscribers of the subject may answer too, but only a stream sends a sequence.
-            return None if "seq" in answer else Undelivered("the answer is not from JetStream")
-        code = answer["error"].get("err_code")
-    except (ValueError, TypeError, AttributeError):
-        return Undelivered("the answer is not from JetStream")
+    except ValueError:
+        return None
+    if not isinstance(answer, dict):
+        return None
+    error = answer.get("error")
+    is_of_stream = {"stream", "seq"} <= answer.keys() if error is None else isinstance(error, dict)
+    return answer if is_of_stream else None
+
+
+def _fault(answer: dict[str, Any]) -> Exception | None:
+    """The fault that an answer reports; None if the message is stored."""
+    if "error" not in answer:
+        return None
+    code = answer["error"].get("err_code")
+    if code == _NO_RESPONDERS:
+        return _NotHere("NoStreamResponseError")
     if code == _TOO_LARGE:
         return Rejected(f"JetStream {code}")
     return (_NotHere if code in _ELSEWHERE else Undelivered)(f"JetStream {code}")

@@ -7,6 +7,7 @@ Protocol Binding".
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -148,7 +149,7 @@ class _Channel:
         self._exchange = exchange
         self._fault: Exception | None = None
         self._number = 0
-        self._returned: set[str] = set()
+        self._returned: Counter[tuple[str, str]] = Counter()
         self._channel: Channel = connection.channel(on_open_callback=self._on_open)
         self._channel.add_on_close_callback(self._on_close)
 
@@ -191,9 +192,10 @@ class _Channel:
         else:
             self.ready.set_result(None)
 
-    def _on_return(self, _: Channel, __: Any, properties: Any, ___: bytes) -> None:
-        # The broker returns an unroutable message before it confirms it, and without its number.
-        self._returned.add(properties.message_id)
+    def _on_return(self, _: Channel, method: Any, properties: Any, __: bytes) -> None:
+        # The broker returns an unroutable message before it confirms it, and without its number. An id may be in
+        # flight twice: in rows of an adopted outbox, or in an attempt that was not answered in time.
+        self._returned[properties.message_id, method.routing_key] += 1
 
     def _on_confirm(self, frame: Any) -> None:
         confirm = frame.method
@@ -204,10 +206,19 @@ class _Channel:
             # A missing or full queue is not a fault of the event.
             if isinstance(confirm, pika.spec.Basic.Nack):
                 fault = Undelivered("NackError")
-            elif message and message.identity in self._returned:
-                self._returned.discard(message.identity)
+            elif message and self._took_return(message):
                 fault = Undelivered("UnroutableError")
             self.unanswered.answer(each, fault)
+
+    def _took_return(self, message: Message) -> bool:
+        """Whether a message was returned; a return counts for one message."""
+        key = message.identity, message.topic
+        if key not in self._returned:
+            return False
+        self._returned[key] -= 1
+        if not self._returned[key]:
+            del self._returned[key]
+        return True
 
     def _on_close(self, _: Channel, reason: Exception) -> None:
         self._fault = reason

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pika
 import pytest
 from pika.exceptions import ShortStringTooLong
 from pydantic import TypeAdapter
@@ -26,12 +27,14 @@ from relay.handlers import Sink, build_sinks
 from relay.handlers import rabbitmq as amqp
 from relay.handlers import redis as streams
 from relay.handlers.messages import Message
+from relay.handlers.window import SendWindow, Unanswered
 from relay.model.events import Event
 from tests.brokers import KafkaCluster, NatsServer, RabbitmqServer, started
 from tests.jetstream import jetstream
 from tests.sinks import make_event, transaction
 
-PRODUCE, MESSAGE_TOO_LARGE = 0, 10
+PRODUCE = 0
+MESSAGE_TOO_LARGE, RECORD_LIST_TOO_LARGE, INVALID_RECORD = 10, 18, 87
 """Numbers of Kafka's protocol."""
 
 
@@ -67,10 +70,12 @@ def with_header(number: int, host: int, size: int) -> Event:
 # Kafka: a batch.
 
 
-def test_a_batch_that_kafka_refuses_for_its_size_kills_none_of_its_messages(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [MESSAGE_TOO_LARGE, RECORD_LIST_TOO_LARGE, INVALID_RECORD])
+def test_a_batch_that_kafka_refuses_kills_none_of_its_messages(tmp_path: Path, error: int) -> None:
+    """A record without a key refuses its batch in a compacted topic: apache/kafka#2875, BEagle1984/silverback#42."""
     with started(KafkaCluster, tmp_path / "broker") as cluster:
         for _ in range(3):
-            cluster.fail_requests(PRODUCE, MESSAGE_TOO_LARGE)
+            cluster.fail_requests(PRODUCE, error)
 
         async def deliver(sink: Sink) -> None:
             events = [make_event(number, number) for number in range(60)]
@@ -171,6 +176,24 @@ def test_a_limit_that_nats_lowers_is_noticed() -> None:
         using(deliver, type="nats", servers=[stream.url])
 
 
+@pytest.mark.parametrize("answer", [b"+OK", b'{"ok": true}', b"[1]", b"null", b"\xff"])
+def test_a_service_that_answers_before_the_stream_does_is_not_the_stream(answer: bytes) -> None:
+    """nats-io/nats.go#1781: whoever subscribes to the subject gets the reply's subject too."""
+    with jetstream() as stream:
+        stream.interrupts = answer
+
+        async def deliver(sink: Sink) -> None:
+            assert await delivered(sink, make_event(1)) == [None]
+            stream.refuses["shop.order.placed"] = '{"error": {"code": 400, "err_code": 10077}}'
+            (full,) = await delivered(sink, make_event(2))
+            # A full stream: nats-io/nats-server#6196, nats-io/jetstream#396.
+            assert isinstance(full, Undelivered)
+            assert str(full) == "JetStream 10077"
+
+        using(deliver, type="nats", servers=[stream.url])
+        assert len(stream.stored) == 1
+
+
 @pytest.mark.brokers
 def test_a_nats_server_closes_no_connection_for_a_message(tmp_path: Path) -> None:
     with started(NatsServer, tmp_path / "broker") as broker:
@@ -178,7 +201,7 @@ def test_a_nats_server_closes_no_connection_for_a_message(tmp_path: Path) -> Non
         async def deliver(sink: Sink) -> None:
             good = [make_event(number, number) for number in range(20)]
             bad = with_header(1, 1, 1_100_000), make_event(1, event_type="x" * 4_200)
-            fitting = make_event(1, event_type=f"{'x' * 3_900}")
+            fitting = make_event(99, event_type=f"{'x' * 3_900}")
             *results, header, subject, long = await delivered(sink, *good, *bad, fitting)
             assert results == [None] * 20
             assert isinstance(header, Rejected)
@@ -219,6 +242,36 @@ def test_a_header_above_frame_max_concerns_no_other_message_in_rabbitmq(tmp_path
         using(deliver, **broker.handler, mode="binary")
         # No copy was sent: the connection was never closed.
         assert broker.count() == 42
+
+
+@pytest.mark.parametrize(("routable", "stored"), [("a", [0]), ("b", [1]), ("", [])])
+def test_messages_with_equal_ids_are_returned_by_rabbitmq_each(
+    routable: str, stored: list[int]
+) -> None:
+    """Rows of an adopted outbox may have equal ids, and an attempt that came too late has the id of the next one."""
+
+    async def confirm() -> list[int]:
+        channel: Any = amqp._Channel.__new__(amqp._Channel)
+        channel.unanswered = Unanswered()
+        channel._returned = Counter()
+        window = SendWindow(1)
+        sendings = [
+            window.sending([Message(topic, None, "7", f"s/7/{topic}", "", {}, b"")])
+            for topic in ("a", "b")
+        ]
+        for number, sending in enumerate(sendings, start=1):
+            sending._unanswered = 1
+            channel.unanswered.add(number, sending, 0)
+            topic = sending.messages[0].topic
+            if topic != routable:
+                of = SimpleNamespace(routing_key=topic), SimpleNamespace(message_id="7")
+                channel._on_return(None, *of, b"")
+        frame = SimpleNamespace(method=pika.spec.Basic.Ack(delivery_tag=2, multiple=True))
+        channel._on_confirm(frame)
+        assert not channel._returned
+        return [index for index, each in enumerate(sendings) if not each.unconfirmed]
+
+    assert asyncio.run(confirm()) == stored
 
 
 # Redis: the destination.

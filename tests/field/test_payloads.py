@@ -11,6 +11,7 @@ import json
 import random
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from pydantic import TypeAdapter
@@ -120,6 +121,17 @@ def test_a_text_in_binary_mode_says_that_it_is_one() -> None:
         (message,) = stream.stored
         assert message.body == b"hello"
         assert message.headers["content-type"] == "text/plain; charset=utf-8"
+
+
+@pytest.mark.parametrize("subject", [" a ", "a b", '50% "x"', "é", "a\r\nce-id: 2"])
+def test_an_attribute_arrives_as_it_is_in_a_header(subject: str) -> None:
+    """cloudevents/sdk-java#748, cloudevents/sdk-go#1331: blanks at the ends of a header are no part of it."""
+    with jetstream() as stream:
+        sink = a_sink(type="nats", servers=[stream.url], topic="t", mode="binary")
+        assert asyncio.run(deliver(sink, make_event(1, aggregate_id=subject))) == [None]
+        (message,) = stream.stored
+        assert unquote(message.headers["ce-subject"].strip()) == subject
+        assert message.headers["ce-id"] == make_event(1).text("id")
 
 
 # A table of Debezium's, whose payload is often a text.

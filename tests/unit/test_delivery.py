@@ -56,7 +56,7 @@ def test_a_time_is_rfc_3339_or_left_out(printed: str, time_: str | None) -> None
 def test_headers_of_a_binary_event_are_printable_ascii() -> None:
     one = event(id="1", aggregate_id='é "50%" \n')
     headers = cloudevents.headers(cloudevents.attributes(one, "s"))
-    assert headers["ce-subject"] == "%C3%A9 %2250%25%22 %0A"
+    assert headers["ce-subject"] == "%C3%A9%20%2250%25%22%20%0A"
     assert cloudevents.data(one) == b"null"
 
 
