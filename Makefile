@@ -33,9 +33,9 @@ venv: $(INSTALLED) ## build .venv with .venv/bin/relay and all it needs
 demo: $(INSTALLED) ## relay 50,000 events through a private PostgreSQL and Spark, and verify the result
 	@$(BIN)/relay demo $(ARGS)
 
-# Each process has a PostgreSQL and a Spark session of its own; most tests wait for one of these.
+# Each process has a PostgreSQL of its own; one of them has all tests that need a Spark session.
 test: $(INSTALLED) ## all tests that need no Docker and no brokers
-	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(ARGS)
+	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup $(ARGS)
 
 test-brokers: $(INSTALLED) ## the handlers for brokers; needs redis-server, nats-server and rabbitmq-server
 	$(BIN)/pytest -m brokers $(ARGS)
@@ -50,8 +50,8 @@ test-server: $(INSTALLED) ## what depends on the server once more, on the image 
 	RELAY_TEST_POSTGRES=docker $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal \
 	  $(SERVER_TESTS:%=tests/integration/test_%.py) $(ARGS)
 
-chaos: $(INSTALLED) ## the tests that kill, stop or cut something, five times each, and the rare ones
-	RELAY_CHAOS_ROUNDS=5 $(BIN)/pytest -m "chaos or rare" $(ARGS)
+chaos: $(INSTALLED) ## the tests that kill, stop or cut something, five times each, properties with more examples, and the rare ones
+	RELAY_CHAOS_ROUNDS=5 $(BIN)/pytest -m "chaos or rare or hypothesis" $(ARGS)
 
 test-rare: $(INSTALLED) ## the tests that `make test` leaves out because they are slow and rare, once, but for the longest
 	$(BIN)/pytest -m "rare and not long" --numprocesses 2 --dist worksteal $(ARGS)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
+import hypothesis
 import pytest
 from pyspark import SparkContext
 
@@ -17,7 +18,25 @@ from tests.postgres import Server, start_server
 
 _numbers = count(1)
 
+# How long an example takes says more about the machine than about the code. `make chaos` tries more of them.
+hypothesis.settings.register_profile(
+    "relay", deadline=None, max_examples=1_000 if "RELAY_CHAOS_ROUNDS" in os.environ else 20
+)
+hypothesis.settings.load_profile("relay")
+
 SPARK_CONF = {"spark.relay.password": r" s3cret: 'é\n' = \"#\" "}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup`, one process has the tests that need Spark, and so the only session."""
+    for item in items:
+        if isinstance(item, pytest.Function) and _needs_spark(item):
+            item.add_marker(pytest.mark.xdist_group("spark"))
+
+
+def _needs_spark(item: pytest.Function) -> bool:
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return "spark_session" in item.fixturenames or "spark" in parameters
 
 
 @pytest.fixture(scope="session")
@@ -43,12 +62,30 @@ def database(server: Server) -> Iterator[str]:
     server.drop_database(name)
 
 
+@pytest.fixture(scope="session")
+def installed(server: Server) -> str:
+    """The name of a database that new ones copy: it has relay's schema and the projection, and no group."""
+    name = f"installed_{os.getpid()}"
+    with Outbox(server.create_database(name)) as outbox:
+        # Without a slot, which belongs to one database.
+        outbox.install(source={**outbox.config()["source"], "mode": "poll"})
+        outbox.conn.execute(
+            "truncate relay.consumer_offsets, relay.groups, relay.readers, relay.snapshots;"
+            "alter sequence relay.snapshot_ids restart"
+        )
+    return name
+
+
 @pytest.fixture
-def outbox(database: str) -> Iterator[Outbox]:
+def outbox(server: Server, installed: str) -> Iterator[Outbox]:
     """An installed outbox with a projection table in a new database."""
-    with Outbox(database) as installed:
-        installed.install()
-        yield installed
+    name = f"test_{os.getpid()}_{next(_numbers)}"
+    with Outbox(server.create_database(name, template=installed)) as outbox:
+        # Rights on a database are not copied.
+        outbox.conn.execute(f"grant temporary on database {name} to relay".encode())
+        outbox.install_again(outbox.settings())
+        yield outbox
+    server.drop_database(name)
 
 
 @pytest.fixture(scope="session")

@@ -66,11 +66,16 @@ class Server(ABC):
     def kill(self) -> None:
         """Kill every process of the server at once (SIGKILL) and wait."""
 
-    def create_database(self, name: str, options: LiteralString = "") -> str:
+    def create_database(
+        self, name: str, options: LiteralString = "", template: str | None = None
+    ) -> str:
         """Create a database, with options of CREATE DATABASE, and return its connection URI."""
         # Copied as files, since thousands are created: their WAL costs more than the checkpoint.
-        statement = sql.SQL("create database {} strategy file_copy " + options)
-        self._execute(statement.format(sql.Identifier(name)))
+        copied = (
+            sql.SQL("template {}").format(sql.Identifier(template)) if template else sql.SQL("")
+        )
+        statement = sql.SQL("create database {} strategy file_copy {} {}")
+        self._execute(statement.format(sql.Identifier(name), sql.SQL(options), copied))
         return self.dsn(name)
 
     def drop_database(self, name: str) -> None:

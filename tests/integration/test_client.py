@@ -294,9 +294,7 @@ def as_read(value: Any) -> Any:
     return str(value) if isinstance(value, Decimal | uuid.UUID) else value
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(payload=st.dictionaries(TEXTS, VALUES, max_size=4), metadata=st.dictionaries(TEXTS, TEXTS))
 def test_values_come_back_exactly(
     outbox: Outbox, payload: dict[str, Any], metadata: dict[str, Any]

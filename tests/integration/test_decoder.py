@@ -262,8 +262,6 @@ PLAIN: dict[str, Any] = {
 
 
 @settings(
-    max_examples=50,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(rows=st.lists(ROW, min_size=1, max_size=6, unique_by=lambda row: row["id"]), data=st.data())

@@ -313,9 +313,7 @@ def test_every_transaction_has_its_turn_and_none_before_it(outbox: Outbox) -> No
         run_state_machine_as_test(
             Store,
             settings=settings(
-                max_examples=100,
                 stateful_step_count=40,
-                deadline=None,
                 suppress_health_check=list(HealthCheck),
             ),
         )

@@ -71,9 +71,9 @@ def test_an_event_above_the_limit_is_refused(outbox: Outbox) -> None:
     assert outbox.value("select count(*) from outbox_message_t") == 5
 
 
-def test_publish_works_inside_the_callers_transaction(outbox: Outbox, database: str) -> None:
+def test_publish_works_inside_the_callers_transaction(outbox: Outbox) -> None:
     outbox.publish(host(1), event(1))
-    with psycopg.connect(database) as publisher:
+    with psycopg.connect(outbox.dsn) as publisher:
         publisher.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb([event(2)])))
         assert offsets(outbox) == [1]
         publisher.rollback()
@@ -87,12 +87,12 @@ def test_publish_works_inside_the_callers_transaction(outbox: Outbox, database: 
 
 @pytest.mark.parametrize("isolation", list(psycopg.IsolationLevel))
 def test_publishers_do_not_wait_for_each_other(
-    outbox: Outbox, database: str, isolation: psycopg.IsolationLevel
+    outbox: Outbox, isolation: psycopg.IsolationLevel
 ) -> None:
     publish = "select relay.publish(%s, null, %s)"
     with (
-        psycopg.connect(database) as one,
-        psycopg.connect(database) as other,
+        psycopg.connect(outbox.dsn) as one,
+        psycopg.connect(outbox.dsn) as other,
         relaying(outbox.settings()),
     ):
         one.isolation_level = other.isolation_level = isolation
@@ -325,8 +325,8 @@ def test_the_files_are_plain_sql_for_psql(database: str) -> None:
         assert migrations.install(conn, "target", "target.dsn") == []
 
 
-def test_a_publisher_may_publish_and_nothing_else(outbox: Outbox, database: str) -> None:
-    with psycopg.connect(database, autocommit=True) as conn:
+def test_a_publisher_may_publish_and_nothing_else(outbox: Outbox) -> None:
+    with psycopg.connect(outbox.dsn, autocommit=True) as conn:
         conn.execute("set role relay_publisher")
         conn.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb([event(1)])))
         conn.execute(

@@ -248,10 +248,10 @@ def test_the_last_position_is_confirmed_at_a_clean_stop(outbox: Outbox, tmp_path
     assert outbox.confirmed(tip)
 
 
-def test_a_handlers_lock_timeout_is_tried_again(outbox: Outbox, database: str) -> None:
-    dsn = make_conninfo(database, options="-c lock_timeout=200ms")
+def test_a_handlers_lock_timeout_is_tried_again(outbox: Outbox) -> None:
+    dsn = make_conninfo(outbox.dsn, options="-c lock_timeout=200ms")
     settings = outbox.settings(target={"dsn": dsn})
-    with psycopg.connect(database) as blocker, relaying(settings):
+    with psycopg.connect(outbox.dsn) as blocker, relaying(settings):
         blocker.execute("lock table projection in access exclusive mode")
         outbox.publish(host(1), event(1))
         wait_until(lambda: outbox.value("select count(*) from pg_locks where not granted") > 0)
