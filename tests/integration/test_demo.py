@@ -103,6 +103,7 @@ def test_descendants_are_found() -> None:
     assert descendants(folder) == []
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_every_promise_is_kept(ran: Ran) -> None:
     assert ran.verified, ran.output
