@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -22,9 +22,14 @@ from relay.source.index import has_index
 from relay.source.notify import TRIGGER, sends_notify
 from relay.source.open_transactions import oldest_open
 from relay.source.outbox_table import OutboxTable, no_table
-from relay.source.slot import require_ours, require_published, slot_state
-from relay.store import streams
-from relay.store.connections import Connection
+from relay.source.slot import (
+    require_ours,
+    require_published,
+    require_streamable,
+    slot_state,
+)
+from relay.store import dead_letters, streams
+from relay.store.connections import Connection, connect
 
 OLDEST_SERVER = 140000
 
@@ -113,6 +118,7 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
         for text in unused_slots(conn, settings):
             yield Finding(Severity.WARNING, "slot", text)
     else:
+        yield finding_of("parts", "the WAL has all of its rows", require_streamable, conn, source)
         for finding in _stream(conn, settings):
             # Without the WAL, relay polls: no error keeps it from starting.
             downgraded = source.mode == "auto" and finding.level is Severity.ERROR
@@ -129,9 +135,15 @@ def _stream(conn: Connection, settings: Settings) -> Iterator[Finding]:
 def _marks(conn: Connection, settings: Settings) -> Finding:
     rows = OutboxTable(settings)
 
+    def dead(events: Sequence[str]) -> Collection[str]:
+        # A target that cannot be reached is a finding of its own.
+        with suppress(psycopg.Error), connect(settings.target_dsn) as target:
+            return dead_letters.dead_of(target, settings.group, events)
+        return ()
+
     def require(conn: Connection) -> None:
         rows.require_marked(conn)
-        rows.require_own_xids(conn)
+        rows.require_own_xids(conn, dead)
 
     return finding_of(
         "positions", "its rows have the xid of the transaction that inserted them", require, conn

@@ -29,7 +29,13 @@ from relay.source.notify import TRIGGER, set_notify
 from relay.source.open_transactions import reporting_blockers
 from relay.source.outbox_table import OutboxTable
 from relay.source.server import durable_position
-from relay.source.slot import drop_publication, ensure_publication, ensure_slot, slot_state
+from relay.source.slot import (
+    drop_publication,
+    ensure_publication,
+    ensure_slot,
+    require_streamable,
+    slot_state,
+)
 from relay.store import groups, index_builds, migrations, offsets, sinks, snapshots, streams
 from relay.store.connections import Connection
 
@@ -100,6 +106,8 @@ def initialise(
                 f"{LOCK_SECONDS:.0f} s, and to wait longer would block publishers; nothing was changed: run "
                 "`relay init` again when it has ended"
             ) from None
+        except psycopg.errors.ObjectNotInPrerequisiteState as error:
+            raise ConfigurationError(first_line(error)) from None
         except psycopg.errors.RestrictViolation as error:
             raise ConfigurationError(f"target.dsn: {first_line(error)}") from None
         except psycopg.errors.WrongObjectType as error:
@@ -248,6 +256,8 @@ class _Installation:
         self._apply(source, "source", "source.dsn")
         if settings.source.message_prefix is not None:
             return []
+        if settings.source.mode != "poll":
+            require_streamable(source, settings.source)
         if not settings.source.owns_table:
             require_table(source, settings)
             require_readable(source, settings.source)

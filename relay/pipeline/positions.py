@@ -60,7 +60,8 @@ def advances(fresh: Transactions, touched: Sequence[tuple[int, ...]]) -> list[of
     """
     reached: dict[int, tuple[Lsn, int]] = {}
     for partitions, here in _by_partitions(fresh, touched):
-        following = max(1, int(fresh.facts["last_offset"][here].max()) + 1)
+        # The greatest bigint has no next one.
+        following = max(1, min(int(fresh.facts["last_offset"][here].max()), offsets.LAST - 1) + 1)
         end = Lsn(fresh.facts["end_lsn"][here].max())
         for partition in partitions:
             lsn, next_offset = reached.get(partition, (Lsn(0), 1))

@@ -50,8 +50,13 @@ class Assembler:
         spool_directory: Path | None = None,
         header: int = 0,
         emitted: Emitted | None = None,
+        gapless: bool = False,
     ) -> None:
-        """`header` is the size in bytes before each message. With `emitted`, logical messages give the rows."""
+        """`header` is the size in bytes before each message. With `emitted`, logical messages give the rows.
+
+        `gapless`: a row that is moved to another partition gets another c_offset.
+        """
+        self._gapless = gapless
         self._emitted = emitted
         self._table = table
         self._mapping = mapping
@@ -83,18 +88,21 @@ class Assembler:
         """The bytes that the open commit holds in memory."""
         return self._grouping.size
 
-    def reset(self, encoding: Encoding | None = None, partitioned: bool = False) -> None:
+    def reset(
+        self, encoding: Encoding | None = None, partitioned: bool = False, next_xid: int = 0
+    ) -> None:
         """Forget the open commit and the relations: a new connection sends both again.
 
         `encoding` is that of names and values where it is not UTF-8. `partitioned`: the outbox is a partitioned table,
-        where an update that moves a row to another partition is streamed as an insert.
+        where an update that moves a row to another partition is streamed as an insert. `next_xid` is the source's next
+        full xid, 0 where it is not known.
         """
         self._encoding = encoding
         self._partitioned = partitioned
         self._translation = None
         self._described.clear()
         self._outbox = self._layout = self._xid = None
-        self._grouping.clear()
+        self._grouping.begin(next_xid)
         self._learn_emitted()
 
     def feed(self, messages: list[Buffer]) -> Lsn | None:
@@ -150,7 +158,9 @@ class Assembler:
             columns = [(self._name(column.name), column.type_oid) for column in relation.columns]
             translation = Translation.needed(columns, self._mapping, self._encoding)
             names = translation.columns if translation else [name for name, _ in columns]
-            self._layout = Layout.of(names, self._mapping, ".".join(self._table), self._partitioned)
+            self._layout = Layout.of(
+                names, self._mapping, ".".join(self._table), self._partitioned, self._gapless
+            )
             self._translation = translation
             self._outbox = relation.oid
         elif relation.oid == self._outbox:

@@ -123,8 +123,8 @@ class Backlogs:
             kinds.append(sql.SQL("{} is null").format(xid))
         scan = sql.SQL(
             """
-            (select coalesce({xid}, '2'::xid8) as xid, {offset} as number, {happened} as happened,
-                    {partition} as partition
+            (select coalesce({xid}, '2'::xid8) as xid, greatest({offset}, -9223372036854775807) as number,
+                    {happened} as happened, {partition} as partition
                from {table} where {kind} limit {most})
             """
         )

@@ -11,23 +11,32 @@ without copies. Row 5 is kept until the end of its commit is received.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from relay.model.events import FIELDS, NOTE, Lsn
+from relay.model.snapshots import full_xids
 from relay.model.spool import Spool, SpooledTuples
 from relay.model.transactions import COMMIT_FACTS, FACTS, Mask, Rows, Transactions, text
 from relay.model.tuples import ProtocolError
-from relay.source.layout import Ends, Layout, Survey
+from relay.source.layout import XID_MASK, Ends, Layout, Survey
 from relay.source.pgoutput import decode_tuple, encode_tuple
 
 _GROUPED_AT_ONCE = 1_000
 _GROUPED_BYTES = 1 << 18
 """How many rows, and bytes, of a large commit are grouped together."""
+
+_FORGED = (
+    b"its c_xid is %d, of a transaction that the server has not begun: whoever inserted it has set c_xid, which is "
+    b"to be left to its default"
+)
+_NOTHING: Mapping[str, bytes] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -44,23 +53,31 @@ class _TransactionRows:
     first_offset: int = 0
 
 
-class _Offsets:
-    """The distinct c_offsets of a commit. They usually ascend, and a set is made only if one does not."""
+class _Identities:
+    """Recognises rows that a commit of a partitioned table has twice, since it has moved them to another partition.
+
+    A row is known by its c_offset, or 0 where moved rows are renumbered, and by the hash of its id. c_offsets usually
+    ascend, and a set is made only if one does not.
+    """
 
     def __init__(self) -> None:
         self._ascending = array("q")
+        self._ids = array("q")
         self._distinct: set[int] | None = None
 
-    def add(self, offset: int) -> bool:
-        """Add an offset; returns whether it is new."""
+    def add(self, offset: int, event_id: bytes | None) -> bool:
+        """Add a row; returns whether it is new."""
+        mark = hash(event_id)
         if self._distinct is None:
             if not self._ascending or offset > self._ascending[-1]:
                 self._ascending.append(offset)
+                self._ids.append(mark)
                 return True
-            self._distinct = set(self._ascending)
-        if offset in self._distinct:
+            self._distinct = set(map(hash, zip(self._ascending, self._ids, strict=True)))
+        identity = hash((offset, mark))
+        if identity in self._distinct:
             return False
-        self._distinct.add(offset)
+        self._distinct.add(identity)
         return True
 
 
@@ -68,13 +85,17 @@ class _CommitRows:
     """A commit whose rows are grouped one by one.
 
     It has several business transactions, is too large for memory, or its table was altered within it. Copies of rows
-    are left out: `xid` is the commit's transaction id, or 0 where it is not known.
+    are left out: `xid` is the commit's transaction id, or 0 where it is not known. A row whose c_xid is `next_xid` or
+    later is no copy, since no transaction has that xid yet: it gets a NOTE, for which it is dead-lettered.
     """
 
-    def __init__(self, mapping: dict[str, str], layout: Layout, xid: int) -> None:
+    def __init__(
+        self, mapping: dict[str, str], layout: Layout, xid: int, next_xid: int = 0
+    ) -> None:
         self._mapping = mapping
         self._xid = xid
-        self._offsets = _Offsets() if layout.partitioned else None
+        self._next_xid = next_xid
+        self._identities = _Identities() if layout.partitioned else None
         self._columns = layout.columns
         self.foreign = 0
         self._groups: dict[tuple[bytes | None, ...], _TransactionRows] = {}
@@ -91,31 +112,42 @@ class _CommitRows:
         reshape = layout.columns != self._columns
         if reshape:
             self._widen(layout)
-        for row, host, transaction_id, offset, user, xid in zip(
+        for row, host, transaction_id, offset, user, xid, event_id in zip(
             rows, *layout.peek(rows), strict=True
         ):
-            if xid != self._xid and xid and self._xid:
+            forged = 0 < self._next_xid <= xid
+            if not forged and xid and self._xid and xid & XID_MASK != self._xid:
                 self.foreign += 1
                 continue
-            if self._offsets is not None and offset and not self._offsets.add(offset):
+            if self._identities is not None and not self._is_new(layout, offset, event_id):
                 continue
             key = (transaction_id,) if transaction_id is not None else (host, user)
             group = self._groups.get(key)
             if group is None:
                 group = self._new_group(key, transaction_id)
-            if reshape:
-                row = _reshaped(row, layout.columns, self._columns)
+            if forged and NOTE not in self._columns:
+                self._gain([NOTE])
+                reshape = True
+            if reshape or forged:
+                notes = {NOTE: _FORGED % xid} if forged else {}
+                row = _reshaped(row, layout.columns, self._columns, notes)
             group.hosts[host or b""] = None
             group.events += 1
             group.size += len(row)
             if offset:
                 group.first_offset = min(group.first_offset or offset, offset)
-                group.last_offset = max(group.last_offset, offset)
+                group.last_offset = max(group.last_offset or offset, offset)
             self._size += len(row)
             if self._spool is not None and group.spooled is not None:
                 self._spool.append(row, group.spooled)
             else:
                 group.rows.append(row)
+
+    def _is_new(self, layout: Layout, offset: int, event_id: bytes | None) -> bool:
+        assert self._identities is not None  # noqa: S101
+        if layout.renumbered:
+            return event_id is None or self._identities.add(0, event_id)
+        return not offset or self._identities.add(offset, event_id)
 
     def spill(self, directory: Path | None) -> None:
         """Move the rows to a file; later rows are appended there."""
@@ -160,8 +192,11 @@ class _CommitRows:
         names = (*FIELDS, *self._mapping)
         fields = {NOTE, *(self._mapping.get(name, name) for name in names)}
         gained = [name for name in layout.columns if name in fields and name not in self._columns]
-        if not gained:
-            return
+        if gained:
+            self._gain(gained)
+
+    def _gain(self, gained: Sequence[str]) -> None:
+        """Add columns, which are null in the rows so far."""
         before, self._columns = self._columns, (*self._columns, *gained)
         for group in self._groups.values():
             group.rows = [_reshaped(row, before, self._columns) for row in group.rows]
@@ -186,6 +221,12 @@ class Grouping:
         self._max_bytes = max_bytes
         self._spool_directory = spool_directory
         self._foreign = 0
+        self._next_xid = 0
+        self.clear()
+
+    def begin(self, next_xid: int) -> None:
+        """Forget all rows; `next_xid` is the first full xid that no transaction of the source has yet, or 0."""
+        self._next_xid = next_xid
         self.clear()
 
     def clear(self) -> None:
@@ -289,7 +330,8 @@ class Grouping:
         if self._layout is None:
             return
         if self._open_groups is None:
-            self._open_groups = _CommitRows(self._mapping, self._layout, self._xid)
+            self._note_begun(np.array([self._xid]))
+            self._open_groups = _CommitRows(self._mapping, self._layout, self._xid, self._next_xid)
         kept = self._kept
         self._forget_kept()
         for part in (*kept, rows):
@@ -308,7 +350,11 @@ class Grouping:
         last = int(ends["rows"][-1])
         self._kept = [rows.part(last, len(rows)).compact()] if last < len(rows) else []
         rows = rows.part(0, last)
-        survey = self._layout.survey(rows, ends)
+        self._note_begun(ends["xid"])
+        survey = self._layout.survey(rows, ends, self._next_xid)
+        if survey is not None and survey.forged:
+            self._group_each(self._layout, rows, ends)
+            return
         if survey is not None and survey.old is not None:
             self._count(self._layout, int(survey.old.sum()))
             rows, ends = _without(rows, ends, survey.old)
@@ -326,11 +372,17 @@ class Grouping:
                 start = int(ends["rows"][first - 1]) if first else 0
                 self._group_each(self._layout, rows, ends[first:index], start)
 
+    def _note_begun(self, xids: NDArray[np.int64] | NDArray[np.uint32]) -> None:
+        """Note the xids of commits, which are modulo 2^32."""
+        if self._next_xid:
+            newest = int(full_xids(xids, self._next_xid).max())
+            self._next_xid = max(self._next_xid, newest + 1)
+
     def _group_each(self, layout: Layout, rows: Rows, ends: Ends, start: int = 0) -> None:
         """Group the rows of each commit one by one; the first commit begins at the row index `start`."""
         for end in ends:
             stop = int(end["rows"])
-            groups = _CommitRows(self._mapping, layout, int(end["xid"]))
+            groups = _CommitRows(self._mapping, layout, int(end["xid"]), self._next_xid)
             groups.add_rows(layout, rows.part(start, stop))
             self._finish(layout, groups, end)
             start = stop
@@ -370,9 +422,11 @@ def _as_transactions(layout: Layout, rows: Rows, ends: Ends, survey: Survey) -> 
     return Transactions(layout.columns, facts, survey.ids, hosts, rows)
 
 
-def _reshaped(row: bytes, before: Sequence[str], after: Sequence[str]) -> bytes:
+def _reshaped(
+    row: bytes, before: Sequence[str], after: Sequence[str], added: Mapping[str, bytes] = _NOTHING
+) -> bytes:
     cells = decode_tuple(row)
     if len(cells) != len(before):
         raise ProtocolError("a row has another number of columns than its table")
-    values = dict(zip(before, cells, strict=True))
+    values = {**dict(zip(before, cells, strict=True)), **added}
     return encode_tuple([values.get(name) for name in after])

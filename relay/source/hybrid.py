@@ -12,7 +12,7 @@ import numpy as np
 import psycopg
 
 from relay.config.settings import Settings
-from relay.faults import RelayError, describe, is_transient
+from relay.faults import ConfigurationError, RelayError, describe, is_transient
 from relay.heartbeat import Due, Heartbeat
 from relay.model.batch import Batch, Outcome
 from relay.model.events import Lsn
@@ -114,6 +114,7 @@ class StreamSource:
         self._ahead: Batch | None = None
         self._next_audit = 0.0
         self._next_reconnect = 0.0
+        self._membership: tuple[int, int | None] | None = None
 
     def guard(self) -> None:
         """Note which commit is received, since one may have killed a process. Call before `start`."""
@@ -250,7 +251,11 @@ class StreamSource:
             return
         self.heartbeat.update("compares the stream with the outbox", Due.LATE)
         try:
-            self._current_position = self._current_position or self._poller.current_position()
+            if self._current_position is None:
+                if not self._is_published():
+                    self._next_audit = now + AUDIT_SECONDS
+                    return
+                self._current_position = self._poller.current_position()
             if self._ahead is not None or self._wal.flushed < self._current_position.lsn:
                 return
             whole = self._poller.adopt(self._current_position, self._polls, self._follower.adopt)
@@ -272,9 +277,32 @@ class StreamSource:
             # The stream may still use a publication that was dropped.
             self._next_reconnect = now + RECONNECT_SECONDS
             log.warning(
-                "the stream lacks commits that the outbox has; they are polled: check the publication's row filter"
+                "the stream lacks commits that the outbox has; they are polled, and relay connects again"
             )
             self._wal.reconnect()
+
+    def _is_published(self) -> bool:
+        """Whether the stream still brings all of the outbox; if not, in mode auto, connect again, which finds out why.
+
+        Raises ConfigurationError or RelayError in mode wal, and psycopg.Error.
+        """
+        try:
+            found = self._poller.require_published()
+        except ConfigurationError as error:
+            if not self._polls:
+                raise
+            log.warning("the stream is left", extra={"fault": str(error)})
+            self._wal.reconnect()
+            return False
+        before, self._membership = self._membership, found
+        if before not in (None, found) and not self._polls:
+            source = self._settings.source
+            raise RelayError(
+                f"source.publication: {source.outbox} was taken out of {source.publication!r} and put back while relay "
+                "read the WAL, which lacks the events between: publish them again, or set source.mode: auto, and start "
+                "relay again"
+            )
+        return True
 
     def _logged(self, windows: Iterator[Batch]) -> Iterator[Batch]:
         """Yield windows, and log a line if there are any."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import LiteralString
@@ -18,6 +18,9 @@ from relay.faults import ConfigurationError, first_line, is_of_row_security
 from relay.model.events import INSERTED_BY
 from relay.source.partition import partition_of
 from relay.store.connections import Connection
+
+_MOST_FORGED = 1_000
+"""How many rows with a c_xid that nobody has are looked up: more of them are no publisher's."""
 
 
 def no_table(table: str) -> ConfigurationError:
@@ -56,6 +59,8 @@ class OutboxTable:
         self._mapping = settings.source.mapping
         self._table = sql.Identifier(*settings.source.table_name)
         self._offset = sql.Identifier(self._mapping["c_offset"])
+        # A position is after the first one, which the least bigint is.
+        self._place = sql.SQL("greatest({}::bigint, -9223372036854775807)").format(self._offset)
         self._partition = partition_of(self._mapping["host_id"], settings.partitions)
         self._known: frozenset[str] | None = None
 
@@ -84,9 +89,10 @@ class OutboxTable:
     def next_offset(self, conn: Connection) -> int:
         """One more than the greatest c_offset; 1 without rows."""
         row = conn.execute(
-            sql.SQL("select max({}) + 1 from {}").format(self._offset, self._table)
+            sql.SQL("select max({}) from {}").format(self._offset, self._table)
         ).fetchone()
-        return int(row[0]) if row and row[0] is not None else 1
+        # Above the range of bigint where a row has the greatest number.
+        return int(row[0]) + 1 if row and row[0] is not None else 1
 
     def split_at(self, conn: Connection, offset: int) -> list[int]:
         """The 32-bit xids of the transactions with rows both up to a c_offset and after it."""
@@ -183,20 +189,38 @@ class OutboxTable:
                 "number each of them, in the order in which they are to be relayed"
             )
 
-    def require_own_xids(self, conn: Connection) -> None:
-        """Raise ConfigurationError if a row has a c_xid that the server has not assigned yet."""
-        row = conn.execute(
+    def require_own_xids(
+        self, conn: Connection, dead: Callable[[Sequence[str]], Collection[str]]
+    ) -> None:
+        """Raise ConfigurationError if a row has a c_xid that the server has not assigned yet.
+
+        `dead` returns which of some event ids have a dead letter: the stream has brought these rows.
+        """
+        rows = conn.execute(
             # In this form the query uses the index on c_xid.
             sql.SQL(
-                "select {xid} >= pg_snapshot_xmax(pg_current_snapshot())::text::xid8 from {table}"
-                " where {xid} is not null order by {xid} desc limit 1"
-            ).format(xid=sql.Identifier(INSERTED_BY), table=self._table)
-        ).fetchone()
-        if row and row[0]:
+                "select {id}::text, {offset}, {xid}::text from (select * from {table} where {xid} is not null"
+                " order by {xid} desc limit {most}) as newest"
+                " where {xid} >= pg_snapshot_xmax(pg_current_snapshot())::text::xid8"
+            ).format(
+                id=sql.Identifier(self._mapping["id"]),
+                offset=self._offset,
+                xid=sql.Identifier(INSERTED_BY),
+                table=self._table,
+                most=_MOST_FORGED,
+            )
+        ).fetchall()
+        if not rows:
+            return
+        known = dead([event for event, _, _ in rows if event is not None])
+        left = [row for row in rows if row[0] not in known]
+        if left or len(rows) == _MOST_FORGED:
+            _, offset, xid = (left or rows)[0]
             raise ConfigurationError(
-                f"source.table: {self._settings.source.table} has rows whose c_xid this server has not assigned yet: "
-                "they come from another cluster, by logical replication or a dump: set their c_xid to null, which "
-                "marks events from before relay, and set with `relay offsets seek` where relay is to continue"
+                f"source.table: {self._settings.source.table} has rows whose c_xid this server has not assigned yet, "
+                f"such as {xid} at c_offset {offset}: they come from another cluster, by logical replication or a "
+                "dump, or whoever inserted them has set it: set their c_xid to null, which marks events from before "
+                "relay, and set with `relay offsets seek` where relay is to continue"
             )
 
     def are_restored(self, conn: Connection) -> bool:

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Event
 from typing import Any, Protocol
 
@@ -32,8 +33,9 @@ from relay.source.interval import Interval
 from relay.source.recovery import Recognition
 from relay.source.rows import OutboxRows, Portion, prepare_reading
 from relay.source.server import SourcePosition, current_position, durable_position
+from relay.source.slot import membership, require_published
 from relay.source.state import POLLS, SourceState
-from relay.store import groups, offsets, snapshots
+from relay.store import dead_letters, groups, offsets, snapshots
 from relay.store.connections import connect, open_pool
 from relay.store.snapshots import ChainLink
 
@@ -81,7 +83,7 @@ class Poller:
         self._retrying = retry_until_success(self._stopping, log_changes(log, "cannot poll yet"))
         self._windows = 0
         self._recognition = Recognition(settings)
-        self._checked = False
+        self._marked = self._checked = False
 
     def stop(self) -> None:
         """End the current wait: `window` then returns None."""
@@ -98,6 +100,15 @@ class Poller:
         """The current position of the source. Raises psycopg.Error."""
         with self._source.connection() as conn:
             return current_position(conn)
+
+    def require_published(self) -> tuple[int, int | None]:
+        """Raise ConfigurationError unless the stream can bring all rows of the outbox. Raises psycopg.Error.
+
+        Returns what changes when the outbox is taken out of the publication and put back.
+        """
+        with self._source.connection() as conn:
+            require_published(conn, self._settings.source)
+            return membership(conn, self._settings.source)
 
     def last(self) -> ChainLink | None:
         """The group's last snapshot; None where only the WAL is read. Raises psycopg.Error."""
@@ -211,11 +222,13 @@ class Poller:
             applied = snapshots.noted_rows(target, group)
         if not links:
             raise _unchained(self._settings)
-        with self._source.connection() as source:
-            self._recognition.follow_polled(source, origin)
-            self._require_own_xids(source)
         own = [c.snapshot_id or 0 for c in positions if c.partition_id in self._own]
         before = links[_index(links, min(own))]
+        with self._source.connection() as source:
+            self._recognition.follow_polled(source, origin)
+            self._require_marked(source)
+            if opening or before != links[-1]:
+                self._require_own_xids(source)
         if before == links[-1]:
             opened = self._open(before) if opening else None
             if opened is None:
@@ -269,12 +282,20 @@ class Poller:
             with suppress(psycopg.Error):
                 plan.portions.close()  # type: ignore[attr-defined]
 
+    def _require_marked(self, source: psycopg.Connection[Any]) -> None:
+        """Check once that the outbox has the columns that polling needs. Raises ConfigurationError."""
+        if not self._marked:
+            self._rows.require_marked(source)
+            self._marked = True
+
     def _require_own_xids(self, source: psycopg.Connection[Any]) -> None:
-        """Check once that the rows' c_xid are of this cluster. Raises ConfigurationError."""
+        """Check before the first poll that the rows' c_xid are of this cluster. Raises ConfigurationError."""
         if self._checked:
             return
-        self._rows.require_marked(source)
-        self._rows.require_own_xids(source)
+        with self._target.connection() as target:
+            self._rows.require_own_xids(
+                source, partial(dead_letters.dead_of, target, self._settings.group)
+            )
         self._checked = True
 
 

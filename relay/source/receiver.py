@@ -88,6 +88,7 @@ class Receiver:
             settings.batch.spool_directory,
             _DATA_START,
             _emitted(settings),
+            settings.source.offsets == "gapless",
         )
         self._receiver_suspects = ReceiverSuspects(settings)
         self._reported = Lsn(0)
@@ -225,7 +226,7 @@ class Receiver:
         self._failed_streams += 1
 
     def _receive(self, stream: WalStream) -> None:
-        self._assembler.reset(stream.encoding, stream.partitioned)
+        self._assembler.reset(stream.encoding, stream.partitioned, stream.next_xid)
         pgconn = stream.conn.pgconn
         pgconn.nonblocking = 1
         began = last_heard = last_sent = last_asked = time.monotonic()

@@ -303,7 +303,15 @@ class Replication:
             self.connections += 1
         self._changed()
         log.info("streaming", extra={"slot": slot, "lsn": str(start)})
-        return WalStream(conn, start, timeout * STATUS_SHARE, timeout * 1.5, encoding, partitioned)
+        return WalStream(
+            conn,
+            start,
+            timeout * STATUS_SHARE,
+            timeout * 1.5,
+            encoding,
+            partitioned,
+            system.next_xid,
+        )
 
     def _require_unchanged(self, confirmed: Lsn) -> None:
         """Raise TransientFault if the slot was recreated or advanced after it was inspected, until the stream began.

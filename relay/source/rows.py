@@ -110,10 +110,18 @@ class OutboxRows(OutboxTable):
             """
             select string_agg(xid8send(inserted_by), '' order by inserted_by),
                    string_agg(int8send(count), '' order by inserted_by)
-              from (select {xid} as inserted_by, count(*) filter (where xmin = {xid}::xid)
+              from (select {xid} as inserted_by, count({counted}) filter (where xmin = {xid}::xid)
                       from {table} where {between} and {xid} is not null group by 1) as counted
             """
-        ).format(xid=sql.Identifier(INSERTED_BY), table=self._table, between=condition(between))
+        ).format(
+            xid=sql.Identifier(INSERTED_BY),
+            # There the stream knows a row by its id alone.
+            counted=sql.SQL("distinct {}").format(sql.Identifier(self._mapping["id"]))
+            if self._settings.source.offsets == "gapless"
+            else sql.SQL("*"),
+            table=self._table,
+            between=condition(between),
+        )
         with self._refused(conn):
             ((xids, counts),) = conn.execute(query, prepare=False)
         return RowCounts(xids_of(xids), xids_of(counts))
@@ -162,7 +170,7 @@ class OutboxRows(OutboxTable):
         marked = sql.SQL(
             """
             select xid8send({xid}) as key, false as unmarked, bit_or(set_bit({none}, {partition}, 1)) as partitions,
-                   coalesce(max({offset}), 0)::bigint as position, count(*) as events
+                   coalesce(max({place}), 0) as position, count(*) as events
               from {table} where {xid} is not null and {between} group by {xid}
             """
         )
@@ -170,7 +178,7 @@ class OutboxRows(OutboxTable):
             """
             union all
             select int8send(number), true, bit_or(partitions), max(position), count(*)
-              from (select {offset}::bigint as number, (max({offset}) over business)::bigint as position,
+              from (select {offset}::bigint as number, max({place}) over business as position,
                            bit_or(set_bit({none}, {partition}, 1)) over business as partitions
                       from {table} where {xid} is null and {offset} is not null
                     window business as (partition by coalesce({transaction}::text, tableoid::text || ctid::text))
@@ -183,6 +191,7 @@ class OutboxRows(OutboxTable):
             "none": sql.SQL("repeat('0', {0})::bit({0})").format(settings.partitions),
             "partition": self._partition,
             "offset": self._offset,
+            "place": self._place,
             "table": self._table,
             "between": condition(between),
             "transaction": self._or_null(conn, "transaction_id", "null::uuid"),

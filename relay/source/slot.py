@@ -144,6 +144,7 @@ class _Publication:
     inserts: bool
     through_root: bool
     tables: dict[str, list[str] | None]
+    filters: dict[str, str]
 
 
 def _publication(conn: psycopg.Connection[Any], name: str) -> _Publication | None:
@@ -156,15 +157,23 @@ def _publication(conn: psycopg.Connection[Any], name: str) -> _Publication | Non
     tables = conn.execute(
         sql.SQL(
             "select schemaname || '.' || tablename, {} from pg_publication_tables where pubname = %s"
-        ).format(sql.SQL("attnames::text[]" if lists_columns else "null")),
+        ).format(sql.SQL("attnames::text[], rowfilter" if lists_columns else "null, null")),
         (name,),
-    )
+    ).fetchall()
     inserts, through_root = row
-    return _Publication(inserts, through_root, dict(tables.fetchall()))
+    return _Publication(
+        inserts,
+        through_root,
+        {table: columns for table, columns, _ in tables},
+        {table: condition for table, _, condition in tables if condition is not None},
+    )
 
 
 def require_published(conn: psycopg.Connection[Any], source: SourceSettings) -> None:
-    """Raise ConfigurationError unless the publication has the outbox's inserts, whole, under the outbox's name."""
+    """Raise ConfigurationError unless the publication has the outbox's inserts, all of them, under the outbox's name.
+
+    A commit of which the stream brings a part looks like a whole one.
+    """
     publication = _publication(conn, source.publication)
     if publication is None:
         raise ConfigurationError(
@@ -173,6 +182,7 @@ def require_published(conn: psycopg.Connection[Any], source: SourceSettings) -> 
     if source.message_prefix is not None:
         # Every publication has logical messages.
         return
+    require_streamable(conn, source)
     alter = f"alter publication {source.publication}"
     if source.table not in publication.tables:
         _refuse_leaves(conn, source, publication)
@@ -184,6 +194,12 @@ def require_published(conn: psycopg.Connection[Any], source: SourceSettings) -> 
         raise ConfigurationError(
             f"source.publication: {source.publication!r} does not publish inserts: "
             f"run `{alter} set (publish = 'insert')`, or name another publication"
+        )
+    if source.table in publication.filters:
+        raise ConfigurationError(
+            f"source.publication: {source.publication!r} has a row filter, {publication.filters[source.table]}, which "
+            f"leaves out events of {source.table}: publish it without one (`{alter} drop table {source.table}`, then "
+            f"`{alter} add table {source.table}`), or name another publication"
         )
     published = publication.tables[source.table]
     if published is None:
@@ -202,6 +218,56 @@ def require_published(conn: psycopg.Connection[Any], source: SourceSettings) -> 
             f"(`{alter} drop table {source.table}`, then `{alter} add table {source.table}`), or leave their fields "
             "out of source.columns and source.headers"
         )
+
+
+_LEFT_OUT = """
+    with recursive part as (
+        select to_regclass(%s)::oid as oid, false as inherited
+        union all
+        select i.inhrelid, not c.relispartition
+          from part join pg_inherits as i on i.inhparent = part.oid join pg_class as c on c.oid = i.inhrelid
+         where not part.inherited)
+    select c.oid::regclass::text,
+           case when part.inherited then 'child' when c.relkind = 'f' then 'foreign' else 'unlogged' end
+      from part join pg_class as c using (oid)
+     where part.inherited or c.relkind = 'f' or c.relpersistence = 'u'
+     order by part.inherited desc, 1 limit 1
+"""
+
+
+def require_streamable(conn: psycopg.Connection[Any], source: SourceSettings) -> None:
+    """Raise ConfigurationError if the outbox has parts whose rows the stream of the outbox cannot bring."""
+    if source.message_prefix is not None:
+        return
+    name = sql.Identifier(*source.table_name).as_string(conn)
+    found = conn.execute(_LEFT_OUT, (name,)).fetchone()
+    if found is None:
+        return
+    part, kind = found
+    why = {
+        "child": f"inherits from it (as the chunks of a hypertable do), and the WAL has its rows under the name {part}",
+        "foreign": "is a foreign table, whose rows are not in the WAL of this server",
+        "unlogged": "is unlogged, and its rows are not in the WAL",
+    }[kind]
+    raise ConfigurationError(
+        f"source.table: rows of {source.table} lie in {part}, which {why}: partition the table declaratively with "
+        "ordinary tables (`partition by`), or set source.mode: poll"
+    )
+
+
+def membership(conn: psycopg.Connection[Any], source: SourceSettings) -> tuple[int, int | None]:
+    """The oids of the publication and of the outbox's entry in it, which change when it is taken out and put back."""
+    name = "" if source.message_prefix else sql.Identifier(*source.table_name).as_string(conn)
+    row = conn.execute(
+        """
+        select p.oid::bigint, r.oid::bigint
+          from pg_publication as p
+          left join pg_publication_rel as r on r.prpubid = p.oid and r.prrelid = to_regclass(nullif(%s, ''))
+         where p.pubname = %s
+        """,
+        (name, source.publication),
+    ).fetchone()
+    return row if row is not None else (0, None)
 
 
 def _refuse_leaves(

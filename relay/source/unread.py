@@ -65,8 +65,8 @@ class UnreadRows(OutboxTable):
                 """
                 select count(*), {oldest} from (
                     select {happened} as happened, coalesce({xid}, {unmarked}::xid8) as xid,
-                           case when {xid} is null then {offset}
-                                else max({offset}) over (partition by {xid}) end as position
+                           case when {xid} is null then {place}
+                                else max({place}) over (partition by {xid}) end as position
                       from {table} where {between}) as row
                  where xid <> all({done}) and not (position <= {polled} and {following})
                 """
@@ -75,7 +75,7 @@ class UnreadRows(OutboxTable):
                 happened=self._or_null(conn, "event_ts", "null::timestamptz"),
                 xid=xid,
                 unmarked=UNMARKED,
-                offset=self._offset,
+                place=self._place,
                 table=self._table,
                 between=condition(Difference(position.snapshot, now)),
                 done=array(done.tolist(), "xid8"),
@@ -127,8 +127,8 @@ class UnreadRows(OutboxTable):
                    or row.position <= a.polled and pg_visible_in_snapshot(row.xid, a.after) as applied
               from (select tableoid::text || ctid::text as id, {partition} as partition, {happened} as happened,
                            coalesce({xid}, {unmarked}::xid8) as xid,
-                           case when {xid} is null then {offset}
-                                else max({offset}) over (partition by {xid}) end as position
+                           case when {xid} is null then {place}
+                                else max({place}) over (partition by {xid}) end as position
                       from {table} where {xid} >= {oldest}::xid8 or {xid} is null and {old}) as row
               join unnest({partitions}::int[], {snapshots}::pg_snapshot[], {afters}::pg_snapshot[], {polled}::bigint[])
                    as a (partition, snapshot, after, polled) using (partition)
@@ -139,7 +139,7 @@ class UnreadRows(OutboxTable):
             happened=self._or_null(conn, "event_ts", "null::timestamptz"),
             xid=sql.Identifier(INSERTED_BY),
             unmarked=UNMARKED,
-            offset=self._offset,
+            place=self._place,
             table=self._table,
             oldest=str(oldest),
             old=sql.Literal(oldest <= BEGINNING.xmax),

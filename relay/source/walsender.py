@@ -48,7 +48,8 @@ class System:
 class WalStream:
     """One replication connection in COPY BOTH mode. Times are in seconds.
 
-    `encoding` is that of names and values where it is not UTF-8; `partitioned`: the outbox is a partitioned table.
+    `encoding` is that of names and values where it is not UTF-8; `partitioned`: the outbox is a partitioned table;
+    `next_xid`: the server's next full xid.
     """
 
     conn: Connection
@@ -57,6 +58,7 @@ class WalStream:
     dead_after: float
     encoding: Encoding | None
     partitioned: bool
+    next_xid: int = 0
 
     def end(self) -> None:
         """End the copy, and wait until the server ends it: then it has read the last status update."""

@@ -208,6 +208,17 @@ def count_by_handler(conn: Connection, group: str) -> dict[tuple[str, str], int]
     return {(sink, handler): count for sink, handler, count in rows}
 
 
+def dead_of(conn: Connection, group: str, events: Sequence[str]) -> set[str]:
+    """Return which of some event ids have a dead letter. Raises psycopg.Error."""
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        return set(
+            cursor.execute(
+                "select event_id from relay.dead_letter_queue where group_id = %s and event_id = any(%s::text[])",
+                (group, list(events)),
+            )
+        )
+
+
 def transaction_of(conn: Connection, group: str, dead_letter_id: int) -> int | None:
     """Return the number of the dead transaction of a dead letter; None if the group has no such dead letter."""
     with conn.cursor(row_factory=scalar_row) as cursor:

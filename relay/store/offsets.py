@@ -26,6 +26,8 @@ TOPIC = 1
 
 FIRST = np.iinfo(np.int64).min
 """The `polled_offset` before the first transaction of a difference."""
+LAST = np.iinfo(np.int64).max
+"""The greatest c_offset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ _POLLED = (
         """
         update relay.consumer_offsets as o
            set polled_offset = greatest(o.polled_offset, %(upto)s),
-               next_offset   = greatest(o.next_offset, a.last_offset + 1),
+               next_offset   = greatest(o.next_offset, least(a.last_offset, 9223372036854775806) + 1),
                updated_at    = now()
           from unnest(%(partitions)s::int[], %(ends)s::bigint[]) as a (partition_id, last_offset)
          where o.group_id = %(group)s and o.topic_id = %(topic)s and o.partition_id = a.partition_id
@@ -266,7 +268,7 @@ def move(
         """
         update relay.consumer_offsets
            set snapshot_id = %(snapshot)s, polled_offset = %(polled)s, applied_lsn = %(lsn)s, updated_at = now(),
-               next_offset = greatest(1, %(polled)s + 1)
+               next_offset = greatest(1, least(%(polled)s::bigint, 9223372036854775806) + 1)
          where group_id = %(group)s and topic_id = %(topic)s and partition_id = any(%(partitions)s)
         """,
         {

@@ -26,7 +26,7 @@ _DEAD = sql.SQL(
     select dead_transaction from relay.dead_letter_queue
      where group_id = %(group)s and sink = %(sink)s and status in ('dead', 'replaying')
      group by dead_transaction
-    having (coalesce(max(c_offset), %(polled)s + 1) > %(polled)s or bool_or(xid = any(%(split)s))) and bool_or({again})
+    having (coalesce(max(c_offset) > %(polled)s, true) or bool_or(xid = any(%(split)s))) and bool_or({again})
        and bool_or(mod(abs(hashtext(coalesce(host_id, ''))::bigint), %(partitions)s) = any(%(chosen)s))
     """
 ).format(again=_AGAIN)

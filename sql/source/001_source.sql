@@ -27,6 +27,19 @@ comment on column relay.streams.publication is
 create sequence if not exists relay.offsets;
 grant usage on sequence relay.offsets to public;
 
+-- Fails where the numbers after the greatest one would soon end: then nobody could publish.
+create or replace function relay.require_room(outbox regclass, offset_column text, newest bigint) returns void
+language plpgsql
+as $$
+begin
+    if newest >= 4611686018427387904 then
+        raise object_not_in_prerequisite_state using
+            message = format('source.table: a row of %s has the %s %s, after which too few numbers are left: give it '
+                             'another number', outbox, offset_column, newest);
+    end if;
+end
+$$;
+
 -- Gives an outbox table, relay's own or one that was there before, the columns that polling needs, without rewriting it: of
 -- the rows that are there, a column that is new stays null. Changes nothing that is there already, and locks nothing then.
 create or replace function relay.attach(outbox regclass, offset_column text default 'c_offset') returns void
@@ -51,6 +64,7 @@ begin
         -- Those that are given from now on are greater. Nobody inserts between this and the default.
         execute format('lock table %s in share row exclusive mode', outbox);
         execute format('select max(%I) from %s', offset_column, outbox) into newest;
+        perform relay.require_room(outbox, offset_column, newest);
         perform setval('relay.offsets', newest) from relay.offsets where newest >= last_value;
     end if;
     execute format('alter table %s alter column %I set default nextval(''relay.offsets'')', outbox, offset_column);
@@ -78,6 +92,7 @@ begin
     numbers := coalesce(pg_get_serial_sequence(outbox::text, offset_column), 'relay.offsets');
     execute format('lock table %s in share row exclusive mode', outbox);
     execute format('select coalesce(max(%I), 0) from %s', offset_column, outbox) into newest;
+    perform relay.require_room(outbox, offset_column, newest);
     if not wanted then
         execute format('drop trigger relay_fill_offset on %s', outbox);
         delete from relay.log_counter where id = counter;

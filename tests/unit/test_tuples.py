@@ -112,7 +112,8 @@ def survey(
     found = Layout.of(columns, {}, "outbox").survey(rows, ends)
     assert found is not None
     assert found.old is None
-    return [tuple(facts) if uniform else None for uniform, *facts in zip(*found[:-1], strict=True)]
+    assert not found.forged
+    return [tuple(facts) if uniform else None for uniform, *facts in zip(*found[:-2], strict=True)]
 
 
 OWN, OTHER = 7 | 3 << 32, 8 | 3 << 32

@@ -1,0 +1,313 @@
+"""The stream brings a part of a commit, or of the outbox: nothing that is published is left out without a word.
+
+timescale/timescaledb#8628 and #2073 (chunks are not in the publication), spiceai/spiceai#11290 (partitions come under
+their own names), supabase/etl#905 and triggerdotdev/trigger.dev#2736 (the publication changes under a running stream),
+supabase/etl#410 (a partition is added or detached).
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.types.json import Jsonb
+
+from relay.admin import check
+from relay.admin.findings import Severity
+from relay.config.settings import Settings
+from relay.faults import ConfigurationError, RelayError
+from relay.source import hybrid
+from tests.outbox import Outbox, host, relaying, wait_until
+
+COLUMNS = """(id uuid default gen_random_uuid(), host_id uuid not null, event_type text default 'e', payload jsonb,
+              part text not null default 'a', c_xid xid8 default pg_current_xact_id(), c_offset bigserial)"""
+PLAIN = f"create table own {COLUMNS}"
+PARTITIONED = f"""
+    create table own {COLUMNS} partition by list (part);
+    create table own_a partition of own for values in ('a');
+"""
+INTO_T = "insert into t values (%(id)s, (%(payload)s->>'n')::int)"
+
+
+@pytest.fixture
+def own(database: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outbox]:
+    """A database with a table `t` for effects; the test creates the outbox `own`."""
+    monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.1)
+    with Outbox(database) as opened:
+        opened.conn.execute("create table t (id uuid, n int)")
+        yield opened
+
+
+def settings_of(outbox: Outbox, mode: str = "auto", **more: Any) -> Settings:
+    source = {
+        "dsn": outbox.dsn,
+        "slot": outbox.slot,
+        "publication": outbox.slot,
+        "table": "public.own",
+        "mode": mode,
+        **more,
+    }
+    return outbox.settings(
+        source=source, handlers={"projection": {"type": "sql", "statement": INTO_T}}
+    )
+
+
+def publish(outbox: Outbox, number: int, part: str = "a", table: str = "own") -> None:
+    outbox.conn.execute(
+        f"insert into {table} (host_id, payload, part) values (%s, %s, %s)".encode(),
+        (host(1), Jsonb({"n": number}), part),
+    )
+
+
+def applied(outbox: Outbox) -> list[int]:
+    return sorted(outbox.column("select n from t"))
+
+
+def wait_applied(outbox: Outbox, *numbers: int) -> None:
+    wait_until(lambda: len(applied(outbox)) >= len(numbers), 20)
+    assert applied(outbox) == sorted(numbers)
+
+
+def wait_for_end() -> None:
+    wait_until(lambda: "relay" not in {thread.name for thread in threading.enumerate()}, 20)
+
+
+@contextmanager
+def relaying_until_it_ends(settings: Settings, text: str) -> Iterator[Any]:
+    """Run relay, which has to end by itself after the block, with an error that has the text."""
+    with ExitStack() as running:
+        yield running.enter_context(relaying(settings))
+        wait_for_end()
+        with pytest.raises(RelayError, match=text):
+            running.close()
+
+
+CHILD = "create table child () inherits (own)"
+UNLOGGED = "create unlogged table own_u partition of own for values in ('u')"
+FOREIGN = """
+    create extension postgres_fdw;
+    create server elsewhere foreign data wrapper postgres_fdw;
+    create foreign table own_f partition of own for values in ('f') server elsewhere
+"""
+
+
+@pytest.mark.parametrize(
+    ("table", "added", "why"),
+    [
+        (PLAIN, CHILD, "lie in public.child, which inherits from it"),
+        (PARTITIONED, UNLOGGED, "lie in public.own_u, which is unlogged"),
+        (PARTITIONED, FOREIGN, "lie in public.own_f, which is a foreign table"),
+        (PLAIN.replace("create table", "create unlogged table"), "select", "is unlogged"),
+    ],
+    ids=["inherits", "unlogged part", "foreign part", "unlogged"],
+)
+def test_what_the_stream_cannot_have_whole_is_refused(
+    own: Outbox, table: str, added: str, why: str
+) -> None:
+    own.conn.execute(table.encode())
+    own.conn.execute(added.encode())
+    for mode in ("auto", "wal"):
+        with pytest.raises(ConfigurationError, match=re.escape(why)):
+            own.install_again(settings_of(own, mode))
+
+
+@pytest.mark.parametrize("mode", ["auto", "wal"])
+def test_check_and_run_refuse_children(own: Outbox, mode: str) -> None:
+    own.conn.execute(PLAIN)
+    settings = settings_of(own, mode)
+    own.install_again(settings)
+    own.conn.execute(CHILD)
+    errors = [each for each in check.examine(settings) if each.level is Severity.ERROR]
+    assert "parts" in {each.subject for each in errors}
+    with pytest.raises(ConfigurationError, match="inherits from it"):
+        check.require(settings)
+    own.install_again(settings_of(own, "poll"))
+
+
+def test_children_that_come_while_relay_streams_are_polled(own: Outbox) -> None:
+    own.conn.execute(PLAIN)
+    settings = settings_of(own)
+    own.install_again(settings)
+    with relaying(settings) as service:
+        publish(own, 1)
+        wait_applied(own, 1)
+        own.conn.execute(CHILD)
+        publish(own, 2, table="child")
+        publish(own, 3)
+        wait_applied(own, 1, 2, 3)
+        wait_until(lambda: "child, which inherits" in (service._source.state().reason or ""), 20)
+        publish(own, 4, table="child")
+        wait_applied(own, 1, 2, 3, 4)
+
+
+SWAP = """
+    begin;
+    alter table own rename to former;
+    create table own (like former including all);
+    commit
+"""
+
+
+def spoil_filter(outbox: Outbox) -> str:
+    return f"""alter publication "{outbox.slot}" set table own where (part = 'b')"""
+
+
+def spoil_publish(outbox: Outbox) -> str:
+    return f"""alter publication "{outbox.slot}" set (publish = 'update')"""
+
+
+def spoil_table(outbox: Outbox) -> str:
+    return f"""alter publication "{outbox.slot}" drop table own"""
+
+
+def swap(outbox: Outbox) -> str:
+    return SWAP
+
+
+@pytest.mark.parametrize(
+    ("mode", "spoil", "why"),
+    [
+        ("wal", swap, "does not publish public.own"),
+        ("wal", spoil_table, "does not publish public.own"),
+        ("wal", spoil_publish, "does not publish inserts"),
+        ("wal", spoil_filter, "has a row filter"),
+        ("auto", swap, ""),
+        ("auto", spoil_filter, ""),
+    ],
+    ids=["swapped", "dropped", "not inserts", "filtered", "swapped, auto", "filtered, auto"],
+)
+def test_a_publication_that_changes_under_the_stream_is_noticed(
+    own: Outbox, mode: str, spoil: Any, why: str
+) -> None:
+    """In mode wal 3 of 13 events came, and relay was ready."""
+    own.conn.execute(PLAIN)
+    settings = settings_of(own, mode)
+    own.install_again(settings)
+    with ExitStack() as stack:
+        if mode == "wal":
+            stack.enter_context(relaying_until_it_ends(settings, why))
+        else:
+            stack.enter_context(relaying(settings))
+        publish(own, 1)
+        wait_applied(own, 1)
+        own.conn.execute(spoil(own).encode())
+        for number in range(2, 7):
+            publish(own, number)
+        if mode == "auto":
+            wait_applied(own, *range(1, 7))
+
+
+def test_an_outbox_that_was_taken_out_and_put_back_ends_mode_wal(own: Outbox) -> None:
+    own.conn.execute(PLAIN)
+    settings = settings_of(own, "wal")
+    own.install_again(settings)
+    with relaying_until_it_ends(settings, "was taken out of .* and put back") as service:
+        publish(own, 1)
+        wait_applied(own, 1)
+        wait_until(lambda: service._source._membership is not None, 20)
+        own.conn.execute(spoil_table(own).encode())
+        publish(own, 2)
+        own.conn.execute(f'alter publication "{own.slot}" add table own'.encode())
+        publish(own, 3)
+    assert 2 not in applied(own)
+
+
+def test_partitions_that_come_under_their_own_names_are_noticed(own: Outbox) -> None:
+    own.conn.execute(PARTITIONED)
+    settings = settings_of(own)
+    own.install_again(settings)
+    alter = f'alter publication "{own.slot}" set (publish_via_partition_root = false)'
+    with relaying(settings):
+        publish(own, 1)
+        wait_applied(own, 1)
+        own.conn.execute(alter.encode())
+        publish(own, 2)
+        wait_applied(own, 1, 2)
+
+
+def attach_within(outbox: Outbox, before: bool, hosts: tuple[int, int]) -> int:
+    """Publish within a transaction that attaches a partition which has a row already; returns its xid."""
+    with psycopg.connect(outbox.dsn) as conn:
+        insert = "insert into {} (host_id, payload, part) values (%s, %s, %s)"
+        if before:
+            conn.execute(insert.format("own").encode(), (host(hosts[0]), Jsonb({"n": 2}), "a"))
+        conn.execute("create table own_b (like own including all)")
+        conn.execute(insert.format("own_b").encode(), (host(hosts[1]), Jsonb({"n": 3}), "b"))
+        conn.execute("alter table own attach partition own_b for values in ('b')")
+        (xid,) = conn.execute("select pg_current_xact_id()::text::bigint")
+    return int(xid[0])
+
+
+def test_a_partition_that_is_attached_with_rows_is_polled(own: Outbox) -> None:
+    own.conn.execute(PARTITIONED)
+    settings = settings_of(own)
+    own.install_again(settings)
+    with relaying(settings):
+        publish(own, 1)
+        wait_applied(own, 1)
+        attach_within(own, False, (1, 1))
+        wait_applied(own, 1, 3)
+        publish(own, 4, part="b")
+        wait_applied(own, 1, 3, 4)
+
+
+def test_a_commit_of_which_a_part_came_is_named_and_can_be_repaired(own: Outbox) -> None:
+    """The rows before `attach partition` are not in the stream of the publication, those through the outbox are."""
+    own.conn.execute(PARTITIONED)
+    settings = settings_of(own)
+    own.install_again(settings)
+    running = ExitStack()
+    running.enter_context(relaying(settings))
+    publish(own, 1)
+    wait_applied(own, 1)
+    xid = attach_within(own, True, (1, 1))
+    wait_for_end()
+    with pytest.raises(RelayError, match=f"only a part of transaction {xid}"):
+        running.close()
+    assert applied(own) == [1, 2]
+    own.conn.execute(
+        """
+        with missing as (delete from own where payload->>'n' = '3' returning *)
+        insert into own (id, host_id, event_type, payload, part)
+        select id, host_id, event_type, payload, part from missing
+        """
+    )
+    with relaying(settings):
+        wait_applied(own, 1, 2, 3)
+        own.wait_drained()
+        own.wait_compared()
+    assert applied(own) == [1, 2, 3]
+
+
+def test_the_part_of_a_commit_that_another_partition_has_is_polled(own: Outbox) -> None:
+    own.conn.execute(PARTITIONED)
+    settings = settings_of(own)
+    own.install_again(settings)
+    with relaying(settings):
+        publish(own, 1)
+        wait_applied(own, 1)
+        attach_within(own, True, (1, 2))
+        wait_applied(own, 1, 2, 3)
+
+
+def test_a_copy_with_the_xid_of_another_commit_makes_none_partial(own: Outbox) -> None:
+    """Whoever may insert into the outbox can forge a c_xid; relay must not end for it."""
+    own.conn.execute(PLAIN)
+    settings = settings_of(own)
+    own.install_again(settings)
+    with relaying(settings):
+        for number in range(1, 6):
+            publish(own, number)
+            own.conn.execute(
+                "insert into own (host_id, payload, c_xid)"
+                " select host_id, payload, c_xid from own order by c_offset desc limit 1"
+            )
+        wait_until(lambda: len(applied(own)) >= 5, 20)
+        own.wait_drained()
+        own.wait_compared()
+    assert applied(own) == [1, 2, 3, 4, 5]

@@ -1,0 +1,222 @@
+"""A row is not its number: c_offset and c_xid of a table that others fill are hostile input.
+
+eventuate-foundation/eventuate-cdc#165 (a column that is not unique is taken for the key), debezium DBZ-2847 (a row that
+is updated in its own transaction), 2ndQuadrant/pglogical#278 (rows are missing where numbers are at their limits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from psycopg.types.json import Jsonb
+
+from relay.admin import check
+from relay.config.settings import Settings
+from relay.faults import ConfigurationError
+from relay.source import hybrid
+from relay.source.unread import UnreadRows
+from tests.outbox import Outbox, host, relaying, wait_until
+from tests.webhook import Webhook
+
+COLUMNS = """(id uuid default gen_random_uuid(), host_id uuid not null, event_type text default 'e', payload jsonb,
+              transaction_id uuid, part text not null default 'a', c_xid xid8 default pg_current_xact_id(),
+              c_offset bigint {numbered})"""
+INTO_T = "insert into t values (%(id)s, (%(payload)s->>'n')::int)"
+LEAST, GREATEST = -(2**63), 2**63 - 1
+
+
+def plain(numbered: str = "") -> str:
+    return f"create table own {COLUMNS.format(numbered=numbered)}"
+
+
+def partitioned(numbered: str = "") -> str:
+    return f"""
+        {plain(numbered)} partition by list (part);
+        create table own_a partition of own for values in ('a');
+        create table own_b partition of own for values in ('b');
+    """
+
+
+@pytest.fixture
+def own(database: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outbox]:
+    """A database with a table `t` for effects; the test creates the outbox `own`."""
+    monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.1)
+    with Outbox(database) as opened:
+        opened.conn.execute("create table t (id uuid, n int)")
+        yield opened
+
+
+def settings_of(outbox: Outbox, mode: str = "auto", **more: Any) -> Settings:
+    source = {
+        "dsn": outbox.dsn,
+        "slot": outbox.slot,
+        "publication": outbox.slot,
+        "table": "public.own",
+        "mode": mode,
+        **more.pop("source", {}),
+    }
+    handlers = {"projection": {"type": "sql", "statement": INTO_T}}
+    return outbox.settings(source=source, **{"handlers": handlers, **more})
+
+
+INSERT = b"insert into own (host_id, payload, part, c_offset) values (%s, %s, %s, %s)"
+
+
+def publish(outbox: Outbox, number: int, part: str = "a", offset: int | None = None) -> None:
+    if offset is None:
+        outbox.conn.execute(
+            "insert into own (host_id, payload, part) values (%s, %s, %s)",
+            (host(number % 3), Jsonb({"n": number}), part),
+        )
+    else:
+        outbox.conn.execute(INSERT, (host(number % 3), Jsonb({"n": number}), part, offset))
+
+
+def applied(outbox: Outbox) -> list[int]:
+    return sorted(outbox.column("select n from t"))
+
+
+def wait_applied(outbox: Outbox, *numbers: int) -> None:
+    wait_until(lambda: len(applied(outbox)) >= len(numbers), 20)
+    assert applied(outbox) == sorted(numbers)
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows", "business"),
+    [("auto", 4, False), ("auto", 60, True), ("poll", 4, False)],
+    ids=["one by one", "together", "polled"],
+)
+def test_rows_of_a_commit_may_share_their_number(
+    own: Outbox, mode: str, rows: int, business: bool
+) -> None:
+    """1 of 4 was dropped without a word."""
+    own.conn.execute(partitioned().encode())
+    settings = settings_of(own, mode)
+    own.install_again(settings)
+    with relaying(settings):
+        own.conn.execute(
+            "insert into own (host_id, payload, part, c_offset, transaction_id)"
+            " select %s, jsonb_build_object('n', n), case n %% 2 when 0 then 'a' else 'b' end, n / 2, %s::uuid"
+            " from generate_series(0, %s) as n",
+            (host(1), host(7) if business else None, rows - 1),
+        )
+        wait_applied(own, *range(rows))
+        if mode == "auto":
+            own.wait_drained()
+            own.wait_compared()
+    assert applied(own) == list(range(rows))
+
+
+@pytest.mark.parametrize("offsets", ["sequence", "gapless"])
+def test_a_row_that_its_commit_moves_is_one_event(own: Outbox, offsets: str) -> None:
+    """The WAL has it twice; gapless gave the second a number of its own, and the event was applied twice."""
+    own.conn.execute(partitioned().encode())
+    settings = settings_of(own, source={"offsets": offsets})
+    own.install_again(settings)
+    with relaying(settings):
+        with own.conn.transaction():
+            publish(own, 1)
+            publish(own, 2)
+            own.conn.execute("update own set part = 'b' where payload->>'n' = '1'")
+        publish(own, 3)
+        wait_applied(own, 1, 2, 3)
+        own.wait_drained()
+        own.wait_compared()
+    assert applied(own) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("mode", ["auto", "poll", "wal"])
+def test_numbers_at_their_limits_are_events_like_others(own: Outbox, mode: str) -> None:
+    """-2^63 was never polled; 2^63 - 1 ended relay for everybody, also when the row was deleted."""
+    own.conn.execute(plain().encode())
+    settings = settings_of(own, mode)
+    own.install_again(settings)
+    for number, offset in enumerate([LEAST, LEAST, -1, 0, GREATEST, GREATEST], 1):
+        publish(own, number, offset=offset)
+    with relaying(settings):
+        wait_applied(own, 1, 2, 3, 4, 5, 6)
+        publish(own, 7)
+        wait_applied(own, *range(1, 8))
+    publish(own, 8, offset=GREATEST)
+    with relaying(settings):
+        wait_applied(own, *range(1, 9))
+    if mode != "wal":
+        UnreadRows(settings).next_offset(own.conn)
+
+
+def test_a_sink_reads_rows_from_before_relay_whatever_their_numbers_are(own: Outbox) -> None:
+    own.conn.execute(plain().encode())
+    own.conn.execute("alter table own drop column c_xid")
+    for number, offset in enumerate([LEAST, -5, 0, 7, GREATEST - 2**62], 1):
+        publish(own, number, offset=offset)
+    with Webhook() as endpoint:
+        settings = settings_of(
+            own,
+            handlers={"hook": {"type": "http", "url": endpoint.url, "start": "beginning"}},
+            routes=[{"handlers": ["hook"]}],
+        )
+        own.install_again(settings)
+        with relaying(settings):
+            wait_until(lambda: len(endpoint.ids()) == 5, 20)
+
+
+@pytest.mark.parametrize("offsets", ["sequence", "gapless"])
+def test_init_does_not_number_after_the_last_number(own: Outbox, offsets: str) -> None:
+    """Nobody could publish then."""
+    own.conn.execute(plain().encode())
+    publish(own, 1, offset=GREATEST)
+    with pytest.raises(ConfigurationError, match="too few numbers are left"):
+        own.install_again(settings_of(own, source={"offsets": offsets}))
+    own.conn.execute("update own set c_offset = 1")
+    own.install_again(settings_of(own, source={"offsets": offsets}))
+    publish(own, 2)
+
+
+FORGED = (
+    "insert into own (host_id, payload, transaction_id, c_xid) values (%s, %s, %s, %s::text::xid8)"
+)
+
+
+@pytest.mark.parametrize(
+    ("table", "xid", "others"),
+    [(plain, 4_000_000_000, 0), (plain, 2**64 - 1, 60), (partitioned, 2**32 * 3, 60)],
+    ids=["alone", "among others", "partitioned"],
+)
+def test_a_forged_xid_is_a_dead_letter_and_ends_nobody(
+    own: Outbox, table: Any, xid: int, others: int
+) -> None:
+    """It was passed over, and ended the group at its next start."""
+    own.conn.execute(table().encode())
+    settings = settings_of(own)
+    own.install_again(settings)
+    dead = "select exception from relay.dead_letter_queue where payload->>'n' = '1000'"
+    with relaying(settings):
+        publish(own, 1999)
+        wait_applied(own, 1999)
+        with own.conn.transaction():
+            own.conn.execute(
+                "insert into own (host_id, payload, transaction_id)"
+                " select %s, jsonb_build_object('n', n), %s::uuid from generate_series(1, %s) as n",
+                (host(1), host(2), others),
+            )
+            own.conn.execute(FORGED, (host(1), Jsonb({"n": 1000}), host(3), xid))
+        publish(own, 2000)
+        wait_applied(own, *range(1, others + 1), 1999, 2000)
+        wait_until(lambda: own.column(dead) != [], 20)
+        own.wait_drained()
+    assert f"its c_xid is {min(xid, GREATEST)}" in own.value(dead)
+    check.require(settings)
+    with relaying(settings):
+        publish(own, 2001)
+        wait_applied(own, *range(1, others + 1), 1999, 2000, 2001)
+
+
+def test_a_forged_xid_that_nobody_has_seen_is_named(own: Outbox) -> None:
+    own.conn.execute(plain().encode())
+    settings = settings_of(own, "poll")
+    own.install_again(settings)
+    own.conn.execute(FORGED, (host(1), Jsonb({"n": 1}), host(3), 4_000_000_000))
+    with pytest.raises(ConfigurationError, match="such as 4000000000 at c_offset 1"):
+        check.require(settings)
