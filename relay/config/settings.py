@@ -152,7 +152,7 @@ class DeadLetterLimits(Section):
 
     brake: Annotated[NonNegativeInt, Number] | None = 100
     """The transactions in a row that a handler may dead-letter for one kind of fault before it is stopped; 0 or null:
-    no limit."""
+    no limit. A sink's success takes a twentieth from the count and does not end it."""
     brake_of: dict[str, Annotated[NonNegativeInt, Number]] = Field(default_factory=dict)
     """The brake of single handlers, by name."""
 

@@ -22,6 +22,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
+from aiohttp.connector import Connection
 from yarl import URL
 
 from relay.config.handlers import HttpHandler
@@ -32,10 +33,14 @@ from relay.model import trace_context
 from relay.model.dispositions import LONGEST_ASKED_SECONDS
 from relay.model.events import Event, Transaction
 
+_OF_ANY_SERVER = frozenset({400, 409, 413, 422, 425, 429, 431})
+"""Statuses that every server behind an address would answer alike."""
 _SHOWN_BYTES = 1_000
 """How much of a response is kept with a dead letter."""
 _READ_BYTES = 8_000
 """How much of a response is read to use its connection again; after a longer response it is closed."""
+_HEADER_BYTES = 65_536
+"""The longest line of a response's head, such as a cookie of a proxy: a longer one would hide the status."""
 _KEPT_SECONDS = 5.0
 """How long an idle connection is kept: shorter than by most servers, which may be closing it when it is used."""
 _SECRET_PREFIX = "whsec_"  # noqa: S105 what Standard Webhooks puts before a secret in base64
@@ -161,8 +166,31 @@ class Http:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 read_bufsize=_SHOWN_BYTES,
+                response_class=_Response,
+                max_line_size=_HEADER_BYTES,
+                max_field_size=_HEADER_BYTES,
             )
         return self._session
+
+
+class _Response(aiohttp.ClientResponse):
+    """A response whose connection is not used again where its status may be that of one server among several.
+
+    A balancer of connections would lead each retry on it to the same server.
+    """
+
+    async def start(self, connection: Connection) -> aiohttp.ClientResponse:
+        """Read the head of the response."""
+        server = connection.protocol
+        await super().start(connection)
+        if server is None or _is_success(self) or self.status in _OF_ANY_SERVER:
+            return self
+        # A response without a body has already given the connection back.
+        if self.connection is None:
+            server.close()
+        else:
+            server.force_close()
+        return self
 
 
 async def _read(response: aiohttp.ClientResponse, start: bytearray) -> None:

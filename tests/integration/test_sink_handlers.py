@@ -51,13 +51,13 @@ def using(url: str, do: Callable[[Http], Awaitable[None]], **settings: Any) -> N
     asyncio.run(run())
 
 
-def fault_of(url: str, **settings: Any) -> Undelivered | Rejected:
+def fault_of(url: str, payload: str = "{}", **settings: Any) -> Undelivered | Rejected:
     """What a delivery raises."""
     raised: list[Any] = []
 
     async def deliver(sink: Http) -> None:
         with pytest.raises((Undelivered, Rejected)) as found:
-            await sink.deliver(transaction(make_event(1)))
+            await sink.deliver(transaction(make_event(1, payload=payload)))
         raised.append(found.value)
 
     using(url, deliver, **settings)
@@ -203,6 +203,68 @@ def test_a_redirect_is_not_followed(webhook: Webhook) -> None:
     webhook.answers = lambda headers, body: Answer(307, (("location", webhook.url),))
     assert describe(fault_of(webhook.url)) == "Undelivered: HTTP 307"
     assert len(webhook.requests) == 1
+
+
+def test_a_long_header_of_a_response_does_not_hide_its_status(webhook: Webhook) -> None:
+    """aio-libs/aiohttp#2304: a proxy's cookies and policies exceed the 8 kB that the client allows by default."""
+    webhook.answers = lambda headers, body: Answer(headers=(("set-cookie", "a" * 30_000),))
+
+    async def deliver(sink: Http) -> None:
+        await sink.deliver(transaction(make_event(1)))
+
+    using(webhook.url, deliver)
+    assert len(webhook.requests) == 1
+
+
+@pytest.mark.parametrize("body", [b"", b"no route" * 10])
+def test_a_retry_does_not_use_the_connection_to_a_server_that_refused(body: bytes) -> None:
+    """traefik/traefik#13390: a balancer of connections leads a kept one to the same bad replica."""
+    connections = 0
+
+    def converse(conn: socket.socket) -> None:
+        nonlocal connections
+        connections += 1
+        head = b"404 Not Found" if connections == 1 else b"200 OK"
+        received = conn.makefile("rb")
+        length = 0
+        while line := received.readline():
+            if line.lower().startswith(b"content-length:"):
+                length = int(line[15:])
+            if line != b"\r\n":
+                continue
+            received.read(length)
+            conn.sendall(b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n" % (head, len(body)))
+            time.sleep(0.02)
+            conn.sendall(body)
+
+    async def deliver(sink: Http) -> None:
+        with pytest.raises(Undelivered, match="HTTP 404") as raised:
+            await sink.deliver(transaction(make_event(1)))
+        assert (raised.value.detail or "").endswith(body.decode() or "404 Not Found")
+        await sink.deliver(transaction(make_event(1), make_event(2)))
+
+    with raw_server(converse) as url:
+        using(url, deliver)
+    assert connections == 2
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_an_endpoint_that_refuses_a_body_before_it_has_come(reads: bool) -> None:
+    """psf/requests#2422, httpie/cli#600: 413 and an end of the connection while the body is being sent."""
+
+    def refuse(conn: socket.socket) -> None:
+        conn.recv(1_000)
+        conn.sendall(
+            b"HTTP/1.1 413 Content Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+        )
+        if reads:
+            conn.shutdown(socket.SHUT_WR)
+            while conn.recv(100_000):
+                pass
+
+    payload = '{"a": "' + "x" * 6_000_000 + '"}'
+    with raw_server(refuse) as url:
+        assert describe(fault_of(url, payload)) == "Rejected: HTTP 413"
 
 
 # Deadlines.
@@ -449,7 +511,7 @@ def test_no_fault_tells_a_secret() -> None:
 
     def too_long(conn: socket.socket) -> None:
         read_request(conn)
-        conn.sendall(b"HTTP/1.1 200 OK\r\nx: " + b"x" * 20_000 + b"\r\n\r\n")
+        conn.sendall(b"HTTP/1.1 200 OK\r\nx: " + b"x" * 100_000 + b"\r\n\r\n")
 
     def output(url: str, **settings: Any) -> str:
         url = url.replace("://", f"://me:{SECRET}@") + f"?token={SECRET}"
