@@ -31,8 +31,8 @@ class Brake:
         """`limits` are the most dead letters in a row of each handler that has a brake; `streaks` are those so far.
 
         With `defers`, a stopped handler's transactions are deferred, so that others go on. With `gradual`, a success
-        does not end a streak but takes a twentieth of a dead letter from it: of what a destination refuses, no more than one
-        transaction in twenty is dead-lettered in the long run, even if one of its servers refuses everything.
+        does not end a streak but takes a twentieth of a dead letter from it: of what a destination refuses, no more
+        than one transaction in twenty is dead-lettered in the long run, even if one of its servers refuses everything.
         """
         self.streaks = streaks
         self.defers = defers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 
 import psycopg
 import pytest
@@ -11,6 +12,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from relay.config.effects import Effects
 from relay.faults import FaultAction, action_for
+from relay.pipeline.rekeying import rekey
 from relay.retention.schedule import Schedule
 from relay.source.walsender import open_replication
 from relay.store import presence
@@ -159,7 +161,9 @@ def test_an_instance_is_not_shown_to_a_standby_instead_of_the_primary(
     with ExitStack() as stack:
         role, dsn = stack.enter_context(outbox.limited_role())
         settings = outbox.settings(target={"dsn": dsn})
-        instance = Presence(dsn, "default", Effects.of(settings), False, lambda: None)
+        instance = Presence(
+            dsn, "default", Effects.of(settings), False, partial(rekey, settings), lambda: None
+        )
         stack.enter_context(closing(instance))
         instance.start()
         wait_until(shown)
