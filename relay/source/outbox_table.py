@@ -40,9 +40,11 @@ def _hidden(table: str, role: str) -> ConfigurationError:
 
 @contextmanager
 def refused(table: str, conn: Connection) -> Iterator[None]:
-    """Raise ConfigurationError where the role may not read the outbox, or not all of its rows."""
+    """Raise ConfigurationError where the outbox is gone, or the role may not read it, or not all of its rows."""
     try:
         yield
+    except psycopg.errors.UndefinedTable:
+        raise no_table(table) from None
     except psycopg.errors.InsufficientPrivilege as error:
         if is_of_row_security(error):
             raise _hidden(table, conn.info.user) from None
@@ -248,10 +250,7 @@ class OutboxTable:
     def _names(self, conn: Connection) -> frozenset[str]:
         if self._known is None:
             source = self._settings.source
-            try:
-                with refused(source.table, conn):
-                    cursor = conn.execute(sql.SQL("select * from {} limit 0").format(self._table))
-            except psycopg.errors.UndefinedTable:
-                raise no_table(source.table) from None
+            with refused(source.table, conn):
+                cursor = conn.execute(sql.SQL("select * from {} limit 0").format(self._table))
             self._known = frozenset(column.name for column in cursor.description or ())
         return self._known

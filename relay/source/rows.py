@@ -100,17 +100,20 @@ class OutboxRows(OutboxTable):
         with self._refused(conn):
             return not conn.execute(query, prepare=False).rowcount
 
-    def inserted(self, conn: Connection, between: Difference) -> RowCounts:
-        """How many rows of each transaction of a difference lie as it has inserted them; 0 if none.
+    def inserted(self, conn: Connection, between: Difference) -> tuple[RowCounts, RowCounts]:
+        """How many rows of each transaction of a difference lie as it has inserted them, and how many have its c_xid.
 
-        Rows that were updated since, inserted in a savepoint, or got their c_xid from somebody else do not count: the
-        stream has brought at least as many, unless it leaves out a part. Rows without c_xid are left out.
+        The stream has brought at least as many as the first, unless it leaves out a part. Rows that were updated since,
+        inserted in a savepoint, or got their c_xid from somebody else are only among the second. Rows without c_xid are
+        left out.
         """
         query = sql.SQL(
             """
             select string_agg(xid8send(inserted_by), '' order by inserted_by),
-                   string_agg(int8send(count), '' order by inserted_by)
-              from (select {xid} as inserted_by, count({counted}) filter (where xmin = {xid}::xid)
+                   string_agg(int8send(own), '' order by inserted_by),
+                   string_agg(int8send(every), '' order by inserted_by)
+              from (select {xid} as inserted_by, count({counted}) filter (where xmin = {xid}::xid) as own,
+                           count({counted}) as every
                       from {table} where {between} and {xid} is not null group by 1) as counted
             """
         ).format(
@@ -123,8 +126,9 @@ class OutboxRows(OutboxTable):
             between=condition(between),
         )
         with self._refused(conn):
-            ((xids, counts),) = conn.execute(query, prepare=False)
-        return RowCounts(xids_of(xids), xids_of(counts))
+            (found,) = conn.execute(query, prepare=False)
+        xids, own, every = map(xids_of, found)
+        return RowCounts(xids, own), RowCounts(xids, every)
 
     def partitions_of(self, conn: Connection, xids: Xids) -> dict[int, set[int]]:
         """The partitions in which transactions (full xids, int64) have rows now, by their xids."""

@@ -340,7 +340,7 @@ def test_the_index_finds_the_rows_of_a_difference(outbox: Outbox) -> None:
         )
     )
     assert "Scan using outbox_message_t_relay_c_xid" in plan
-    assert len(rows.inserted(outbox.conn, between).xids) == 10
+    assert len(rows.inserted(outbox.conn, between)[0].xids) == 10
 
 
 @pytest.mark.parametrize("mode", ["poll", "auto"])
