@@ -84,8 +84,8 @@ def _matches(value: Any, pattern: Scalar) -> bool:
 
 
 def _text(value: Any) -> str:
-    """A number, or an array or object, as PostgreSQL prints it; empty if it is nested too deeply to be written."""
+    """A number, or an array or object, as PostgreSQL prints it; empty if it cannot be written."""
     try:
         return exact_json.dumps(value, "")
-    except RecursionError:
+    except (ValueError, RecursionError):
         return ""

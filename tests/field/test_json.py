@@ -102,6 +102,13 @@ def test_a_number_in_a_topic_has_every_digit(number: str) -> None:
     assert RouteRules(routes).handlers(event) == ("a",)
 
 
+@pytest.mark.parametrize("value", [DEEP, '["\\ud800"]'])
+def test_an_array_that_cannot_be_written_matches_no_pattern(value: str) -> None:
+    routes = [Route(match={"payload.n": "*x*"}, handlers=["a"]), Route(handlers=["b"])]
+    event = make_event(1, payload=f'{{"n": {value}}}')
+    assert RouteRules(routes).handlers(event) == ("b",)
+
+
 def test_a_topic_of_a_payload_that_is_no_json_is_the_events_fault_and_quotes_nothing() -> None:
     with pytest.raises(Rejected, match="payload: is not JSON") as raised:
         Template("{payload.region}").fill(make_event(1, payload="s3cret"))
