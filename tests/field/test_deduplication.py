@@ -16,6 +16,7 @@ import pytest
 from relay.admin import sinks
 from relay.config.handlers import NatsHandler
 from relay.handlers import build_sinks
+from relay.store import sinks as positions
 from tests.brokers import NatsServer, sending, started
 from tests.jetstream import JetStream, jetstream
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -79,7 +80,7 @@ def test_a_sink_that_was_dropped_and_made_again_sends_what_its_namesake_sent(
     with relaying(settings):
         outbox.wait_delivered("a")
         outbox.wait_delivered("b")
-    outbox.conn.execute("delete from relay.sinks where sink = 'a'")
+    positions.remove(outbox.conn, settings.group, ["a"])
     stream.purge()
     again = two_sinks(stream.url)
     again["handlers"]["a"]["start"] = "beginning"
