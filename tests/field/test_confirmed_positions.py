@@ -22,11 +22,18 @@ from relay.config.settings import Settings
 from relay.faults import RelayError
 from relay.model.events import Lsn
 from relay.service import Service
+from relay.store import advisory_locks
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import running
 from tests.webhook import Answer, Webhook
 
 HOSTS = 8
+
+ORDERS = {
+    "routes": [{"match": {"event_type": "order.*"}, "handlers": ["hook"]}],
+    "unrouted": "ignore",
+}
+"""Only orders go to the webhook."""
 
 _CUT = """
     select pg_terminate_backend(pid) from pg_stat_activity
@@ -47,9 +54,8 @@ def configured(outbox: Outbox, webhook: Webhook, mode: str = "wal", **more: Any)
     return outbox.settings(
         source={**outbox.config()["source"], "mode": mode},
         handlers={"hook": handler},
-        routes=[{"handlers": ["hook"]}],
         shutdown_timeout=1,
-        **more,
+        **{"routes": [{"handlers": ["hook"]}], **more},
     )
 
 
@@ -171,10 +177,7 @@ def test_a_sink_holds_no_wal_for_events_that_are_not_its_own(
     outbox: Outbox, webhook: Webhook, mode: str
 ) -> None:
     """The last commits of a batch go to the target alone, and nothing follows them."""
-    settings = configured(outbox, webhook, mode)
-    routes = [{"match": {"event_type": "order.*"}, "handlers": ["hook"]}]
-    settings = settings.model_copy(update={"unrouted": "ignore"})
-    settings = Settings(**{**settings.model_dump(), "routes": routes})
+    settings = configured(outbox, webhook, mode, **ORDERS)
     outbox.publish(host(1), event(1))
     outbox.publish(host(1), event(1, "stock.moved"))
     with relaying(settings):
@@ -201,7 +204,7 @@ def test_an_orderly_stop_leaves_an_attached_sink_what_it_has_not_stored(
         wait_until(lambda: set(webhook.ids()) == set(published), 20)
 
 
-@pytest.mark.parametrize("mode", ["auto", "wal"])
+@pytest.mark.parametrize("mode", [pytest.param("auto", marks=pytest.mark.rare), "wal"])
 def test_a_store_that_fails_is_not_followed_by_one_that_lacks_its_outcomes(
     outbox: Outbox, webhook: Webhook, mode: str
 ) -> None:
@@ -234,6 +237,127 @@ def test_a_store_that_fails_is_not_followed_by_one_that_lacks_its_outcomes(
         )
     finally:
         relay.stop()
+
+
+def test_what_is_not_the_sinks_does_not_carry_the_slot_past_what_is(
+    outbox: Outbox, webhook: Webhook
+) -> None:
+    """Commits for others, commits of other tables, and keepalives follow an event that is not delivered yet.
+
+    spiceai/spiceai#11582, electric-sql/electric#4731, Trendyol/go-pq-cdc#107, agoodway/walex#64,
+    readysettech/readyset#471
+    """
+    settings = configured(outbox, webhook, **ORDERS)
+    outbox.conn.execute("create table noise (n int)")
+    webhook.answers = slowly(60)
+    with relaying(settings):
+        outbox.publish(host(1), event(1))
+        end = outbox.wal_end()
+        wait_until(lambda: webhook.connections > 0)
+        for _ in range(30):
+            outbox.publish(host(2), event(1, "stock.moved"))
+            outbox.conn.execute("insert into noise select generate_series(1, 100)")
+        # Twice as long as a store, after which the position is reported.
+        time.sleep(2.0)
+        assert not outbox.confirmed(end)
+    assert not outbox.confirmed(end)
+    webhook.answers = slowly(0)
+    with relaying(settings):
+        wait_until(lambda: len(webhook.accepted) == 1, 10)
+
+
+@pytest.mark.parametrize("stops", [True, pytest.param(False, marks=pytest.mark.rare)])
+def test_nothing_is_confirmed_for_a_sink_that_another_process_has(
+    outbox: Outbox, webhook: Webhook, stops: bool
+) -> None:
+    """One slot, and a consumer that has not attached yet: spiceai/spiceai#11289."""
+    settings = configured(outbox, webhook)
+    with relaying(settings):
+        outbox.publish(host(1), event(0))
+        wait_until(lambda: len(webhook.accepted) == 1)
+    with psycopg.connect(outbox.dsn, autocommit=True) as other:
+        assert advisory_locks.try_lock(other, advisory_locks.sink(settings.group, "hook"))
+        relay = Instance(settings)
+        outbox.publish(host(1), event(1))
+        end = outbox.wal_end()
+        wait_until(
+            lambda: outbox.column("select active from pg_replication_slots where active") == [True]
+        )
+        time.sleep(1.0)
+        assert not outbox.confirmed(end)
+        if stops:
+            relay.stop()
+            assert not outbox.confirmed(end)
+    if stops:
+        relay = Instance(settings)
+    try:
+        wait_until(lambda: is_delivered(outbox, webhook), 10)
+    finally:
+        relay.stop()
+
+
+def test_a_stop_during_an_outage_of_the_endpoint_skips_nothing(
+    outbox: Outbox, webhook: Webhook
+) -> None:
+    """fluent/fluent-bit#1797, vectordotdev/vector#13714, SolaceProducts/pubsubplus-connector-kafka-source#75."""
+    settings = configured(outbox, webhook, handler={"circuit_breaker": {"cool_down": 0.2}})
+    webhook.answers = lambda headers, body: Answer(503)
+    for _ in range(2):
+        with relaying(settings):
+            publish(outbox, 30)
+            wait_until(lambda: len(webhook.requests) > 5)
+    deliver_the_rest(outbox, webhook, settings)
+
+
+def test_one_that_hangs_is_not_passed_over_by_those_that_follow(
+    outbox: Outbox, webhook: Webhook
+) -> None:
+    """vectordotdev/vector#24215: the last one that was delivered was committed, not the last one before a gap."""
+    settings = configured(outbox, webhook)
+    webhook.answers = lambda headers, body: Answer(
+        after=60 if b'"amount": 0' in body or b'"amount":0' in body else 0
+    )
+    with relaying(settings):
+        publish(outbox, 30)
+        wait_until(lambda: len(webhook.accepted) >= 26)
+        # The position is stored at least once a second.
+        time.sleep(1.2)
+    deliver_the_rest(outbox, webhook, settings)
+
+
+@pytest.mark.parametrize("mode", [pytest.param("auto", marks=pytest.mark.rare), "wal"])
+def test_a_transaction_that_began_before_the_stored_position_comes_after_it(
+    outbox: Outbox, webhook: Webhook, mode: str
+) -> None:
+    """risingwavelabs/risingwave#14060, apache/flink-cdc#1893, ClickHouse/walshadow#60: skipped after a restart."""
+    settings = configured(outbox, webhook, mode)
+    with Outbox(outbox.dsn) as other:
+        other.conn.autocommit = False
+        other.publish(host(1), event(1))
+        with relaying(settings):
+            outbox.publish(host(2), event(2))
+            wait_until(lambda: len(webhook.accepted) == 1)
+        with relaying(settings):
+            outbox.publish(host(2), event(3))
+            wait_until(lambda: len(webhook.accepted) == 2)
+        other.conn.commit()
+        with relaying(settings):
+            wait_until(lambda: is_delivered(outbox, webhook), 10)
+    assert set(webhook.ids().values()) == {1}
+
+
+def test_a_stop_reports_what_is_stored(outbox: Outbox, webhook: Webhook) -> None:
+    """What was acknowledged last was still in memory: Trendyol/go-pq-cdc#148."""
+    settings = configured(outbox, webhook)
+    with relaying(settings):
+        publish(outbox, 20)
+        wait_until(lambda: len(webhook.accepted) == 20)
+    stored = outbox.value("select applied_lsn::text from relay.sinks")
+    assert outbox.confirmed(stored)
+    with relaying(settings):
+        outbox.publish(host(1), event(1))
+        wait_until(lambda: len(webhook.accepted) == 21)
+    assert set(webhook.ids().values()) == {1}
 
 
 class History:
