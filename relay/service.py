@@ -21,6 +21,7 @@ from relay.model.batch import Batch, Outcome, TaskOutcome
 from relay.model.events import Lsn
 from relay.observe.catchup import CatchUp
 from relay.observe.engines import EngineCounts
+from relay.observe.long_tasks import LongTasks
 from relay.observe.summary import Summary
 from relay.observe.traces import open_traces
 from relay.pipeline.apply import Redelivery
@@ -80,6 +81,7 @@ class Service:
         )
         self._summary = Summary()
         self._engines = EngineCounts(settings.target_dsn, settings.group)
+        self._long_tasks = LongTasks(settings.target_dsn, self._pipeline.applier.active_jobs)
         self._retry_worker = RetryWorker(
             self._pipeline.applier,
             settings.shutdown_timeout,
@@ -105,6 +107,7 @@ class Service:
             self._presence.start()
             self._summary.start()
             self._engines.start()
+            self._long_tasks.start()
             died = self._begin()
             if died:
                 self._pipeline.guard()
@@ -138,6 +141,7 @@ class Service:
             self._catch_up.close()
             self._summary.close()
             self._engines.close()
+            self._long_tasks.close()
             if self._traces:
                 self._traces.close()
             if self._observer:

@@ -214,6 +214,13 @@ class Outcome:
         return any(task.busy for task in self.tasks)
 
     @property
+    def did_nothing(self) -> bool:
+        """Whether no task has applied, skipped, deferred or dead-lettered anything."""
+        return not any(
+            task.applied or task.skipped or task.deferred or task.dead for task in self.tasks
+        )
+
+    @property
     def reached(self) -> dict[int, Lsn]:
         """The applied_lsn of each partition after the tasks, if the target may still lose their commits."""
         return {

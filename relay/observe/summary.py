@@ -36,6 +36,12 @@ class Summary:
     def note(self, batch: Batch, outcome: Outcome) -> None:
         """Add a batch that is durable."""
         with self._lock:
+            if batch.window is not None and outcome.did_nothing:
+                # Other instances have these partitions, or have applied them: nothing was relayed here.
+                self._sums["windows_of_others"] += 1
+                self._lag = _lag(batch)
+                self._thread.note()
+                return
             self._sums.update(
                 batches=1,
                 events=batch.events,
@@ -64,7 +70,13 @@ class Summary:
             sums, self._sums = self._sums, Counter()
             lag, self._lag = self._lag, {}
             self._thread.clear()
-        if sums["events"] or sums["redelivered"]:
+        others = sums.pop("windows_of_others", 0)
+        if others and not (sums["events"] or sums["redelivered"]):
+            log.info(
+                "other instances apply what is polled",
+                extra={"windows": others, **lag, "batch": None},
+            )
+        elif sums["events"] or sums["redelivered"]:
             # 0 for windows: only the instances that read their rows know the transactions.
             transactions = sums["transactions"] or None
             redelivered = sums["redelivered"] or None

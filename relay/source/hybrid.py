@@ -164,6 +164,7 @@ class StreamSource:
         """Note that the batch is committed; a window as far as it could be claimed."""
         self._progressed = any(not task.busy for task in outcome.tasks)
         if batch.window is not None:
+            self._poller.note(outcome)
             return
         self._refused = outcome.busy
         if not outcome.busy:

@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 BUSY_SECONDS = 0.05
 """How long to wait when other instances hold every partition that has rows to apply."""
+LONGEST_BUSY_SECONDS = 1.0
+"""The longest wait before a difference is planned again of which other instances hold the rest."""
 _FAR = 1 << 24
 """How many transactions a snapshot may lag while nothing is published: each new one is a write to the target."""
 
@@ -82,12 +84,18 @@ class Poller:
         self._stopping = Event()
         self._retrying = retry_until_success(self._stopping, log_changes(log, "cannot poll yet"))
         self._windows = 0
+        self._busy_seconds = BUSY_SECONDS
         self._recognition = Recognition(settings)
         self._marked = self._checked = False
 
     def stop(self) -> None:
         """End the current wait: `window` then returns None."""
         self._stopping.set()
+
+    def note(self, outcome: Outcome) -> None:
+        """Note the outcome of the last window: the next wait for other instances is short if it has moved anything."""
+        if not outcome.did_nothing:
+            self._busy_seconds = BUSY_SECONDS
 
     def close(self) -> None:
         """Close the connections."""
@@ -293,9 +301,14 @@ class Poller:
             group = self._settings.group
             if offsets.complete(target, group, plan.before.id, plan.after.id, ends):
                 snapshots.prune(target, group)
+                self._busy_seconds = BUSY_SECONDS
                 return
-        # Another instance still applies a part of it.
-        self._stopping.wait(BUSY_SECONDS)
+        # Another instance still applies a part of it. To plan the rest is a query of the whole difference.
+        self._heartbeat.update(
+            "waits for other instances, which apply a part of what is polled", Due.LATE
+        )
+        self._stopping.wait(self._busy_seconds)
+        self._busy_seconds = min(2 * self._busy_seconds, LONGEST_BUSY_SECONDS)
 
     def _drop_plan(self) -> None:
         plan, self._plan = self._plan, None
@@ -404,6 +417,7 @@ class PollSource:
     def ack(self, batch: Batch, outcome: Outcome) -> None:
         """Note that the window is committed, as far as it could be claimed."""
         self._progressed = any(not task.busy for task in outcome.tasks)
+        self._poller.note(outcome)
 
     def confirm(self, end: Lsn) -> None:
         """Do nothing: the positions are in the target only."""

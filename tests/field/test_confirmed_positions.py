@@ -29,7 +29,7 @@ from tests.webhook import Answer, Webhook
 
 HOSTS = 8
 
-ORDERS = {
+ORDERS: dict[str, Any] = {
     "routes": [{"match": {"event_type": "order.*"}, "handlers": ["hook"]}],
     "unrouted": "ignore",
 }

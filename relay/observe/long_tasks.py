@@ -1,0 +1,88 @@
+"""Logs what a task that takes long waits for, so that an instance does not stand still without a word."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from threading import Event
+
+import psycopg
+
+from relay.pipeline.activity import ActiveJobs, Job
+from relay.store.connections import connect
+from relay.threads import Thread
+
+log = logging.getLogger(__name__)
+
+LONG_SECONDS = 10.0
+"""How long a task makes no progress before that is logged."""
+AGAIN_SECONDS = 60.0
+"""After how long it is logged again."""
+
+_WAITS = """
+    select a.pid, coalesce(a.wait_event_type || ' ' || a.wait_event, a.state),
+           (select string_agg(b.pid || ' (' || coalesce(nullif(b.application_name, ''), b.usename) || ')', ', ')
+              from pg_stat_activity as b where b.pid = any(pg_blocking_pids(a.pid)))
+      from pg_stat_activity as a where a.pid = any(%s)
+"""
+
+
+class LongTasks:
+    """A thread that logs the tasks of this process which make no progress, and what their sessions wait for."""
+
+    def __init__(self, dsn: str, jobs: ActiveJobs, long: float = LONG_SECONDS) -> None:
+        self._dsn = dsn
+        self._jobs = jobs
+        self._long = long
+        self._logged: Mapping[Job, float] = {}
+        self._closing = Event()
+        self._thread = Thread(target=self._run, name="long-tasks", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; a statement in flight may end later."""
+        self._closing.set()
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._long / 2):
+            # Only for the log: relay goes on without it.
+            with suppress(psycopg.Error):
+                self._check(time.monotonic())
+
+    def _check(self, now: float) -> None:
+        jobs = self._jobs.jobs()
+        long = [job for job in jobs if now - job.at >= self._long]
+        due = [job for job in long if now - self._logged.get(job, -AGAIN_SECONDS) >= AGAIN_SECONDS]
+        if not due:
+            return
+        self._logged = {
+            job: self._logged[job] for job in long if job in self._logged
+        } | dict.fromkeys(due, now)
+        waits = self._waits([job.pid for job in due if job.pid is not None])
+        for job in due:
+            state, blockers = waits.get(job.pid or 0, (None, None))
+            fields = {
+                "seconds": round(now - job.at),
+                "handler": job.handler,
+                "waits_for": "the source" if job.reads else state or "a session of the target",
+                "blocked_by": blockers,
+            }
+            log.warning(
+                "a task is in flight for long",
+                extra={name: value for name, value in fields.items() if value is not None},
+            )
+
+    def _waits(self, pids: Sequence[int]) -> Mapping[int, tuple[str | None, str | None]]:
+        """What sessions of the target wait for, and the sessions that block them, by pid."""
+        if not pids:
+            return {}
+        with connect(self._dsn) as conn:
+            return {
+                pid: (state, blockers)
+                for pid, state, blockers in conn.execute(_WAITS, (list(pids),))
+            }

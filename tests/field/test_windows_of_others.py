@@ -1,0 +1,78 @@
+"""Instances that share a group while one of them stands still: the others back off, and every log says why.
+
+Issue 28, F.21: for 50 seconds two instances planned the same window of 12,124 events six times a second and logged
+"relayed events=715316 applied=0", and the third held it without a word.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import psycopg
+import pytest
+
+from relay.observe import long_tasks, summary
+from relay.source.polling import Poller
+from tests.outbox import Outbox, event, host, relaying, wait_until
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_window_that_another_instance_holds_is_not_planned_again_and_again(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "relay")
+    monkeypatch.setattr(summary.Summary.__init__, "__defaults__", (0.2,))
+    planned: list[float] = []
+    begin = Poller._begin
+
+    def counted(self: Poller, opening: bool) -> Any:
+        planned.append(time.monotonic())
+        return begin(self, opening)
+
+    monkeypatch.setattr(Poller, "_begin", counted)
+    settings = outbox.settings(source={**outbox.config()["source"], "mode": "poll"})
+    with relaying(settings):
+        outbox.publish(host(1), event(1))
+        outbox.wait_handled(10)
+    caplog.clear()
+    with psycopg.connect(outbox.dsn) as other:
+        other.execute("select from relay.consumer_offsets for update")
+        for number in range(20):
+            outbox.publish(host(number), event(number))
+        with relaying(settings):
+            wait_until(lambda: "other instances apply what is polled" in messages(caplog))
+            wait_until(lambda: len(planned) >= 5)
+            began = len(planned)
+            time.sleep(2.0)
+            assert len(planned) - began <= 4
+            assert "relayed" not in messages(caplog)
+            other.rollback()
+            outbox.wait_handled(10)
+    outbox.assert_exact()
+
+
+def test_a_task_that_waits_says_for_what(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(long_tasks.LongTasks.__init__, "__defaults__", (0.4,))
+    settings = outbox.settings(source={**outbox.config()["source"], "mode": "poll"})
+    with psycopg.connect(outbox.dsn, application_name="a report") as other:
+        other.execute("lock table projection in exclusive mode")
+        outbox.publish(host(1), event(1))
+        with relaying(settings):
+            wait_until(lambda: "a task is in flight for long" in messages(caplog), 10)
+            other.rollback()
+            outbox.wait_handled(10)
+    (line,) = [
+        vars(record)
+        for record in caplog.records
+        if record.getMessage() == "a task is in flight for long"
+    ]
+    assert line["waits_for"] == "Lock relation"
+    assert "(a report)" in line["blocked_by"]
+    assert line["handler"] == "projection"
