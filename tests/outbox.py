@@ -356,6 +356,16 @@ def wait_until(condition: Callable[[], bool], timeout: float = 60.0, every: floa
         time.sleep(every)
 
 
+@contextmanager
+def relaying_until_it_ends(settings: Settings, text: str) -> Iterator[Service]:
+    """Run relay, which has to end by itself after the block, with an error that the pattern `text` matches."""
+    with ExitStack() as running:
+        yield running.enter_context(relaying(settings))
+        wait_until(lambda: "relay" not in {thread.name for thread in threading.enumerate()}, 20)
+        with pytest.raises(RelayError, match=text):
+            running.close()
+
+
 def run_until_fault(settings: Settings) -> str:
     """Run relay until a fault ends it, and return the error's text."""
     running = ExitStack()

@@ -191,14 +191,9 @@ class OutboxTable:
                 "number each of them, in the order in which they are to be relayed"
             )
 
-    def require_own_xids(
-        self, conn: Connection, dead: Callable[[Sequence[str]], Collection[str]]
-    ) -> None:
-        """Raise ConfigurationError if a row has a c_xid that the server has not assigned yet.
-
-        `dead` returns which of some event ids have a dead letter: the stream has brought these rows.
-        """
-        rows = conn.execute(
+    def unassigned(self, conn: Connection, most: int) -> list[tuple[str | None, int | None, str]]:
+        """The id, c_offset and c_xid of rows whose c_xid the server has not assigned yet, the greatest first."""
+        return conn.execute(
             # In this form the query uses the index on c_xid.
             sql.SQL(
                 "select {id}::text, {offset}, {xid}::text from (select * from {table} where {xid} is not null"
@@ -209,9 +204,18 @@ class OutboxTable:
                 offset=self._offset,
                 xid=sql.Identifier(INSERTED_BY),
                 table=self._table,
-                most=_MOST_FORGED,
+                most=most,
             )
         ).fetchall()
+
+    def require_own_xids(
+        self, conn: Connection, dead: Callable[[Sequence[str]], Collection[str]]
+    ) -> None:
+        """Raise ConfigurationError if a row has a c_xid that the server has not assigned yet.
+
+        `dead` returns which of some event ids have a dead letter: the stream has brought these rows.
+        """
+        rows = self.unassigned(conn, _MOST_FORGED)
         if not rows:
             return
         known = dead([event for event, _, _ in rows if event is not None])

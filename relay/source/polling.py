@@ -87,6 +87,7 @@ class Poller:
         self._busy_seconds = BUSY_SECONDS
         self._recognition = Recognition(settings)
         self._marked = self._checked = False
+        self._named: tuple[str | None, int | None, str] | None = None
 
     def stop(self) -> None:
         """End the current wait: `window` then returns None."""
@@ -279,11 +280,24 @@ class Poller:
         with self._source.connection() as source:
             if not self._is_newer(source, current_position(source), last):
                 return None
+            self._name_unassigned(source)
             seen = durable_position(source)
         with self._target.connection() as target:
             group = self._settings.group
             # None if another instance has added one meanwhile: that difference is next.
             return snapshots.append(target, group, last, seen.snapshot, seen.lsn)
+
+    def _name_unassigned(self, source: psycopg.Connection[Any]) -> None:
+        """Log the first row whose c_xid no transaction has yet, once: polling passes over it."""
+        for row in self._rows.unassigned(source, 1):
+            if row != self._named:
+                self._named = row
+                _, offset, xid = row
+                log.error(
+                    "a row has a c_xid that the server has not assigned yet, and is not polled: whoever inserted it "
+                    "has set it; set it to null, and publish the event again",
+                    extra={"c_offset": offset, "c_xid": xid},
+                )
 
     def _is_newer(
         self, source: psycopg.Connection[Any], seen: SourcePosition, last: ChainLink

@@ -220,3 +220,18 @@ def test_a_forged_xid_that_nobody_has_seen_is_named(own: Outbox) -> None:
     own.conn.execute(FORGED, (host(1), Jsonb({"n": 1}), host(3), 4_000_000_000))
     with pytest.raises(ConfigurationError, match="such as 4000000000 at c_offset 1"):
         check.require(settings)
+
+
+def test_a_forged_xid_is_named_while_relay_polls(
+    own: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    own.conn.execute(plain().encode())
+    settings = settings_of(own, "poll")
+    own.install_again(settings)
+    with relaying(settings):
+        publish(own, 1)
+        wait_applied(own, 1)
+        own.conn.execute(FORGED, (host(1), Jsonb({"n": 2}), host(3), 4_000_000_000))
+        publish(own, 3)
+        wait_applied(own, 1, 3)
+        wait_until(lambda: "c_xid that the server has not assigned yet" in caplog.text, 20)
