@@ -18,6 +18,7 @@ from relay.config.settings import Settings
 from relay.event_types.loading import registered
 from relay.faults import ConfigurationError, RelayError, Unreachable, first_line
 from relay.handlers import Sink
+from relay.model.spool import require_writable
 from relay.observe.traces import require_exporter
 from relay.retry import log_changes, retry_until_success
 from relay.spark.java import java_home
@@ -44,6 +45,9 @@ def examine(settings: Settings) -> Iterator[Finding]:
         built = {}
     yield from _events(settings)
     yield from _routes(settings)
+    yield finding_of(
+        "spool", "its folder can be written", require_writable, settings.batch.spool_directory
+    )
     if settings.observe.traces:
         yield finding_of("traces", "an exporter is installed", require_exporter)
     if settings.needs_spark and not settings.spark.remote:

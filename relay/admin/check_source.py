@@ -12,6 +12,7 @@ from psycopg import sql
 from relay.admin.connections import source_sides
 from relay.admin.findings import Finding, Severity, finding_of, finding_of_error, schema_finding
 from relay.config.settings import Settings
+from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError
 from relay.model.events import FIELDS
 from relay.retention import partitions, removable
@@ -94,6 +95,7 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
     if all(schema.level is Severity.OK for schema in schemas):
         yield from _retention(conn, settings)
     if source.message_prefix is not None:
+        yield from _own_slot(conn, source)
         yield from _stream(conn, settings)
         return
     yield finding_of("table", f"{source.table} has its columns", require_table, conn, settings)
@@ -119,6 +121,7 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
             yield Finding(Severity.WARNING, "slot", text)
     else:
         yield finding_of("parts", "the WAL has all of its rows", require_streamable, conn, source)
+        yield from _own_slot(conn, source)
         for finding in _stream(conn, settings):
             # Without the WAL, relay polls: no error keeps it from starting.
             downgraded = source.mode == "auto" and finding.level is Severity.ERROR
@@ -251,6 +254,13 @@ def _publication(conn: Connection, settings: Settings) -> Finding:
     return finding_of("publication", published, require_published, conn, source)
 
 
+def _own_slot(conn: Connection, source: SourceSettings) -> Iterator[Finding]:
+    """Check a slot that exists: relay neither reads one that is not its own, nor polls beside it."""
+    if (state := slot_state(conn, source.slot)) is not None:
+        passed = f"relay may read {source.slot}"
+        yield finding_of("slot", passed, require_ours, state, conn.info.dbname)
+
+
 def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
     name = settings.source.slot
     state = slot_state(conn, name)
@@ -263,7 +273,7 @@ def _slot(conn: Connection, settings: Settings) -> Iterator[Finding]:
         yield _room(conn, "max_replication_slots", "select count(*) from pg_replication_slots")
     else:
         progress = f"{name} {'is being created' if state.creating else 'exists'}"
-        yield finding_of("slot", progress, require_ours, state, conn.info.dbname)
+        yield Finding(Severity.OK, "slot", progress)
         if state.lost:
             yield Finding(
                 Severity.ERROR,

@@ -7,32 +7,71 @@ import os
 import tempfile
 from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from struct import Struct
+
+from relay.faults import ConfigurationError, TransientFault
 
 _LENGTH = Struct(">I")
 _READ = 1 << 20
 _WRITE = 1 << 20
 
 
+def require_writable(directory: Path | None) -> None:
+    """Raise ConfigurationError unless files can be written in the folder; None is the system's for temporary files."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(b"x")
+    except OSError as error:
+        raise ConfigurationError(
+            f"batch.spool_directory: {_folder(directory)}: {error.strerror}: relay writes commits there that are too "
+            "large for memory: name a folder that it can write to"
+        ) from None
+
+
+def _folder(directory: Path | None) -> str:
+    try:
+        return str(directory or tempfile.gettempdir())
+    except FileNotFoundError:
+        return "no folder for temporary files"
+
+
 class Spool:
-    """An unnamed temporary file of rows; the operating system removes it when no reader references it."""
+    """An unnamed temporary file of rows; the operating system removes it when no reader references it.
+
+    Writing raises TransientFault while the disk is full or the folder is away.
+    """
 
     def __init__(self, directory: Path | None = None) -> None:
-        self._file = tempfile.TemporaryFile(dir=directory, buffering=_WRITE)  # noqa: SIM115
+        self._directory = directory
+        with self._writing():
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=_WRITE)  # noqa: SIM115
         self._end = 0
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TransientFault(
+                f"batch.spool_directory: {_folder(self._directory)}: {error.strerror}: relay waits until it can write "
+                "a large commit there"
+            ) from None
 
     def append(self, row: bytes, to: SpooledTuples) -> None:
         """Append a row to the file, and its location to the rows of its business transaction, `to`."""
-        self._file.write(_LENGTH.pack(len(row)))
-        self._file.write(row)
+        with self._writing():
+            self._file.write(_LENGTH.pack(len(row)))
+            self._file.write(row)
         start = self._end
         self._end += _LENGTH.size + len(row)
         to.extend(start, self._end)
 
     def seal(self) -> None:
         """Flush the file, so that all rows can be read."""
-        self._file.flush()
+        with self._writing():
+            self._file.flush()
 
     def read(self, start: int, end: int) -> Iterator[bytes]:
         """Yield the rows between two byte offsets of the file. Several readers may run at once.

@@ -15,8 +15,9 @@ import psycopg
 from psycopg.abc import Buffer
 
 from relay.config.settings import Settings
-from relay.faults import RelayError, describe
+from relay.faults import RelayError, TransientFault, describe
 from relay.heartbeat import Due
+from relay.logs import RepeatedLines
 from relay.model.events import POSTGRES_EPOCH, Lsn
 from relay.model.transactions import Transactions
 from relay.model.tuples import ProtocolError
@@ -95,6 +96,9 @@ class Receiver:
         self._failed_streams = 0
         self._has_received = False
         self._logged_ignored = False
+        self._refusals = RepeatedLines(
+            log, logging.WARNING, "a large commit cannot be received yet", "attempts"
+        )
         self._thread = Thread(target=self._run, name="receiver", daemon=True)
 
     # Called by the service's thread.
@@ -179,10 +183,10 @@ class Receiver:
         stream = self._replication.connect()
         if stream is None:
             return
-        ended: psycopg.Error | MemoryError | FatalCommit | None = None
+        ended: psycopg.Error | MemoryError | TransientFault | FatalCommit | None = None
         try:
             self._receive(stream)
-        except (psycopg.Error, MemoryError, FatalCommit) as error:
+        except (psycopg.Error, MemoryError, TransientFault, FatalCommit) as error:
             # The traceback would keep the received messages in memory.
             ended = error.with_traceback(None)
         finally:
@@ -196,8 +200,14 @@ class Receiver:
             self._lose(ended)
             self._wait_to_reconnect()
 
-    def _lose(self, error: psycopg.Error | MemoryError) -> None:
+    def _lose(self, error: psycopg.Error | MemoryError | TransientFault) -> None:
         """Note why the connection was lost. Raises RelayError if a new connection would end the same way."""
+        if isinstance(error, TransientFault):
+            # The spool cannot be written.
+            self._receiver_suspects.survived()
+            self._replication.unavailable(str(error), certain=False)
+            self._refusals.note(1, fault=str(error))
+            return
         if isinstance(error, MemoryError) or is_out_of_memory(error):
             # This is not an outage: polling would read the same row.
             self._receiver_suspects.died(self._assembler.begun)

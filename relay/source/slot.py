@@ -38,6 +38,7 @@ class SlotState:
     lag_bytes: int | None
     retained_bytes: int | None
     invalidation_reason: str | None
+    two_phase: bool
 
     @property
     def creating(self) -> bool:
@@ -59,7 +60,7 @@ def slot_state(conn: psycopg.Connection[object], name: str) -> SlotState | None:
                    wal_status, confirmed_flush_lsn::text as confirmed_flush_lsn,
                    coalesce(to_jsonb(s) ->> 'invalidation_reason',
                             case when (to_jsonb(s) ->> 'conflicting')::boolean then 'conflict'
-                                 when wal_status = 'lost' then 'wal_removed' end) as invalidation_reason,
+                                 when wal_status = 'lost' then 'wal_removed' end) as invalidation_reason, two_phase,
                    case when pg_is_in_recovery() then null
                         else pg_wal_lsn_diff(pg_current_wal_lsn(), confirmed_flush_lsn)::bigint end as lag_bytes,
                    pg_wal_lsn_diff(case when pg_is_in_recovery() then pg_last_wal_replay_lsn()
@@ -115,7 +116,7 @@ def ensure_slot(conn: psycopg.Connection[object], name: str) -> bool:
 
 
 def require_ours(state: SlotState, database: str) -> None:
-    """Raise ConfigurationError if the slot decodes with another plugin or for another database."""
+    """Raise ConfigurationError if the slot has another plugin or database, or decodes prepared transactions."""
     if state.plugin != PLUGIN:
         raise ConfigurationError(
             f"source.slot: the slot {state.name!r} uses the plugin {state.plugin!r}, relay needs {PLUGIN!r}: "
@@ -125,6 +126,12 @@ def require_ours(state: SlotState, database: str) -> None:
         raise ConfigurationError(
             f"source.slot: the slot {state.name!r} belongs to the database {state.database!r}, "
             f"not to {database!r}: name another slot"
+        )
+    if state.two_phase:
+        # pgoutput then sends PREPARE TRANSACTION apart from its end, whatever the version of the protocol.
+        raise ConfigurationError(
+            f"source.slot: the slot {state.name!r} was created with two_phase, and relay takes a transaction when it "
+            f"commits: drop the slot (select pg_drop_replication_slot('{state.name}')) and run `relay init`"
         )
 
 

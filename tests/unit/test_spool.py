@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relay.faults import TransientFault
 from relay.model.spool import Spool, SpooledTuples
 
 WINDOW = 1 << 20
@@ -116,5 +117,5 @@ def test_a_file_that_was_cut_short_is_an_error_and_no_end() -> None:
 
 
 def test_a_folder_that_is_not_there_is_an_error_at_once(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(TransientFault, match="missing: No such file or directory"):
         Spool(tmp_path / "missing")

@@ -21,7 +21,7 @@ from relay.store.offsets import PartitionPosition
 from relay.store.sinks import Position, StoredSink
 
 NOW = datetime.now(UTC)
-SLOT = SlotState("s", "pgoutput", "db", True, 1, "reserved", "0/1", 2_500, 31_000_000, None)
+SLOT = SlotState("s", "pgoutput", "db", True, 1, "reserved", "0/1", 2_500, 31_000_000, None, False)
 
 
 def sink(name: str, state: str = "attached", fault: str | None = None) -> StoredSink:
@@ -85,7 +85,7 @@ def test_the_worst_come_first() -> None:
 
 def test_everything_that_is_wrong_is_named() -> None:
     waiting = DeferredSummary(7, 1, [Reason("shop", "retry", "shop", "HTTP 503", 7, NOW, NOW, NOW)])
-    lost = SlotState("s", "pgoutput", "db", False, None, "lost", "0/1", 1, 1, "wal_removed")
+    lost = SlotState("s", "pgoutput", "db", False, None, "lost", "0/1", 1, 1, "wal_removed", False)
     text = "\n".join(
         shown(
             picture(
