@@ -38,7 +38,7 @@ class FullDisk:
                 if disk.full:
                     disk.refused += 1
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                return file.write(data)
+                return int(file.write(data))
 
             def __getattr__(self, name: str) -> Any:
                 return getattr(file, name)
