@@ -2,7 +2,8 @@
 
 timescale/timescaledb#8628 and #2073 (chunks are not in the publication), spiceai/spiceai#11290 (partitions come under
 their own names), supabase/etl#905 and triggerdotdev/trigger.dev#2736 (the publication changes under a running stream),
-supabase/etl#410 (a partition is added or detached).
+supabase/etl#410 (a partition is added or detached), electric-sql/electric#3322 (a server of PostgreSQL 18 goes on
+without the publication), amelielabs/amelie#64 (rows of unlogged tables), 2ndQuadrant/pglogical#278 (row filters).
 """
 
 from __future__ import annotations
@@ -150,6 +151,10 @@ def spoil_table(outbox: Outbox) -> str:
     return f"""alter publication "{outbox.slot}" drop table own"""
 
 
+def drop(outbox: Outbox) -> str:
+    return f'drop publication "{outbox.slot}"'
+
+
 def swap(outbox: Outbox) -> str:
     return SWAP
 
@@ -159,12 +164,21 @@ def swap(outbox: Outbox) -> str:
     [
         ("wal", swap, "does not publish public.own"),
         ("wal", spoil_table, "does not publish public.own"),
+        ("wal", drop, "there is no publication"),
         ("wal", spoil_publish, "does not publish inserts"),
         ("wal", spoil_filter, "has a row filter"),
         ("auto", swap, ""),
         pytest.param("auto", spoil_filter, "", marks=pytest.mark.rare),
     ],
-    ids=["swapped", "dropped", "not inserts", "filtered", "swapped, auto", "filtered, auto"],
+    ids=[
+        "swapped",
+        "left out",
+        "dropped",
+        "not inserts",
+        "filtered",
+        "swapped, auto",
+        "filtered, auto",
+    ],
 )
 def test_a_publication_that_changes_under_the_stream_is_noticed(
     own: Outbox, mode: str, spoil: Any, why: str

@@ -1,7 +1,7 @@
 """A row is not its number: c_offset and c_xid of a table that others fill are hostile input.
 
-eventuate-foundation/eventuate-cdc#165 (a column that is not unique is taken for the key), debezium DBZ-2847 (a row that
-is updated in its own transaction), 2ndQuadrant/pglogical#278 (rows are missing where numbers are at their limits).
+eventuate-foundation/eventuate-cdc#165 (a column that is not unique is taken for the key), kurrent-io/KurrentDB#1013
+(one id, two events), debezium/debezium#2011 (a row that is updated in its own transaction).
 """
 
 from __future__ import annotations
@@ -107,6 +107,22 @@ def test_rows_of_a_commit_may_share_their_number(
             own.wait_drained()
             own.wait_compared()
     assert applied(own) == list(range(rows))
+
+
+def test_events_of_a_commit_may_share_their_id(own: Outbox) -> None:
+    own.conn.execute(partitioned().encode())
+    settings = settings_of(own)
+    own.install_again(settings)
+    with relaying(settings):
+        own.conn.execute(
+            "insert into own (id, host_id, payload) select %s, %s, jsonb_build_object('n', n)"
+            " from generate_series(1, 3) as n",
+            (host(9), host(1)),
+        )
+        wait_applied(own, 1, 2, 3)
+        own.wait_drained()
+        own.wait_compared()
+    assert applied(own) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("offsets", ["sequence", "gapless"])

@@ -1,6 +1,7 @@
 """Rows that relay's role may not see: a policy hides them from a SELECT without an error, and never from the WAL.
 
-powersync-ja/powersync-service#275, planetscale/migration-scripts#56, TeamWarp/effect-mq#9 (queries return no rows);
+powersync-ja/powersync-service#275, planetscale/migration-scripts#56, TeamWarp/effect-mq#9 (queries return no rows),
+MaterializeInc/materialize#22249 and #33784 (BYPASSRLS is asked for), KanishJebaMathewM/Truxify#10817 (events are lost);
 supabase enables row-level security on each new table.
 """
 
