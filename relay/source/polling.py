@@ -120,10 +120,16 @@ class Poller:
             return membership(conn, self._settings.source)
 
     def last(self) -> ChainLink | None:
-        """The group's last snapshot; None where only the WAL is read. Raises psycopg.Error."""
-        with self._target.connection() as conn:
-            links = snapshots.chain(conn, self._settings.group)
+        """The group's last snapshot; None where only the WAL is read. During an outage of the target it retries.
+
+        Raises psycopg.Error if `stop` ends that.
+        """
+        links = self._retrying(self._chain)
         return links[-1] if links else None
+
+    def _chain(self) -> list[ChainLink]:
+        with self._target.connection() as conn:
+            return snapshots.chain(conn, self._settings.group)
 
     def adopt(
         self, seen: SourcePosition, opening: bool, adopted: Callable[[SourcePosition], None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import selectors
 import time
+from contextlib import suppress
 from struct import Struct
 from threading import Condition
 
@@ -191,7 +192,7 @@ class Receiver:
             ended = error.with_traceback(None)
         finally:
             self.last_heard = None
-            stream.conn.close()
+            stream.close()
         if ended is None:
             self._receiver_suspects.survived()
         elif isinstance(ended, FatalCommit):
@@ -244,6 +245,7 @@ class Receiver:
         self._must_reconnect = self._has_received = steady = False
         with selectors.DefaultSelector() as selector:
             selector.register(pgconn.socket, selectors.EVENT_READ, "stream")
+            selector.register(stream.session.pgconn.socket, selectors.EVENT_READ, "session")
             selector.register(self._wakeup, selectors.EVENT_READ, "wakeup")
             reading = True
             # libpq may have read the beginning of the stream together with the answer to START_REPLICATION.
@@ -269,6 +271,8 @@ class Receiver:
                 woken = "wakeup" in ready
                 if woken:
                     self._wakeup.clear()
+                if "session" in ready:
+                    self._require_running(stream)
                 if "stream" in ready:
                     last_heard = time.monotonic()
                     asked = self._read_socket(pgconn) or asked
@@ -289,6 +293,15 @@ class Receiver:
                     last_asked = now if asks else last_asked
             self._report(pgconn)
             self._replication.leave(stream)
+
+    def _require_running(self, stream: WalStream) -> None:
+        """Raise psycopg.OperationalError if the server ends: it must not wait for what relay still has to apply."""
+        try:
+            stream.require_running()
+        except psycopg.OperationalError:
+            with suppress(psycopg.Error):
+                self._report(stream.conn.pgconn)
+            raise
 
     def _is_steady(self, stream: WalStream, lasted: float) -> bool:
         """Whether the stream works: it has brought something new, or has been idle for STEADY_SECONDS."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from threading import Event, Lock
 
@@ -49,10 +49,11 @@ from relay.source.walsender import (
     WalStream,
     identify,
     open_replication,
+    open_session,
     sender_timeout,
     start_replication,
 )
-from relay.store.connections import Connection, connect, pin_reading
+from relay.store.connections import Connection, pin_reading
 
 log = logging.getLogger(__name__)
 
@@ -290,21 +291,25 @@ class Replication:
             self._progress.reset()
         start = max(confirmed, self._progress.received)
         start_replication(conn, self._settings.source, start, encoding)
-        self._require_unchanged(confirmed)
-        with self._completing:
-            if self._recognition is not None and comparison is not None:
-                # Only the process that reads the slot changes the group's state.
-                self.incomplete |= incomplete
-                self.epoch = self._recognition.follow(comparison, self.incomplete)
-            self.next_xid = system.next_xid
-            self._progress.start(confirmed)
-            self._system = system
-            self.on_standby = False
-            self.connections += 1
+        with ExitStack() as opened:
+            session = opened.enter_context(open_session(self._settings, conn))
+            self._require_unchanged(session, confirmed)
+            with self._completing:
+                if self._recognition is not None and comparison is not None:
+                    # Only the process that reads the slot changes the group's state.
+                    self.incomplete |= incomplete
+                    self.epoch = self._recognition.follow(comparison, self.incomplete)
+                self.next_xid = system.next_xid
+                self._progress.start(confirmed)
+                self._system = system
+                self.on_standby = False
+                self.connections += 1
+            opened.pop_all()
         self._changed()
         log.info("streaming", extra={"slot": slot, "lsn": str(start)})
         return WalStream(
             conn,
+            session,
             start,
             timeout * STATUS_SHARE,
             timeout * 1.5,
@@ -313,13 +318,12 @@ class Replication:
             system.next_xid,
         )
 
-    def _require_unchanged(self, confirmed: Lsn) -> None:
+    def _require_unchanged(self, session: Connection, confirmed: Lsn) -> None:
         """Raise TransientFault if the slot was recreated or advanced after it was inspected, until the stream began.
 
         PostgreSQL then begins the stream at the slot's new position, without an error.
         """
-        with connect(self._settings.source_dsn) as conn:
-            state = slot_state(conn, self._settings.source.slot)
+        state = slot_state(session, self._settings.source.slot)
         if state is None or Lsn.parse(state.confirmed_flush_lsn or "0/0") != confirmed:
             raise TransientFault("the slot was just recreated or advanced")
 

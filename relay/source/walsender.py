@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import psycopg
 from psycopg import sql
-from psycopg.pq import ExecStatus
+from psycopg.conninfo import make_conninfo
+from psycopg.pq import ConnStatus, ExecStatus
 from psycopg.pq.abc import PGconn
 from psycopg.rows import scalar_row
 
@@ -25,7 +26,7 @@ from relay.model.events import Lsn
 from relay.source.timelines import TimelineHistory
 from relay.source.translation import Encoding
 from relay.store import groups
-from relay.store.connections import CLIENT_KEEPALIVE, Connection
+from relay.store.connections import CLIENT_KEEPALIVE, Connection, connect
 
 DEFAULT_SENDER_TIMEOUT = 60.0
 """The seconds to use where `wal_sender_timeout` is off."""
@@ -48,17 +49,36 @@ class System:
 class WalStream:
     """One replication connection in COPY BOTH mode. Times are in seconds.
 
-    `encoding` is that of names and values where it is not UTF-8; `partitioned`: the outbox is a partitioned table;
-    `next_xid`: the server's next full xid.
+    `session` is an idle session on the same server, which a shutdown ends. `encoding` is that of names and values where
+    it is not UTF-8; `partitioned`: the outbox is a partitioned table; `next_xid`: the server's next full xid.
     """
 
     conn: Connection
+    session: Connection
     start: Lsn
     status_every: float
     dead_after: float
     encoding: Encoding | None
     partitioned: bool
     next_xid: int = 0
+
+    def require_running(self) -> None:
+        """Raise psycopg.OperationalError if the server has ended the idle session. Call when its socket is readable.
+
+        A server that shuts down ends ordinary sessions first. Its walsender then waits until everything is confirmed
+        that it has sent, which may need the sessions that were ended.
+        """
+        pgconn = self.session.pgconn
+        pgconn.consume_input()
+        # Parses what was read.
+        pgconn.is_busy()
+        if pgconn.status != ConnStatus.OK:
+            raise psycopg.OperationalError("the connection beside the stream is lost")
+
+    def close(self) -> None:
+        """Close both connections."""
+        self.conn.close()
+        self.session.close()
 
     def end(self) -> None:
         """End the copy, and wait until the server ends it: then it has read the last status update."""
@@ -91,6 +111,18 @@ def open_replication(settings: Settings) -> Connection:
         # The receiver judges silence by the server's keepalives; TCP's own detect a host that is gone.
         **CLIENT_KEEPALIVE,
     )
+
+
+def open_session(settings: Settings, stream: Connection) -> Connection:
+    """Open an ordinary session on the server of a replication connection. Raises psycopg.OperationalError."""
+    info = stream.info
+    server = {"host": info.host, "hostaddr": info.hostaddr, "port": info.port}
+    given = {key: value for key, value in server.items() if value}
+    conn = connect(make_conninfo(settings.source_dsn, **given))
+    conn.execute(
+        "select set_config(name, '0', false) from pg_settings where name = 'idle_session_timeout'"
+    )
+    return conn
 
 
 def identify(conn: Connection) -> System:

@@ -1,0 +1,104 @@
+"""The source's server ends while relay reads it: it does not wait for relay, and nothing is lost.
+
+A walsender of a server that shuts down waits until its client has confirmed everything that was sent. Public reports:
+Mooncake-Labs/moonlink#819, patroni/patroni#3522, replicase/pgcapture#55, Nextdoor/pg-bifrost#45, pgjdbc/pgjdbc#1490.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psycopg
+import pytest
+
+from relay.admin.install import initialise
+from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.postgres import EmbeddedServer, Server
+
+STOPS_SECONDS = 8.0
+
+
+@contextmanager
+def publishing(dsn: str, hosts: int = 8) -> Iterator[None]:
+    """Publish without a pause in another thread, also after the server was away."""
+    ends = threading.Event()
+
+    def publish() -> None:
+        number = 0
+        while not ends.is_set():
+            try:
+                with Outbox(dsn) as outbox:
+                    while not ends.is_set():
+                        outbox.publish(host(number % hosts), event(number))
+                        number += 1
+                        ends.wait(0.002)
+            except psycopg.Error:
+                ends.wait(0.05)
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+
+
+def stop_fast(server: Server) -> float:
+    """Stop a server as an administrator does; returns the seconds that it took."""
+    assert isinstance(server, EmbeddedServer)
+    began = time.monotonic()
+    server.cluster.stop("fast", timeout=STOPS_SECONDS)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("mode", ["auto", "wal"])
+def test_a_fast_shutdown_does_not_wait_for_relay(killable_server: Server, mode: str) -> None:
+    dsn = killable_server.create_database("app")
+    with Outbox(dsn) as outbox:
+        settings = outbox.settings(source={"dsn": dsn, "slot": "app", "publication": "app", "mode": mode})
+        outbox.install(source={"dsn": dsn, "slot": "app", "publication": "app", "mode": mode})
+        with relaying(settings):
+            with publishing(dsn):
+                wait_until(lambda: outbox.handled() > 0)
+                for _ in range(3):
+                    stop_fast(killable_server)
+                    killable_server.start()
+                    outbox.reconnect()
+                    before = outbox.handled()
+                    wait_until(lambda: outbox.handled() > before)
+            outbox.wait_handled()
+            outbox.assert_exact()
+
+
+def test_a_fast_shutdown_does_not_wait_for_another_database(
+    killable_server: Server, outbox: Outbox
+) -> None:
+    """The target is blocked, and the buffer is full, so that relay reads nothing."""
+    with Outbox(killable_server.create_database("source")) as source:
+        config = {
+            "group": "two-servers",
+            "target": {"dsn": outbox.dsn},
+            "source": {**source.config()["source"], "buffer_bytes": 1 << 20},
+        }
+        initialise(source.settings(**config))
+        blocker = psycopg.connect(outbox.dsn)
+        with relaying(source.settings(**config)) as service:
+            source.publish(host(0), event())
+            wait_until(lambda: outbox.handled() == 1)
+            blocker.execute("lock table relay.consumer_offsets")
+            for number in range(1, 30):
+                source.publish(host(number), event(payload={"amount": 1, "note": "x" * 100_000}))
+            receiver = service._source.receiver
+            assert receiver is not None
+            wait_until(lambda: receiver.received_now().buffered_bytes > 1 << 20)
+            assert stop_fast(killable_server) < STOPS_SECONDS
+            blocker.close()
+            killable_server.start()
+            wait_until(lambda: outbox.handled() == 30)
+            source.reconnect()
+            source.publish(host(30), event())
+            wait_until(lambda: outbox.handled() == 31)
