@@ -336,6 +336,8 @@ class StreamSource:
         Everything before it is applied already. A later commit may be polled and streamed; it is applied once.
         """
         last = self._poller.last()
+        if self._stopping.is_set():
+            return
         if last is None or not self._polls:
             raise RelayError(
                 f"the commit at {commit.lsn} cannot be received, since relay runs out of memory, and this group cannot "

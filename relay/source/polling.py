@@ -120,11 +120,16 @@ class Poller:
             return membership(conn, self._settings.source)
 
     def last(self) -> ChainLink | None:
-        """The group's last snapshot; None where only the WAL is read. During an outage of the target it retries.
+        """The group's last snapshot; None where only the WAL is read, or after `stop`.
 
-        Raises psycopg.Error if `stop` ends that.
+        During an outage of the target it retries.
         """
-        links = self._retrying(self._chain)
+        try:
+            links = self._retrying(self._chain)
+        except psycopg.Error:
+            if self._stopping.is_set():
+                return None
+            raise
         return links[-1] if links else None
 
     def _chain(self) -> list[ChainLink]:

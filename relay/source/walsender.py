@@ -116,7 +116,7 @@ def open_replication(settings: Settings) -> Connection:
 def open_session(settings: Settings, stream: Connection) -> Connection:
     """Open an ordinary session on the server of a replication connection. Raises psycopg.OperationalError."""
     info = stream.info
-    server = {"host": info.host, "hostaddr": info.hostaddr, "port": info.port}
+    server = {"host": info.host, "hostaddr": info.hostaddr, "port": str(info.port)}
     given = {key: value for key, value in server.items() if value}
     conn = connect(make_conninfo(settings.source_dsn, **given))
     conn.execute(

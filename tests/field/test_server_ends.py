@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import psycopg
 import pytest
@@ -59,7 +60,9 @@ def stop_fast(server: Server) -> float:
 def test_a_fast_shutdown_does_not_wait_for_relay(killable_server: Server, mode: str) -> None:
     dsn = killable_server.create_database("app")
     with Outbox(dsn) as outbox:
-        settings = outbox.settings(source={"dsn": dsn, "slot": "app", "publication": "app", "mode": mode})
+        settings = outbox.settings(
+            source={"dsn": dsn, "slot": "app", "publication": "app", "mode": mode}
+        )
         outbox.install(source={"dsn": dsn, "slot": "app", "publication": "app", "mode": mode})
         with relaying(settings):
             with publishing(dsn):
@@ -69,7 +72,7 @@ def test_a_fast_shutdown_does_not_wait_for_relay(killable_server: Server, mode: 
                     killable_server.start()
                     outbox.reconnect()
                     before = outbox.handled()
-                    wait_until(lambda: outbox.handled() > before)
+                    wait_until(lambda before=before: outbox.handled() > before)  # type: ignore[misc]
             outbox.wait_handled()
             outbox.assert_exact()
 
@@ -79,7 +82,7 @@ def test_a_fast_shutdown_does_not_wait_for_another_database(
 ) -> None:
     """The target is blocked, and the buffer is full, so that relay reads nothing."""
     with Outbox(killable_server.create_database("source")) as source:
-        config = {
+        config: dict[str, Any] = {
             "group": "two-servers",
             "target": {"dsn": outbox.dsn},
             "source": {**source.config()["source"], "buffer_bytes": 1 << 20},
