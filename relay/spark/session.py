@@ -41,6 +41,8 @@ _DEFAULTS = {
     # Without it every Python task waits 40 ms for a delayed TCP acknowledgement on the loopback interface.
     "spark.python.unix.domain.socket.enabled": "true",
     "spark.sql.adaptive.enabled": "false",
+    # What the status tracker says of tasks is then what has happened last.
+    "spark.ui.liveUpdate.period": "0",
     # Else the tasks of a sink's large job, which was submitted first, would all go before the pipeline's.
     "spark.scheduler.mode": "FAIR",
     "spark.scheduler.allocation.file": Path(__file__).with_name("fairscheduler.xml").as_uri(),

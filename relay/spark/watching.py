@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 
 from relay.faults import describe
+from relay.spark.session import POOL
 from relay.store.connections import connect
 from relay.store.groups import APPLICATION_NAME, INSTANCE
 
@@ -40,8 +41,7 @@ TASK_LATE = "a Spark task was late"
 
 _END_LATE = """
     select pg_terminate_backend(pid) from pg_stat_activity
-     where application_name = %(mark)s and datname = current_database()
-       and (state like 'idle in transaction%%' or wait_event = 'ClientWrite')
+     where application_name = %(mark)s and datname = current_database() and state like 'idle in transaction%%'
        and state_change < clock_timestamp() - make_interval(secs => %(late)s)
 """
 _ALIVE = """
@@ -142,9 +142,7 @@ class JobWatch:
         """Why a job stands still; None if it does not."""
         now = time.monotonic()
         running, unfinished = _tasks(session, job.group)
-        with self._lock:
-            others = [each.group for each in self._jobs if each is not job]
-        if not running and unfinished and not any(_tasks(session, group)[0] for group in others):
+        if unfinished and _running_by_pool(session).get(POOL) == 0:
             self._starved_since = self._starved_since or now
             return NO_SLOT if now - self._starved_since >= self._limits.starved else None
         self._starved_since = None
@@ -185,9 +183,18 @@ class JobWatch:
 
 def is_busy(session: SparkSession, slots: int) -> bool:
     """Whether jobs have all slots. Raises py4j's errors."""
-    tracker = session.sparkContext.statusTracker()
-    stages = map(tracker.getStageInfo, tracker.getActiveStageIds())
-    return sum(stage.numActiveTasks for stage in stages if stage is not None) >= slots
+    return sum(_running_by_pool(session).values()) >= slots
+
+
+def _running_by_pool(session: SparkSession) -> dict[str, int]:
+    """The running tasks of each pool, from the scheduler itself. Raises py4j's errors.
+
+    The numbers of the status tracker may be seconds old: it stores an event only with a later one.
+    """
+    context: Any = session.sparkContext
+    pools = context._jsc.sc().getAllPools()
+    found = [pools.apply(number) for number in range(pools.size())]
+    return {str(pool.name()): int(pool.runningTasks()) for pool in found}
 
 
 def _tasks(session: SparkSession, group: str) -> tuple[int, int]:

@@ -104,6 +104,14 @@ def executor_frozen(scene: Scene) -> None:
         wait_until(lambda: _waits(scene) or progress(scene.outbox) > before + 1_000, 120)
 
 
+def executor_frozen_for_long(scene: Scene) -> None:
+    scene.outbox.fill(TRANSACTIONS, events=5, hosts=64)
+    with frozen(scene.executor()):
+        before = progress(scene.outbox)
+        # Spark takes it for lost after two minutes (`spark.network.timeout`).
+        wait_until(lambda: progress(scene.outbox) > before + 2_000, 100)
+
+
 def executors_come_and_go(scene: Scene) -> None:
     scene.outbox.wait_handled(240)
     wait_until(lambda: len(scene.cluster.executors()) == 1, 120, 0.2)
@@ -134,6 +142,7 @@ FAULTS: dict[str, tuple[Callable[[Scene], None], dict[str, str]]] = {
             "spark__speculation__minTaskRuntime": "100ms",
         },
     ),
+    "executor frozen, no speculation": (executor_frozen_for_long, {}),
     "dynamic allocation": (executors_come_and_go, DYNAMIC),
 }
 _LONG = {

@@ -28,12 +28,16 @@ written: dict[str, int] = {}
 
 
 @pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file for which the tasks of `takes_every_slot` wait."""
+    path = tmp_path / "gate"
+    monkeypatch.setenv("RELAY_TEST_GATE", str(path))
     reached.clear()
     opened.clear()
     written.clear()
-    yield
+    yield path
     opened.set()
+    path.touch()
 
 
 def slow(frame: DataFrame, batch: BatchId) -> None:
@@ -108,10 +112,9 @@ def takes_every_slot(frame: DataFrame, batch: BatchId) -> None:
 
 
 def test_the_pipeline_goes_on_while_a_slow_sink_has_every_slot(
-    outbox: Outbox, spark_session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    outbox: Outbox, spark_session: Session, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """apache/spark#27862, apache/spark#12951: no share of a fair scheduler ends a task that runs."""
-    monkeypatch.setenv("RELAY_TEST_GATE", str(tmp_path / "gate"))
     monkeypatch.setattr(watching, "LIMITS", JobLimits(look=0.2, starved=1.0))
     config = sinks("takes_every_slot")
     spark = spark_session.get()
@@ -127,7 +130,7 @@ def test_the_pipeline_goes_on_while_a_slow_sink_has_every_slot(
         wait_until(lambda: outbox.handled() >= 3, 20)
         wait_until(lambda: "no Spark slot free" in reasons(outbox), 20)
         assert running_tasks(spark) == 2
-        (tmp_path / "gate").touch()
+        gate.touch()
         outbox.wait_handled()
         outbox.wait_delivered("takes_every_slot")
         outbox.publish(host(9), event(9))
@@ -137,9 +140,7 @@ def test_the_pipeline_goes_on_while_a_slow_sink_has_every_slot(
 
 
 def running_tasks(spark: SparkSession) -> int:
-    tracker = spark.sparkContext.statusTracker()
-    stages = map(tracker.getStageInfo, tracker.getActiveStageIds())
-    return sum(stage.numActiveTasks for stage in stages if stage is not None)
+    return sum(watching._running_by_pool(spark).values())
 
 
 def reasons(outbox: Outbox) -> set[str]:
