@@ -21,7 +21,7 @@ class Breaker:
 
     It opens only if all of the last `failures` keys have failed: a single key that fails is deferred and does not stop
     the others. The time between two trials doubles, up to `cool_down` seconds; no trial begins before the time that the
-    destination has asked for in one of the failures.
+    destination has asked for in the last failure.
     """
 
     def __init__(self, settings: CircuitBreaker | None) -> None:
@@ -82,8 +82,8 @@ class Breaker:
         return True
 
     def _ask(self, seconds: float) -> None:
-        until = time.monotonic() + min(seconds, LONGEST_ASKED_SECONDS)
-        self._asked_until = max(self._asked_until, until)
+        # Only the last word counts: the limit of a single key would hold up a sink whose destination is away meanwhile.
+        self._asked_until = time.monotonic() + min(seconds, LONGEST_ASKED_SECONDS)
 
     def _remember(self, key: Hashable) -> None:
         """Remember a key among the last `failures` keys that were tried."""

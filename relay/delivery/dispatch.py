@@ -165,7 +165,7 @@ class Dispatcher:
             delivery = self._blocked.popleft()
             delivery.is_ready = False
             if not delivery.blockers:
-                self._completed(delivery, BLOCKED)
+                self._defer(delivery)
             while self._ready and self._is_blocked(self._ready[-1]):
                 self._blocked.append(self._ready.pop())
 
@@ -201,7 +201,7 @@ class Dispatcher:
             elif self._is_blocked(delivery) and keeps_blocked and delivery.due is None:
                 self._blocked.append(self._ready.popleft())
             elif self._is_blocked(delivery):
-                self._completed(self._next_ready(), BLOCKED)
+                self._defer(self._next_ready())
             elif (
                 self._paused
                 or len(self._running) >= self._settings.concurrency
@@ -209,7 +209,8 @@ class Dispatcher:
             ):
                 return
             elif delivery.early():
-                self._defer_early(self._next_ready())
+                # Others may be tried meanwhile.
+                self._defer(self._next_ready())
             else:
                 self._begin(self._next_ready())
 
@@ -346,13 +347,16 @@ class Dispatcher:
         for delivery in [each for each in self._ready if each.early()]:
             self._ready.remove(delivery)
             delivery.is_ready = False
-            self._defer_early(delivery)
+            self._defer(delivery)
 
-    def _defer_early(self, delivery: Delivery) -> None:
-        """Defer a delivery whose time has not come, though others may be tried."""
-        assert delivery.asked is not None  # noqa: S101
+    def _defer(self, delivery: Delivery) -> None:
+        """Defer a delivery that is blocked, or whose destination has asked for a time that has not come."""
+        early = delivery.early()
+        if delivery.asked is None or not early:
+            self._completed(delivery, BLOCKED)
+            return
         error, attempts = delivery.asked[0], delivery.history.attempts
-        self._completed(delivery, RetryLater(self._sink.name, error, delivery.early(), attempts))
+        self._completed(delivery, RetryLater(self._sink.name, error, early, attempts))
 
     def _braked(self, failed: Failed) -> Failed:
         """Apply the brake: after too many dead letters in a row, defer the transaction instead and stop the sink."""

@@ -145,10 +145,11 @@ def set_keys(conn: Connection, keys: Mapping[int, Collection[str]]) -> None:
     pairs = [(number, writable(key, codec)) for number, each in keys.items() for key in each]
     conn.execute(
         """
-        update relay.deferred as d
-           set predecessor = null,
-               keys = array(select own.key from unnest(%s::bigint[], %s::text[]) as own (id, key) where own.id = d.id)
-         where d.id = any(%s::bigint[])
+        with own as (
+            select id, array_agg(key) as keys from unnest(%s::bigint[], %s::text[]) as own (id, key) group by id)
+        update relay.deferred as d set predecessor = null, keys = coalesce(own.keys, '{}')
+          from unnest(%s::bigint[]) as stored (id) left join own using (id)
+         where d.id = stored.id
         """,
         (
             arrays.of_numbers(number for number, _ in pairs),

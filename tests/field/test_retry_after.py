@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from email.utils import formatdate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from relay.config.handlers import CircuitBreaker
+from relay.config.handlers import CircuitBreaker, HttpHandler
 from relay.config.settings import Settings
 from relay.delivery import breaker
 from relay.delivery.breaker import Breaker
+from relay.delivery.dispatch import Dispatcher
+from relay.delivery.queues import Delivery
+from relay.faults import Undelivered
 from relay.handlers.http import retry_after
+from relay.model.dispositions import APPLIED, Disposition, RetryLater
+from relay.model.events import Commit, Lsn, Transaction
+from relay.model.transactions import Undecoded
+from relay.pipeline.brake import Brake
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.webhook import Answer, Webhook
 
@@ -117,14 +127,67 @@ def test_a_restart_keeps_to_what_was_asked_for(outbox: Outbox) -> None:
     limited.assert_kept()
 
 
+def test_an_event_keeps_its_own_time_when_others_close_the_breaker() -> None:
+    """A delivery under way may succeed after the breaker has opened: what was asked for one key holds for that."""
+    found: dict[str, Disposition] = {}
+    opened = asyncio.Event()
+    behave: dict[str, Callable[[], Awaitable[None]]] = {}
+
+    async def refuse() -> None:
+        raise Undelivered("HTTP 429", after=50.0)
+
+    async def succeed_late() -> None:
+        await opened.wait()
+
+    behave = {"1": succeed_late, "2": refuse, "3": refuse}
+
+    async def check() -> None:
+        async def deliver(transaction: Transaction) -> None:
+            await behave[str(transaction.transaction_id)]()
+
+        sink: Any = SimpleNamespace(name="h", deliver=deliver)
+        settings = HttpHandler(
+            type="http", url="http://h", circuit_breaker=CircuitBreaker(failures=1)
+        )
+        dispatcher = Dispatcher(
+            sink,
+            settings,
+            1_000_000,
+            Brake({}, {}),
+            lambda each, disposition: found.update({str(each.rows.transaction_id): disposition}),
+            lambda error: None,
+        )
+        for number in behave:
+            commit = Commit(Lsn(1), Lsn(1), 0, int(number))
+            events: Any = Transaction(number, commit, ())  # type: ignore[arg-type]
+            rows = Undecoded(commit, number, (), (), (), 1)
+            dispatcher.submit(Delivery(rows, events, frozenset(number)))
+        while not dispatcher.breaker.is_open:
+            await asyncio.sleep(0.001)
+        assert not found
+        opened.set()
+        while dispatcher.count:
+            await asyncio.sleep(0.001)
+        await dispatcher.close()
+
+    asyncio.run(asyncio.wait_for(check(), 10))
+    assert found.pop("1") == APPLIED
+    for disposition in found.values():
+        assert isinstance(disposition, RetryLater)
+        assert 49 < disposition.after <= 50
+    assert len(found) == 2
+
+
 def test_trials_keep_what_the_destination_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     one = Breaker(CircuitBreaker(failures=2, cool_down=30))
-    one.failed("a", 120.0)
+    # The limit of a single key does not hold up a sink whose destination is away.
+    one.failed("a", 3_000.0)
     assert not one.is_open
-    # The destination's word holds although the last failure asks for nothing.
     assert one.failed("b")
+    assert one.seconds_to_trial() == 1
+    one.failed("d", 120.0)
     assert one.seconds_to_trial() == 120
     now += 50
     # An attempt that was under way asks for more.
