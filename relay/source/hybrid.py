@@ -119,6 +119,7 @@ class StreamSource:
     def guard(self) -> None:
         """Note which commit is received, since one may have killed a process. Call before `start`."""
         self._wal.guard()
+        self._poller.guard()
 
     def start(self) -> None:
         """Begin to receive."""
@@ -163,8 +164,8 @@ class StreamSource:
     def ack(self, batch: Batch, outcome: Outcome) -> None:
         """Note that the batch is committed; a window as far as it could be claimed."""
         self._progressed = any(not task.busy for task in outcome.tasks)
+        self._poller.note(outcome)
         if batch.window is not None:
-            self._poller.note(outcome)
             return
         self._refused = outcome.busy
         if not outcome.busy:

@@ -45,6 +45,8 @@ BUSY_SECONDS = 0.05
 """How long to wait when other instances hold every partition that has rows to apply."""
 LONGEST_BUSY_SECONDS = 1.0
 """The longest wait before a difference is planned again of which other instances hold the rest."""
+GUARDED_EVENTS = 500
+"""The most events of a window while guarding: its transactions are applied one at a time, in one commit."""
 _FAR = 1 << 24
 """How many transactions a snapshot may lag while nothing is published: each new one is a write to the target."""
 
@@ -85,6 +87,7 @@ class Poller:
         self._retrying = retry_until_success(self._stopping, log_changes(log, "cannot poll yet"))
         self._windows = 0
         self._busy_seconds = BUSY_SECONDS
+        self._guarded_events = 0
         self._recognition = Recognition(settings)
         self._marked = self._checked = False
         self._named: tuple[str | None, int | None, str] | None = None
@@ -93,10 +96,23 @@ class Poller:
         """End the current wait: `window` then returns None."""
         self._stopping.set()
 
+    def guard(self) -> None:
+        """Plan small windows for as many events as one that killed a process may have had.
+
+        Otherwise the next death, or a stop, would undo all that was applied one transaction at a time.
+        """
+        self._guarded_events = self._settings.batch.max_events
+
     def note(self, outcome: Outcome) -> None:
         """Note the outcome of the last window: the next wait for other instances is short if it has moved anything."""
-        if not outcome.did_nothing:
-            self._busy_seconds = BUSY_SECONDS
+        if outcome.did_nothing:
+            return
+        self._busy_seconds = BUSY_SECONDS
+        if self._guarded_events > 0:
+            self._guarded_events -= outcome.applied + outcome.deferred
+            if self._guarded_events <= 0:
+                # The rest is planned again, in large windows.
+                self._drop_plan()
 
     def close(self) -> None:
         """Close the connections."""
@@ -284,7 +300,8 @@ class Poller:
     ) -> Iterator[Portion]:
         between = Difference(before.snapshot, after.snapshot)
         with self._source.connection() as conn:
-            yield from self._rows.plan(conn, between, polled, applied=applied)
+            most = GUARDED_EVENTS if self._guarded_events > 0 else None
+            yield from self._rows.plan(conn, between, polled, applied=applied, most=most)
 
     def _open(self, last: ChainLink) -> ChainLink | None:
         """Add the source's current snapshot to the chain; None if it shows no new rows."""
@@ -389,7 +406,8 @@ class PollSource:
         self._progressed = True
 
     def guard(self) -> None:
-        """Do nothing: no row is received before its task reads it."""
+        """Poll small windows at first, since a row may have killed a process. Call before `start`."""
+        self._poller.guard()
 
     def start(self) -> None:
         """Log and store the mode; no thread is started."""

@@ -151,26 +151,31 @@ class OutboxRows(OutboxTable):
         after: int,
         whole: bool = True,
         applied: RowCounts | None = None,
+        most: int | None = None,
     ) -> Generator[Portion]:
         """Yield a difference in portions, in order of the transactions' positions, after the position `after`.
 
         Transactions of which as many rows are `applied` as the outbox has are left out: a row whose host has changed
         since would count for another partition. With `whole`, the portions of a large difference are large, since tasks
-        split them by partitions. The server finds the transactions once and keeps them in a cursor: the connection is
-        in use until the generator is closed. Raises TransientFault if the server does not show the difference yet.
+        split them by partitions; with `most`, none has many more events than that. The server finds the transactions
+        once and keeps them in a cursor: the connection is in use until the generator is closed. Raises TransientFault
+        if the server does not show the difference yet.
         """
         require_visible(conn, between.after)
         with conn.cursor("relay_difference", withhold=True, binary=True) as cursor:
             cursor.itersize = 64
             with self._refused(conn):
-                cursor.execute(self._planning(conn, between, whole), {"after": after})
+                cursor.execute(self._planning(conn, between, whole, most), {"after": after})
             for (upto, left), rows in groupby(cursor, itemgetter(0, 1)):
                 shares = (_share(applied, *row) for _, _, *row in rows)
                 yield Portion(upto, left, tuple(share for share in shares if share.events))
 
-    def _planning(self, conn: Connection, between: Difference, whole: bool) -> sql.Composed:
+    def _planning(
+        self, conn: Connection, between: Difference, whole: bool, most: int | None
+    ) -> sql.Composed:
         settings = self._settings
-        most = settings.batch.max_events
+        small = min(settings.poll.batch_size, most or settings.poll.batch_size)
+        large = max(small, settings.batch.max_events * settings.partitions)
         marked = sql.SQL(
             """
             select xid8send({xid}) as key, false as unmarked, bit_or(set_bit({none}, {partition}, 1)) as partitions,
@@ -223,11 +228,9 @@ class OutboxRows(OutboxTable):
             """
         ).format(
             units=sql.SQL("").join(unit.format(**names) for unit in units),
-            most=max(settings.poll.batch_size, most),
-            large=max(settings.poll.batch_size, most * settings.partitions)
-            if whole
-            else settings.poll.batch_size,
-            small=settings.poll.batch_size,
+            most=max(small, settings.batch.max_events),
+            large=large if whole and most is None else small,
+            small=small,
         )
 
     def large(self, conn: Connection, shares: Collection[Share]) -> list[int]:

@@ -76,3 +76,27 @@ def test_a_task_that_waits_says_for_what(
     assert line["waits_for"] == "Lock relation"
     assert "(a report)" in line["blocked_by"]
     assert line["handler"] == "projection"
+
+
+def test_what_is_applied_one_at_a_time_after_a_death_is_committed_in_small_windows(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cause of the 50 s: a window was guarded as a whole, in one commit, and the next kill undid it."""
+    caplog.set_level(logging.DEBUG, "relay")
+    settings = outbox.settings(
+        source={**outbox.config()["source"], "mode": "poll"}, batch={"max_events": 1_200}
+    )
+    with relaying(settings):
+        outbox.publish(host(1), event(1))
+        outbox.wait_handled(10)
+    outbox.conn.execute("update relay.groups set running = true, instances = array['gone:1']")
+    outbox.fill(800, 5)
+    caplog.clear()
+    with relaying(settings):
+        outbox.wait_handled(60)
+    windows = [vars(record) for record in caplog.records if record.getMessage() == "batch"]
+    guarded = [each["events"] for each in windows if each["reason"] == "guarded"]
+    assert sum(guarded) < 4_000
+    assert max(guarded) <= 510
+    assert max(each["events"] for each in windows) > 510
+    outbox.assert_exact()
