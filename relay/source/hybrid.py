@@ -339,7 +339,9 @@ class StreamSource:
         last = self._poller.last()
         if self._stopping.is_set():
             return
-        if last is None or not self._polls:
+        # In mode wal, sinks do not get what is polled.
+        is_missed = not self._polls and bool(self._settings.sink_handlers)
+        if last is None or is_missed:
             raise RelayError(
                 f"the commit at {commit.lsn} cannot be received, since relay runs out of memory, and this group cannot "
                 "poll it instead: give relay more memory"
