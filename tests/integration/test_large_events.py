@@ -21,7 +21,7 @@ from relay.source.receiver import Receiver
 from relay.spark.session import Session
 from relay.store.connections import connect
 from relay.store.dead_letter_selection import DeadLetterSelection
-from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.outbox import Outbox, event, host, relaying, run_until_fault, wait_until
 
 LIMIT = 50_000
 LARGE = {"note": "x" * 2 * LIMIT}
@@ -102,6 +102,19 @@ def test_a_commit_that_cannot_be_received_is_passed(outbox: Outbox, mode: str) -
     check_passed(outbox, limited(outbox, mode))
     (exception,) = outbox.column("select distinct exception from relay.dead_letter_queue")
     assert "only in public.outbox_message_t, c_offset 5" in exception
+
+
+@pytest.mark.usefixtures("meagre")
+def test_a_commit_that_cannot_be_received_is_not_passed_where_sinks_would_miss_it(
+    outbox: Outbox,
+) -> None:
+    """With mode wal, a sink gets only what the stream brings."""
+    hook = {"type": "http", "url": "http://127.0.0.1:9/"}
+    routes = [{"handlers": ["hook"]}]
+    settings = limited(outbox, "wal", handlers={"hook": hook}, routes=routes)
+    let_others_write(outbox)
+    outbox.publish(host(2), event(5, metadata=LARGE))
+    assert "cannot be received" in run_until_fault(settings)
 
 
 @pytest.mark.usefixtures("meagre")
