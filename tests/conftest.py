@@ -104,8 +104,10 @@ def shared_spark_session(event_log: Path) -> Iterator[Session]:
         "spark.eventLog.rolling.enabled": "false",
         "spark.eventLog.dir": event_log.as_uri(),
     }
+    # The default is 200 tasks for each exchange, of a few rows here.
+    small = {"spark.sql.shuffle.partitions": "2"}
     session = Session(
-        SparkSettings.model_validate({"master": "local[2]", "conf": SPARK_CONF | logging})
+        SparkSettings.model_validate({"master": "local[2]", "conf": SPARK_CONF | logging | small})
     )
     session.start()
     assert session.get(timeout=120) is not None
