@@ -10,6 +10,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 from pyspark import SparkContext
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling, Scheduling
 
 from relay.config.settings import SparkSettings
 from relay.spark.session import Session
@@ -28,16 +30,28 @@ hypothesis.settings.load_profile("relay")
 SPARK_CONF = {"spark.relay.password": r" s3cret: 'é\n' = \"#\" "}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup`, one process has the tests that need Spark, and so the only session."""
-    for item in items:
-        if isinstance(item, pytest.Function) and _needs_spark(item):
-            item.add_marker(pytest.mark.xdist_group("spark"))
+class _OneSpark(LoadScopeScheduling):
+    """Gives one process the tests that need the shared Spark session, and one those of the cluster.
+
+    The marks `xdist_group` have no effect: xdist 3.8 writes them to an attribute that pytest 9.2 does not read.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        if "/unit/" in nodeid:
+            return nodeid
+        if "spark_cluster" in nodeid:
+            return "cluster"
+        return "spark" if any(word in nodeid for word in _NEED_SPARK) else nodeid
 
 
-def _needs_spark(item: pytest.Function) -> bool:
-    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    return "spark_session" in item.fixturenames or "spark" in parameters
+_NEED_SPARK = ("spark", "frozen_executors", "late_writers")
+"""What the names of tests that need a Spark session have; another one starts a session of its own."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
+    """Schedule the tests of `--dist loadgroup`."""
+    return _OneSpark(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.fixture(scope="session")

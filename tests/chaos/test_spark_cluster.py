@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.rare,
     pytest.mark.timeout(900),
     pytest.mark.usefixtures("stays_live"),
-    pytest.mark.xdist_group("cluster"),
 ]
 
 CHANCE = random.Random(16)

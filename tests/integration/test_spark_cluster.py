@@ -13,7 +13,7 @@ from relay.spark.session import Session
 from tests.outbox import wait_until
 from tests.spark_cluster import PROTECTED, SECRET, StandaloneCluster
 
-pytestmark = [pytest.mark.rare, pytest.mark.timeout(600), pytest.mark.xdist_group("cluster")]
+pytestmark = [pytest.mark.rare, pytest.mark.timeout(600)]
 
 
 @contextmanager
