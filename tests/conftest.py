@@ -30,7 +30,7 @@ hypothesis.settings.load_profile("relay")
 SPARK_CONF = {"spark.relay.password": r" s3cret: 'é\n' = \"#\" "}
 
 
-class _OneSpark(LoadScopeScheduling):
+class _OneSpark(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
     """Gives one process the tests that need the shared Spark session, and one those of the cluster.
 
     The marks `xdist_group` have no effect: xdist 3.8 writes them to an attribute that pytest 9.2 does not read.
