@@ -138,6 +138,10 @@ class NotReceived(Exception):
         self.offsets = offsets
 
 
+class TooLarge(Exception):
+    """Rows cannot be read, since a value is too large for the server or for this process."""
+
+
 class ProcessDied(Exception):
     """`crash_limit` processes died with the transaction in flight."""
 
@@ -358,6 +362,23 @@ def server_error(result: PGresult) -> psycopg.Error:
     if error.sqlstate is not None:
         return error
     return psycopg.OperationalError(str(error).strip() or "the connection is lost")
+
+
+def exceeds_limits(error: BaseException) -> bool:
+    """Return whether a value is too large for the server to send, or for this process or libpq in it to take."""
+    if isinstance(error, MemoryError | psycopg.errors.ProgramLimitExceeded):
+        return True
+    if isinstance(error, psycopg.errors.OutOfMemory):
+        return True
+    if isinstance(error, psycopg.errors.InternalError_):
+        # The server does not translate this text.
+        return "invalid memory alloc request size" in str(error)
+    # libpq reports it only in the text of the message.
+    return (
+        isinstance(error, psycopg.OperationalError)
+        and not error.sqlstate
+        and "memory" in str(error)
+    )
 
 
 def timed_out(error: BaseException) -> bool:

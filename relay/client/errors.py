@@ -19,7 +19,7 @@ class EventInvalid(OutboxError, ValueError):
 
 
 class EventTooLarge(OutboxError, ValueError):
-    """An event's payload and metadata have more bytes than `source.max_event_bytes`."""
+    """An event has more bytes of text than `source.max_event_bytes`."""
 
 
 class DuplicateEvent(OutboxError):

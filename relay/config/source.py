@@ -71,7 +71,7 @@ class SourceSettings(Section):
     buffer_bytes: Annotated[int, Field(ge=65536), Number] = 32 * 1024 * 1024
     """The most bytes of the stream that are received before they are durable in the target."""
     max_event_bytes: Annotated[int, Field(ge=1024), Number] = 16 * 1024 * 1024
-    """The largest payload and metadata that relay's own outbox accepts, together, in bytes."""
+    """The largest event that relay's own outbox accepts: its texts and JSON together, in bytes of text."""
 
     @model_validator(mode="before")
     @classmethod

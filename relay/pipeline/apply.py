@@ -17,7 +17,7 @@ import psycopg
 
 from relay.config.handlers import PythonHandler
 from relay.config.settings import Settings
-from relay.faults import Braked, timed_out
+from relay.faults import Braked, TooLarge, timed_out
 from relay.model.batch import DeadLettered, Range, TaskOutcome, Work
 from relay.model.dispositions import (
     APPLIED,
@@ -176,7 +176,12 @@ class Applier:
 
     def _attempt(self, task: Work, mode: HandlingMode) -> TaskOutcome:
         began = time.time_ns()
-        outcome = self._commit(task, mode)
+        try:
+            outcome = self._commit(task, mode)
+        except TooLarge:
+            if not isinstance(task, Range) or task.by_reference:
+                raise
+            outcome = self._commit(self._range_reader.by_reference(task), mode)
         if outcome.trace_record is None:
             return outcome
         return replace(outcome, trace_record=outcome.trace_record.since(began))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from functools import cached_property
 
 from psycopg_pool import ConnectionPool
 
 from relay.config.settings import Settings
+from relay.faults import RelayError
 from relay.model.batch import Range
 from relay.model.snapshots import Xids
 from relay.model.transactions import Transactions
@@ -54,6 +56,17 @@ class RangeReader:
                 closing(self._rows.commits(source, wanted, unmarked, task.by_reference)) as found,
             ):
                 yield from found
+
+    def by_reference(self, task: Range) -> Range:
+        """The range without the contents of rows that are too large to be read. Raises RelayError if there are none."""
+        with self._source.connection() as source:
+            large = tuple(self._rows.large(source, task.shares))
+        if not large:
+            raise RelayError(
+                "source.table: rows are too large for the server to send together, and none is larger than "
+                "source.max_event_bytes: lower it, or batch.max_events"
+            )
+        return replace(task, by_reference=large)
 
     def portions(self, found: Iterable[Transactions]) -> Iterator[Transactions]:
         """Join transactions up to `batch.max_events` and `max_bytes`: a range is one commit however large it is."""

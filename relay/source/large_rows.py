@@ -1,4 +1,4 @@
-"""Counts how often a process died while it received a commit, which finds a row that is too large for memory."""
+"""Counts how often receiving a commit failed for its size, or killed the process: it has a row that is too large."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class FatalCommit(Exception):
-    """Processes died `deaths` times while they received a commit."""
+    """Receiving a commit failed `deaths` times for its size, or killed the process."""
 
     def __init__(self, commit: OpenCommit, deaths: int) -> None:
         super().__init__(commit, deaths)
@@ -76,7 +76,7 @@ class ReceiverSuspects:
             self._noted = None
 
     def died(self, begun: OpenCommit | None) -> None:
-        """Count a death, although the process survives: memory ran out while a commit was open."""
+        """Count a death, although the process survives: the open commit has a value that is too large."""
         if begun is not None and self._noted is None:
             with _tolerating():
                 self._suspects.note(_name(begun))
@@ -102,18 +102,6 @@ def _tolerating() -> Iterator[None]:
         yield
     except psycopg.OperationalError as error:
         log.warning("cannot count deaths of the receiver", extra={"fault": describe(error)})
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this process, or libpq in it, ran out of memory."""
-    if isinstance(error, MemoryError):
-        return True
-    # libpq reports this only in the text of the message.
-    return (
-        isinstance(error, psycopg.OperationalError)
-        and not error.sqlstate
-        and "memory" in str(error)
-    )
 
 
 def _name(commit: OpenCommit) -> str:

@@ -16,7 +16,7 @@ import psycopg
 from psycopg.abc import Buffer
 
 from relay.config.settings import Settings
-from relay.faults import RelayError, TransientFault, describe
+from relay.faults import RelayError, TransientFault, describe, exceeds_limits
 from relay.heartbeat import Due
 from relay.logs import RepeatedLines
 from relay.model.events import POSTGRES_EPOCH, Lsn
@@ -25,7 +25,7 @@ from relay.model.tuples import ProtocolError
 from relay.source.assembler import Assembler, OpenCommit
 from relay.source.commit_queue import CommitQueue
 from relay.source.emitted import Emitted
-from relay.source.large_rows import FatalCommit, ReceiverSuspects, is_out_of_memory
+from relay.source.large_rows import FatalCommit, ReceiverSuspects
 from relay.source.progress import Progress
 from relay.source.replication import Replication
 from relay.source.wakeup import Wakeup
@@ -209,7 +209,7 @@ class Receiver:
             self._replication.unavailable(str(error), certain=False)
             self._refusals.note(1, fault=str(error))
             return
-        if isinstance(error, MemoryError) or is_out_of_memory(error):
+        if isinstance(error, MemoryError) or exceeds_limits(error):
             # This is not an outage: polling would read the same row.
             self._receiver_suspects.died(self._assembler.begun)
         else:
@@ -220,7 +220,7 @@ class Receiver:
     def _stop_before(self, error: FatalCommit) -> None:
         self.stuck = error.commit
         reason = (
-            f"out of memory {error.deaths} times while receiving the commit at {error.commit.lsn}"
+            f"the commit at {error.commit.lsn} was too large to be received {error.deaths} times"
         )
         log.error(reason, extra={"xid": error.commit.xid})
         self._replication.unavailable(reason, certain=True)

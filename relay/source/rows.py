@@ -15,7 +15,14 @@ from psycopg.abc import Buffer
 from psycopg.adapt import Loader
 
 from relay.config.fields import JSON_FIELDS
-from relay.faults import RelayError, TransientFault, first_line, is_transient
+from relay.faults import (
+    RelayError,
+    TooLarge,
+    TransientFault,
+    exceeds_limits,
+    first_line,
+    is_transient,
+)
 from relay.model.batch import Share
 from relay.model.events import INSERTED_BY
 from relay.model.snapshots import RowCounts, Snapshot, Xids
@@ -34,8 +41,12 @@ _FETCHED_AT_ONCE = 1_000
 _FETCHED_BYTES = 1 << 20
 """How many rows, and bytes, are grouped together."""
 
-_MOST_COMPRESSED = 4096
-"""How many times smaller than its text a stored value can be: compressed, or a number such as 1e9999."""
+_LONGEST = 16_384
+"""How many times longer than its stored form a text can be, such as that of the number 1e131071."""
+_SHORTENED = 1_000
+"""How many characters are read of each text of a row that is too large."""
+_TEXTS = frozenset({25, 1043})
+"""The types whose values are shortened: text and varchar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,37 +245,65 @@ class OutboxRows(OutboxTable):
         )
 
     def large(self, conn: Connection, shares: Collection[Share]) -> list[int]:
-        """The c_offsets of rows whose payload and metadata exceed `source.max_event_bytes` as text."""
-        wanted = {self._mapping[name] for name in JSON_FIELDS}
-        columns = [sql.Identifier(name) for name, _ in self.columns(conn) if name in wanted]
+        """The c_offsets of rows whose values exceed `source.max_event_bytes` as text, or cannot be made a text."""
+        columns = [sql.Identifier(name) for name, _ in self.columns(conn)]
         length = sql.SQL(" + ").join(
-            sql.SQL("coalesce(octet_length({}::text), 0)").format(column) for column in columns
-        )
-        stored = sql.SQL(" + ").join(
-            sql.SQL("coalesce(pg_column_size({}), 0)").format(column) for column in columns
+            sql.SQL("coalesce(octet_length({}::text)::bigint, 0)").format(column)
+            for column in columns
         )
         limit = self._settings.source.max_event_bytes
+        exceeds = sql.SQL("{} > {}").format(length, limit)
+        # Otherwise no text is made: what is not compressed becomes so many times longer at most.
+        may_exceed = sql.SQL("coalesce({}) is not null or {} > {}").format(
+            sql.SQL(", ").join(map(sql.SQL("pg_column_compression({})").format, columns)),
+            sql.SQL(" + ").join(map(sql.SQL("coalesce(pg_column_size({}), 0)").format, columns)),
+            limit // _LONGEST,
+        )
         large: list[int] = []
         for share in shares:
-            key = self._offset if share.unmarked else sql.Identifier(INSERTED_BY)
-            # A value that is small as stored is not decompressed to be measured.
-            query = sql.SQL(
-                "select {offset} from {table} where {key} = any({keys}) and {offset} is not null"
-                " and case when {stored} > {least} then {length} > {limit} else false end"
+            rows = sql.SQL(
+                "from {table} where {key} = any({keys}) and {offset} is not null"
             ).format(
                 offset=self._offset,
                 table=self._table,
-                key=key,
+                key=self._offset if share.unmarked else sql.Identifier(INSERTED_BY),
                 keys=_keys(share.xids, share.unmarked),
-                stored=stored,
-                least=limit // _MOST_COMPRESSED,
-                length=length,
-                limit=limit,
             )
             with self._refused(conn):
-                rows = conn.execute(query, prepare=False)
-            large += [int(offset) for (offset,) in rows]
+                large += self._exceeding(conn, rows, may_exceed, exceeds)
         return sorted(large)
+
+    def _exceeding(
+        self, conn: Connection, rows: sql.Composed, may_exceed: sql.Composed, exceeds: sql.Composed
+    ) -> list[int]:
+        """The c_offsets of rows that exceed the limit; each is measured alone if one cannot be measured."""
+        together = sql.SQL("select {}::bigint {} and case when {} then {} else false end")
+        try:
+            found = conn.execute(
+                together.format(self._offset, rows, may_exceed, exceeds), prepare=False
+            )
+            return [offset for (offset,) in found]
+        except psycopg.Error as error:
+            if not exceeds_limits(error):
+                raise
+        candidates = sql.SQL("select ctid::text, tableoid, {}::bigint {} and ({})")
+        listed = conn.execute(candidates.format(self._offset, rows, may_exceed), prepare=False)
+        return [
+            offset
+            for row, part, offset in listed.fetchall()
+            if self._exceeds(conn, row, part, exceeds)
+        ]
+
+    def _exceeds(self, conn: Connection, row: str, part: int, exceeds: sql.Composed) -> bool:
+        query = sql.SQL("select {} from {} where ctid = %s::tid and tableoid = %s")
+        try:
+            found = conn.execute(query.format(exceeds, self._table), (row, part), prepare=False)
+        except psycopg.Error as error:
+            if not exceeds_limits(error):
+                raise
+            return True
+        measured = found.fetchone()
+        return measured is not None and bool(measured[0])
 
     def commits(
         self,
@@ -276,9 +315,10 @@ class OutboxRows(OutboxTable):
         """Yield the rows of transactions, in the given order, grouped like commits of the WAL.
 
         `unmarked`: the rows have no c_xid, so `wanted` has their c_offsets instead of xids, and successive rows with
-        one transaction_id are a commit. Payload and metadata are null in the rows whose offset is in `by_reference`.
-        Rows are streamed; a commit above `batch.max_bytes` goes through a spool file. Raises TransientFault if the
-        server does not show the transactions yet, RelayError if the table cannot be read.
+        one transaction_id are a commit. In the rows whose offset is in `by_reference`, payload and metadata are null,
+        and texts have _SHORTENED characters. Rows are streamed; a commit above `batch.max_bytes` goes through a spool
+        file. Raises TransientFault if the server does not show the transactions yet, TooLarge if a value is too large
+        to be read, RelayError if the table cannot be read.
         """
         if not unmarked and len(wanted.xids):
             require_visible(conn, wanted.xids)
@@ -299,7 +339,7 @@ class OutboxRows(OutboxTable):
         rows: list[bytes] = []
         size = 0
         ends: list[tuple[int, int]] = []
-        statement = self._reading(columns, wanted, unmarked, by_reference)
+        statement = self._reading(described, wanted, unmarked, by_reference)
         for inserted_by, *cells in self._read(conn, statement, len(columns), encoding):
             this = int(inserted_by or 0), None if index is None else cells[index]
             if last is not None and not _is_same_commit(last, this):
@@ -319,7 +359,7 @@ class OutboxRows(OutboxTable):
 
     def _reading(
         self,
-        columns: Sequence[str],
+        columns: Sequence[tuple[str, int]],
         wanted: Wanted,
         unmarked: bool,
         by_reference: Collection[int],
@@ -365,28 +405,36 @@ class OutboxRows(OutboxTable):
                     copy.set_types(["text"] * (columns + 1))
                     yield from copy.rows()
             except psycopg.Error as error:
+                if exceeds_limits(error):
+                    raise TooLarge(first_line(error)) from None
                 if is_transient(error):
                     raise
                 raise RelayError(
                     f"source.table: {self._settings.source.table} cannot be read: {first_line(error)}: repair it"
                 ) from None
+            except MemoryError:
+                raise TooLarge("memory ran out") from None
 
     def _refused(self, conn: Connection) -> AbstractContextManager[None]:
         return refused(self._settings.source.table, conn)
 
     def _selected(
-        self, columns: Sequence[str], by_reference: Collection[int]
+        self, columns: Sequence[tuple[str, int]], by_reference: Collection[int]
     ) -> Iterator[sql.Composable]:
-        large = {self._mapping[name] for name in JSON_FIELDS} if by_reference else set()
         offsets = sql.SQL(", ").join(map(sql.Literal, by_reference))
-        for name in columns:
+        contents = {self._mapping[name] for name in JSON_FIELDS}
+        for name, type_oid in columns:
             column = sql.Identifier(name)
-            yield (
-                sql.SQL("case when {} in ({}) then null else {} end").format(
-                    self._offset, offsets, column
-                )
-                if name in large
-                else column
+            if not by_reference or not (name in contents or type_oid in _TEXTS):
+                yield column
+                continue
+            short = (
+                sql.SQL("null")
+                if name in contents
+                else sql.SQL("left({}, {})").format(column, _SHORTENED)
+            )
+            yield sql.SQL("case when {} in ({}) then {} else {} end").format(
+                self._offset, offsets, short, column
             )
 
 
