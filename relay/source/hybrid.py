@@ -31,6 +31,8 @@ GRACE_SECONDS = 3.0
 """How long the replication connection may fail before relay polls."""
 AUDIT_SECONDS = 5.0
 """How often the stream is compared with the outbox."""
+STILL_SECONDS = 5.0
+"""How long the stream may bring nothing of what the outbox has before relay polls."""
 RECONNECT_SECONDS = 15.0
 """The least time between two reconnections because commits are missing in the stream."""
 
@@ -111,6 +113,9 @@ class StreamSource:
         self._connections = 0
         self._incomplete = False
         self._current_position: SourcePosition | None = None
+        self._positioned = 0.0
+        # The position that a stream which stands still has not reached.
+        self._still: Lsn | None = None
         self._ahead: Batch | None = None
         self._next_audit = 0.0
         self._next_reconnect = 0.0
@@ -151,7 +156,9 @@ class StreamSource:
     def state(self) -> SourceState:
         """How the source is read now. Safe in any thread."""
         received, outage, mode = self._wal.received_now(), self._wal.outage, self._mode
-        if mode == POLLS and (outage is not None or self._wal.stuck is not None):
+        if mode == POLLS and (
+            outage is not None or self._wal.stuck is not None or self._still is not None
+        ):
             return SourceState(POLLS, self._reason, self._takeovers, received)
         if received.connected and outage is None:
             return SourceState(STREAMS, None, self._takeovers, received)
@@ -185,6 +192,7 @@ class StreamSource:
             self.heartbeat.update("waits for events")
             batch, self._ahead = self._ahead or self._wal.take(self._pause()), None
             if batch is not None:
+                yield from self._moving()
                 yield from self._missing()
                 self._enter("wal")
                 yield from self._streamed(batch)
@@ -195,10 +203,14 @@ class StreamSource:
                 yield from self._polled()
             elif self._wal.is_standby:
                 self._enter_standby()
+            elif self._still is not None and self._wal.received < self._still:
+                yield from self._poll_now()
             elif self._wal.connections:
+                yield from self._moving()
                 yield from self._missing()
                 self._enter("wal")
                 yield from self._audit()
+                self._notice_standstill()
 
     def ahead(self, events: int) -> Batch | None:
         """Return the batch of the stream after the one in flight, if it has about `events` events.
@@ -215,7 +227,7 @@ class StreamSource:
         return self._ahead
 
     def _pause(self) -> float:
-        if self._mode == "poll" and self._wal.outage is not None:
+        if self._mode == "poll" and (self._wal.outage is not None or self._still is not None):
             return 0.0  # the interval between polls is the wait
         return 0.2 if self._current_position else 1.0
 
@@ -258,6 +270,7 @@ class StreamSource:
                     self._next_audit = now + AUDIT_SECONDS
                     return
                 self._current_position = self._poller.current_position()
+                self._positioned = now
             if self._ahead is not None or self._wal.flushed < self._current_position.lsn:
                 return
             whole = self._poller.adopt(self._current_position, self._polls, self._follower.adopt)
@@ -282,6 +295,37 @@ class StreamSource:
                 "the stream lacks commits that the outbox has; they are polled, and relay connects again"
             )
             self._wal.reconnect()
+
+    def _notice_standstill(self) -> None:
+        """Poll from now on if the stream, which has no fault, does not bring what the outbox has, and say why.
+
+        A walsender may hang, or wait for a standby (synchronized_standby_slots), or decode much for others.
+        """
+        seen = self._current_position
+        if not self._polls or seen is None or self._ahead is not None:
+            return
+        silent = min(time.monotonic() - self._positioned, self._wal.quiet)
+        if silent < STILL_SECONDS or self._wal.received >= seen.lsn or not self._wal.empty:
+            return
+        self._positioned = time.monotonic()
+        try:
+            if not self._poller.lacks(seen):
+                return
+            activity = self._poller.reader_activity()
+        except psycopg.Error as error:
+            if not is_transient(error):
+                raise
+            log.debug("cannot compare with the outbox", extra={"fault": describe(error)})
+            return
+        self._still = seen.lsn
+        self._enter("poll", f"the stream stands still: {activity}")
+
+    def _moving(self) -> Iterator[Batch]:
+        """Finish what is being polled, since the stream goes on."""
+        if self._still is None:
+            return
+        self._still = self._current_position = None
+        yield from self._windows(opening=False)
 
     def _is_published(self) -> bool:
         """Whether the stream still brings all of the outbox; if not, in mode auto, connect again, which finds out why.
@@ -371,6 +415,10 @@ class StreamSource:
             self._stopping.wait(0.1)
             return
         self._enter("poll", outage.reason)
+        yield from self._poll_now()
+
+    def _poll_now(self) -> Iterator[Batch]:
+        """Yield the next window, or wait for the next poll."""
         window = self._poller.window()
         if window is None:
             self.heartbeat.update("waits for events", Due.LATE)
@@ -384,6 +432,7 @@ class StreamSource:
     def _enter_standby(self) -> None:
         """Note that another process reads the slot."""
         self._stood_by = True
+        self._still = None
         if self._mode:
             self._mode = ""
             self._current_position = None

@@ -33,7 +33,7 @@ from relay.source.interval import Interval
 from relay.source.recovery import Recognition
 from relay.source.rows import OutboxRows, Portion, prepare_reading
 from relay.source.server import SourcePosition, current_position, durable_position
-from relay.source.slot import membership, require_published
+from relay.source.slot import membership, reader_activity, require_published
 from relay.source.state import POLLS, SourceState
 from relay.store import dead_letters, groups, offsets, snapshots
 from relay.store.connections import connect, open_pool
@@ -181,6 +181,26 @@ class Poller:
                 snapshots.replace(target, group, last, seen.snapshot)
             adopted(seen)
             return True
+
+    def lacks(self, seen: SourcePosition) -> bool:
+        """Whether the WAL has not brought yet all that a snapshot sees, and all that it brought is applied.
+
+        Raises psycopg.Error.
+        """
+        group = self._settings.group
+        with self._target.connection() as target, self._source.connection() as source:
+            positions, links = offsets.positions_and_chain(target, group)
+            if not links or not seen.snapshot.covers(links[-1].snapshot):
+                return False
+            if any(position.snapshot_id != links[-1].id for position in positions):
+                return True
+            between = Difference(links[-1].snapshot, seen.snapshot)
+            return self._lacks_rows(source, target, between, snapshots.noted_rows(target, group))
+
+    def reader_activity(self) -> str:
+        """Describe what the process does that reads the slot. Raises psycopg.Error."""
+        with self._source.connection() as conn:
+            return reader_activity(conn, self._settings.source.slot)
 
     def _lacks_rows(
         self,

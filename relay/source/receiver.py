@@ -76,6 +76,7 @@ class Receiver:
         self._resumed = Condition()
         # Written by the receiver's thread, read by others.
         self.last_heard: float | None = None
+        self.last_brought = time.monotonic()
         self.stuck: OpenCommit | None = None
         # Set by the service's thread.
         self._must_reconnect = False
@@ -240,7 +241,7 @@ class Receiver:
         self._assembler.reset(stream.encoding, stream.partitioned, stream.next_xid)
         pgconn = stream.conn.pgconn
         pgconn.nonblocking = 1
-        began = last_heard = last_sent = last_asked = time.monotonic()
+        began = last_heard = last_sent = last_asked = self.last_brought = time.monotonic()
         self._reported = Lsn(0)
         self._must_reconnect = self._has_received = steady = False
         with selectors.DefaultSelector() as selector:
@@ -363,6 +364,8 @@ class Receiver:
             self._assembler.feed(messages)
             raise
         self._has_received = self._has_received or size > 0
+        if messages:
+            self.last_brought = time.monotonic()
         passed = self._assembler.feed(messages) or Lsn(0)
         # Everything up to a keepalive's position came before it, except the transaction that is still open.
         self._finished(

@@ -42,7 +42,13 @@ from relay.source.recovery import (
     SourceComparison,
     Unavailable,
 )
-from relay.source.slot import require_ours, require_published, slot_reader, slot_state
+from relay.source.slot import (
+    reader_activity,
+    require_ours,
+    require_published,
+    slot_reader,
+    slot_state,
+)
 from relay.source.translation import Encoding, codec_of
 from relay.source.walsender import (
     System,
@@ -53,13 +59,17 @@ from relay.source.walsender import (
     sender_timeout,
     start_replication,
 )
-from relay.store.connections import Connection, pin_reading
+from relay.store import groups
+from relay.store.connections import Connection, connect, pin_reading
+from relay.store.presence import instances
 
 log = logging.getLogger(__name__)
 
 
 ACTIVE_WAIT_SECONDS = 1.0
 """How often a standby tries to read the slot."""
+ORPHANED_SECONDS = 3.0
+"""How long the slot may be held for an instance that does not run: a walsender may notice late that it is gone."""
 APPLIED_POLL_SECONDS = 0.1
 STATUS_SHARE = 0.6
 """The share of `wal_sender_timeout` after which a status update is sent."""
@@ -114,6 +124,7 @@ class Replication:
         self._opening: Connection | None = None
         self._system: System | None = None
         self._undecodable = False
+        self._orphaned_since: float | None = None
 
     def connect(self) -> WalStream | None:
         """Open the stream, with retries until it succeeds; None once relay closes. Raises RelayError, psycopg.Error."""
@@ -201,16 +212,37 @@ class Replication:
             self._opening = None
 
     def _other_reader(self, conn: Connection) -> str | None:
-        """Describe the client that reads the slot, if it is not relay; None if relay may wait for the slot."""
+        """Describe the client that reads the slot, if it is no running relay; None if relay may wait for the slot."""
         if self._recovery is None:
             return None
         try:
             reader = slot_reader(conn, self._settings.source.slot)
+            if reader is None:
+                return None
+            if not reader.startswith("relay"):
+                return f"another client reads the slot: {reader or 'without a name'}"
+            if self._is_alive(reader):
+                self._orphaned_since = None
+                return None
+            activity = reader_activity(conn, self._settings.source.slot)
         except psycopg.Error:
             return None
-        if reader is None or reader.startswith("relay"):
+        self._orphaned_since = self._orphaned_since or time.monotonic()
+        if time.monotonic() - self._orphaned_since < ORPHANED_SECONDS:
             return None
-        return f"another client reads the slot: {reader or 'without a name'}"
+        return (
+            f"the slot is held for no running instance: {activity}; its process hangs, or is another group's: end it "
+            "with pg_terminate_backend"
+        )
+
+    def _is_alive(self, reader: str) -> bool:
+        """Whether another instance of the group runs with that application_name. Raises psycopg.Error."""
+        with connect(self._settings.target_dsn) as target:
+            running = instances(target, self._settings.group)
+        if groups.INSTANCE in running:
+            # This one; a process may have several.
+            running.remove(groups.INSTANCE)
+        return reader.removeprefix(groups.PREFIX) in running
 
     def _note_why(self) -> Callable[[RetryCallState], None]:
         """Return a callback that stores the reason of a retry as the outage, and logs it when it changes."""
@@ -303,6 +335,7 @@ class Replication:
                 self._progress.start(confirmed)
                 self._system = system
                 self.on_standby = False
+                self._orphaned_since = None
                 self.connections += 1
             opened.pop_all()
         self._changed()

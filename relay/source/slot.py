@@ -82,6 +82,28 @@ def slot_reader(conn: psycopg.Connection[object], name: str) -> str | None:
     return reader
 
 
+def reader_activity(conn: psycopg.Connection[object], name: str) -> str:
+    """Describe what the server shows of the process that reads the slot, and of standby slots that it waits for."""
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        activity: str | None = cursor.execute(
+            """
+            select concat_ws(', ',
+                   format('process %%s reads the slot (%%s)', s.active_pid, a.application_name),
+                   'waits for ' || a.wait_event,
+                   (select 'synchronized_standby_slots names ' || string_agg(trim(standby), ', ')
+                           || ', which no standby reads'
+                      from unnest(string_to_array(nullif(current_setting('synchronized_standby_slots', true), ''), ','))
+                           as standby
+                     where not exists (select from pg_replication_slots p
+                                        where p.slot_name = trim(standby) and p.active)))
+              from pg_replication_slots s left join pg_stat_activity a on a.pid = s.active_pid
+             where s.slot_name = %s and s.active_pid is not null
+            """,
+            (name,),
+        ).fetchone()
+    return activity or "no process reads the slot"
+
+
 def create_slot(conn: psycopg.Connection[object], name: str) -> Lsn:
     """Create the slot, as a failover slot where the server has them (PostgreSQL 17 and later); returns its position.
 

@@ -113,6 +113,11 @@ class WalSource:
         return self._progress.received
 
     @property
+    def quiet(self) -> float:
+        """For how many seconds the stream has brought no message of a commit."""
+        return time.monotonic() - self._receiver.last_brought
+
+    @property
     def empty(self) -> bool:
         """Whether no commit is queued."""
         return self._queue.empty

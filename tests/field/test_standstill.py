@@ -1,0 +1,103 @@
+"""A stream that stands still without a fault is replaced by polling, with the reason.
+
+Public reports: EnterpriseDB/pg_failover_slots#46, timescale/timescaledb-docker-ha#676 (synchronized_standby_slots stops
+decoding), multigres/multigres#1394.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psycopg
+import pytest
+
+from relay.source import hybrid
+from relay.source.wal import WalSource
+from relay.store import groups
+from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.postgres import Server
+
+STREAMS = "select active from pg_replication_slots where slot_name = %s"
+
+
+@contextmanager
+def frozen(outbox: Outbox) -> Iterator[None]:
+    """Stop the process that reads the slot, which then neither sends nor ends."""
+    pid = outbox.value(
+        "select active_pid from pg_replication_slots where slot_name = %s", (outbox.slot,)
+    )
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def reason(outbox: Outbox) -> str:
+    """Why relay polls, as `relay status` shows it."""
+    return str(
+        outbox.value("select source_mode || ': ' || coalesce(source_reason, '') from relay.groups")
+    )
+
+
+def test_a_standby_slot_that_nobody_reads_holds_back_the_stream(
+    killable_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hybrid, "STILL_SECONDS", 1.0)
+    with psycopg.connect(killable_server.dsn(), autocommit=True) as admin:
+        if admin.info.server_version < 170000:
+            pytest.skip("servers before 17 have no synchronized_standby_slots")
+        admin.execute("select pg_create_physical_replication_slot('away')")
+        with Outbox(killable_server.create_database("app")) as outbox:
+            outbox.install()
+            with relaying(outbox.settings()):
+                outbox.publish(host(0), event(0))
+                outbox.wait_handled()
+                admin.execute("alter system set synchronized_standby_slots = 'away'")
+                admin.execute("select pg_reload_conf()")
+                wait_until(lambda: outbox.value("show synchronized_standby_slots") == "away")
+                for number in range(1, 6):
+                    outbox.publish(host(number), event(number))
+                outbox.wait_handled(20)
+                wait_until(lambda: "away, which no standby reads" in reason(outbox))
+                admin.execute("alter system reset synchronized_standby_slots")
+                admin.execute("select pg_reload_conf()")
+                wait_until(lambda: reason(outbox) == "wal: ")
+                outbox.publish(host(6), event(6))
+                outbox.wait_handled()
+            outbox.assert_exact()
+
+
+def test_a_walsender_hangs(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hybrid, "STILL_SECONDS", 1.0)
+    with relaying(outbox.settings()):
+        outbox.publish(host(0), event(0))
+        outbox.wait_handled()
+        with frozen(outbox):
+            outbox.publish(host(1), event(1))
+            outbox.wait_handled(20)
+            assert "the stream stands still: process" in reason(outbox)
+        outbox.publish(host(1), event(2))
+        outbox.wait_handled()
+        wait_until(lambda: reason(outbox) == "wal: ")
+    outbox.assert_exact()
+
+
+def test_a_walsender_hangs_whose_reader_is_gone(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups, "APPLICATION_NAME", "relay elsewhere:1")
+    former = WalSource(outbox.settings())
+    former.start()
+    wait_until(lambda: outbox.value(STREAMS, (outbox.slot,)))
+    monkeypatch.undo()
+    with frozen(outbox):
+        former.close(0.1)
+        outbox.publish(host(0), event(0))
+        with relaying(outbox.settings()):
+            outbox.wait_handled(20)
+            wait_until(lambda: "held for no running instance" in reason(outbox))
+    outbox.assert_exact()
