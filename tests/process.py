@@ -112,11 +112,11 @@ class Running:
 
 @contextmanager
 def running(
-    config: Path, *arguments: str, command: str = "run", fresh: bool = False, **environment: str
+    config: Path, *arguments: str, command: str = "run", memory: str = "", **environment: str
 ) -> Iterator[Running]:
     """Run `relay run`, or another command, in the background; it is killed at the end if it still runs.
 
-    A `fresh` one is a new Python, whose memory has nothing but what it imports.
+    With `memory="own"` it is a new Python, whose memory has nothing but what it imports.
     """
     log = config.with_suffix(".log")
     with log.open("ab") as stream:
@@ -130,7 +130,7 @@ def running(
                 ],
                 environment,
                 (nothing, stream, stream),
-                fresh=fresh,
+                fresh=memory == "own",
             )
     try:
         yield Running(process, log, begun)

@@ -305,7 +305,7 @@ def test_a_row_larger_than_memory_is_dead_lettered_by_reference(
 ) -> None:
     outbox.conn.execute("alter table outbox_message_t drop constraint relay_max_event_bytes")
     outbox.publish(host(1), event(1))
-    with running(outbox.config_file(tmp_path / "relay.yaml"), fresh=True) as service:
+    with running(outbox.config_file(tmp_path / "relay.yaml"), memory="own") as service:
         outbox.wait_drained()
         limit = 400 * 1024 * 1024
         psutil.Process(service.process.pid).rlimit(psutil.RLIMIT_DATA, (limit, limit))

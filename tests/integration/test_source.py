@@ -219,7 +219,7 @@ def test_a_million_events_in_one_transaction_stay_out_of_memory(
         """.encode(),
         (host(1),),
     )
-    with running(config, fresh=True) as service:
+    with running(config, memory="own") as service:
         service.wait_said("the Spark session is ready", 120)
         process = psutil.Process(service.process.pid)
         tip = outbox.wal_end()
