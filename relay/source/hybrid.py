@@ -388,7 +388,7 @@ class StreamSource:
         if last is None or is_missed:
             raise RelayError(
                 f"the commit at {commit.lsn} cannot be received, since it is too large, and this group cannot poll it "
-                "instead: give relay more memory, or take the event out of the table and skip it with `relay offsets seek`"
+                "instead: give relay more memory, or delete the event and skip it with `relay offsets seek`"
             )
         self._enter("poll", "a commit is too large to be received")
         xid = full_xids(np.array([commit.xid]), self._wal.next_xid)
