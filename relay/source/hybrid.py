@@ -404,8 +404,15 @@ class StreamSource:
             yield window
             if not self._progressed:
                 self._stopping.wait(BUSY_SECONDS)
-        if not self._stopping.is_set():
+        if self._stopping.is_set():
+            return
+        try:
             self._wal.pass_over(commit)
+        except psycopg.Error as error:
+            if not is_transient(error):
+                raise
+            log.debug("cannot stream on yet", extra={"fault": describe(error)})
+            self._stopping.wait(BUSY_SECONDS)
 
     def _polled(self) -> Iterator[Batch]:
         outage = self._wal.outage

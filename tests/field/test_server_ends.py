@@ -16,6 +16,9 @@ import psycopg
 import pytest
 
 from relay.admin.install import initialise
+from relay.model.events import Lsn
+from relay.source.assembler import OpenCommit
+from relay.source.large_rows import ReceiverSuspects
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import EmbeddedServer, Server
 
@@ -105,3 +108,30 @@ def test_a_fast_shutdown_does_not_wait_for_another_database(
             source.reconnect()
             source.publish(host(30), event())
             wait_until(lambda: outbox.handled() == 31)
+
+
+def test_the_target_ends_when_a_commit_is_passed_over(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The note of a commit that could not be received is deleted in the target, whose session may have ended."""
+    forget, refusals = ReceiverSuspects.forget, [1, 2]
+
+    def refuse(self: ReceiverSuspects, commit: OpenCommit) -> None:
+        if refusals:
+            refusals.pop()
+            raise psycopg.errors.AdminShutdown("terminating connection")
+        forget(self, commit)
+
+    monkeypatch.setattr(ReceiverSuspects, "forget", refuse)
+    with relaying(outbox.settings()) as service:
+        outbox.publish(host(0), event())
+        outbox.wait_handled()
+        xid = outbox.value("select c_xid::text::bigint from outbox_message_t")
+        receiver = service._source.receiver
+        assert receiver is not None
+        receiver._receiver.stuck = OpenCommit(Lsn(1), int(xid))
+        wait_until(lambda: receiver.stuck is None)
+        outbox.publish(host(0), event())
+        outbox.wait_handled()
+    assert not refusals
+    outbox.assert_exact()
