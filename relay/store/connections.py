@@ -77,7 +77,11 @@ There is no `tcp_user_timeout`, which would also end the connection while the se
 LOCK_TIMEOUT = "30s"
 """How long a statement waits for a lock before its task is retried, unless the user has set a timeout."""
 
-_SESSION = "; ".join(f"set {name} = {value}" for name, value in KEEPALIVE.items())
+_SESSION = "; ".join(
+    # A session that waits is not forgotten: it has a claim, shows that relay runs, or listens.
+    f"set {name} = {value}"
+    for name, value in {**KEEPALIVE, "idle_session_timeout": "0"}.items()
+)
 _DURABLE = """
     select set_config('synchronous_commit', 'on', false)
      where current_setting('synchronous_commit') not in ('on', 'remote_apply')

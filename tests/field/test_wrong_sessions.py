@@ -132,6 +132,21 @@ def test_every_connection_asks_whether_its_server_is_still_there(outbox: Outbox)
             assert conn.info.get_parameters()["keepalives_idle"] == "30"
 
 
+def test_a_session_that_waits_is_not_ended_as_idle(outbox: Outbox) -> None:
+    """hapostgres/pg_auto_failover#1028: the claims of sinks ended with their sessions."""
+    outbox.conn.execute(f"alter database {outbox.slot} set idle_session_timeout = '1s'".encode())
+    handlers = HandlerPool(outbox.dsn, 1, lambda _: None, durable=True, code_of=[])
+    with (
+        closing(handlers),
+        connect(outbox.dsn) as alone,
+        open_pool(outbox.dsn, 1) as pool,
+        pool.connection() as pooled,
+        handlers.connection() as handling,
+    ):
+        for conn in (alone, pooled, handling):
+            assert conn.execute("show idle_session_timeout").fetchone() == ("0",)
+
+
 @pytest.mark.parametrize("attribute", ["sqlstate", "pgcode"])
 def test_an_outage_that_another_driver_reports_is_no_fault_of_the_event(attribute: str) -> None:
     """MagicStack/asyncpg#121: a handler's own session, of asyncpg or psycopg2, was read-only or of another client."""
