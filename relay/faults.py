@@ -218,8 +218,16 @@ _OUTAGE_ERRNOS = frozenset(
 _NAME_RESOLUTION = frozenset({socket.EAI_AGAIN, socket.EAI_FAIL, socket.EAI_NONAME})
 _LOST_CONNECTION = re.compile("connection|consuming input|flushing|resolve host")
 """Matches messages of psycopg and libpq about a connection that is lost or failed; these errors have no SQLSTATE."""
-_OUTAGE_NAMES = frozenset({ConnectionError.__name__, TimeoutError.__name__})
-"""Names of errors that client libraries do not derive from the built-in ones: redis, nats, requests, elasticsearch."""
+_OUTAGE_NAMES = frozenset(
+    {
+        *(ConnectionError.__name__, TimeoutError.__name__),
+        *("InvalidCachedStatementError", "OutdatedSchemaCacheError"),
+    }
+)
+"""Names of errors that client libraries do not derive from the built-in ones: redis, nats, requests, elasticsearch.
+
+The last two are asyncpg's, of a session whose prepared statements a change of the schema has made stale.
+"""
 _CHAIN_LENGTH = 10
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import asyncpg
 import psycopg
 import pytest
 
@@ -135,6 +136,15 @@ def test_a_stale_plan_is_recognised_behind_a_pooler_that_drops_fields() -> None:
     """margince/margince#5448."""
     stale = psycopg.errors.FeatureNotSupported("cached plan must not change result type")
     assert action_for(stale) is FaultAction.RETRY
+
+
+@pytest.mark.parametrize(
+    "error", [asyncpg.InvalidCachedStatementError, asyncpg.OutdatedSchemaCacheError]
+)
+def test_a_stale_statement_of_a_handlers_asyncpg_is_retried(error: type[Exception]) -> None:
+    """MagicStack/asyncpg#458: inside a transaction asyncpg cannot prepare the statement again by itself."""
+    assert action_for(error("stale")) is FaultAction.RETRY
+    assert action_for(asyncpg.FeatureNotSupportedError("no")) is FaultAction.DEAD_LETTER
 
 
 def test_a_prepared_statement_of_another_client_of_the_pooler(outbox: Outbox) -> None:
