@@ -218,9 +218,19 @@ def _answer(connection: socket.socket, number: int) -> None:
         connection.sendall(f"{number}\n".encode())
 
 
+def _name_after_this_process() -> None:
+    """Put this process's id for that of its parent where relay has named the instance on import."""
+    former, own = f":{os.getppid()}", f":{os.getpid()}"
+    for module in [each for name, each in sys.modules.items() if name.startswith("relay.")]:
+        for name, value in vars(module).items():
+            if isinstance(value, str) and value.endswith(former):
+                setattr(module, name, value.removesuffix(former) + own)
+
+
 def _run(request: _Request) -> None:
     """Do what Python does for `-m relay` in this environment."""
     arguments, environment, folder = request
+    _name_after_this_process()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -14,9 +14,9 @@ from relay.store.connections import Connection
 
 def present(conn: Connection) -> datetime:
     """Return the database's present time in UTC. Raises psycopg.Error."""
-    moment: datetime
-    ((moment,),) = conn.execute("select clock_timestamp()")
-    return moment.astimezone(UTC)
+    # As a number: psycopg reads a timestamp only where the session's DateStyle is ISO.
+    ((seconds,),) = conn.execute("select extract(epoch from clock_timestamp())::float8")
+    return datetime.fromtimestamp(seconds, UTC)
 
 
 def ahead(conn: Connection, moments: Mapping[int, datetime]) -> dict[int, datetime]:
