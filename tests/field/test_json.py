@@ -1,7 +1,7 @@
 """Whatever JSON PostgreSQL stores, relay reads: long numbers, deep nesting, every digit.
 
-Reports: python/cpython#95778 (integers of more than 4,300 digits), dart-lang/language#2837 and debezium/dbz#1225
-(numbers that lose digits), simdjson/simdjson#1033 and serde-rs/json#334 (nesting).
+Reports: python/cpython#95778 (integers of more than 4,300 digits), pingcap/tiflow#12064 and airbytehq/airbyte#12057
+(numbers that lose digits), serde-rs/json#334 and nextstrain/nextclade#1019 (nesting).
 """
 
 from __future__ import annotations
