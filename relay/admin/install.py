@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import psycopg
 from psycopg import sql
-from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
+from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random
 
 from relay.admin.administrators import administrators, on_one_server
 from relay.admin.adoption import claim_schema, require_adoptable
@@ -64,10 +64,14 @@ def _may_pass(error: BaseException) -> bool:
     return isinstance(error, psycopg.errors.DuplicateObject | psycopg.errors.LockNotAvailable)
 
 
+def _is_over(state: RetryCallState) -> bool:
+    return (state.seconds_since_start or 0.0) > LOCK_SECONDS
+
+
 _repeating = Retrying(
     retry=retry_if_exception(_may_pass),
     wait=wait_random(0.05, 0.5),
-    stop=stop_after_delay(LOCK_SECONDS),
+    stop=_is_over,
     reraise=True,
 )
 

@@ -726,7 +726,7 @@ ADOPTED = """
 def test_publishers_do_not_wait_for_installing_again(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(install, "LOCK_TIMEOUT", "50ms")
+    monkeypatch.setattr(install, "LOCK_SECONDS", 0.5)
     published = "insert into events values (gen_random_uuid(), gen_random_uuid(), 'x', '{}')"
     with Outbox(database) as outbox, psycopg.connect(database) as publisher:
         outbox.conn.execute(ADOPTED)

@@ -103,7 +103,7 @@ def test_only_relays_trigger_of_this_outbox_is_removed(outbox: Outbox) -> None:
 def test_a_table_in_use_is_not_waited_for_to_remove_the_trigger(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(install, "LOCK_TIMEOUT", "50ms")
+    monkeypatch.setattr(install, "LOCK_SECONDS", 0.5)
     initialise(configured(outbox, listen=True))
     with psycopg.connect(outbox.dsn) as publisher:
         publisher.execute(INSERT.format(OWN).encode())
