@@ -146,7 +146,7 @@ FAULTS: dict[str, tuple[Callable[[Scene], None], dict[str, str]]] = {
 }
 _LONG = {
     *("executor killed, one failure allowed", "worker killed", "master restarted"),
-    *("driver killed", "dynamic allocation"),
+    *("driver killed", "dynamic allocation", "executor frozen, no speculation"),
 }
 """Variants of the other faults, which take minutes each."""
 
