@@ -20,8 +20,9 @@ pytestmark = [
     pytest.mark.usefixtures("stays_live"),
 ]
 
-KILLS = 10
-EVENTS = 100_000
+CHANCE = random.Random(7)
+KILLS = 2
+EVENTS = 20_000
 BATCHES = "select coalesce(max(number), 0) from relay.spark_batches"
 
 
@@ -49,14 +50,13 @@ def test_a_delta_table_has_each_event_once_with_relay_killed(
         routes=[{"handlers": ["lake"]}],
         batch={"inline_max_events": 1_000_000_000},
     )
-    chance = random.Random(7)
     for _ in range(KILLS):
         before = outbox.value(BATCHES)
         outbox.fill(EVENTS // KILLS // 5, events=5)
         with running(file) as service:
             wait_until(lambda: outbox.value(BATCHES) > before, 120)  # noqa: B023
             with suppress(TimeoutExpired):
-                service.process.wait(chance.uniform(0, 1.5))
+                service.process.wait(CHANCE.uniform(0, 1.5))
             assert service.process.poll() is None, service.log.read_text()
             service.kill()
     with running(file) as service:

@@ -20,7 +20,7 @@ from tests.process import ROOT
 
 pytestmark = [pytest.mark.chaos, pytest.mark.rare, pytest.mark.timeout(600)]
 
-KILLS = 3
+KILLS = 2
 
 QUERY = """
 import pathlib, sys

@@ -902,7 +902,7 @@ def test_each_event_is_written_once_with_relay_killed_while_it_writes(
         **lake(path, max_events=10_000),
         batch={"inline_max_events": 1_000_000_000},
     )
-    for done in range(4):
+    for done in range(3):
         with running(file) as service:
             # Sooner and later in the life of a batch, also between its last file and the end that is stored.
             service.wait_said("wrote a batch with Spark", 180) if done % 2 else None
