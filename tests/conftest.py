@@ -41,9 +41,17 @@ class _OneSpark(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
             return nodeid
         if "spark_cluster" in nodeid:
             return "cluster"
+        for module in _SHARE_MUCH:
+            if module in nodeid:
+                return module
         return "spark" if any(word in nodeid for word in _NEED_SPARK) else nodeid
 
 
+_SHARE_MUCH = tuple(
+    f"test_{name}.py"
+    for name in ("bench_publish", "connect", "demo", "embedded", "release", "runbooks")
+)
+"""Modules whose tests share what takes long to set up."""
 _NEED_SPARK = ("spark", "frozen_executors", "late_writers")
 """What the names of tests that need a Spark session have; another one starts a session of its own."""
 
