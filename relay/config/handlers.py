@@ -254,6 +254,13 @@ class TlsSettings(Section):
 
 # RFC 9110, "Field Names" and "Field Values", restricted to ASCII.
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_OWN_HEADERS = frozenset(
+    {
+        *("content-length", "transfer-encoding", "content-encoding"),
+        *("idempotency-key", "ce-id", "webhook-id"),
+    }
+)
+"""Headers of a single request: a fixed one would cut its body, or give all events one identity."""
 _HEADER_VALUE = re.compile(r"([!-~]([ \t!-~]*[!-~])?)?")
 
 
@@ -299,7 +306,7 @@ class HttpHandler(DeliveryHandler):
     source: str = "relay"
     """The attribute `source` of the CloudEvents."""
     headers: dict[str, Secret] = Field(default_factory=dict)
-    """Headers of each request."""
+    """Headers of each request; none that describes its body or is an event's identity, such as `content-length`."""
     signing_secret: Secret | None = None
     """The secret that signs requests, as Standard Webhooks describes; null: requests are not signed."""
     tls: TlsSettings = Field(default_factory=TlsSettings)
@@ -355,6 +362,8 @@ class HttpHandler(DeliveryHandler):
         for name, text in value.items():
             if not _HEADER_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is not the name of a header: use letters, digits and -")
+            if name.lower() in _OWN_HEADERS:
+                raise ValueError(f"{name} is set by relay for each request: remove it")
             if not _HEADER_VALUE.fullmatch(text.get_secret_value()):
                 raise ValueError(
                     f"{name} has a value that a header cannot have: use printable ASCII on one line"
