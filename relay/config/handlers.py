@@ -487,6 +487,14 @@ class KafkaHandler(BrokerHandler):
     conf: dict[str, Secret] = Field(default_factory=dict)
     """More settings of librdkafka."""
 
+    @field_validator("conf")
+    @classmethod
+    def _confirms(cls, value: dict[str, SecretStr]) -> dict[str, SecretStr]:
+        for name in ("transactional.id", "delivery.report.only.error"):
+            if name in value:
+                raise ValueError(f"with {name} no message would be confirmed: remove it")
+        return value
+
     @property
     def templates(self) -> dict[str, Template]:
         """The keys whose values are templates over an event's fields."""

@@ -1,4 +1,4 @@
-"""Configured headers of a webhook: none that would cut a body, or give all events one identity."""
+"""Settings passed on to a client: none that would cut a body, give all events one identity, or confirm nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from relay.config.handlers import HttpHandler
+from relay.config.handlers import HttpHandler, KafkaHandler
 from relay.handlers.http import Http
 from tests.sinks import make_event, transaction
 from tests.webhook import Webhook
@@ -48,3 +48,11 @@ def test_other_headers_are_sent_with_the_whole_body() -> None:
     assert json.loads(request.body)["id"] == request.headers["idempotency-key"]
     for name, value in headers.items():
         assert request.headers[name.lower()] == value
+
+
+@pytest.mark.parametrize("name", ["transactional.id", "delivery.report.only.error"])
+def test_a_setting_of_kafka_that_confirms_nothing_is_refused(name: str) -> None:
+    """The second one ended relay with a TypeError; with the first one no message was ever produced."""
+    kafka = {"type": "kafka", "topic": "t", "bootstrap": ["kafka:9092"], "conf": {name: "true"}}
+    with pytest.raises(ValidationError, match=f"with {name} no message would be confirmed"):
+        KafkaHandler.model_validate(kafka)
