@@ -29,7 +29,7 @@ Situation = Callable[[Outbox, Path], AbstractContextManager[Replaced]]
 NUMBER, OFFSET = 4711, 184_000
 """The id that dead letters and deferred transactions have on the pages, and the c_offset of an event."""
 REFUSED, BUSY = "order.refused", "order.busy"
-STATUS = {REFUSED: 404, BUSY: 503}
+STATUS = {REFUSED: 422, BUSY: 503}
 OTHER_TESTS = {
     "event-types.md": "test_events_guide.py",
     "publish-django.md": "test_the_blocks_of_the_page_about_django",
