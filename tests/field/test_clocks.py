@@ -64,7 +64,13 @@ def posting(webhook: Webhook, **retry: Any) -> dict[str, Any]:
     return {
         "handlers": {
             "projection": {"type": "sql", "statement": APPEND},
-            "hook": {"type": "http", "url": webhook.url, "retry": {**SHORT, **retry}},
+            "hook": {
+                "type": "http",
+                "url": webhook.url,
+                "retry": {**SHORT, **retry},
+                # While it is open, no attempt counts.
+                "circuit_breaker": {"failures": 1_000_000},
+            },
         },
         "routes": [{"handlers": ["projection", "hook"]}],
     }
