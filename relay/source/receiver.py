@@ -168,6 +168,7 @@ class Receiver:
                     self._session()
                 else:
                     self._wait_to_pass_over()
+            self._replication.note_left()
         except BaseException as error:
             self._fail(error)
 

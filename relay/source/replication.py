@@ -124,6 +124,7 @@ class Replication:
         self._opening: Connection | None = None
         self._system: System | None = None
         self._undecodable = False
+        self._noted_left = False
         self._orphaned_since: float | None = None
 
     def connect(self) -> WalStream | None:
@@ -182,10 +183,20 @@ class Replication:
             self.incomplete = False
 
     def leave(self, stream: WalStream) -> None:
-        """End a stream. If relay closes and has left nothing out, store how far the slot is confirmed."""
-        if self._recognition is not None and self.closing.is_set() and not self.incomplete:
-            self._recognition.leave(self._progress.flushed)
+        """End a stream, after `note_left`: before another process can read the slot."""
+        self.note_left()
         stream.end()
+
+    def note_left(self) -> None:
+        """Store how far the slot is confirmed if relay closes, has read it, and has left nothing out.
+
+        Without a stream too: the slot may be replaced between a lost connection and the next start.
+        """
+        if self._recognition is None or not self.closing.is_set() or self._noted_left:
+            return
+        if self.connections and not self.incomplete and not self.on_standby:
+            self._noted_left = True
+            self._recognition.leave(self._progress.flushed)
 
     def _open(self) -> WalStream:
         if self.closing.is_set():
