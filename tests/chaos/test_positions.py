@@ -289,6 +289,7 @@ phases = st.lists(
 Step = tuple[Callable[..., None], Any]
 
 
+@pytest.mark.timeout(3_600)  # 1,000 examples in `make chaos`
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
