@@ -91,7 +91,7 @@ def _rotate(settings: Settings, first_day: int) -> Callable[[Event], object]:
                 moment += timedelta(days=1)
                 Schedule(settings, lambda: None, lambda now=moment: now).turn(source, target)  # type: ignore[misc]
                 stopping.wait(0.1)
-        with psycopg.connect(settings.source_dsn) as conn:
+        with connect(settings.source_dsn) as conn:
             (left,) = conn.execute(
                 "select min(lower) filter (where lower > '-infinity') from relay.partitions('outbox_message_t')"
             ).fetchone() or (None,)

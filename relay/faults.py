@@ -8,6 +8,8 @@
         RetryLater              raised by users' code
         Undelivered
             DestinationRefused  a sink stops at its position
+            Unauthorized        the attempt does not count
+                SecretUnavailable
         StatementTimeout, Braked
     Rejected, NotRouted, InvalidEvent, ProcessDied,
     Undecodable, NotReceived, Cancelled, TransactionAborted
@@ -99,6 +101,18 @@ class DestinationRefused(Undelivered):
 
     One delivery at a time then tests whether it accepts again. Its message is safe in a log.
     """
+
+
+class Unauthorized(Undelivered):
+    """The destination refuses relay's credentials, which may be changing: the attempt does not count."""
+
+
+class SecretUnavailable(Unauthorized):
+    """A secret of the configuration cannot be read now. Its message is safe in a log."""
+
+
+class NoCredentials(psycopg.OperationalError):
+    """No connection was tried, since a secret of the configuration cannot be read now."""
 
 
 class Rejected(Exception):
@@ -350,7 +364,7 @@ def _lost_connection(error: psycopg.Error) -> bool:
     # Imported here: a command that prints its help needs no pool.
     from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
 
-    if isinstance(error, PoolTimeout | PoolClosed | TooManyRequests):
+    if isinstance(error, NoCredentials | PoolTimeout | PoolClosed | TooManyRequests):
         return True
     if not isinstance(error, psycopg.OperationalError):
         return False
@@ -411,7 +425,11 @@ def is_of_row_security(error: psycopg.Error) -> bool:
 
 _REFUSED_FOR_GOOD = re.compile(
     # 28P01, 28000
-    r"authentication failed|no password supplied|pg_hba\.conf|is not permitted to log in|"
+    r"authentication failed|auth failed|no password supplied|pg_hba\.conf|is not permitted to log in|"
+    # Azure's tokens; poolers
+    r"access token has expired|no such (user|database)|"
+    # 42501
+    r"permission denied for database|"
     # 42501, of a replication connection
     r"start (WAL sender|walsender)|"
     # 28000, 3D000
@@ -427,9 +445,19 @@ def refused_for_good(error: psycopg.OperationalError) -> bool:
     libpq gives no SQLSTATE for a failed attempt, only the server's message. A message that is not recognised, such as
     one in another language, is retried.
     """
+    if isinstance(error, NoCredentials):
+        return True
     if error.sqlstate is not None:
         return error.sqlstate in _LASTING_SQLSTATES
     return _REFUSED_FOR_GOOD.search(str(error)) is not None
+
+
+_OF_REPLICATION = re.compile(r"(WAL sender|walsender)|pg_hba\.conf .*replication")
+
+
+def refuses_credentials(error: psycopg.OperationalError) -> bool:
+    """Return whether `error` refuses a session of relay's role, and not only one that replicates."""
+    return refused_for_good(error) and _OF_REPLICATION.search(str(error)) is None
 
 
 def first_line(error: BaseException, default: str = "") -> str:
@@ -516,7 +544,8 @@ class TaskFault(Exception):
     """Why a task was not applied, in a form that can be pickled.
 
     `action` is RETRY or STOP, `status` the exit status of a stop. `died` says that the process that had the task in
-    flight may have died of it, `braked` that a handler is stopped, `stalled` why Spark did not get on with it.
+    flight may have died of it, `braked` that a handler is stopped, `stalled` why Spark did not get on with it,
+    `refused` that a database refuses relay's credentials.
     """
 
     def __init__(
@@ -527,11 +556,13 @@ class TaskFault(Exception):
         died: bool = False,
         braked: bool = False,
         stalled: str | None = None,
+        refused: bool = False,
     ) -> None:
-        super().__init__(action, text, status, died, braked, stalled)
+        super().__init__(action, text, status, died, braked, stalled, refused)
         self.died = died
         self.braked = braked
         self.stalled = stalled
+        self.refused = refused
         self.action = action
         self.text = text
         self.status = status
@@ -543,7 +574,13 @@ class TaskFault(Exception):
         `apply` dead-letters transactions itself, so any other fault of the data is a defect, and stops relay.
         """
         if is_transient(error):
-            return cls(FaultAction.RETRY, describe(error), braked=isinstance(error, Braked))
+            refused = isinstance(error, psycopg.OperationalError) and refuses_credentials(error)
+            return cls(
+                FaultAction.RETRY,
+                describe(error),
+                braked=isinstance(error, Braked),
+                refused=refused,
+            )
         if isinstance(error, RelayError):
             return cls(FaultAction.STOP, describe(error), error.exit_status)
         lost = _lost_object(error)

@@ -34,6 +34,7 @@ from relay.spark.session import Session
 from relay.store import groups
 from relay.store.connections import connect
 from relay.store.presence import Presence, instances
+from relay.store.refusals import RefusalWatch
 from relay.store.unflushed import Unflushed
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class Service:
             partial(rekey, settings),
             self.stop,
         )
+        self._refusals = RefusalWatch([settings.source_dsn, settings.target_dsn], self.stop)
         self._summary = Summary()
         self._engines = EngineCounts(settings.target_dsn, settings.group)
         self._long_tasks = LongTasks(settings.target_dsn, self._pipeline.applier.active_jobs)
@@ -104,6 +106,7 @@ class Service:
         """Relay until `stop`. Raises RelayError if the group cannot go on."""
         try:
             self._observe()
+            self._refusals.start()
             self._presence.start()
             self._summary.start()
             self._engines.start()
@@ -138,6 +141,7 @@ class Service:
                 self._session.close()
             self._end()
             self._presence.close()
+            self._refusals.close()
             self._catch_up.close()
             self._summary.close()
             self._engines.close()
@@ -171,7 +175,10 @@ class Service:
     def _raise_faults(self) -> None:
         """Raise the error that ended a thread beside the loop, if any."""
         lost = self._unflushed.error if self._unflushed else None
-        threads = (self._retry_worker, self._sinks, self._presence, self._retention)
+        threads = (
+            *(self._retry_worker, self._sinks, self._presence, self._retention),
+            self._refusals,
+        )
         for error in (*(thread.error for thread in threads), lost):
             if error is not None:
                 raise error

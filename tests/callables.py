@@ -152,3 +152,16 @@ def with_customers(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> Non
     for _ in transaction.events:
         cursor.execute("select * from customers where id = %s", (1,))
     record(transaction, cursor)
+
+
+PASSWORDS: list[str] = []
+
+
+def password() -> str:
+    """The newest of PASSWORDS, as a service that makes credentials."""
+    return PASSWORDS[-1]
+
+
+def token() -> str:
+    """The same, for another secret."""
+    return PASSWORDS[-1]

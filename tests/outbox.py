@@ -28,6 +28,7 @@ from relay.service import Service
 from relay.source.hybrid import open_source
 from relay.source.wal import WalSource
 from relay.spark.session import Session
+from relay.store.connections import connect
 
 APPEND = """
     insert into projection (id, host_id, c_offset, transaction_id, amount)
@@ -330,7 +331,7 @@ def work_and_crash(settings: Settings, tasks: int) -> None:
     finally:
         source.stop()
         source.close()
-    with psycopg.connect(settings.target_dsn) as conn:
+    with connect(settings.target_dsn) as conn:
         # A crashed process does not store how far the slot is confirmed.
         conn.execute(
             "update relay.groups set confirmed_lsn = null where group_id = %s", (settings.group,)

@@ -87,7 +87,7 @@ def type_of(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{each}`" for each in schema.get("enum", [schema.get("const")]))
     if schema.get("format") == "password":
-        return "text, `{env: NAME}` or `{file: PATH}`"
+        return "[secret](../how-to/secrets.md)"
     kind = schema.get("type", "any")
     if kind == "array" and "prefixItems" in schema:
         return "`host:port`"

@@ -10,11 +10,11 @@ import psycopg
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable, first_line, refused_for_good
 from relay.store import migrations
-from relay.store.connections import Connection, connect, pin_reading
+from relay.store.connections import Connection, Dsn, connect, pin_reading
 
 
 @contextmanager
-def reach(dsn: str, key: str, pinned: bool = True) -> Iterator[Connection]:
+def reach(dsn: Dsn, key: str, pinned: bool = True) -> Iterator[Connection]:
     """Open a connection. Raises ConfigurationError with the server's message and the configuration key.
 
     Raises Unreachable where waiting may help, also if the connection is lost later. `pinned` fixes how the session

@@ -37,7 +37,7 @@ from relay.source.slot import (
     slot_state,
 )
 from relay.store import groups, index_builds, migrations, offsets, sinks, snapshots, streams
-from relay.store.connections import Connection
+from relay.store.connections import Connection, Dsn
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class _Installation:
     settings: Settings
     source: Connection
     target: Connection
-    source_dsn: str
+    source_dsn: Dsn
     start: Start
     report: ProgressReport = silent
     done: list[str] = field(default_factory=list)

@@ -1,16 +1,17 @@
-"""Checks PostgreSQL connection strings without showing them."""
+"""Connection strings of PostgreSQL and passwords, read when relay connects, checked without being shown."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from psycopg import ProgrammingError
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from pydantic import BeforeValidator, SecretStr
 
-from relay.config.types import read_secret_file, resolve_secret
-from relay.faults import ConfigurationError
+from relay.config.secrets import known_text, read_secret_file, recent, refused, resolve_secret
+from relay.faults import ConfigurationError, SecretUnavailable
 
 _URI = ("postgresql://", "postgres://")
 _MALFORMED = "is not a PostgreSQL connection string; write postgresql://user@host:5432/database"
@@ -64,7 +65,59 @@ def administrator_dsn(dsn: str | None, file: Path | None, option: str) -> str | 
 
 
 def _dsn(value: Any) -> Any:
-    return check_dsn(value) if isinstance(value, str) else value
+    known = known_text(value) if isinstance(value, SecretStr) else value
+    if isinstance(known, str):
+        check_dsn(known)
+    return value
 
 
 Dsn = Annotated[SecretStr, BeforeValidator(_dsn), BeforeValidator(resolve_secret)]
+
+
+def _checked(dsn: str) -> str:
+    """The connection string. Raises SecretUnavailable for a text that is none."""
+    try:
+        return check_dsn(dsn)
+    except ValueError as error:
+        raise SecretUnavailable(f"the connection string {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseAccess:
+    """How relay connects to a database: a connection string, and a password that completes it.
+
+    Both may change, and are read for each connection. `key` is that of the connection string, for messages.
+    """
+
+    key: str
+    dsn: SecretStr
+    password: SecretStr | None = None
+
+    def conninfo(self) -> str:
+        """The connection string with its password, as it is now: only for connecting, never for a message.
+
+        Raises SecretUnavailable if it cannot be read, or is none.
+        """
+        dsn = _checked(self.dsn.get_secret_value())
+        if self.password is None:
+            return dsn
+        return make_conninfo(dsn, password=self.password.get_secret_value())
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters of the connection string, without the password. Raises SecretUnavailable."""
+        parameters: dict[str, Any] = dict(conninfo_to_dict(_checked(recent(self.dsn))))
+        parameters.pop("password", None)
+        return parameters
+
+    def leads_where(self, other: DatabaseAccess) -> bool:
+        """Whether the other connection string leads to the same database, with the same role."""
+        try:
+            return self.dsn == other.dsn or self.parameters() == other.parameters()
+        except SecretUnavailable:
+            return False
+
+    def refused(self) -> None:
+        """Note that the server has refused the secrets of the last connection."""
+        for secret in (self.dsn, self.password):
+            if secret is not None:
+                refused(secret)

@@ -9,9 +9,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from psycopg.conninfo import conninfo_to_dict
-
 from relay.config import loading
+from relay.config.dsn import DatabaseAccess
 from relay.config.observe import ObserveSettings
 from relay.config.settings import ENV_PREFIX, Settings, SparkSettings
 from relay.faults import ConfigurationError, RelayError
@@ -167,9 +166,9 @@ def _different_spark(one: SparkSettings, other: SparkSettings) -> Iterator[str]:
             yield f"spark.conf.{key}"
 
 
-def _database(dsn: str) -> tuple[str, str, str]:
+def _database(dsn: DatabaseAccess) -> tuple[str, str, str]:
     """The host, port and database of a connection string; two names of one server may differ."""
-    given = conninfo_to_dict(dsn)
+    given = dsn.parameters()
 
     def of(key: str, variable: str, default: str) -> str:
         return str(given.get(key) or os.environ.get(variable) or default)

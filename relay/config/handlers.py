@@ -6,11 +6,11 @@ Long because each key has the sentence that docs/reference/settings.md prints, a
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import SplitResult, urlsplit
 
-from psycopg.conninfo import conninfo_to_dict
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -23,9 +23,11 @@ from pydantic import (
     model_validator,
 )
 
-from relay.config.dsn import check_dsn
+from relay.config.dsn import DatabaseAccess, Dsn
+from relay.config.imports import require_path
+from relay.config.secrets import CallSecret, Secret, known_text
 from relay.config.templates import Template
-from relay.config.types import Number, Seconds, SecondsOrZero, Secret, Section
+from relay.config.types import Number, Seconds, SecondsOrZero, Section
 from relay.model.events import EVENT_FIELDS
 
 
@@ -101,17 +103,11 @@ class SqlHandler(_HandlerSettings):
     """The SQL statement: with the event's fields as `%(name)s`, or over the relation `batch`."""
 
 
-def _callable(value: Any) -> Any:
-    if not isinstance(value, str) or not re.fullmatch(r"[\w.]+:[\w.]+", value):
-        raise ValueError("must be module:function, such as shop.audit:on_transaction")
-    return value
-
-
 class PythonHandler(_HandlerSettings):
     """A callable `module:function(transaction, cursor)`."""
 
     type: Literal["python"]
-    callable: Annotated[str, BeforeValidator(_callable)]
+    callable: Annotated[str, BeforeValidator(require_path)]
     """`module:function`, called with (transaction, cursor)."""
     retry: RetrySettings = Field(default_factory=RetrySettings)
     """How a transaction is retried after RetryLater."""
@@ -120,16 +116,17 @@ class PythonHandler(_HandlerSettings):
 class JdbcSettings(Section):
     """A table of a PostgreSQL database."""
 
-    dsn: Secret
+    dsn: Dsn
     """The connection string of the database."""
+    password: Secret | None = None
+    """The password of the role; null: the one in `dsn`, if any."""
     table: Annotated[str, Field(min_length=1)]
     """The table, with its schema unless that is in the search_path."""
 
-    @field_validator("dsn")
-    @classmethod
-    def _connection_string(cls, value: SecretStr) -> SecretStr:
-        check_dsn(value.get_secret_value())
-        return value
+    @property
+    def access(self) -> DatabaseAccess:
+        """How to connect to the database."""
+        return DatabaseAccess("jdbc.dsn", self.dsn, self.password)
 
 
 class SinkHandler(_HandlerSettings):
@@ -153,11 +150,11 @@ class SparkHandler(SinkHandler):
     """Write to a table of the session's catalog."""
     jdbc: JdbcSettings | None = None
     """Write to a table of a PostgreSQL database."""
-    callable: Annotated[str, BeforeValidator(_callable)] | None = None
+    callable: Annotated[str, BeforeValidator(require_path)] | None = None
     """Call `module:function` with (frame, batch)."""
     sql: Annotated[str, Field(min_length=1)] | None = None
     """A query over the view `events` and any table of the catalog, whose result is written."""
-    transform: Annotated[str, BeforeValidator(_callable)] | None = None
+    transform: Annotated[str, BeforeValidator(require_path)] | None = None
     """`module:function(frame)`, which returns the frame to write; after `sql` where both are set."""
     format: str = "parquet"
     """With `path`: parquet, orc, json, csv, avro or delta. With `table`: a format of the session, or iceberg."""
@@ -177,7 +174,7 @@ class SparkHandler(SinkHandler):
         """The text that identifies the destination, without secrets."""
         if self.jdbc is not None:
             # A new role or password does not make it another destination.
-            fields = conninfo_to_dict(self.jdbc.dsn.get_secret_value())
+            fields = self.jdbc.access.parameters()
             named = [str(fields.get(key) or "") for key in ("host", "port", "dbname")]
             return f"jdbc {':'.join(named)} {self.jdbc.table}"
         kinds = {"path": self.path, "table": self.table, "callable": self.callable}
@@ -264,6 +261,11 @@ _OWN_HEADERS = frozenset(
 _HEADER_VALUE = re.compile(r"([!-~]([ \t!-~]*[!-~])?)?")
 
 
+def is_header_value(text: str) -> bool:
+    """Whether a text may be the value of a header."""
+    return _HEADER_VALUE.fullmatch(text) is not None
+
+
 def _split(address: str) -> SplitResult:
     """The parts of an address. Raises ValueError, whose text quotes nothing: an address may hold a password."""
     try:
@@ -280,6 +282,13 @@ def _require_port(parts: SplitResult) -> None:
         port = 0
     if port == 0:
         raise ValueError("has a port that is not a number from 1 to 65535")
+
+
+def _as_list(value: Any) -> Any:
+    """A list of one value, or of none for null."""
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
 StatusAction = Literal["retry", "dead", "stop"]
@@ -307,8 +316,9 @@ class HttpHandler(DeliveryHandler):
     """The attribute `source` of the CloudEvents."""
     headers: dict[str, Secret] = Field(default_factory=dict)
     """Headers of each request; none that describes its body or is an event's identity, such as `content-length`."""
-    signing_secret: Secret | None = None
-    """The secret that signs requests, as Standard Webhooks describes; null: requests are not signed."""
+    signing_secret: Annotated[list[Secret], BeforeValidator(_as_list)] = Field(default_factory=list)
+    """The secret that signs requests, as Standard Webhooks describes, or a list of secrets, each of which signs: while
+    receivers change from one to the next. Without any, requests are not signed."""
     tls: TlsSettings = Field(default_factory=TlsSettings)
     """How certificates are verified."""
     compress_above: Annotated[PositiveInt, Number] | None = None
@@ -364,7 +374,8 @@ class HttpHandler(DeliveryHandler):
                 raise ValueError(f"{name!r} is not the name of a header: use letters, digits and -")
             if name.lower() in _OWN_HEADERS:
                 raise ValueError(f"{name} is set by relay for each request: remove it")
-            if not _HEADER_VALUE.fullmatch(text.get_secret_value()):
+            known = known_text(text)
+            if known is not None and not is_header_value(known):
                 raise ValueError(
                     f"{name} has a value that a header cannot have: use printable ASCII on one line"
                 )
@@ -372,8 +383,9 @@ class HttpHandler(DeliveryHandler):
 
     @field_validator("signing_secret")
     @classmethod
-    def _not_empty(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None and not value.get_secret_value().strip().removeprefix("whsec_"):
+    def _not_empty(cls, value: list[SecretStr]) -> list[SecretStr]:
+        known = [text for text in map(known_text, value) if text is not None]
+        if not all(text.strip().removeprefix("whsec_") for text in known):
             raise ValueError("is empty, so anyone could sign: set a secret, or remove the key")
         return value
 
@@ -395,12 +407,19 @@ Named = Annotated[str, Field(min_length=1), AfterValidator(_template)]
 """A template over an event's fields; see `relay.config.templates`."""
 
 
+def check_address(address: str, schemes: Sequence[str]) -> None:
+    """Raise ValueError, whose text quotes nothing, for an address that no broker of these schemes has."""
+    parts = _split(address)
+    if parts.scheme not in schemes or not (parts.hostname or parts.scheme == "unix"):
+        raise ValueError(f"must be an address such as {schemes[0]}://broker.example")
+    _require_port(parts)
+
+
 def _address(*schemes: str) -> AfterValidator:
     def check(value: SecretStr) -> SecretStr:
-        parts = _split(value.get_secret_value())
-        if parts.scheme not in schemes or not (parts.hostname or parts.scheme == "unix"):
-            raise ValueError(f"must be an address such as {schemes[0]}://broker.example")
-        _require_port(parts)
+        known = known_text(value)
+        if known is not None:
+            check_address(known, schemes)
         return value
 
     return AfterValidator(check)
@@ -451,7 +470,8 @@ class NatsHandler(BrokerHandler):
     def _servers_are_encrypted(self) -> NatsHandler:
         if not self.tls_first and "tls" not in self.model_fields_set:
             return self
-        if any(urlsplit(server.get_secret_value()).scheme == "ws" for server in self.servers):
+        known = [text for text in map(known_text, self.servers) if text is not None]
+        if any(urlsplit(server).scheme == "ws" for server in known):
             raise ValueError("servers: ws:// is not encrypted, but tls is set: write wss://")
         return self
 
@@ -493,6 +513,8 @@ class KafkaHandler(BrokerHandler):
         for name in ("transactional.id", "delivery.report.only.error"):
             if name in value:
                 raise ValueError(f"with {name} no message would be confirmed: remove it")
+        if "oauth_cb" in value and not isinstance(value["oauth_cb"], CallSecret):
+            raise ValueError("oauth_cb needs a function: write oauth_cb: {call: module:function}")
         return value
 
     @property

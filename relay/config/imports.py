@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -11,6 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from relay.faults import ConfigurationError
+
+
+def require_path(value: Any) -> str:
+    """The value, if it has the form `module:name`. Raises ValueError."""
+    if not isinstance(value, str) or not re.fullmatch(r"[\w.]+:[\w.]+", value):
+        raise ValueError("must be module:function, such as shop.audit:on_transaction")
+    return value
 
 
 def load(key: str, path: str) -> Callable[..., Any]:

@@ -7,11 +7,12 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from relay.config.types import Seconds, Secret, Section
+from relay.config.secrets import Secret, known_text
+from relay.config.types import Seconds, Section
 
 _ADDRESS = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>\d{1,5})")
 _MOST_PORT = 65_535
-_LEAST_TOKEN = 16
+LEAST_TOKEN = 16
 """The least characters of a token: a shorter one can be guessed."""
 
 
@@ -64,8 +65,9 @@ class ConsoleSettings(Section):
 
     @model_validator(mode="after")
     def _token_is_long(self) -> ConsoleSettings:
-        if self.token is not None and len(self.token.get_secret_value()) < _LEAST_TOKEN:
-            raise ValueError(f"token must have {_LEAST_TOKEN} characters or more")
+        known = None if self.token is None else known_text(self.token)
+        if known is not None and len(known) < LEAST_TOKEN:
+            raise ValueError(f"token must have {LEAST_TOKEN} characters or more")
         return self
 
 

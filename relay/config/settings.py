@@ -20,14 +20,15 @@ from pydantic_settings import (
 )
 
 from relay.config import environment
-from relay.config.dsn import Dsn
+from relay.config.dsn import DatabaseAccess, Dsn
 from relay.config.event_types import EventsSettings
 from relay.config.fields import is_header, is_name
 from relay.config.handlers import HandlerSettings, SinkHandler, SparkHandler
 from relay.config.observe import ObserveSettings
 from relay.config.retention import RetentionSettings
+from relay.config.secrets import Secret
 from relay.config.source import SourceSettings
-from relay.config.types import Name, Number, Seconds, Secret, Section
+from relay.config.types import Name, Number, Seconds, Section
 
 ENV_PREFIX = environment.PREFIX
 
@@ -56,6 +57,8 @@ class TargetSettings(Section):
 
     dsn: Dsn | None = None
     """The connection string of the database for effects, dead letters and offsets; null: that of the source."""
+    password: Secret | None = None
+    """The password of the role; null: the one in `dsn`, if any. Without a `dsn`, that of the source."""
     synchronous_commit: Annotated[Literal["on", "off"], BeforeValidator(_switch)] = "on"
     """`off`: commits do not wait for the target's disk; relay still confirms a position only after the target's WAL is
     flushed."""
@@ -130,7 +133,8 @@ class SparkSettings(Section):
     @property
     def authenticates(self) -> bool:
         """Whether the driver, the executors and a standalone cluster's daemons authenticate each other."""
-        return self.plain_conf.get("spark.authenticate") != "false"
+        switch = self.conf.get("spark.authenticate")
+        return switch is None or switch.get_secret_value() != "false"
 
     @property
     def plain_conf(self) -> dict[str, str]:
@@ -352,15 +356,17 @@ class Settings(BaseSettings):
         return {name: limit for name, limit in limits.items() if limit}
 
     @property
-    def source_dsn(self) -> str:
-        """The source's connection string with its password: only for connecting, never for a message."""
-        return self.source.dsn.get_secret_value()
+    def source_dsn(self) -> DatabaseAccess:
+        """How to connect to the source."""
+        return DatabaseAccess("source.dsn", self.source.dsn, self.source.password)
 
     @property
-    def target_dsn(self) -> str:
-        """The target's connection string; the source's where the target has none."""
+    def target_dsn(self) -> DatabaseAccess:
+        """How to connect to the target: to the source where the target has no connection string."""
         dsn = self.target.dsn
-        return self.source_dsn if dsn is None else dsn.get_secret_value()
+        if dsn is None:
+            return self.source_dsn
+        return DatabaseAccess("target.dsn", dsn, self.target.password)
 
     @property
     def needs_spark(self) -> bool:
@@ -382,7 +388,7 @@ class Settings(BaseSettings):
     @property
     def one_database(self) -> bool:
         """Whether the source is also the target."""
-        return self.target_dsn == self.source_dsn
+        return self.target_dsn.leads_where(self.source_dsn)
 
     @classmethod
     def settings_customise_sources(

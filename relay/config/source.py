@@ -16,6 +16,7 @@ from pydantic import (
 
 from relay.config.dsn import Dsn
 from relay.config.profiles import expanded
+from relay.config.secrets import Secret
 from relay.config.types import Name, Number, Section
 from relay.faults import ConfigurationError
 from relay.model import headers as header_fields
@@ -45,6 +46,8 @@ class SourceSettings(Section):
 
     dsn: Dsn = SecretStr("postgresql:///")
     """The connection string of the database of the outbox; libpq's PG* variables complete it."""
+    password: Secret | None = None
+    """The password of the role; null: the one in `dsn`, if any."""
     profile: Literal["relay", "debezium", "pg-transactional-outbox", "blumchen"] = "relay"
     """The tool whose table the outbox is: sets the defaults of `table`, `columns` and `types`."""
     table: str = OWN_OUTBOX

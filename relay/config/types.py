@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -27,33 +25,3 @@ _MOST_SECONDS = 1e9
 Seconds = Annotated[float, Field(gt=0, le=_MOST_SECONDS), Number]
 SecondsOrZero = Annotated[float, Field(ge=0, le=_MOST_SECONDS), Number]
 Name = Annotated[str, Field(min_length=1, max_length=63)]
-
-
-def read_secret_file(path: str) -> str:
-    """The text of a file, without leading and trailing white space. Raises ValueError."""
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ValueError(f"the file {path} cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"the file {path} is not UTF-8 text") from None
-
-
-def resolve_secret(value: Any) -> Any:
-    """The text of a value: the value itself, or what `{env: NAME}` or `{file: PATH}` refers to. Raises ValueError."""
-    if not isinstance(value, dict):
-        return str(value) if isinstance(value, int | float) else value
-    if len(value) != 1 or not isinstance(next(iter(value.values())), str):
-        raise ValueError("must be a text, {env: NAME} or {file: PATH}")
-    ((kind, reference),) = value.items()
-    if kind == "env":
-        if reference not in os.environ:
-            raise ValueError(f"the environment has no variable {reference}: set it for relay")
-        return os.environ[reference]
-    if kind == "file":
-        return read_secret_file(reference)
-    raise ValueError("must be a text, {env: NAME} or {file: PATH}")
-
-
-Secret = Annotated[SecretStr, BeforeValidator(resolve_secret)]
-"""A secret value. It is resolved in the driver, because executors have neither its environment nor its files."""

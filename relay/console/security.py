@@ -9,6 +9,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from threading import Lock
@@ -17,7 +18,9 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from relay.config.observe import ConsoleSettings
+from relay.config.observe import LEAST_TOKEN, ConsoleSettings
+from relay.config.secrets import recent
+from relay.faults import SecretUnavailable
 
 COOKIE = "relay_console"
 """Name of the cookie of a browser that has logged in."""
@@ -114,23 +117,38 @@ class Guard:
     """Authenticates callers by the token, by a cookie signed with it, or by the header of a reverse proxy."""
 
     def __init__(self, console: ConsoleSettings) -> None:
-        self._token = console.token.get_secret_value() if console.token else None
+        self._secret = console.token
         self._user_header = console.user_header
         # Without a token only forms are signed, so a restart may invalidate them.
-        self.signer = Signer(self._token.encode() if self._token else secrets.token_bytes(32))
+        self._random = secrets.token_bytes(32)
+        self._last: str | None = None
         self._failures = Failures()
 
     @property
     def has_login(self) -> bool:
         """Whether the console has a token to log in with."""
-        return self._token is not None
+        return self._secret is not None
+
+    @property
+    def signer(self) -> Signer:
+        """What signs cookies and forms, with the token: another token ends all sessions."""
+        token = self._token()
+        return Signer(self._random if token is None else token.encode())
+
+    def _token(self) -> str | None:
+        """The token as it is now; the last one while it cannot be read, or is too short."""
+        if self._secret is not None:
+            with suppress(SecretUnavailable):
+                text = recent(self._secret)
+                self._last = text if len(text) >= LEAST_TOKEN else self._last
+        return self._last
 
     def caller(self, request: Request) -> Caller | None:
         """Return the caller of a request; None if it is not authenticated. Raises TooManyFailures."""
         bearer = _bearer(request.headers)
         if bearer is not None:
             return self._of_token(request, bearer)
-        if self._token is None:
+        if self._secret is None:
             return self._proxied(request)
         return self._of_cookie(request)
 
@@ -166,10 +184,11 @@ class Guard:
         return self.signer.mac("form", bound_to)
 
     def _is_token(self, request: Request, given: str) -> bool:
-        if self._token is None:
+        token = self._token()
+        if token is None:
             return False
         # Compared first: the wrong tokens of others at this address, perhaps a proxy's, must not refuse the right one.
-        if equal(given, self._token):
+        if equal(given, token):
             return True
         address = request.client.host if request.client else ""
         self._failures.require_few(address)

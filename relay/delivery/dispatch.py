@@ -12,7 +12,7 @@ from relay.config.handlers import DeliveryHandler
 from relay.delivery.breaker import Breaker
 from relay.delivery.pace import ProcessorShare, RateLimit
 from relay.delivery.queues import Delivery, Queues
-from relay.faults import DestinationRefused, FaultAction, action_for, describe
+from relay.faults import DestinationRefused, FaultAction, Unauthorized, action_for, describe
 from relay.handlers import Sink
 from relay.model.dispositions import (
     APPLIED,
@@ -313,6 +313,9 @@ class Dispatcher:
             self.breaker.succeeded(_key(delivery))
         elif self._is_down(delivery, error):
             self._try_later(delivery, error, is_trial)
+            return None
+        if isinstance(error, Unauthorized) and self._settings.reliable:
+            self._completed(delivery, self._uncounted(delivery, error))
             return None
         wait = retry_delay(retry, error, attempts)
         if (

@@ -10,11 +10,13 @@ import asyncio
 import base64
 import gzip
 import hmac
+import logging
 import os
 import socket
 import ssl
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import NoReturn
@@ -23,18 +25,31 @@ from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from aiohttp.connector import Connection
+from pydantic import SecretStr
 from yarl import URL
 
-from relay.config.handlers import HttpHandler
-from relay.faults import ConfigurationError, DestinationRefused, Rejected, Undelivered
+from relay.config import secrets
+from relay.config.handlers import HttpHandler, is_header_value
+from relay.faults import (
+    ConfigurationError,
+    DestinationRefused,
+    Rejected,
+    SecretUnavailable,
+    Unauthorized,
+    Undelivered,
+)
 from relay.handlers import cloudevents
-from relay.handlers.certificates import verification
+from relay.handlers.certificates import Certificates, is_refusal
 from relay.model import trace_context
 from relay.model.dispositions import LONGEST_ASKED_SECONDS
 from relay.model.events import Event, Transaction
 
+log = logging.getLogger(__name__)
+
 _OF_ANY_SERVER = frozenset({400, 409, 413, 422, 425, 429, 431})
 """Statuses that every server behind an address would answer alike."""
+_OF_CREDENTIALS = frozenset({401, 403, 407})
+"""Statuses that may speak of relay's credentials, where it has any."""
 _SHOWN_BYTES = 1_000
 """How much of a response is kept with a dead letter."""
 _READ_BYTES = 8_000
@@ -54,15 +69,19 @@ class Http:
         """Raises ConfigurationError where a certificate, the address or the environment's proxy cannot be used."""
         self.name = name
         self._settings = settings
-        self._secret = _key(name, settings)
+        self._presented: list[tuple[str, SecretStr]] = [
+            *((f"headers.{key}", value) for key, value in settings.headers.items()),
+            *(("signing_secret", value) for value in settings.signing_secret),
+        ]
+        self._require_keys()
         self._target = f"POST {public_url(settings.url)}"
         self._url = _address(name, settings.url)
         self._proxy = _proxy(name, settings.url)
-        self._tls = verification(name, settings.tls)
-        self._tls.set_alpn_protocols(["http/1.1"])
-        self._headers = _credentials(settings.url) | {
-            key.lower(): value.get_secret_value() for key, value in settings.headers.items()
-        }
+        self._tls = Certificates(name, settings.tls, _speak_http)
+        self._login = _login(settings.url)
+        self._identifies_itself = bool(
+            self._presented or self._login or settings.tls.cert_file is not None
+        )
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -105,16 +124,75 @@ class Http:
 
     async def _post(self, identity: str, headers: dict[str, str], body: bytes) -> None:
         identity = cloudevents.header(identity)
-        headers = {**headers, "idempotency-key": identity, **self._headers}
-        if self._secret:
-            headers |= signature(self._secret, identity, int(time.time()), body)
+        headers = {**headers, "idempotency-key": identity}
+        credentials = await self._credentials()
+        try:
+            await self._post_with(credentials, identity, headers, body)
+        except Unauthorized:
+            newer = await self._newer(credentials)
+            if newer == credentials:
+                raise
+            await self._post_with(newer, identity, headers, body)
+
+    async def _post_with(
+        self, credentials: _Credentials, identity: str, headers: dict[str, str], body: bytes
+    ) -> None:
+        headers = {**headers, **credentials.headers}
+        if credentials.keys:
+            headers |= signatures(credentials.keys, identity, int(time.time()), body)
         limit = self._settings.compress_above
         if limit is not None and len(body) > limit:
             body = gzip.compress(body, mtime=0)
             headers["content-encoding"] = "gzip"
-        await self._send(headers, body)
+        await self._send(headers, body, credentials.tls)
 
-    async def _send(self, headers: dict[str, str], body: bytes) -> None:
+    async def _credentials(self) -> _Credentials:
+        """The credentials of a request, as they are now. Raises SecretUnavailable."""
+        if all(secrets.is_at_hand(secret) for _, secret in self._presented):
+            return self._read_credentials()
+        return await asyncio.to_thread(self._read_credentials)
+
+    async def _newer(self, refused: _Credentials) -> _Credentials:
+        """The credentials after a refusal: a file may have changed since, and functions are called again."""
+        for (_, secret), text in zip(self._presented, refused.texts, strict=True):
+            secrets.refused(secret, text)
+        return await self._credentials()
+
+    def _read_credentials(self) -> _Credentials:
+        texts = []
+        for key, secret in self._presented:
+            try:
+                texts.append(secrets.recent(secret))
+            except SecretUnavailable as error:
+                raise SecretUnavailable(f"{key}: {error}") from None
+        headers, keys = dict(self._login), []
+        for (key, _), text in zip(self._presented, texts, strict=True):
+            if key == "signing_secret":
+                keys.append(_key(text))
+                continue
+            if not is_header_value(text):
+                raise SecretUnavailable(f"{key}: is not printable ASCII on one line")
+            headers[key.partition(".")[2].lower()] = text
+        return _Credentials(tuple(texts), headers, tuple(keys), self._tls.context())
+
+    def _require_keys(self) -> None:
+        """Raise ConfigurationError for a signing secret that is none; warn of one that receivers may read otherwise."""
+        for key, secret in self._presented:
+            text = secrets.known_text(secret) if key == "signing_secret" else None
+            if text is None:
+                continue
+            try:
+                _key(text)
+            except SecretUnavailable as error:
+                raise ConfigurationError(f"handlers.{self.name}.{error}") from None
+            if not text.startswith(_SECRET_PREFIX):
+                log.warning(
+                    f"handlers.{self.name}.signing_secret: does not begin with {_SECRET_PREFIX}, so its characters are "
+                    "the key; libraries of Standard Webhooks take any secret for base64: give receivers the same "
+                    f"bytes, or write {_SECRET_PREFIX} and base64"
+                )
+
+    async def _send(self, headers: dict[str, str], body: bytes, tls: ssl.SSLContext) -> None:
         """Post a body and judge the response. Raises Undelivered, DestinationRefused or Rejected."""
         response: aiohttp.ClientResponse | None = None
         start = bytearray()
@@ -122,7 +200,12 @@ class Http:
         try:
             async with asyncio.timeout(timeout):
                 response = await self._opened().post(
-                    self._url, data=body, headers=headers, proxy=self._proxy, allow_redirects=False
+                    self._url,
+                    data=body,
+                    headers=headers,
+                    proxy=self._proxy,
+                    ssl=tls,
+                    allow_redirects=False,
                 )
                 await _read(response, start)
         except (aiohttp.ClientError, OSError, RuntimeError) as error:
@@ -131,6 +214,9 @@ class Http:
                 if isinstance(error, TimeoutError):
                     raise Undelivered(f"no complete response in {timeout:g} s") from None
                 detail = f"{self._target}: {_text_of(error)}"
+                if is_refusal(error):
+                    self._tls.refused()
+                    raise Unauthorized(_reason(error), detail=detail) from None
                 raise Undelivered(_reason(error), detail=detail) from None
         finally:
             if response is not None:
@@ -147,6 +233,8 @@ class Http:
         if action == "dead":
             raise Rejected(reason, detail=detail)
         kind = DestinationRefused if action == "stop" else Undelivered
+        if action == "retry" and self._identifies_itself and response.status in _OF_CREDENTIALS:
+            kind, reason = Unauthorized, f"{reason}: the endpoint refuses relay's credentials"
         after = retry_after(response.headers.get("retry-after"))
         raise kind(reason, after=after, detail=detail)
 
@@ -156,7 +244,6 @@ class Http:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
                     limit=self._settings.concurrency,
-                    ssl=self._tls,
                     keepalive_timeout=_KEPT_SECONDS,
                     socket_factory=_socket,
                 ),
@@ -171,6 +258,16 @@ class Http:
                 max_field_size=_HEADER_BYTES,
             )
         return self._session
+
+
+@dataclass(frozen=True, slots=True)
+class _Credentials:
+    """What a request presents: the texts of the secrets, the headers and signing keys made of them, the certificate."""
+
+    texts: tuple[str, ...]
+    headers: dict[str, str]
+    keys: tuple[bytes, ...]
+    tls: ssl.SSLContext
 
 
 class _Response(aiohttp.ClientResponse):
@@ -209,14 +306,22 @@ def _socket(address: tuple[int, int, int, str, object]) -> socket.socket:
     return opened
 
 
-def signature(secret: bytes, identity: str, clock: int, body: bytes) -> dict[str, str]:
-    """The headers by which an endpoint verifies who sent a body (uncompressed), and when (seconds since 1970)."""
-    digest = hmac.digest(secret, b"%s.%d.%s" % (identity.encode(), clock, body), "sha256")
+def signatures(keys: Iterable[bytes], identity: str, clock: int, body: bytes) -> dict[str, str]:
+    """The headers by which an endpoint verifies who sent a body (uncompressed), and when (seconds since 1970).
+
+    There is a signature for each key; an endpoint accepts a request if it knows one of them.
+    """
+    content = b"%s.%d.%s" % (identity.encode(), clock, body)
+    digests = (hmac.digest(key, content, "sha256") for key in keys)
     return {
         "webhook-id": identity,
         "webhook-timestamp": str(clock),
-        "webhook-signature": f"v1,{base64.b64encode(digest).decode()}",
+        "webhook-signature": " ".join(f"v1,{base64.b64encode(each).decode()}" for each in digests),
     }
+
+
+def _speak_http(tls: ssl.SSLContext) -> None:
+    tls.set_alpn_protocols(["http/1.1"])
 
 
 def public_url(url: str) -> str:
@@ -250,7 +355,7 @@ def _address(name: str, url: str) -> URL:
     )
 
 
-def _credentials(url: str) -> dict[str, str]:
+def _login(url: str) -> dict[str, str]:
     """The header for the user and password of an address (RFC 7617)."""
     parts = urlsplit(url)
     if parts.username is None:
@@ -336,15 +441,14 @@ def _http_date(value: str) -> datetime | None:
     return parsed.replace(tzinfo=UTC) if parsed.tzinfo is None else parsed
 
 
-def _key(name: str, settings: HttpHandler) -> bytes:
-    if settings.signing_secret is None:
-        return b""
-    secret = settings.signing_secret.get_secret_value()
+def _key(secret: str) -> bytes:
+    """The key of a signing secret: what follows `whsec_` in base64, or its characters. Raises SecretUnavailable."""
     if not secret.startswith(_SECRET_PREFIX):
         return secret.encode()
     try:
-        return base64.b64decode(secret.removeprefix(_SECRET_PREFIX), validate=True)
+        key = base64.b64decode(secret.removeprefix(_SECRET_PREFIX), validate=True)
     except ValueError:
-        raise ConfigurationError(
-            f"handlers.{name}.signing_secret: is not base64 after {_SECRET_PREFIX}"
-        ) from None
+        raise SecretUnavailable(f"signing_secret: is not base64 after {_SECRET_PREFIX}") from None
+    if not key:
+        raise SecretUnavailable(f"signing_secret: has nothing after {_SECRET_PREFIX}")
+    return key

@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 from confluent_kafka import Message as Delivered
+from pydantic import SecretStr
 
 from relay.config.handlers import KafkaHandler
-from relay.faults import ConfigurationError, Rejected, Undelivered
+from relay.config.secrets import CallSecret, file_mark, known_text, marks
+from relay.faults import (
+    ConfigurationError,
+    Rejected,
+    SecretUnavailable,
+    Unauthorized,
+    Undelivered,
+)
+from relay.handlers.credentials import read
 from relay.handlers.messages import Message
 from relay.handlers.window import Sending, SendWindow
 from relay.threads import Thread
@@ -40,86 +51,171 @@ _LINGER_MS = 0.5
 """Short, since concurrent deliveries share batches without it, and a single one should not wait."""
 
 
+_OF_CREDENTIALS = frozenset(
+    {KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED, KafkaError._SSL}
+)
+"""Errors of a connection whose credentials or certificates are refused."""
+_TOKEN = "oauth_cb"  # noqa: S105 the client's name for a function that returns tokens
+_TOKEN_SECONDS = 300.0
+"""How long a token is used whose function does not say so: the client asks for another after 80 % of it."""
+_PLACEHOLDER = "placeholder"
+_SHARED, _SINGLE = "shared", "single"
+_RENEW_SECONDS = 5.0
+"""How long a producer is kept whose credentials are refused, before another one tries the newest."""
+_OF_FILES = (".location", ".keytab", ".file")
+"""How settings end that name a file, which the client reads once."""
+
 _Report = tuple[Sending, int, KafkaError | None]
 
 
 class Kafka:
     """One producer whose batches all transactions share, and one that sends what was refused as part of a batch.
 
-    After a fatal error a producer is replaced.
+    A producer keeps the secrets and certificates that it was made with, so it is replaced when these have changed or
+    were refused, as after a fatal error.
     """
 
     def __init__(self, name: str, settings: KafkaHandler) -> None:
         """Raises ConfigurationError for a setting that the client does not know."""
-        self._conf: dict[str, Any] = {
-            "bootstrap.servers": ",".join(settings.bootstrap),
-            "linger.ms": _LINGER_MS,
-            **{key: value.get_secret_value() for key, value in settings.conf.items()},
-            "enable.idempotence": True,
-            "delivery.timeout.ms": int(settings.timeout * 1000),
-        }
+        self._settings = settings
+        self._producers: dict[str, _Producer] = {}
+        self._making = asyncio.Lock()
         try:
-            self._shared = _Producer(self._conf)
+            producer = _Producer(self._conf(_text_or_placeholder), self._marks())
         except KafkaException as error:
             raise ConfigurationError(f"handlers.{name}.conf: {error.args[0].str()}") from None
-        self._single: _Producer | None = None
+        if not any(isinstance(each, CallSecret) for each in settings.conf.values()):
+            self._producers[_SHARED] = producer
         self._retired: set[asyncio.Task[None]] = set()
         # A backstop: the producer itself answers within its delivery timeout.
         self._window = SendWindow(settings.timeout * 2, awaits_all=True)
 
     async def close(self) -> None:
         """Close the producers. Messages in flight fail."""
-        producers = [each for each in (self._shared, self._single) if each is not None]
+        producers = self._producers.values()
         await asyncio.gather(*(each.close() for each in producers), *self._retired)
 
     async def send(self, messages: Sequence[Message]) -> None:
         """Produce all messages, then wait for the acknowledgements. Raises Undelivered or Rejected."""
-        if self._shared.is_broken:
-            self._retire(self._shared)
-            self._shared = _Producer(self._conf)
         sending = self._window.sending(messages)
+        producer = await self._producer(_SHARED)
         try:
             try:
-                await self._window.send(sending, self._shared.publish)
+                await self._window.send(sending, producer.publish)
             except KafkaException as error:
                 if error.args[0].code() not in _OF_BATCH:
                     raise
                 await self._send_singly(sending.rest)
         except TimeoutError:
-            raise Undelivered("no acknowledgement in time") from None
+            raise producer.undelivered("no acknowledgement in time") from None
         except BufferError:
             raise Undelivered("the producer's queue is full") from None
         except KafkaException as error:
             fault: KafkaError = error.args[0]
-            kind = Rejected if fault.code() in _REFUSED else Undelivered
-            raise kind(fault.name()) from None
+            if fault.code() in _REFUSED:
+                raise Rejected(fault.name()) from None
+            raise producer.undelivered(fault.name()) from None
 
     async def _send_singly(self, messages: Sequence[Message]) -> None:
         """Produce messages one by one, each a batch of its own, so that an error is the message's."""
-        if self._single is None or self._single.is_broken:
-            if self._single is not None:
-                self._retire(self._single)
-            self._single = _Producer({**self._conf, "batch.num.messages": 1, "linger.ms": 0})
+        producer = await self._producer(_SINGLE, {"batch.num.messages": 1, "linger.ms": 0})
         for message in messages:
-            await self._window.send(self._window.sending([message]), self._single.publish)
+            await self._window.send(self._window.sending([message]), producer.publish)
+
+    async def _producer(
+        self, kind: str, more: Mapping[str, Any] = MappingProxyType({})
+    ) -> _Producer:
+        """The producer of a kind, or the one that replaces it. Raises Unauthorized."""
+        present = self._producers.get(kind)
+        if present is not None and present.serves(self._marks()):
+            return present
+        async with self._making:
+            present, marks = self._producers.get(kind), self._marks()
+            if present is not None and present.serves(marks):
+                return present
+            try:
+                conf = await asyncio.to_thread(self._conf, read)
+                made = _Producer({**conf, **more}, marks)
+            except SecretUnavailable:
+                if present is None or present.is_broken:
+                    raise
+                # The file is being written: the connections that are open serve on.
+                return present
+            except KafkaException as error:
+                if present is None or present.is_broken:
+                    raise Unauthorized(f"conf: {error.args[0].str()}") from None
+                return present
+            self._producers[kind] = made
+        if present is not None:
+            self._retire(present)
+        return made
+
+    def _conf(self, text_of: Callable[[str, SecretStr], str]) -> dict[str, Any]:
+        conf = self._settings.conf
+        texts = {key: text_of(f"conf.{key}", value) for key, value in conf.items() if key != _TOKEN}
+        return {
+            "bootstrap.servers": ",".join(self._settings.bootstrap),
+            "linger.ms": _LINGER_MS,
+            **texts,
+            **({_TOKEN: partial(_token, conf[_TOKEN])} if _TOKEN in conf else {}),
+            "enable.idempotence": True,
+            "delivery.timeout.ms": int(self._settings.timeout * 1000),
+        }
+
+    def _marks(self) -> Hashable:
+        conf = self._settings.conf
+        files = [known_text(value) for key, value in conf.items() if key.endswith(_OF_FILES)]
+        return marks(conf.values()), tuple(file_mark(each) for each in files if each)
 
     def _retire(self, producer: _Producer) -> None:
-        retired = asyncio.create_task(producer.close())
+        retired = asyncio.create_task(producer.retire(self._settings.timeout))
         self._retired.add(retired)
         retired.add_done_callback(self._retired.discard)
+
+
+def _text_or_placeholder(key: str, secret: SecretStr) -> str:
+    """The text of a secret; for one that a function returns, a text that shows whether the client knows the setting."""
+    return _PLACEHOLDER if isinstance(secret, CallSecret) else read(key, secret)
+
+
+def _token(secret: SecretStr, _: str) -> tuple[str, float]:
+    """A token for the client, and when it ends to be valid, in seconds since 1970. Raises SecretUnavailable."""
+    assert isinstance(secret, CallSecret)  # noqa: S101
+    text, seconds = secret.lease()
+    return text, time.time() + (seconds or _TOKEN_SECONDS)
 
 
 class _Producer:
     """A producer with a thread that hands its delivery reports to the event loop, many at a time."""
 
-    def __init__(self, conf: dict[str, Any]) -> None:
-        """Raises KafkaException for a setting that the client does not know."""
+    def __init__(self, conf: dict[str, Any], marks: Hashable) -> None:
+        """`marks` are those of its secrets. Raises KafkaException for a setting that the client does not know."""
         self.is_broken = False
         """Whether the producer met a fatal error, after which it delivers nothing."""
-        self._producer = Producer(conf, logger=logging.getLogger("confluent_kafka"))
+        self._marks = marks
+        self._made = time.monotonic()
+        self._refusal: str | None = None
+        self._producer = Producer(
+            {**conf, "error_cb": self._note}, logger=logging.getLogger("confluent_kafka")
+        )
         self._reports: list[_Report] = []
         self._thread: Thread | None = None
         self._is_closing = False
+
+    def serves(self, marks: Hashable) -> bool:
+        """Whether it can be used while the secrets have these marks."""
+        is_refused = self._refusal is not None and time.monotonic() - self._made > _RENEW_SECONDS
+        return not (self.is_broken or is_refused) and self._marks == marks
+
+    def undelivered(self, reason: str) -> Undelivered:
+        """The fault of a message that was not delivered: the refusal of the credentials, if there was one."""
+        if self._refusal is None:
+            return Undelivered(reason)
+        return Unauthorized(f"{self._refusal}: a broker refuses relay's credentials")
+
+    def _note(self, error: KafkaError) -> None:
+        if error.code() in _OF_CREDENTIALS:
+            self._refusal = error.name()
 
     async def publish(self, sending: Sending, index: int) -> None:
         if self._thread is None:
@@ -141,6 +237,18 @@ class _Producer:
                 # The client refuses the message itself.
                 raise Rejected(error.args[0].name()) from None
             raise
+
+    async def retire(self, timeout: float) -> None:
+        """Close the producer when its messages are answered, after `timeout` seconds at most."""
+        ends = time.monotonic() + timeout
+        while (
+            not self.is_broken
+            and self._refusal is None
+            and len(self._producer)
+            and time.monotonic() < ends
+        ):
+            await asyncio.sleep(_POLL_SECONDS)
+        await self.close()
 
     async def close(self) -> None:
         """Close the producer. Messages in flight are answered with a fault."""

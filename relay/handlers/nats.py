@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -20,9 +21,10 @@ from nats.aio.msg import Msg
 from nats.errors import BadSubjectError, ConnectionClosedError, Error, MaxPayloadError
 
 from relay.config.handlers import NatsHandler
-from relay.faults import Rejected, Undelivered
+from relay.faults import Rejected, Unauthorized, Undelivered
 from relay.handlers import cloudevents
-from relay.handlers.certificates import verification
+from relay.handlers.certificates import Certificates, is_refusal
+from relay.handlers.credentials import read_aside
 from relay.handlers.messages import Message
 from relay.handlers.shared import Shared
 from relay.handlers.window import Sending, SendWindow, Unanswered
@@ -36,6 +38,8 @@ _ELSEWHERE = frozenset({10008, 10076})
 _LONGEST_LINE = 4_096
 """The server's default `max_control_line`, which it does not announce, in bytes."""
 _CLOSING_SECONDS = 2.0
+_REFUSAL = re.compile("authorization|authentication", re.IGNORECASE)
+"""What a server says of credentials that it does not accept, or no longer."""
 
 
 class _NotHere(Undelivered):
@@ -92,7 +96,7 @@ class Nats:
     def __init__(self, name: str, settings: NatsHandler) -> None:
         """Raises ConfigurationError where a certificate cannot be used."""
         self._settings = settings
-        self._tls = verification(name, settings.tls)
+        self._tls = Certificates(name, settings.tls)
         self._link = Shared(self._connect, lambda link: not link.client.is_closed)
         self._window = SendWindow(settings.timeout)
 
@@ -120,6 +124,8 @@ class Nats:
             raise Rejected(type(error).__name__) from None
         except NoTls as error:
             raise Undelivered(str(error)) from None
+        except Undelivered:
+            raise
         except (Error, OSError, TimeoutError) as error:
             raise Undelivered(type(error).__name__) from None
 
@@ -127,6 +133,7 @@ class Nats:
         settings = self._settings
         client = _SecureClient(always_tls="tls" in settings.model_fields_set)
         link = _Link(client, settings.timeout)
+        noted = _Noted()
         options: dict[str, Any] = {
             "closed_cb": link.closed,
             # The client tries each server twice, without a wait in between.
@@ -138,18 +145,38 @@ class Nats:
             "max_outstanding_pings": 1,
             # Publishing never waits for the socket, where the client swallows cancellations. `SendWindow` limits it.
             "pending_size": 0,
-            "tls": self._tls,
+            "tls": self._tls.context(),
+            "error_cb": noted.note,
             "tls_handshake_first": settings.tls_first,
         }
-        servers = [each.get_secret_value() for each in settings.servers]
+        servers = [
+            await read_aside(f"servers.{number}", each)
+            for number, each in enumerate(settings.servers)
+        ]
         try:
             async with asyncio.timeout(settings.timeout):
                 await client.connect(servers, **options)
                 await link.subscribe()
-        except BaseException:
+        except BaseException as error:
             client.abandon()
+            noted.errors.append(error)
+            for each in filter(is_refusal, noted.errors):
+                self._tls.refused()
+                raise Unauthorized(f"{type(each).__name__}: a certificate is refused") from None
+            if any(isinstance(each, Error) and _REFUSAL.search(str(each)) for each in noted.errors):
+                raise Unauthorized("the server refuses relay's credentials") from None
             raise
         return link
+
+
+class _Noted:
+    """The errors of an attempt to connect: the client raises only the last one."""
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException] = []
+
+    async def note(self, error: Exception) -> None:
+        self.errors.append(error)
 
 
 class _Link:

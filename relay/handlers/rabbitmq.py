@@ -16,10 +16,26 @@ from typing import Any
 import pika
 from pika.adapters.asyncio_connection import AsyncioConnection
 from pika.channel import Channel
-from pika.exceptions import ChannelClosedByBroker, ShortStringTooLong
+from pika.exceptions import (
+    AuthenticationError,
+    ChannelClosedByBroker,
+    ConnectionClosedByBroker,
+    ProbableAccessDeniedError,
+    ProbableAuthenticationError,
+    ShortStringTooLong,
+)
 
 from relay.config.handlers import RabbitmqHandler
-from relay.faults import ConfigurationError, Rejected, Undelivered
+from relay.config.secrets import known_text
+from relay.faults import (
+    ConfigurationError,
+    Rejected,
+    SecretUnavailable,
+    Unauthorized,
+    Undelivered,
+)
+from relay.handlers.certificates import is_refusal
+from relay.handlers.credentials import read_aside
 from relay.handlers.messages import Message
 from relay.handlers.shared import Shared
 from relay.handlers.window import Sending, SendWindow, Unanswered
@@ -50,17 +66,13 @@ class Rabbitmq:
         """Raises ConfigurationError for an address with options that the client does not know."""
         self._exchange = settings.exchange
         self._timeout = settings.timeout
-        try:
-            self._parameters = pika.URLParameters(settings.url.get_secret_value())
-        except (ValueError, TypeError):
-            raise ConfigurationError(
-                f"handlers.{name}.url: the part after ? has an option that cannot be used"
-            ) from None
-        self._parameters.blocked_connection_timeout = settings.timeout
-        self._parameters.socket_timeout = settings.timeout
-        self._parameters.stack_timeout = settings.timeout
-        # The heartbeat ends an idle connection whose server has vanished.
-        self._parameters.heartbeat = max(1, round(settings.timeout))
+        self._url = settings.url
+        url = known_text(settings.url)
+        if url is not None:
+            try:
+                self._parameters(url)
+            except SecretUnavailable as error:
+                raise ConfigurationError(f"handlers.{name}.{error}") from None
         self._connection = Shared(self._connect, lambda connection: bool(connection.is_open))
         self._channel = Shared(self._open_channel, lambda channel: channel.is_open)
         self._window = SendWindow(settings.timeout)
@@ -113,10 +125,26 @@ class Rabbitmq:
                 _end(channel.connection)
             raise
 
+    def _parameters(self, url: str) -> pika.ConnectionParameters:
+        """The parameters of a connection; certificates that the address names are loaded. Raises SecretUnavailable."""
+        try:
+            parameters = pika.URLParameters(url)
+        except (ValueError, TypeError, OSError):
+            raise SecretUnavailable(
+                "url: the part after ? has an option that cannot be used"
+            ) from None
+        parameters.blocked_connection_timeout = self._timeout
+        parameters.socket_timeout = self._timeout
+        parameters.stack_timeout = self._timeout
+        # The heartbeat ends an idle connection whose server has vanished.
+        parameters.heartbeat = max(1, round(self._timeout))
+        return parameters
+
     async def _connect(self) -> _Connection:
+        parameters = self._parameters(await read_aside("url", self._url))
         opened: asyncio.Future[_Connection] = asyncio.get_running_loop().create_future()
         connection = _Connection(
-            self._parameters,
+            parameters,
             on_open_callback=partial(_open, opened),
             on_open_error_callback=partial(_fail, opened),
         )
@@ -247,7 +275,26 @@ def _judged(error: Exception) -> Exception:
     if isinstance(error, ChannelClosedByBroker):
         kind = Rejected if error.reply_code in _REFUSED else Undelivered
         return kind(f"AMQP {error.reply_code}")
+    if _refuses_credentials(error):
+        return Unauthorized(f"{type(error).__name__}: the server refuses relay's credentials")
     return Undelivered(type(error).__name__)
+
+
+_OF_CREDENTIALS = (AuthenticationError, ProbableAuthenticationError, ProbableAccessDeniedError)
+_ACCESS_REFUSED = 403
+
+
+def _refuses_credentials(error: BaseException) -> bool:
+    """Whether the client or the server reports a refused login, an expired token or a certificate."""
+    # The client wraps the errors of a handshake.
+    causes = [error, *(each for each in error.args if isinstance(each, BaseException))]
+    causes += [inner for each in causes for inner in [getattr(each, "exception", None)] if inner]
+    return any(
+        isinstance(each, _OF_CREDENTIALS)
+        or (isinstance(each, ConnectionClosedByBroker) and each.reply_code == _ACCESS_REFUSED)
+        or is_refusal(each)
+        for each in causes
+    )
 
 
 def _end(connection: _Connection) -> None:

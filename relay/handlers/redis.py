@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 from redis.asyncio import Redis as Client
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     AskError,
+    AuthenticationError,
     ClusterDownError,
     MovedError,
     ReadOnlyError,
@@ -22,7 +24,16 @@ from redis.exceptions import (
 )
 
 from relay.config.handlers import RedisHandler
-from relay.faults import ConfigurationError, Rejected, Undelivered
+from relay.config.secrets import file_mark, known_text, marks
+from relay.faults import (
+    ConfigurationError,
+    Rejected,
+    SecretUnavailable,
+    Unauthorized,
+    Undelivered,
+)
+from relay.handlers.certificates import is_refusal
+from relay.handlers.credentials import read_aside
 from relay.handlers.messages import Message
 
 _ELSEWHERE = (ReadOnlyError, ClusterDownError, MovedError, AskError)
@@ -41,30 +52,69 @@ class Redis:
 
     def __init__(self, name: str, settings: RedisHandler) -> None:
         """Raises ConfigurationError for an address with options that the client does not know."""
+        self._url = settings.url
         self._max_length = settings.max_length
         self._timeout = settings.timeout
         self._pending: deque[_Append] = deque()
         self._sender: asyncio.Task[None] | None = None
-        try:
-            self._client = Client.from_url(
-                settings.url.get_secret_value(),
-                socket_timeout=settings.timeout,
-                socket_connect_timeout=settings.timeout,
-                # One retry at once: the server may have closed an idle connection. Longer retries are the worker's.
-                retry=Retry(NoBackoff(), 1),
-            )
-            self._client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
-        except (ValueError, TypeError, RedisError):
-            raise ConfigurationError(
-                f"handlers.{name}.url: the part after ? has an option that cannot be used"
-            ) from None
+        self._client: Client | None = None
+        self._made_of: Hashable = None
+        self._is_refused = False
+        self._files: tuple[str, ...] = ()
+        url = known_text(settings.url)
+        if url is not None:
+            try:
+                self._client = self._opened(url)
+            except SecretUnavailable as error:
+                raise ConfigurationError(f"handlers.{name}.{error}") from None
 
     async def close(self) -> None:
         """Close the connection."""
         if self._sender is not None:
             self._sender.cancel()
             await asyncio.wait([self._sender])
-        await self._client.aclose()
+        if self._client is not None:
+            await self._client.aclose()
+
+    def _opened(self, url: str) -> Client:
+        """A client for an address, which connects with its first command. Raises SecretUnavailable."""
+        options = parse_qsl(urlsplit(url).query)
+        self._files = tuple(value for key, value in options if key.startswith("ssl_"))
+        self._made_of = self._marks()
+        try:
+            client = Client.from_url(
+                url,
+                socket_timeout=self._timeout,
+                socket_connect_timeout=self._timeout,
+                # One retry at once: the server may have closed an idle connection. Longer retries are the worker's.
+                retry=Retry(NoBackoff(), 1),
+            )
+            client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+        except (ValueError, TypeError, RedisError):
+            raise SecretUnavailable(
+                "url: the part after ? has an option that cannot be used"
+            ) from None
+        return client
+
+    def _marks(self) -> Hashable:
+        return marks([self._url]), tuple(map(file_mark, self._files))
+
+    async def _current(self) -> Client:
+        """The client; another one if the address or a certificate has changed, or was refused."""
+        client = self._client
+        if client is not None and not self._is_refused and self._made_of == self._marks():
+            return client
+        try:
+            opened = self._opened(await read_aside("url", self._url))
+        except SecretUnavailable:
+            if client is None or self._is_refused:
+                raise
+            # The file is being written: the connections that are open serve on.
+            return client
+        self._client, self._is_refused = opened, False
+        if client is not None:
+            await client.aclose()
+        return opened
 
     async def send(self, messages: Sequence[Message]) -> None:
         """Append all messages or none. Raises Undelivered or Rejected."""
@@ -83,10 +133,11 @@ class Redis:
             appends = self._take()
             try:
                 async with asyncio.timeout(self._timeout):
-                    answers = await self._execute(appends)
+                    client = await self._current()
+                    answers = await self._execute(client, appends)
                 if any(isinstance(answer, _ELSEWHERE) for answer in answers):
                     # A new connection may lead to another server, by its name or through a proxy.
-                    await self._client.connection_pool.disconnect()
+                    await client.connection_pool.disconnect()
                 for append in appends:
                     append.complete(append.judge(answers))
             except asyncio.CancelledError:
@@ -94,8 +145,17 @@ class Redis:
                     append.complete(Undelivered("the sink is closed"))
                 raise
             except Exception as error:
+                fault = self._judged(error)
                 for append in appends:
-                    append.complete(Undelivered(type(error).__name__))
+                    append.complete(fault)
+
+    def _judged(self, error: Exception) -> Undelivered:
+        if isinstance(error, SecretUnavailable):
+            return error
+        if isinstance(error, AuthenticationError) or is_refusal(error):
+            self._is_refused = True
+            return Unauthorized(f"{type(error).__name__}: the server refuses relay's credentials")
+        return Undelivered(type(error).__name__)
 
     def _take(self) -> list[_Append]:
         appends: list[_Append] = []
@@ -109,8 +169,8 @@ class Redis:
                 size += sum(len(message.body) for message in append.messages)
         return appends
 
-    async def _execute(self, appends: Sequence[_Append]) -> deque[Any]:
-        pipeline = self._client.pipeline(transaction=False)
+    async def _execute(self, client: Client, appends: Sequence[_Append]) -> deque[Any]:
+        pipeline = client.pipeline(transaction=False)
         for append in appends:
             pipeline.execute_command("MULTI")
             for message in append.messages:

@@ -12,7 +12,7 @@ from relay.faults import describe
 from relay.model.batch import Batch, Outcome
 from relay.observe.flushing import FlushThread
 from relay.store import engines
-from relay.store.connections import connect
+from relay.store.connections import Dsn, connect
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class EngineCounts:
     Counts that cannot be stored are stored later; those of a process that dies are lost.
     """
 
-    def __init__(self, dsn: str, group: str, interval: float = STORE_SECONDS) -> None:
+    def __init__(self, dsn: Dsn, group: str, interval: float = STORE_SECONDS) -> None:
         self._dsn = dsn
         self._group = group
         self._batches: Counter[tuple[str, str]] = Counter()

@@ -17,6 +17,7 @@ from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 
+from relay.config.dsn import DatabaseAccess
 from relay.config.settings import Settings
 from relay.heartbeat import Due, Heartbeat
 from relay.observe.databases import Databases
@@ -25,6 +26,7 @@ from relay.pipeline.activity import Job
 from relay.pipeline.runner import APPLIES_HERE, WAITS_FOR_SPARK
 from relay.source import receiver
 from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS
+from relay.store import refusals
 
 UP_SECONDS = 20.0
 """A database counts as reachable for so many seconds after a successful poll."""
@@ -196,6 +198,8 @@ class Liveness:
 
     def _source(self) -> PartState:
         state, part = self._parts.source.state(), "source"
+        if (refused := _refused(self._settings.source_dsn)) is not None:
+            return PartState(part, Level.NOT_READY, refused)
         silent = state.received.silent if state.received else 0.0
         # relay requests a reply after ASK_SECONDS of silence, and waits as long for it.
         if state.doing == STREAMS and silent > max(
@@ -215,6 +219,8 @@ class Liveness:
         return PartState(part, Level.NOT_READY if state.doing == ELSEWHERE else Level.OK, text)
 
     def _target(self) -> PartState:
+        if (refused := _refused(self._settings.target_dsn)) is not None:
+            return PartState("target", Level.NOT_READY, refused)
         if self._databases.target.is_up(UP_SECONDS):
             return PartState("target", Level.OK, "answers")
         fault = self._databases.target.fault or "no answer"
@@ -251,6 +257,14 @@ class Liveness:
         for handler in target.stopped if target else ():
             text = "stopped: too many transactions in a row failed"
             yield PartState(f"handler {handler}", Level.NOTE, text)
+
+
+def _refused(access: DatabaseAccess) -> str | None:
+    """Return the text of a database that refuses new sessions, whatever those that are open still do."""
+    refusal = refusals.refusal(access)
+    if refusal is None:
+        return None
+    return f"refuses relay's credentials for {refusal.seconds:.0f} s: {refusal.text}"
 
 
 def _ticks(thread: int) -> int | None:

@@ -11,7 +11,7 @@ from threading import Event
 import psycopg
 
 from relay.pipeline.activity import ActiveJobs, Job
-from relay.store.connections import connect
+from relay.store.connections import Dsn, connect
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _WAITS = """
 class LongTasks:
     """A thread that logs the tasks of this process which make no progress, and what their sessions wait for."""
 
-    def __init__(self, dsn: str, jobs: ActiveJobs, long: float = LONG_SECONDS) -> None:
+    def __init__(self, dsn: Dsn, jobs: ActiveJobs, long: float = LONG_SECONDS) -> None:
         self._dsn = dsn
         self._jobs = jobs
         self._long = long

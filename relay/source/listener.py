@@ -10,7 +10,7 @@ import psycopg
 
 from relay.faults import describe
 from relay.source.wakeup import Wakeup
-from relay.store.connections import connect
+from relay.store.connections import Dsn, connect
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Listener:
     is no connection are missed.
     """
 
-    def __init__(self, dsn: str, notified: Callable[[], None]) -> None:
+    def __init__(self, dsn: Dsn, notified: Callable[[], None]) -> None:
         self._dsn = dsn
         self._notified = notified
         self._stopped = Wakeup()

@@ -16,7 +16,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from relay.faults import describe
-from relay.store.connections import connect
+from relay.store.connections import Dsn, connect
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def oldest_open(conn: psycopg.Connection[Any]) -> OpenTransaction | None:
 
 
 @contextmanager
-def reporting_blockers(dsn: str, report_blockers: Callable[[str], None]) -> Iterator[None]:
+def reporting_blockers(dsn: Dsn, report_blockers: Callable[[str], None]) -> Iterator[None]:
     """Call `report_blockers` every AGAIN_SECONDS, in another thread, with the oldest open transaction."""
     ended = Event()
     thread = Thread(target=_watch, args=(dsn, report_blockers, ended), name="blockers", daemon=True)
@@ -74,7 +74,7 @@ def reporting_blockers(dsn: str, report_blockers: Callable[[str], None]) -> Iter
         thread.join()
 
 
-def _watch(dsn: str, report_blockers: Callable[[str], None], ended: Event) -> None:
+def _watch(dsn: Dsn, report_blockers: Callable[[str], None], ended: Event) -> None:
     if ended.wait(FIRST_SECONDS):
         return
     try:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import psycopg
 from psycopg import sql
-from psycopg.conninfo import make_conninfo
 from psycopg.pq import ConnStatus, ExecStatus
 from psycopg.pq.abc import PGconn
 from psycopg.rows import scalar_row
@@ -26,7 +25,7 @@ from relay.model.events import Lsn
 from relay.source.timelines import TimelineHistory
 from relay.source.translation import Encoding
 from relay.store import groups
-from relay.store.connections import CLIENT_KEEPALIVE, Connection, connect
+from relay.store.connections import CLIENT_KEEPALIVE, Connection, connect, opened
 
 DEFAULT_SENDER_TIMEOUT = 60.0
 """The seconds to use where `wal_sender_timeout` is off."""
@@ -99,8 +98,9 @@ class WalStream:
 
 def open_replication(settings: Settings) -> Connection:
     """Open a connection to the source's walsender. Raises psycopg.OperationalError."""
-    return psycopg.connect(
+    return opened(
         settings.source_dsn,
+        psycopg.connect,
         replication="database",
         # A walsender speaks the simple query protocol only.
         cursor_factory=psycopg.ClientCursor,
@@ -118,7 +118,7 @@ def open_session(settings: Settings, stream: Connection) -> Connection:
     info = stream.info
     server = {"host": info.host, "hostaddr": info.hostaddr, "port": str(info.port)}
     given = {key: value for key, value in server.items() if value}
-    conn = connect(make_conninfo(settings.source_dsn, **given))
+    conn = connect(settings.source_dsn, **given)
     conn.execute(
         "select set_config(name, '0', false) from pg_settings where name = 'idle_session_timeout'"
     )

@@ -16,19 +16,21 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+import psycopg
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
 from relay.config.settings import Settings
-from relay.faults import FaultAction, TaskFault
+from relay.faults import FaultAction, SecretUnavailable, TaskFault
 from relay.meter import Meter
 from relay.model.batch import JobName, Task, Work
 from relay.model.events import Lsn
 from relay.pipeline.inline import Result
-from relay.spark.executor import CODEC, apply_rows
+from relay.spark.executor import CODEC, PackedSettings, apply_rows
 from relay.spark.faults import safe_description
 from relay.spark.session import POOL
 from relay.spark.watching import JobStalled, JobWatch, is_busy
+from relay.store.connections import connect
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -63,7 +65,7 @@ class SparkEngine:
 
     def __init__(self, settings: Settings, session: Session, meter: Meter | None = None) -> None:
         self._meter = meter or Meter()
-        self._configuration = pickle.dumps(settings)
+        self._settings = settings
         self._session = session
         self._remote = settings.spark.remote is not None
         self._watch = JobWatch(settings.target_dsn)
@@ -85,12 +87,20 @@ class SparkEngine:
         if session is None:
             return [TaskFault(FaultAction.RETRY, "the Spark session is being built")] * len(tasks)
         try:
-            if not guarded:
-                return self._run_job(session, tasks, guarded, name)
+            configuration = PackedSettings.of(self._settings)
+        except SecretUnavailable as error:
+            return [TaskFault.of(error)] * len(tasks)
+        try:
             # A worker that dies fails its whole job: with a job for each task, only the task that killed it.
-            return [
-                result for task in tasks for result in self._run_job(session, [task], guarded, name)
+            jobs = [[task] for task in tasks] if guarded else [tasks]
+            results = [
+                result
+                for job in jobs
+                for result in self._run_job(session, configuration, job, guarded, name)
             ]
+            if any(isinstance(result, TaskFault) and result.refused for result in results):
+                self._ask_databases()
+            return results
         except JobStalled as stalled:
             why = str(stalled)
             fault = TaskFault(FaultAction.RETRY, f"the Spark job stood still: {why}", stalled=why)
@@ -104,6 +114,12 @@ class SparkEngine:
         finally:
             # py4j's references are in cycles, and until they are collected the JVM keeps the whole batch.
             gc.collect(1)
+
+    def _ask_databases(self) -> None:
+        """Connect to both databases, since one refuses the executors: whether it refuses relay is noted then."""
+        for access in (self._settings.source_dsn, self._settings.target_dsn):
+            with suppress(psycopg.Error):
+                connect(access).close()
 
     @property
     def is_busy(self) -> bool:
@@ -156,26 +172,36 @@ class SparkEngine:
                 raise JobStalled(job.why) from error
 
     def _run_job(
-        self, session: SparkSession, tasks: Sequence[Work], guarded: bool, name: JobName
+        self,
+        session: SparkSession,
+        configuration: PackedSettings,
+        tasks: Sequence[Work],
+        guarded: bool,
+        name: JobName,
     ) -> list[Result]:
         started = time.monotonic()
         succeeded = False
         try:
-            results = self._collected(session, tasks, guarded, name)
+            results = self._collected(session, configuration, tasks, guarded, name)
             succeeded = True
             return results
         finally:
             self._meter.spark_job(time.monotonic() - started, succeeded)
 
     def _collected(
-        self, session: SparkSession, tasks: Sequence[Work], guarded: bool, name: JobName
+        self,
+        session: SparkSession,
+        configuration: PackedSettings,
+        tasks: Sequence[Work],
+        guarded: bool,
+        name: JobName,
     ) -> list[Result]:
         # Spark makes each Arrow batch a partition, so each task gets one.
         table = pa.Table.from_batches([_packed(*numbered) for numbered in enumerate(tasks)])
         frame = session.createDataFrame(table)
         with self._named(session, name), self._watched(session, name) as mark:
             rows = frame.mapInArrow(
-                partial(apply_rows, self._configuration, guarded, mark), self._schema
+                partial(apply_rows, configuration, guarded, mark), self._schema
             ).collect()
         results: dict[int, Result] = {row.task: pickle.loads(row.result) for row in rows}  # noqa: S301
         return [results[number] for number in range(len(tasks))]

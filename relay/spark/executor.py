@@ -5,10 +5,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
 
 import pyarrow as pa
 
 import relay
+from relay.config import secrets
 from relay.config.settings import Settings
 from relay.faults import RelayError, TaskFault
 from relay.logs import quiet_libraries
@@ -21,29 +24,50 @@ CODEC = "lz4"
 """The codec of a pickled task."""
 _RESULT = pa.schema([("task", pa.int32()), ("result", pa.binary())])
 
+
+@dataclass(frozen=True, slots=True)
+class PackedSettings:
+    """The configuration for executors: pickled with the secrets of this moment, and a digest without these."""
+
+    pickled: bytes
+    identity: bytes
+
+    @classmethod
+    def of(cls, settings: Settings) -> PackedSettings:
+        """Pickle a configuration. Raises SecretUnavailable."""
+        return cls(pickle.dumps(settings), sha256(secrets.pickled_without(settings)).digest())
+
+
 _appliers: dict[bytes, Applier] = {}
+_newest: dict[bytes, bytes] = {}
+"""The last pickle of each applier's configuration."""
 
 
-def _applier(configuration: bytes) -> Applier:
+def _applier(configuration: PackedSettings) -> Applier:
     """This worker's applier, with its connection; the first call builds it."""
-    applier = _appliers.get(configuration)
-    if applier is None:
-        quiet_libraries()
-        collect_rarely()
-        return_large_blocks()
-        return_arrow_blocks()
-        settings: Settings = pickle.loads(configuration)  # noqa: S301
-        applier = _appliers[configuration] = Applier(settings, connections=1, keeps_alive=True)
-    return applier
+    identity = configuration.identity
+    if _newest.get(identity) != configuration.pickled:
+        # Replaces the secrets that the applier has, too.
+        settings: Settings = pickle.loads(configuration.pickled)  # noqa: S301
+        _newest[identity] = configuration.pickled
+        if identity not in _appliers:
+            quiet_libraries()
+            collect_rarely()
+            return_large_blocks()
+            return_arrow_blocks()
+            _appliers[identity] = Applier(settings, connections=1, keeps_alive=True)
+    return _appliers[identity]
 
 
-def prepare(configuration: bytes) -> None:
+def prepare(configuration: PackedSettings) -> None:
     """Build this worker's applier and connect. The first task reports what fails here."""
     with suppress(Exception):
         _applier(configuration).connect()
 
 
-def warm_up(configuration: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def warm_up(
+    configuration: PackedSettings | None, batches: Iterator[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
     """Import what a task needs, and connect where the batch's row says so."""
     # Python's collector would traverse all imported modules after each task.
     collect_rarely()
@@ -54,7 +78,7 @@ def warm_up(configuration: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator
 
 
 def apply_rows(
-    configuration: bytes, guarded: bool, mark: str, batches: Iterator[pa.RecordBatch]
+    configuration: PackedSettings, guarded: bool, mark: str, batches: Iterator[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
     """Apply the tasks of a DataFrame partition, each in one commit of the target.
 

@@ -11,14 +11,16 @@ from typing import Any, Literal, NoReturn
 from psycopg import sql
 from pydantic import ValidationError
 
+from relay.config.dsn import DatabaseAccess
 from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError
 from relay.model.events import SQL_TYPES
 from relay.model.snapshots import BEGINNING, Snapshot
 from relay.spark.reading import MappedTable
 
+_DSN = ("dsn", "dsn.env", "dsn.file", "dsn.call")
 NAMES = (
-    *("dsn", "dsn.env", "dsn.file", "table", "columns", "headers", "partitions", "ordered"),
+    *(*_DSN, "table", "columns", "headers", "partitions", "ordered"),
     "pushFilters",
     *("fromSnapshot", "toSnapshot", "fromTime", "toTime", "fromOffset", "toOffset"),
     *("startingPosition", "maxEventsPerTrigger", "reader"),
@@ -39,7 +41,7 @@ _DEFAULT_PARTITIONS = 8
 class Options:
     """The parsed options. `dsn` is a secret, which `repr` does not show."""
 
-    dsn: str
+    dsn: DatabaseAccess
     names_server: bool
     """Whether `dsn` was given; otherwise libpq's variables name the server."""
     table: MappedTable
@@ -95,8 +97,8 @@ def parse(given: Mapping[str, str], reading: Literal["batch", "stream"] | None =
     if before and after and before != after and before.covers(after):
         _refuse("toSnapshot", f"{after} is before fromSnapshot, {before}: exchange the two")
     return Options(
-        dsn=source.dsn.get_secret_value(),
-        names_server=any(name in options for name in ("dsn", "dsn.env", "dsn.file")),
+        dsn=DatabaseAccess("option dsn", source.dsn),
+        names_server=any(name in options for name in _DSN),
         table=MappedTable(
             source.table_name, source.mapping, frozenset(filter(None, source.columns.values()))
         ),
@@ -114,7 +116,7 @@ def parse(given: Mapping[str, str], reading: Literal["batch", "stream"] | None =
 
 def _source(options: Mapping[str, str]) -> SourceSettings:
     values: dict[str, Any] = {}
-    given = [name for name in ("dsn", "dsn.env", "dsn.file") if name in options]
+    given = [name for name in _DSN if name in options]
     if len(given) > 1:
         _refuse(given[1], f"{given[0]} is given too: give one")
     for name in given:

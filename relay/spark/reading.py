@@ -22,7 +22,7 @@ from relay.source.differences import XID, Difference, condition
 from relay.source.partition import partition_of
 from relay.source.rows import require_visible
 from relay.source.translation import Encoding
-from relay.store.connections import Connection, connect, pin_reading
+from relay.store.connections import Connection, Dsn, connect, pin_reading
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -98,7 +98,7 @@ def arrow_schema() -> pa.Schema:
 
 
 def read(
-    dsn: str,
+    dsn: Dsn,
     table: MappedTable,
     portion: TaskPortion,
     partitions: int,

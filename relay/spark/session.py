@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import sys
 import time
 from contextlib import suppress
@@ -96,7 +95,7 @@ class Session:
     def __init__(self, settings: SparkSettings, tasks: Settings | None = None) -> None:
         """`tasks` is the configuration of the tasks for which executors connect in advance."""
         self._settings = settings
-        self._configuration = pickle.dumps(tasks) if tasks else b""
+        self._tasks = tasks
         self._connecting = tasks.partitions if tasks else 0
         self._session: SparkSession | None = None
         self._slots: int | None = None
@@ -211,7 +210,7 @@ class Session:
             return
         import pyarrow as pa
 
-        from relay.spark.executor import warm_up
+        from relay.spark.executor import PackedSettings, warm_up
 
         return_arrow_blocks()
         _clear_remains()
@@ -227,7 +226,8 @@ class Session:
         rows = session.createDataFrame(pa.Table.from_batches(parts))
         # These jobs detect executors that lack relay, start the Python workers and warm up the JVM. Only the last one
         # connects: each job may run on other workers.
-        for configuration in (*[b""] * (_WARM_UP_JOBS - 1), self._configuration):
+        connecting = PackedSettings.of(self._tasks) if self._tasks else None
+        for configuration in (*[None] * (_WARM_UP_JOBS - 1), connecting):
             rows.mapInArrow(partial(warm_up, configuration), "version string").collect()
         self._session = session
         self._failed_since = None

@@ -39,6 +39,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
+from relay.config.dsn import DatabaseAccess
 from relay.faults import RelayError, first_line
 from relay.model import headers
 from relay.model.events import SQL_TYPES
@@ -108,9 +109,11 @@ class OutboxDataSource(DataSource):
 class RowsPartition(InputPartition):
     """The input of one task."""
 
-    def __init__(self, portion: TaskPortion) -> None:
+    def __init__(self, portion: TaskPortion, dsn: DatabaseAccess) -> None:
         super().__init__(None)
         self.portion = portion
+        # Spark pickles the reader of a stream once, and each partition when it is planned: with the newest secrets.
+        self.dsn = dsn
 
 
 class DifferenceReader(DataSourceReader):
@@ -139,7 +142,7 @@ class DifferenceReader(DataSourceReader):
         options = self._options
         wanted = [each for each in (options.conditions, self._filter) if each is not None]
         return read(
-            options.dsn,
+            partition.dsn,
             options.table,
             partition.portion,
             options.partitions,
@@ -206,7 +209,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, RowsPartition)  # noqa: S101
         options = self._options
-        return read(options.dsn, options.table, partition.portion, options.partitions, None)
+        return read(partition.dsn, options.table, partition.portion, options.partitions, None)
 
     def commit(self, end: dict[str, str]) -> None:
         """Let retention remove the events that a query with a `reader` name has read."""
@@ -260,7 +263,7 @@ def _one_line(options: Options) -> Iterator[None]:
             hint = (
                 "name a server and a role that can log in"
                 if options.names_server
-                else "set the option dsn, dsn.env or dsn.file, without which libpq's PG* variables count"
+                else "set the option dsn, dsn.env, dsn.file or dsn.call, without which libpq's PG* variables count"
             )
             raise RelayError(f"option dsn: no connection: {what}: {hint}") from None
         raise RelayError(f"table: {'.'.join(options.table.name)} cannot be read: {what}") from None
@@ -287,4 +290,4 @@ def _partitions(
         portions = planning.by_host(between, options.partitions)
     else:
         portions = planning.by_xid(conn, options.table, between, options.partitions)
-    return [RowsPartition(portion) for portion in portions]
+    return [RowsPartition(portion, options.dsn) for portion in portions]

@@ -26,7 +26,7 @@ import psycopg
 
 from relay.faults import describe
 from relay.spark.session import POOL
-from relay.store.connections import connect
+from relay.store.connections import Dsn, connect
 from relay.store.groups import APPLICATION_NAME, INSTANCE
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class _Job:
 class JobWatch:
     """Watches the jobs of one engine. Safe in several threads."""
 
-    def __init__(self, dsn: str) -> None:
+    def __init__(self, dsn: Dsn) -> None:
         self._dsn = dsn
         self._limits = LIMITS
         self._jobs: list[_Job] = []

@@ -16,21 +16,26 @@ from psycopg.pq import ExecStatus
 from psycopg.types.json import JsonbDumper
 from psycopg_pool import ConnectionPool, PoolTimeout
 
+from relay.config.dsn import DatabaseAccess
 from relay.faults import (
     ConfigurationError,
+    NoCredentials,
+    SecretUnavailable,
     first_line,
     server_error,
     spoils_session,
     transaction_ended,
 )
 from relay.model.events import Lsn
-from relay.store import transaction_guard
+from relay.store import refusals, transaction_guard
 from relay.store.keep_alive import LIMITED, KeepAlive
 
 log = logging.getLogger(__name__)
 
 Connection = psycopg.Connection[Any]
 """A connection whose rows are of any type."""
+Dsn = DatabaseAccess | str
+"""How to connect: as the configuration says, whose secrets may change, or by a connection string."""
 
 CONNECT_TIMEOUT_SECONDS = 10
 POOL_TIMEOUT_SECONDS = 5.0
@@ -117,37 +122,37 @@ class _Pool(ConnectionPool[psycopg.Connection[Any]]):
     logs.
     """
 
-    def __init__(self, dsn: str, configure: Configure, **options: Any) -> None:
-        refusals: list[str] = []
+    def __init__(self, dsn: Dsn, configure: Configure, **options: Any) -> None:
+        faults: list[str] = []
 
         class Connection(psycopg.Connection[Any]):
             @classmethod
-            def connect(cls, *args: Any, **kwargs: Any) -> Any:
+            def connect(cls, conninfo: str = "", **kwargs: Any) -> Any:
                 try:
-                    return super().connect(*args, **kwargs)
+                    return opened(dsn, super().connect, **kwargs)
                 except psycopg.OperationalError as error:
-                    refusals[:] = [first_line(error)]
+                    faults[:] = [first_line(error)]
                     raise
 
         def prepare(conn: psycopg.Connection[Any]) -> None:
             try:
                 configure(conn)
             except psycopg.Error as error:
-                refusals[:] = [first_line(error)]
+                faults[:] = [first_line(error)]
                 raise
-            refusals.clear()
+            faults.clear()
 
-        self._refusals = refusals
-        super().__init__(dsn, connection_class=Connection, configure=prepare, **options)
+        self._faults = faults
+        super().__init__("", connection_class=Connection, configure=prepare, **options)
 
     def getconn(self, timeout: float | None = None) -> psycopg.Connection[Any]:
         """Return a connection. Raises PoolTimeout."""
         try:
             return super().getconn(timeout)
         except PoolTimeout as error:
-            if not self._refusals:
+            if not self._faults:
                 raise
-            raise PoolTimeout(self._refusals[0].removeprefix("connection failed: ")) from error
+            raise PoolTimeout(self._faults[0].removeprefix("connection failed: ")) from error
 
     @contextmanager
     def connection(self, timeout: float | None = None) -> Iterator[psycopg.Connection[Any]]:
@@ -187,10 +192,32 @@ def sessions_with(settings: Mapping[str, str]) -> Iterator[None]:
         _session_settings.reset(before)
 
 
-def connect(dsn: str, **options: Any) -> psycopg.Connection[Any]:
+def opened(
+    dsn: Dsn, open_connection: Callable[..., psycopg.Connection[Any]], **options: Any
+) -> psycopg.Connection[Any]:
+    """Open a connection with the secrets as they are now, and note whether the server refuses them.
+
+    Raises psycopg.OperationalError.
+    """
+    if isinstance(dsn, str):
+        return open_connection(dsn, **options)
+    try:
+        try:
+            conn = open_connection(dsn.conninfo(), **options)
+        except SecretUnavailable as error:
+            raise NoCredentials(f"{dsn.key}: {error}") from None
+    except psycopg.OperationalError as error:
+        refusals.note(dsn, error)
+        raise
+    refusals.accepted(dsn)
+    return conn
+
+
+def connect(dsn: Dsn, **options: Any) -> psycopg.Connection[Any]:
     """Open a connection in autocommit mode, whose commits are durable. Raises psycopg.OperationalError."""
-    conn = psycopg.connect(
+    conn = opened(
         dsn,
+        psycopg.connect,
         autocommit=True,
         connect_timeout=CONNECT_TIMEOUT_SECONDS,
         **{
@@ -239,7 +266,7 @@ def _set(conn: psycopg.Connection[Any], settings: Mapping[str, str]) -> None:
 
 
 def open_pool(
-    dsn: str, size: int, configure: Configure | None = None
+    dsn: Dsn, size: int, configure: Configure | None = None
 ) -> ConnectionPool[psycopg.Connection[Any]]:
     """Open a pool of at most `size` connections that write dicts as jsonb and `Lsn` as pg_lsn.
 
@@ -260,7 +287,7 @@ class HandlerPool:
 
     def __init__(
         self,
-        dsn: str,
+        dsn: Dsn,
         size: int,
         configure: Configure,
         durable: bool,
@@ -378,7 +405,7 @@ def _close(conn: psycopg.Connection[Any]) -> None:
 
 
 def _pool(
-    dsn: str,
+    dsn: Dsn,
     size: int,
     session: str,
     configure: Configure | None,

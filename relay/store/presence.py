@@ -15,7 +15,7 @@ import psycopg
 from relay.config.effects import Effects
 from relay.faults import ConfigurationError, describe
 from relay.store import admission, advisory_locks
-from relay.store.connections import Connection, connect, require_writable
+from relay.store.connections import Connection, Dsn, connect, require_writable
 from relay.store.groups import APPLICATION_NAME, PREFIX
 from relay.threads import Thread
 
@@ -36,7 +36,7 @@ class Presence:
 
     def __init__(
         self,
-        dsn: str,
+        dsn: Dsn,
         group: str,
         effects: Effects,
         accept: bool,

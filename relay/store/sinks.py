@@ -17,7 +17,7 @@ from relay.model.events import Lsn
 from relay.model.snapshots import BEGINNING, Snapshot, Xids
 from relay.store import advisory_locks, arrays, snapshots
 from relay.store.brakes import Streak, streaks
-from relay.store.connections import Connection, connect
+from relay.store.connections import Connection, Dsn, connect
 from relay.store.groups import APPLICATION_NAME, INSTANCE
 from relay.store.snapshots import xids_of
 
@@ -75,7 +75,7 @@ class Claim:
     Not thread-safe. Every method raises psycopg.Error.
     """
 
-    def __init__(self, dsn: str, group: str, sink: str) -> None:
+    def __init__(self, dsn: Dsn, group: str, sink: str) -> None:
         self._dsn = dsn
         self._conn: Connection | None = None
         self._key = advisory_locks.sink(group, sink)

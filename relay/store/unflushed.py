@@ -21,7 +21,7 @@ from relay.faults import RelayError, TaskFault, TransientFault
 from relay.model.events import Lsn
 from relay.retry import log_changes, retry_until_success
 from relay.store import offsets
-from relay.store.connections import connect
+from relay.store.connections import Dsn, connect
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Unflushed:
     """
 
     def __init__(
-        self, dsn: str, group: str, confirm: Callable[[Lsn], None], failed: Callable[[], None]
+        self, dsn: Dsn, group: str, confirm: Callable[[Lsn], None], failed: Callable[[], None]
     ) -> None:
         self._dsn = dsn
         self._group = group

@@ -331,11 +331,11 @@ def test_the_form_does_not_depend_on_the_settings_of_database_and_role(
         "extra_float_digits = -5",
     ):
         outbox.execute(f'alter database "{name}" set {setting}')
-    with Decoded(outbox.settings.source_dsn) as again:
+    with Decoded(outbox.settings.source_dsn.conninfo()) as again:
         again.name = outbox.name
         assert again.relayed() == expected
     # Without relay's options the same session would print otherwise.
-    with psycopg.connect(outbox.settings.source_dsn) as bare:
+    with psycopg.connect(outbox.settings.source_dsn.conninfo()) as bare:
         assert bare.execute("select event_ts::text from outbox_message_t").fetchone() == (
             "31.12.1999 20:30:00.123456 NST",
         )

@@ -144,10 +144,11 @@ def test_an_endpoint_behind_tls_and_relay_show_their_certificates(
             with relaying(outbox.settings(**posting(webhook, tls=tls))):
                 wait_until(
                     lambda: (
-                        outbox.value("select count(*) from relay.deferred where attempts > 0") > 0
+                        outbox.value("select count(*) from relay.deferred where reason is not null")
+                        > 0
                     )
                 )
-            outbox.conn.execute("update relay.deferred set attempts = 0")
+            outbox.conn.execute("update relay.deferred set reason = null")
         assert webhook.requests == []
         tls = {"ca_file": known, "cert_file": mine}
         with relaying(outbox.settings(**posting(webhook, tls=tls))):

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from relay.config.handlers import HttpHandler
 from relay.faults import ConfigurationError, Rejected, Undelivered, describe, exception_text
-from relay.handlers.http import Http, retry_after, signature
+from relay.handlers.http import Http, retry_after, signatures
 from tests.sinks import make_event, transaction
 from tests.webhook import Answer, Webhook
 
@@ -126,7 +126,7 @@ def test_each_way_to_carry_events_is_signed_and_compressed(webhook: Webhook, mod
     for request in requests:
         identity, clock = (request.headers[f"webhook-{name}"] for name in ("id", "timestamp"))
         assert request.headers["idempotency-key"] == identity
-        assert signature(b"s3cret", identity, int(clock), request.body).items() <= (
+        assert signatures([b"s3cret"], identity, int(clock), request.body).items() <= (
             request.headers.items()
         )
     data = json.loads(requests[-1].body)

@@ -380,7 +380,11 @@ def test_sinks_are_listed_while_the_source_is_away(
     with relaying(settings):
         wait_until(lambda: state(outbox) == "attached")
     away = {**outbox.config()["source"], "dsn": "host=127.0.0.1 port=1 dbname=none"}
-    overrides = {**posting(webhooks[0]), "source": away, "target": {"dsn": settings.target_dsn}}
+    overrides = {
+        **posting(webhooks[0]),
+        "source": away,
+        "target": {"dsn": settings.target_dsn.conninfo()},
+    }
     config = outbox.config_file(tmp_path / "relay.yaml", **overrides)
     done = CliRunner().invoke(app, ["sink", "list", "--config", str(config)])
     assert done.exit_code == 0

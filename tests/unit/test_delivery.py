@@ -11,7 +11,7 @@ import pytest
 from relay.config.handlers import HttpHandler, RetrySettings
 from relay.faults import Rejected, TransientFault
 from relay.handlers import cloudevents
-from relay.handlers.http import public_url, retry_after, signature
+from relay.handlers.http import public_url, retry_after, signatures
 from relay.model.dispositions import (
     BLOCKED,
     NEW,
@@ -64,8 +64,8 @@ def test_a_signature_is_that_of_the_standard_s_own_example() -> None:
     """The example of the Standard Webhooks specification's libraries."""
     import base64
 
-    secret = base64.b64decode("MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
-    found = signature(secret, "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}')
+    key = base64.b64decode("MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
+    found = signatures([key], "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}')
     assert found["webhook-signature"] == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
 
 

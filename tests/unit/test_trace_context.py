@@ -173,8 +173,8 @@ def test_entries_of_redis_and_messages_of_rabbitmq_carry_the_context() -> None:
     async def send() -> None:
         stream = redis.Redis.__new__(redis.Redis)
         client: Any = said
-        stream._client, stream._max_length = client, None
-        await stream._execute([redis._Append([message])])
+        stream._max_length = None
+        await stream._execute(client, [redis._Append([message])])
         channel = rabbitmq._Channel.__new__(rabbitmq._Channel)
         channel._fault, channel._exchange, channel._number = None, "", 0
         channel._channel, channel.unanswered = client, Unanswered()

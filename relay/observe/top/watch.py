@@ -31,7 +31,7 @@ from relay.store import (
     sinks,
     snapshots,
 )
-from relay.store.connections import Connection, connect, pin_reading
+from relay.store.connections import Connection, Dsn, connect, pin_reading
 
 T = TypeVar("T")
 
@@ -219,7 +219,7 @@ def _applied_position(sink: sinks.StoredSink) -> AppliedPosition:
     return AppliedPosition(0, position.snapshot, following, position.polled_offset)
 
 
-def _opened(dsn: str, sides: Sequence[migrations.Side], key: str) -> Connection:
+def _opened(dsn: Dsn, sides: Sequence[migrations.Side], key: str) -> Connection:
     """Return a read-only connection to a database whose schema is this program's.
 
     Raises ConfigurationError, psycopg.Error.

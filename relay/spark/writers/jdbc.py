@@ -20,6 +20,7 @@ import pyarrow as pa
 from psycopg import sql
 
 from relay.config import handlers
+from relay.config.dsn import DatabaseAccess
 from relay.faults import ConfigurationError, TransientFault
 from relay.spark.writers import BatchId
 from relay.spark.writers.columns import arrow_schema
@@ -78,7 +79,7 @@ _MOVE = """
 class Staging:
     """The staging table of one attempt, into which its tasks copy. `dsn` is secret."""
 
-    dsn: str
+    dsn: DatabaseAccess
     schema_name: str
     table: str
     schema: pa.Schema
@@ -97,7 +98,7 @@ class JdbcWriter:
 
     def __init__(self, name: str, settings: handlers.JdbcSettings) -> None:
         self._key = f"handlers.{name}.jdbc.table"
-        self._dsn = settings.dsn.get_secret_value()
+        self._dsn = settings.access
         self._table = settings.table
 
     def check(self, session: SparkSession) -> None:

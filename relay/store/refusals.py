@@ -1,0 +1,96 @@
+"""Notes which databases refuse relay's credentials, and ends relay when one has refused the newest for too long.
+
+A password that is rotated is new in the database first, or in its file: until both agree, connections are refused. They
+are tried again with what the file has then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Event, Lock
+
+import psycopg
+
+from relay.config.dsn import DatabaseAccess
+from relay.faults import ConfigurationError, first_line, refuses_credentials
+from relay.threads import Thread
+
+REFUSED_SECONDS = 120.0
+"""How long a database may refuse relay's credentials before relay ends: kubelet takes a minute and a half to write a
+secret that has changed."""
+_LOOK_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a database refuses every connection, and since when (monotonic clock, seconds)."""
+
+    text: str
+    since: float
+
+    @property
+    def seconds(self) -> float:
+        """For how long the database has refused connections."""
+        return time.monotonic() - self.since
+
+
+_refusals: dict[DatabaseAccess, Refusal] = {}
+_lock = Lock()
+
+
+def note(access: DatabaseAccess, error: psycopg.OperationalError) -> None:
+    """Note a connection that has failed."""
+    if not refuses_credentials(error):
+        # An outage: nobody knows what the server would say.
+        accepted(access)
+        return
+    access.refused()
+    with _lock:
+        before = _refusals.get(access)
+        since = time.monotonic() if before is None else before.since
+        _refusals[access] = Refusal(first_line(error).removeprefix("connection failed: "), since)
+
+
+def accepted(access: DatabaseAccess) -> None:
+    """Note that a database does not refuse relay's credentials."""
+    if access in _refusals:
+        with _lock:
+            _refusals.pop(access, None)
+
+
+def refusal(access: DatabaseAccess) -> Refusal | None:
+    """Why a database refuses relay's credentials; None if it does not, as far as is known."""
+    return _refusals.get(access)
+
+
+class RefusalWatch:
+    """Calls `failed` once a database has refused the credentials for REFUSED_SECONDS; `error` is set then."""
+
+    def __init__(self, accesses: list[DatabaseAccess], failed: Callable[[], None]) -> None:
+        self.error: ConfigurationError | None = None
+        self._accesses = accesses
+        self._failed = failed
+        self._closing = Event()
+        self._thread = Thread(self._watch, name="refusals", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing.set()
+
+    def _watch(self) -> None:
+        while not self._closing.wait(_LOOK_SECONDS):
+            for access in self._accesses:
+                found = refusal(access)
+                if found is not None and found.seconds > REFUSED_SECONDS:
+                    self.error = ConfigurationError(
+                        f"{access.key}: refuses relay's credentials for {REFUSED_SECONDS:g} s: {found.text}: "
+                        "correct the address or the credentials"
+                    )
+                    self._failed()
+                    return
