@@ -165,3 +165,8 @@ def password() -> str:
 def token() -> str:
     """The same, for another secret."""
     return PASSWORDS[-1]
+
+
+def rotated() -> str:
+    """The same, for a third one."""
+    return PASSWORDS[-1]

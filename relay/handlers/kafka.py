@@ -80,11 +80,17 @@ class Kafka:
         self._settings = settings
         self._producers: dict[str, _Producer] = {}
         self._making = asyncio.Lock()
+        conf = self._conf(_text_or_placeholder)
+        is_called = any(isinstance(each, CallSecret) for each in settings.conf.values())
+        if is_called:
+            # Whether the client knows all settings shows without a connection, which needs the secrets.
+            conf["bootstrap.servers"] = ""
+            conf |= {_TOKEN: _placeholder_token} if _TOKEN in conf else {}
         try:
-            producer = _Producer(self._conf(_text_or_placeholder), self._marks())
+            producer = _Producer(conf, self._marks())
         except KafkaException as error:
             raise ConfigurationError(f"handlers.{name}.conf: {error.args[0].str()}") from None
-        if not any(isinstance(each, CallSecret) for each in settings.conf.values()):
+        if not is_called:
             self._producers[_SHARED] = producer
         self._retired: set[asyncio.Task[None]] = set()
         # A backstop: the producer itself answers within its delivery timeout.
@@ -134,8 +140,7 @@ class Kafka:
             if present is not None and present.serves(marks):
                 return present
             try:
-                conf = await asyncio.to_thread(self._conf, read)
-                made = _Producer({**conf, **more}, marks)
+                made = await asyncio.to_thread(self._made, more, marks)
             except SecretUnavailable:
                 if present is None or present.is_broken:
                     raise
@@ -149,6 +154,14 @@ class Kafka:
         if present is not None:
             self._retire(present)
         return made
+
+    def _made(self, more: Mapping[str, Any], marks: Hashable) -> _Producer:
+        """A producer with the newest secrets; with a function for tokens this waits for the first one."""
+        conf = self._conf(read)
+        if _TOKEN in conf:
+            # The client would tell nothing of a fault, after ten seconds.
+            read(f"conf.{_TOKEN}", self._settings.conf[_TOKEN])
+        return _Producer({**conf, **more}, marks)
 
     def _conf(self, text_of: Callable[[str, SecretStr], str]) -> dict[str, Any]:
         conf = self._settings.conf
@@ -176,6 +189,10 @@ class Kafka:
 def _text_or_placeholder(key: str, secret: SecretStr) -> str:
     """The text of a secret; for one that a function returns, a text that shows whether the client knows the setting."""
     return _PLACEHOLDER if isinstance(secret, CallSecret) else read(key, secret)
+
+
+def _placeholder_token(_: str) -> tuple[str, float]:
+    return _PLACEHOLDER, time.time() + _TOKEN_SECONDS
 
 
 def _token(secret: SecretStr, _: str) -> tuple[str, float]:
