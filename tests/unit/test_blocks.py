@@ -67,6 +67,8 @@ def resolved(value: Any, key: str = "") -> Any:
         return [resolved(each, key) for each in value]
     if not isinstance(value, dict):
         return value
+    if "call" in value:
+        return {"call": "tests.callables:token"}
     if len(value) == 1 and next(iter(value)) in ("env", "file"):
         return SECRETS.get(key, "0123456789abcdef")
     return {name: resolved(below, name) for name, below in value.items()}
