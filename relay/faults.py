@@ -462,8 +462,16 @@ def refuses_credentials(error: psycopg.OperationalError) -> bool:
 
 def first_line(error: BaseException, default: str = "") -> str:
     """Return the first line of an error's message; if it has none, `default` or the name of its class."""
-    lines = str(error).strip().splitlines()
+    lines = _message(error).splitlines()
     return lines[0] if lines else default or type(error).__name__
+
+
+def _message(error: BaseException) -> str:
+    """Return the message of an error, which may be one of users' code; empty if it has none that can be had."""
+    try:
+        return str(error).strip()
+    except Exception:
+        return ""
 
 
 def describe(error: BaseException) -> str:
@@ -501,9 +509,12 @@ def kind_of(error: BaseException) -> str:
 def exception_text(error: BaseException) -> str:
     """Return a fault's full text for its dead letter, which holds the payload anyway.
 
-    The last frames of the traceback follow, innermost last; for a delivery, its `detail`.
+    The last frames of the traceback follow, innermost last; for a delivery, its `detail`. A message is cut after
+    `_LONGEST_MESSAGE` characters.
     """
-    text = str(error).strip()
+    text = _message(error)
+    if len(text) > _LONGEST_MESSAGE:
+        text = f"{text[:_LONGEST_MESSAGE]}… ({len(text):,} characters)"
     state = error.sqlstate if isinstance(error, psycopg.Error) else None
     prefix = f"{type(error).__name__} [{state}]" if state else type(error).__name__
     lines = [f"{prefix}: {text}" if text else prefix]
@@ -518,6 +529,8 @@ def exception_text(error: BaseException) -> str:
     return whole.replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode()
 
 
+_LONGEST_MESSAGE = 10_000
+"""A message may quote a payload, or all of a server's answer; a text of a gigabyte could not be stored."""
 _FRAMES = 5
 _RELAY = str(Path(__file__).parent)
 _DRIVER = str(Path(psycopg.__file__).parent)

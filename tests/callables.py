@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -170,3 +172,66 @@ def token() -> str:
 def rotated() -> str:
     """The same, for a third one."""
     return PASSWORDS[-1]
+
+
+class Broken(Exception):
+    """An error whose message cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("the message is broken")
+
+
+class NotCaught(BaseException):
+    """An error that `except Exception` does not catch, such as gevent's and func_timeout's own."""
+
+
+async def record_async(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Like `record`, once it is awaited."""
+    record(transaction, cursor)
+
+
+def record_lazily(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> Iterator[None]:
+    """Like `record`, once it is iterated."""
+    record(transaction, cursor)
+    yield
+
+
+def raise_what_is_named(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> Any:
+    """Like `record`, but raise or return what an event's aggregate_id names."""
+    raised: dict[str, BaseException] = {
+        "cancelled": asyncio.CancelledError(),
+        "interrupt": KeyboardInterrupt(),
+        "not caught": NotCaught(),
+        "group": BaseExceptionGroup("several", [KeyboardInterrupt()]),
+        "broken": Broken(),
+        "long": ValueError("x" * 1_000_000),
+    }
+    returned = {"coroutine": record_async, "generator": record_lazily}
+    for event in transaction.events:
+        if event.aggregate_id in raised:
+            raise raised[event.aggregate_id]
+        if event.aggregate_id in returned:
+            return returned[event.aggregate_id](transaction, cursor)
+    return record(transaction, cursor)
+
+
+class Handlers:
+    """Handlers that are objects with `__call__`."""
+
+    class Async:
+        """Its call is a coroutine."""
+
+        async def __call__(self, transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+            record(transaction, cursor)
+
+    awaited = Async()
+
+
+def count_lazily(frame: Any, batch: Any) -> Iterator[int]:
+    """Count a batch of Spark, once it is iterated."""
+    yield frame.count()
+
+
+def exit_of_spark(frame: Any, batch: Any) -> None:
+    """End the thread that calls it."""
+    sys.exit(f"batch {batch.number}")

@@ -1,4 +1,8 @@
-"""Imports the functions and classes that the configuration names as `module:name`."""
+"""Imports the functions and classes that the configuration names as `module:name`.
+
+A function of a user is called by relay, in whose threads it may not end more than its own work: what it raises is an
+Exception, and what it returns is no work that is left to be done.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,9 @@ import re
 import sys
 import sysconfig
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 from relay.faults import ConfigurationError
@@ -21,14 +27,67 @@ def require_path(value: Any) -> str:
     return value
 
 
+_WORK = (CoroutineType, GeneratorType, AsyncGeneratorType)
+"""What a function returns that has not run yet: nothing is done before somebody awaits or iterates it."""
+
+
 def load(key: str, path: str) -> Callable[..., Any]:
-    """Import the callable that a key of the configuration names. Raises ConfigurationError."""
+    """Import the callable that a key of the configuration names. Raises ConfigurationError.
+
+    A call raises RuntimeError for what the function raises that is no Exception, such as SystemExit or asyncio's
+    CancelledError, and ConfigurationError if it returns a coroutine or a generator.
+    """
+    return _contained(key, find_function(key, path))
+
+
+def find_function(key: str, path: str) -> Callable[..., Any]:
+    """Import a function as it is, for a caller that contains what it raises. Raises ConfigurationError."""
     function = find(key, path)
     if not callable(function):
         raise ConfigurationError(f"{key}: {path!r} is not callable")
-    if inspect.iscoroutinefunction(function):
-        raise ConfigurationError(f"{key}: {path!r} is async; relay calls plain functions")
+    kind = unfinished_kind(function)
+    if kind is not None:
+        raise ConfigurationError(f"{key}: {path!r} is {kind}; relay calls plain functions")
     return function  # type: ignore[no-any-return]
+
+
+def unfinished_kind(function: Callable[..., Any]) -> str | None:
+    """Describe a function whose call does nothing before somebody awaits or iterates its result; None for others."""
+    for each in (function, getattr(type(function), "__call__", None)):  # noqa: B004
+        if inspect.iscoroutinefunction(each):
+            return "async"
+        if inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each):
+            return "a generator (it has `yield`)"
+    return None
+
+
+def _contained(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        try:
+            returned = function(*arguments)
+        except Exception:
+            raise
+        except BaseException as error:
+            raise _as_exception(error).with_traceback(error.__traceback__) from error
+        if isinstance(returned, _WORK):
+            if isinstance(returned, CoroutineType):
+                # Otherwise Python warns that it was never awaited.
+                returned.close()
+            raise ConfigurationError(
+                f"{key}: the function returned a {type(returned).__name__}, which nobody runs, so that nothing was "
+                "done: return when all is done"
+            )
+        return returned
+
+    return call
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """The Exception for an error of a user's function that would end the thread of relay that has called it."""
+    if isinstance(error, SystemExit):
+        return RuntimeError(f"the function called sys.exit({error.code!r})")
+    return RuntimeError(f"the function raised {type(error).__name__}")
 
 
 def find(key: str, path: str) -> Any:

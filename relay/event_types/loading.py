@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from relay.config.event_types import EventsSettings, EventTypeSettings
-from relay.config.imports import find, load
+from relay.config.imports import find, find_function
 from relay.event_types.registry import EventType, EventTypes
 from relay.faults import ConfigurationError
 
@@ -37,7 +37,7 @@ def _from_file(events: Mapping[str, EventTypeSettings], problems: list[str]) -> 
         try:
             model = None if each.model is None else find(f"{key}.model", each.model)
             upcasters = {
-                version: load(f"{key}.upcast.{version}", path)
+                version: find_function(f"{key}.upcast.{version}", path)
                 for version, path in sorted(each.upcast.items())
             }
         except ConfigurationError as error:

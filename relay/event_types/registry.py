@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from relay.config.event_types import VERSION_FROM, check_version_from
+from relay.config.imports import unfinished_kind
 
 Upcaster = Callable[[Any], Any]
 """Takes the payload of one version, as `json` reads it, and returns that of the next. It may change its argument."""
@@ -59,6 +60,9 @@ class EventType:
                     f"{key}.upcast.{version}: cannot lead to the current version {self.current}: set version to "
                     f"{version + 1}, or remove the upcaster"
                 )
+            kind = unfinished_kind(self.upcasters[version])
+            if kind is not None:
+                yield f"{key}.upcast.{version}: is {kind}; relay calls plain functions"
         for version in range(self.oldest, self.current):
             if version not in self.upcasters:
                 yield (

@@ -81,7 +81,7 @@ class _Typed:
             where = f"upcast.{step} ({_name(upcaster)})"
             try:
                 payload = upcaster(payload)
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 _raise_unless_of_event(error)
                 raise InvalidEvent(f"{where}: raised {type(error).__name__}") from error
             if payload is None:
@@ -102,7 +102,7 @@ class _Typed:
             return model.model_validate_json("null" if payload is None else payload)
         except ValidationError as error:
             raise InvalidEvent(_described(error, self._keys)) from None
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             _raise_unless_of_event(error)
             where = f"model ({_name(model)})"
             raise InvalidEvent(f"{where}: raised {type(error).__name__}") from error

@@ -56,8 +56,6 @@ class Python:
             if _is_ended(conn) or _is_another(conn):
                 raise transaction_ended([self.name]) from error
             raise
-        except SystemExit as error:
-            raise RuntimeError(f"the function called sys.exit({error.code!r})") from error
         if conn.pgconn.transaction_status == TransactionStatus.INTRANS:
             return
         if _is_ended(conn):

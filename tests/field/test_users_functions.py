@@ -1,0 +1,111 @@
+"""A user's function ends nothing but its own work, and what it has not done does not count as done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from relay.config.imports import load
+from relay.event_types.registry import EventType
+from relay.faults import ConfigurationError, exception_text
+from relay.spark.session import Session
+from relay.spark.sink import SparkWorker
+from tests import callables
+from tests.outbox import Outbox, event, host, relaying, relaying_until_it_ends, wait_until
+
+
+def settings(outbox: Outbox, name: str) -> Any:
+    handler = {"type": "python", "callable": f"tests.callables:{name}"}
+    return outbox.settings(handlers={"users": handler}, routes=[{"handlers": ["users"]}])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("cancelled", "RuntimeError: the function raised CancelledError"),
+        ("interrupt", "RuntimeError: the function raised KeyboardInterrupt"),
+        ("not caught", "RuntimeError: the function raised NotCaught"),
+        ("group", "RuntimeError: the function raised BaseExceptionGroup"),
+        ("broken", "Broken"),
+        ("long", f"ValueError: {'x' * 100}"),
+    ],
+)
+def test_what_a_handler_raises_is_its_events_and_ends_no_relay(
+    outbox: Outbox, name: str, text: str
+) -> None:
+    """dask/distributed#5958, uqfoundation/multiprocess#220, spotify/luigi#440: here it ended relay, at every start."""
+    with relaying(settings(outbox, "raise_what_is_named")):
+        outbox.publish(host(1), event(1, aggregate_id=name))
+        outbox.publish(host(1), event(2))
+        outbox.wait_handled()
+    ((exception,),) = outbox.conn.execute(
+        "select exception from relay.dead_letter_queue"
+    ).fetchall()
+    assert exception.startswith(text)
+    assert "callables.py" in exception
+    assert len(exception) < 12_000
+    outbox.assert_exact()
+
+
+@pytest.mark.parametrize("name", ["coroutine", "generator"])
+def test_a_handler_that_returns_its_work_has_not_done_it(outbox: Outbox, name: str) -> None:
+    """The event counted as applied, and was lost."""
+    with relaying_until_it_ends(
+        settings(outbox, "raise_what_is_named"),
+        f"handlers.users.callable: the function returned a {name}, which nobody runs",
+    ):
+        outbox.publish(host(1), event(1, aggregate_id=name))
+    assert outbox.handled() == 0
+    outbox.conn.execute("update outbox_message_t set aggregate_id = '1'")
+    with relaying(settings(outbox, "record")):
+        outbox.wait_handled()
+    outbox.assert_exact()
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("tests.callables:record_async", "is async"),
+        ("tests.callables:Handlers.awaited", "is async"),
+        ("tests.callables:record_lazily", r"is a generator \(it has `yield`\)"),
+        ("tests.callables:count_lazily", r"is a generator \(it has `yield`\)"),
+    ],
+)
+def test_a_function_whose_call_does_nothing_is_refused(path: str, kind: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^key: '{path}' {kind}"):
+        load("key", path)
+
+
+def test_an_upcaster_that_is_registered_in_code_is_a_plain_function() -> None:
+    lazy: Any = callables.record_lazily
+    found = EventType("order.placed", upcasters={1: lazy})
+    (problem,) = found.problems()
+    assert problem.startswith("events.order.placed.upcast.1: is a generator")
+
+
+def test_a_spark_function_that_exits_is_a_fault_of_its_sink(
+    outbox: Outbox, spark_session: Session
+) -> None:
+    """The thread of the sink ended without a word."""
+    lake = {"type": "spark", "callable": "tests.callables:exit_of_spark", "every": 0.05}
+    configured = outbox.settings(handlers={"lake": lake}, routes=[{"handlers": ["lake"]}])
+    outbox.publish(host(1), event(1))
+    worker = SparkWorker("lake", configured)
+    worker.start(spark_session)
+    try:
+        wait_until(
+            lambda: (
+                outbox.column(
+                    "select 1 from relay.sinks where starts_with(fault, 'handlers.lake.callable: RuntimeError')"
+                )
+                != []
+            )
+        )
+        assert worker.is_alive
+    finally:
+        worker.close(10)
+
+
+def test_a_message_that_cannot_be_had_is_left_out() -> None:
+    assert exception_text(callables.Broken()) == "Broken"
