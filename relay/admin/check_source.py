@@ -29,6 +29,7 @@ from relay.source.slot import (
     require_streamable,
     slot_state,
 )
+from relay.source.walsender import require_asynchronous
 from relay.store import dead_letters, streams
 from relay.store.connections import Connection, connect
 
@@ -132,6 +133,7 @@ def _stream(conn: Connection, settings: Settings) -> Iterator[Finding]:
     yield finding_of("wal_level", "the server writes logical WAL", require_logical_wal, conn)
     yield _role(conn)
     yield _publication(conn, settings)
+    yield finding_of("commits", "no commit waits for relay's stream", require_asynchronous, conn)
     yield from _slot(conn, settings)
 
 

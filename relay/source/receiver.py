@@ -53,6 +53,8 @@ STEADY_SECONDS = 1.0
 """How long a stream that brings nothing new has to last before it counts as working."""
 RECONNECT_SECONDS = 0.1, 5.0
 """The shortest and the longest wait before the next connection; it doubles while streams end before they work."""
+STANDBYS_SECONDS = 2.0
+"""How often the server is asked whether its commits wait for this stream, as for a synchronous standby."""
 ASK_SECONDS = 10.0
 """After how long a silence the server is asked for a reply, repeatedly until it answers."""
 
@@ -243,6 +245,7 @@ class Receiver:
         pgconn = stream.conn.pgconn
         pgconn.nonblocking = 1
         began = last_heard = last_sent = last_asked = self.last_brought = time.monotonic()
+        standbys_asked = began
         self._reported = Lsn(0)
         self._must_reconnect = self._has_received = steady = False
         with selectors.DefaultSelector() as selector:
@@ -275,6 +278,8 @@ class Receiver:
                     self._wakeup.clear()
                 if "session" in ready:
                     self._require_running(stream)
+                    # The next connection finds out, and says, why there can be no stream.
+                    self._must_reconnect |= stream.is_waited_for()
                 if "stream" in ready:
                     last_heard = time.monotonic()
                     asked = self._read_socket(pgconn) or asked
@@ -282,6 +287,10 @@ class Receiver:
                         # Messages that come now are needed after the batch; to assemble them slows down the service.
                         self._wakeup.wait(PAUSE_SECONDS)
                 now = time.monotonic()
+                if now - standbys_asked > STANDBYS_SECONDS:
+                    # By this thread: the service may be in a commit that waits for this stream.
+                    standbys_asked = now
+                    stream.ask_standbys()
                 silent = now - last_heard if reading else 0.0
                 if silent > stream.dead_after:
                     raise psycopg.OperationalError(f"no message from the server for {silent:.0f} s")

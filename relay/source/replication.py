@@ -56,6 +56,7 @@ from relay.source.walsender import (
     identify,
     open_replication,
     open_session,
+    require_asynchronous,
     sender_timeout,
     start_replication,
 )
@@ -315,7 +316,7 @@ class Replication:
             )
         self.heartbeat.update("starts to stream", Due.LATE)
         require_ours(state, conn.info.dbname)
-        self._require_published(conn)
+        self._require_streamable(conn)
         timeout = sender_timeout(conn)
         server_encoding = conn.info.parameter_status("server_encoding")
         encoding = Encoding.of(server_encoding)
@@ -399,10 +400,11 @@ class Replication:
         # More was applied meanwhile.
         return self._inspect(conn)
 
-    def _require_published(self, conn: Connection) -> None:
-        """Refuse a publication that leaves out columns, whose values would silently be null."""
+    def _require_streamable(self, conn: Connection) -> None:
+        """Refuse a publication that leaves out columns, whose values would silently be null, and to be a standby."""
         try:
             require_published(conn, self._settings.source)
+            require_asynchronous(conn)
         except ConfigurationError as error:
             if self._recovery is None:
                 raise

@@ -8,19 +8,20 @@ Source: PostgreSQL documentation, "Streaming Replication Protocol".
 
 from __future__ import annotations
 
+import re
 import selectors
 import time
 from dataclasses import dataclass, field
 
 import psycopg
 from psycopg import sql
-from psycopg.pq import ConnStatus, ExecStatus
+from psycopg.pq import ConnStatus, ExecStatus, TransactionStatus
 from psycopg.pq.abc import PGconn
 from psycopg.rows import scalar_row
 
 from relay.config.settings import Settings
 from relay.config.source import SourceSettings
-from relay.faults import RelayError, server_error
+from relay.faults import ConfigurationError, RelayError, server_error
 from relay.model.events import Lsn
 from relay.source.timelines import TimelineHistory
 from relay.source.translation import Encoding
@@ -31,6 +32,10 @@ DEFAULT_SENDER_TIMEOUT = 60.0
 """The seconds to use where `wal_sender_timeout` is off."""
 LEAVE_SECONDS = 2.0
 """How long relay waits for the server to end a stream."""
+
+_STANDBYS = b"show synchronous_standby_names"
+_EVERY_STANDBY = re.compile(r'(?:^|[\s,(])"?\*"?(?=$|[\s,)])')
+"""Matches the name * in `synchronous_standby_names`, as in `*`, `FIRST 1 (a, *)` and `ANY 1 ("*")`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +53,8 @@ class System:
 class WalStream:
     """One replication connection in COPY BOTH mode. Times are in seconds.
 
-    `session` is an idle session on the same server, which a shutdown ends. `encoding` is that of names and values where
-    it is not UTF-8; `partitioned`: the outbox is a partitioned table; `next_xid`: the server's next full xid.
+    `session` is an ordinary session on the same server, which a shutdown ends. `encoding` is that of names and values
+    where it is not UTF-8; `partitioned`: the outbox is a partitioned table; `next_xid`: the server's next full xid.
     """
 
     conn: Connection
@@ -62,7 +67,7 @@ class WalStream:
     next_xid: int = 0
 
     def require_running(self) -> None:
-        """Raise psycopg.OperationalError if the server has ended the idle session. Call when its socket is readable.
+        """Raise psycopg.OperationalError if the server has ended the session. Call when its socket is readable.
 
         A server that shuts down ends ordinary sessions first. Its walsender then waits until everything is confirmed
         that it has sent, which may need the sessions that were ended.
@@ -73,6 +78,20 @@ class WalStream:
         pgconn.is_busy()
         if pgconn.status != ConnStatus.OK:
             raise psycopg.OperationalError("the connection beside the stream is lost")
+
+    def ask_standbys(self) -> None:
+        """Ask the server which standbys commits wait for, without waiting for the answer."""
+        pgconn = self.session.pgconn
+        if pgconn.transaction_status == TransactionStatus.IDLE:
+            pgconn.send_query(_STANDBYS)
+
+    def is_waited_for(self) -> bool:
+        """Whether the answer to `ask_standbys`, if it has come, says that commits wait for this stream."""
+        pgconn = self.session.pgconn
+        waited_for = False
+        while not pgconn.is_busy() and (result := pgconn.get_result()) is not None:
+            waited_for = _means_every_standby((result.get_value(0, 0) or b"").decode())
+        return waited_for
 
     def close(self) -> None:
         """Close both connections."""
@@ -163,6 +182,25 @@ def _history(conn: Connection, timeline: int) -> TimelineHistory:
         )
     except ValueError as error:
         raise RelayError(f"source.dsn: {error}: repair the file in the server's pg_wal") from None
+
+
+def require_asynchronous(conn: Connection) -> None:
+    """Raise ConfigurationError if commits of the server would wait until relay confirms them. Raises psycopg.Error.
+
+    A stream counts as a standby if `synchronous_standby_names` has a *. relay confirms a commit after one of its own,
+    which in the same server would wait for relay.
+    """
+    (row,) = conn.execute(_STANDBYS)
+    if _means_every_standby(row[0]):
+        raise ConfigurationError(
+            f"source.dsn: synchronous_standby_names is {row[0]!r}, and * stands for relay's stream too, so that every "
+            "commit of the server would wait for relay: name the standbys instead (their application_name), or set "
+            "source.mode: poll"
+        )
+
+
+def _means_every_standby(names: str) -> bool:
+    return _EVERY_STANDBY.search(names) is not None
 
 
 def sender_timeout(conn: Connection) -> float:

@@ -1,4 +1,4 @@
-"""What publishers have around them: sessions with several engines, migrations, several databases of one server."""
+"""What publishers have around them: sessions with several engines, migrations, several databases, standbys."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from relay.client import Outbox as Client
 from relay.client.alembic import include_name
 from relay.client.schema import install as scripts
 from relay.client.testing import collect
-from tests.outbox import Outbox, event, host
+from relay.faults import ConfigurationError
+from relay.source.wal import WalSource
+from relay.source.walsender import _means_every_standby
+from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
 
 
@@ -233,3 +236,54 @@ def test_an_installation_beside_a_dump_does_not_queue_publishers(outbox: Outbox)
     assert stopping.is_set()
     assert max(waits) < 1.0
     assert outbox.value("select relay.max_event_bytes()") == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("names", "every"),
+    [
+        *((names, True) for names in ("*", "ANY 1 (*)", "FIRST 1 (a, *)", '2 ("*", b)', " * ")),
+        *((names, False) for names in ("", "a, b", 'FIRST 2 (a, "b*")', "ANY 1 (a_, *b)")),
+    ],
+)
+def test_which_standbys_commits_wait_for(names: str, every: bool) -> None:
+    assert _means_every_standby(names) is every
+
+
+def wait_for_standbys(outbox: Outbox, names: str) -> None:
+    outbox.conn.execute(f"alter system set synchronous_standby_names = '{names}'".encode())
+    outbox.conn.execute("select pg_reload_conf()")
+    wait_until(lambda: outbox.value("show synchronous_standby_names") == names)
+
+
+def test_no_commit_waits_for_the_stream(killable_server: Server) -> None:
+    """A stream counts as a standby for the name *: greenplum-db/gpdb#17509, greenplum-db/gpdb#16953."""
+    with Outbox(killable_server.create_database("app")) as outbox:
+        outbox.install()
+        settings = outbox.settings()
+        outbox.conn.execute("set statement_timeout = '20s'")
+        with relaying(settings):
+            outbox.publish(host(0), event(0))
+            outbox.wait_handled()
+            wait_for_standbys(outbox, "*")
+            with psycopg.connect(outbox.dsn, autocommit=True) as publisher:
+                waiting = threading.Thread(
+                    target=publisher.execute,
+                    args=("select relay.publish(gen_random_uuid(), null, %s)",),
+                    kwargs={"params": (Jsonb([event(1)]),)},
+                )
+                waiting.start()
+                streams = "select 1 from pg_stat_replication"
+                wait_until(lambda: not outbox.column(streams), 10)
+                # As without relay, it waits for the standbys.
+                assert waiting.is_alive()
+                wait_for_standbys(outbox, "")
+                waiting.join()
+            wait_until(lambda: bool(outbox.column(streams)))
+            outbox.wait_handled()
+        wait_for_standbys(outbox, "ANY 1 (*)")
+        # Without polling it cannot go on.
+        stream = WalSource(settings)
+        stream.start()
+        with pytest.raises(ConfigurationError, match="every commit of the server would wait"):
+            stream.take(10)
+        stream.close()
