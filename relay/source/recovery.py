@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from uuid import UUID, uuid4
 
 import psycopg
 
@@ -133,6 +134,7 @@ class Recognition:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._reading: UUID | None = None
 
     def inspect(self, conn: Connection) -> SourceComparison:
         """Compare the server of a replication connection with the source that the group has stored. Changes nothing.
@@ -161,8 +163,9 @@ class Recognition:
         Raises RelayError if events that were applied are lost, and psycopg.Error if the target does not answer.
         """
         epoch = self._remember(comparison)
+        self._reading = uuid4()
         with connect(self._settings.target_dsn) as target:
-            groups.note_confirmed(target, comparison.group, Lsn(0) if incomplete else None)
+            groups.note_reading(target, comparison.group, self._reading, incomplete)
         return epoch
 
     def follow_polled(self, source: Connection, origin: groups.SourceOrigin) -> None:
@@ -270,10 +273,12 @@ class Recognition:
         return epoch
 
     def leave(self, confirmed: Lsn | None) -> None:
-        """Store how far the slot is confirmed, before another process can read it; None while it is read."""
+        """Store how far the slot is confirmed; None while it is read. Does nothing once another process has read it."""
+        if self._reading is None:
+            return
         # May fail: without it, the next reader only notices later that another client has advanced the slot.
         with suppress(psycopg.Error), connect(self._settings.target_dsn) as target:
-            groups.note_confirmed(target, self._settings.group, confirmed)
+            groups.note_left(target, self._settings.group, self._reading, confirmed)
 
 
 class Recovery:

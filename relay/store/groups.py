@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
+from uuid import UUID
 
 import psycopg
 from psycopg.rows import class_row, scalar_row
@@ -200,14 +201,38 @@ def forget_origin(conn: psycopg.Connection[Any], group: str) -> None:
     )
 
 
-def note_confirmed(conn: psycopg.Connection[Any], group: str, confirmed: Lsn | None) -> None:
-    """Store how far the slot is confirmed when it is left; None when it is read from now on."""
+def note_confirmed(conn: psycopg.Connection[Any], group: str, confirmed: Lsn) -> None:
+    """Store how far the slot is confirmed, which no instance reads now; 0/0 if it may lack commits."""
     conn.execute(
         """
         insert into relay.groups (group_id, confirmed_lsn) values (%s, %s)
         on conflict (group_id) do update set confirmed_lsn = excluded.confirmed_lsn
         """,
-        (group, None if confirmed is None else str(confirmed)),
+        (group, str(confirmed)),
+    )
+
+
+def note_reading(
+    conn: psycopg.Connection[Any], group: str, reading: UUID, incomplete: bool
+) -> None:
+    """Store that the slot is read from now on, in a stream named `reading`; `incomplete`: it may lack commits."""
+    conn.execute(
+        """
+        insert into relay.groups (group_id, reading, confirmed_lsn) values (%s, %s, %s)
+        on conflict (group_id) do update
+           set reading = excluded.reading, confirmed_lsn = excluded.confirmed_lsn
+        """,
+        (group, reading, "0/0" if incomplete else None),
+    )
+
+
+def note_left(
+    conn: psycopg.Connection[Any], group: str, reading: UUID, confirmed: Lsn | None
+) -> None:
+    """Store how far the slot is confirmed when a stream leaves it, None while it is read, unless another one has begun."""
+    conn.execute(
+        "update relay.groups set confirmed_lsn = %s where group_id = %s and reading = %s",
+        (None if confirmed is None else str(confirmed), group, reading),
     )
 
 

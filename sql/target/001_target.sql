@@ -261,6 +261,7 @@ create table if not exists relay.groups (
     source_since      timestamptz,
     instance          text,
     confirmed_lsn     pg_lsn,
+    reading           uuid,
     configuration_digest text,
     configuration     jsonb
 );
@@ -283,6 +284,12 @@ comment on column relay.groups.source_mode is
 comment on column relay.groups.confirmed_lsn is
     'how far the slot was confirmed when it was last left: further, somebody has advanced it; 0/0 until a difference is polled '
     'of which the slot may lack something; null while it is read';
+
+-- A schema of the edition in which any instance that ended stored how far the slot was confirmed.
+alter table relay.groups add column if not exists reading uuid;
+
+comment on column relay.groups.reading is
+    'the stream that was begun last: only the instance that reads it, or was the last to read, sets confirmed_lsn when it ends';
 
 comment on column relay.groups.running is
     'set when an instance starts and reset when the last one ends';

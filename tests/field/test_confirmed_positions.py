@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,10 @@ from relay.config.settings import Settings
 from relay.faults import RelayError
 from relay.model.events import Lsn
 from relay.service import Service
+from relay.source import replication
+from relay.source.walsender import open_replication
 from relay.store import advisory_locks
+from relay.store.connections import Connection
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import running
 from tests.webhook import Answer, Webhook
@@ -90,6 +93,14 @@ def deliver_the_rest(outbox: Outbox, webhook: Webhook, settings: Settings) -> No
         with suppress(AssertionError):
             wait_until(lambda: is_delivered(outbox, webhook), 5)
     assert_delivered(outbox, webhook)
+
+
+def end_stream(outbox: Outbox) -> None:
+    """End the stream, as an administrator does."""
+    outbox.conn.execute(
+        "select pg_terminate_backend(active_pid) from pg_replication_slots where slot_name = %s",
+        (outbox.slot,),
+    )
 
 
 class Instance:
@@ -296,6 +307,46 @@ def test_nothing_is_confirmed_for_a_sink_that_another_process_has(
         relay.stop()
 
 
+@pytest.mark.parametrize("mode", ["auto", "wal"])
+def test_only_the_last_reader_says_where_it_left_the_slot(
+    outbox: Outbox, mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One instance is cut off and stopped in order, the other one reads on and is killed."""
+    source = {**outbox.config()["source"], "mode": mode}
+    settings = outbox.settings(source=source)
+    outbox.install_again(settings)
+    opened, cut_off = open_replication, set[threading.Thread]()
+
+    def refusing(settings: Settings) -> Connection:
+        if threading.current_thread() in cut_off:
+            raise psycopg.OperationalError("connection refused")
+        return opened(settings)
+
+    monkeypatch.setattr(replication, "open_replication", refusing)
+    with ExitStack() as former:
+        service = former.enter_context(relaying(settings))
+        outbox.publish(host(0), event(0))
+        outbox.wait_handled()
+        receiver = service._source.receiver
+        assert receiver is not None
+        cut_off.add(receiver._receiver._thread)
+        with relaying(settings) as other:
+            end_stream(outbox)
+            assert other._source.receiver is not None
+            wait_until(lambda: other._source.receiver.connections > 0)  # type: ignore[union-attr]
+            outbox.publish(host(0), event(1))
+            outbox.wait_drained()
+            former.close()
+            monkeypatch.setattr(replication.Replication, "note_left", lambda self: None)
+    monkeypatch.undo()
+    caplog.clear()
+    outbox.publish(host(0), event(2))
+    with relaying(settings):
+        outbox.wait_handled()
+    assert "another client has advanced the slot" not in caplog.text
+    outbox.assert_exact()
+
+
 def test_a_stop_during_an_outage_of_the_endpoint_skips_nothing(
     outbox: Outbox, webhook: Webhook
 ) -> None:
@@ -429,10 +480,7 @@ class History:
         self.outbox.conn.execute(_CUT)
 
     def cut_source(self) -> None:
-        self.outbox.conn.execute(
-            "select pg_terminate_backend(active_pid) from pg_replication_slots where slot_name = %s",
-            (self.outbox.slot,),
-        )
+        end_stream(self.outbox)
 
     def take_over(self) -> None:
         if len(self.instances) < 2:
