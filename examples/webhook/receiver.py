@@ -1,6 +1,6 @@
 """Receives events from relay, verifies their signature, and prints each once.
 
-SIGNING_SECRET=… python receiver.py PORT DATABASE
+SIGNING_SECRET=whsec_… python receiver.py PORT DATABASE
 """
 
 from __future__ import annotations
@@ -77,4 +77,5 @@ class _Request(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    Receiver(int(sys.argv[1]), sys.argv[2], os.environ["SIGNING_SECRET"].encode()).serve_forever()
+    secret = base64.b64decode(os.environ["SIGNING_SECRET"].removeprefix("whsec_"))
+    Receiver(int(sys.argv[1]), sys.argv[2], secret).serve_forever()

@@ -445,8 +445,10 @@ def _key(secret: str) -> bytes:
     """The key of a signing secret: what follows `whsec_` in base64, or its characters. Raises SecretUnavailable."""
     if not secret.startswith(_SECRET_PREFIX):
         return secret.encode()
+    text = secret.removeprefix(_SECRET_PREFIX)
     try:
-        key = base64.b64decode(secret.removeprefix(_SECRET_PREFIX), validate=True)
+        # As libraries of Standard Webhooks do, it takes base64 without padding too.
+        key = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except ValueError:
         raise SecretUnavailable(f"signing_secret: is not base64 after {_SECRET_PREFIX}") from None
     if not key:

@@ -9,28 +9,37 @@ kubernetes-client/python#1768, cozystack/cozystack#3557, linkerd/linkerd2#5888, 
 from __future__ import annotations
 
 import ssl
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psycopg
 import pytest
+import standardwebhooks
 import trustme
 from psycopg import sql
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from pydantic import SecretStr
 
 from relay.admin.connections import reach
+from relay.config.dsn import DatabaseAccess
+from relay.config.handlers import HttpHandler
+from relay.config.secrets import CallSecret
 from relay.config.settings import Settings
 from relay.demo.embedded import free_port
 from relay.faults import ConfigurationError
+from relay.handlers.http import Http
 from relay.observe.server import listen
 from relay.store import refusals
 from tests import callables
 from tests.observing import ask
 from tests.outbox import Outbox, event, host, relaying, relaying_until_it_ends, wait_until
+from tests.pages import DOCS, blocks
 from tests.postgres import EmbeddedServer, Server
-from tests.webhook import Answer, Webhook
+from tests.webhook import Answer, Answers, Webhook
 
 SHORT_INTERVALS = {"wait": 0.2, "max_wait": 0.4, "jitter": 0.01, "defer_after": 0.1}
 
@@ -338,3 +347,113 @@ def test_a_renewed_certificate_is_loaded_again(
             outbox.wait_delivered("hook")
         assert sum(webhook.ids().values()) == 10
     assert not outbox.column("select 1 from relay.dead_letter_queue")
+
+
+SIGNING_SECRETS = [
+    "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw",
+    "whsec_C2FVsBQIhrscChlQIMV+b5sSYspob7oD",
+]
+
+
+def verifying(known: list[str], refusal: int = 401) -> Answers:
+    """An endpoint that verifies signatures with the public library, and knows one secret."""
+
+    def answers(headers: dict[str, str], body: bytes) -> Answer:
+        try:
+            standardwebhooks.Webhook(known[0]).verify(body, headers)
+        except standardwebhooks.WebhookVerificationError:
+            return Answer(refusal)
+        return Answer()
+
+    return answers
+
+
+def test_a_receiver_may_change_its_signing_secret_before_or_after_relay(outbox: Outbox) -> None:
+    """sandbaseai/sandbase-harness#325, liwala/ay-framework#407, kamu-data/kamu-cli#1339, resend/resend-openapi#114."""
+    old, new = SIGNING_SECRETS
+    known = [old]
+    with Webhook(verifying(known, refusal=400)) as webhook:
+        with relaying(posting(outbox, webhook, signing_secret=[new, old])):
+            outbox.fill(3, 1)
+            outbox.wait_delivered("hook")
+            known[0] = new
+            outbox.fill(3, 1)
+            outbox.wait_delivered("hook")
+        assert sum(webhook.ids().values()) == 6
+        assert all(len(each.headers["webhook-signature"].split()) == 2 for each in webhook.requests)
+    assert not outbox.column("select 1 from relay.dead_letter_queue")
+
+
+def test_a_signing_secret_in_a_file_is_read_again(outbox: Outbox, tmp_path: Path) -> None:
+    known, file = [SIGNING_SECRETS[0]], tmp_path / "secret"
+    file.write_text(known[0])
+    with Webhook(verifying(known)) as webhook:
+        with relaying(posting(outbox, webhook, signing_secret={"file": str(file)})):
+            outbox.fill(3, 1)
+            outbox.wait_delivered("hook")
+            known[0] = SIGNING_SECRETS[1]
+            outbox.fill(10, 1)
+            wait_until(lambda: any(each.status == 401 for each in webhook.requests))
+            file.write_text(known[0])
+            outbox.wait_delivered("hook")
+        assert sum(webhook.ids().values()) == 13
+    assert not outbox.column("select 1 from relay.dead_letter_queue")
+
+
+def test_the_receiver_of_the_guide_verifies_what_relay_signs(outbox: Outbox) -> None:
+    names: dict[str, Any] = {}
+    (block,) = (each for each in blocks(page("webhook")) if each.file == "verify.py")
+    exec(compile(block.text, "docs/how-to/webhook.md", "exec"), names)
+    with Webhook() as webhook:
+        with relaying(posting(outbox, webhook, signing_secret=SIGNING_SECRETS[0])):
+            outbox.publish(host(1), event("7.30", note="Zoë 😀"))
+            wait_until(lambda: len(webhook.requests) == 1)
+        (request,) = webhook.requests
+    assert names["event_of"](request.headers, request.body) == request.event
+    with pytest.raises(standardwebhooks.WebhookVerificationError):
+        names["event_of"](request.headers, request.body + b" ")
+
+
+def test_a_signing_secret_that_is_no_base64_is_told_apart(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """standard-webhooks/standard-webhooks#235, polarsource/polar#13522."""
+
+    def warnings(secret: str) -> int:
+        caplog.clear()
+        handler = {"type": "http", "url": "http://h", "signing_secret": secret}
+        Http("hook", HttpHandler.model_validate(handler))
+        return len([each for each in caplog.messages if "handlers.hook.signing_secret" in each])
+
+    assert [warnings(each) for each in SIGNING_SECRETS] == [0, 0]
+    for secret in ("raw characters", SIGNING_SECRETS[0].removeprefix("whsec_"), "v1,whsec_AAAA"):
+        assert warnings(secret) == 1
+
+
+def page(name: str) -> str:
+    return (DOCS / "how-to" / f"{name}.md").read_text()
+
+
+def test_the_guide_s_token_of_rds_is_a_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """crystaldba/postgres-mcp#169, sequelize/sequelize#12507: a token is valid for 15 minutes, a connection longer."""
+    (block,) = (each for each in blocks(page("secrets")) if each.file == "credentials.py")
+    (tmp_path / "credentials.py").write_text(block.text)
+    monkeypatch.syspath_prepend(tmp_path)
+    tokens: list[str] = []
+
+    class Rds:
+        def generate_db_auth_token(self, host: str, port: int, user: str) -> str:
+            assert (port, user) == (5432, "relay")
+            tokens.append(f"{host}:{port}/?Action=connect&DBUser={user}&X-Amz=%2F{len(tokens)}'")
+            return tokens[-1]
+
+    boto3: Any = ModuleType("boto3")
+    boto3.client = lambda _: Rds()
+    monkeypatch.setitem(sys.modules, "boto3", boto3)
+    function = CallSecret("credentials:rds_token")
+    access = DatabaseAccess("source.dsn", SecretStr("postgresql://relay@h/shop"), function)
+    # Each connection has a token of its own, whatever its characters.
+    assert conninfo_to_dict(access.conninfo())["password"] == tokens[0]
+    assert conninfo_to_dict(access.conninfo())["password"] == tokens[1] != tokens[0]

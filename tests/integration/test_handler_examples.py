@@ -43,7 +43,7 @@ def relaying(
     with running(
         file,
         OUTBOX_DSN=outbox.dsn,
-        SIGNING_SECRET="secret",
+        SIGNING_SECRET="whsec_c2VjcmV0",
         PYTHONPATH=f"{ROOT}:{EXAMPLES / example}",
     ) as process:
         process.wait_said("reading the WAL")
@@ -112,7 +112,7 @@ def receiver(port: int, tmp_path: Path) -> Iterator[Path]:
         process = subprocess.Popen(
             [sys.executable, EXAMPLES / "webhook" / "receiver.py", str(port), tmp_path / "seen.db"],
             stdout=stream,
-            env={"SIGNING_SECRET": "secret"},
+            env={"SIGNING_SECRET": "whsec_c2VjcmV0"},
         )
     try:
         wait_until(lambda: answers(port))
