@@ -16,6 +16,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -24,7 +25,6 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
-from aiohttp.connector import Connection
 from pydantic import SecretStr
 from yarl import URL
 
@@ -40,24 +40,25 @@ from relay.faults import (
 )
 from relay.handlers import cloudevents
 from relay.handlers.certificates import Certificates, is_refusal
+from relay.handlers.http_connections import (
+    READ_BYTES,
+    Connector,
+    KeptConnectionLost,
+    Malformed,
+    Response,
+)
 from relay.model import trace_context
 from relay.model.dispositions import LONGEST_ASKED_SECONDS
 from relay.model.events import Event, Transaction
 
 log = logging.getLogger(__name__)
 
-_OF_ANY_SERVER = frozenset({400, 409, 413, 422, 425, 429, 431})
-"""Statuses that every server behind an address would answer alike."""
 _OF_CREDENTIALS = frozenset({401, 403, 407})
 """Statuses that may speak of relay's credentials, where it has any."""
 _SHOWN_BYTES = 1_000
 """How much of a response is kept with a dead letter."""
-_READ_BYTES = 8_000
-"""How much of a response is read to use its connection again; after a longer response it is closed."""
 _HEADER_BYTES = 65_536
 """The longest line of a response's head, such as a cookie of a proxy: a longer one would hide the status."""
-_KEPT_SECONDS = 5.0
-"""How long an idle connection is kept: shorter than by most servers, which may be closing it when it is used."""
 _SECRET_PREFIX = "whsec_"  # noqa: S105 what Standard Webhooks puts before a secret in base64
 _SAFE_IN_PATH = "!$&'()*+,;=:@/%"
 
@@ -82,12 +83,13 @@ class Http:
         self._identifies_itself = bool(
             self._presented or self._login or settings.tls.cert_file is not None
         )
-        self._session: aiohttp.ClientSession | None = None
+        self._keeping = _Client(settings.concurrency, keeps=True)
+        self._fresh = _Client(settings.concurrency, keeps=False)
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
+        await self._keeping.close()
+        await self._fresh.close()
 
     def resume(self, series: str) -> None:
         """Do nothing: an endpoint recognises an event by its identity alone."""
@@ -199,14 +201,10 @@ class Http:
         timeout = self._settings.timeout
         try:
             async with asyncio.timeout(timeout):
-                response = await self._opened().post(
-                    self._url,
-                    data=body,
-                    headers=headers,
-                    proxy=self._proxy,
-                    ssl=tls,
-                    allow_redirects=False,
-                )
+                try:
+                    response = await self._request(self._keeping, headers, body, tls)
+                except KeptConnectionLost:
+                    response = await self._request(self._fresh, headers, body, tls)
                 await _read(response, start)
         except (aiohttp.ClientError, OSError, RuntimeError) as error:
             # RuntimeError: the client was closed meanwhile. A refusal counts even without the rest of its response.
@@ -238,26 +236,50 @@ class Http:
         after = retry_after(response.headers.get("retry-after"))
         raise kind(reason, after=after, detail=detail)
 
-    def _opened(self) -> aiohttp.ClientSession:
-        """The client; created here, since it needs a running event loop."""
+    async def _request(
+        self, client: _Client, headers: dict[str, str], body: bytes, tls: ssl.SSLContext
+    ) -> aiohttp.ClientResponse:
+        return await client.session.post(
+            self._url,
+            data=body,
+            headers=headers,
+            proxy=self._proxy,
+            ssl=tls,
+            allow_redirects=False,
+        )
+
+
+class _Client:
+    """A session of the client; created when it is needed, since that needs a running event loop."""
+
+    def __init__(self, concurrency: int, keeps: bool) -> None:
+        """Without `keeps` each request has a connection of its own."""
+        self._concurrency = concurrency
+        self._keeps = keeps
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """The session."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    limit=self._settings.concurrency,
-                    keepalive_timeout=_KEPT_SECONDS,
-                    socket_factory=_socket,
-                ),
+                connector=Connector(self._concurrency, self._keeps),
                 # `_send` sets one deadline for the whole request.
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
                 headers={"user-agent": "relay", "accept-encoding": "identity"},
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 read_bufsize=_SHOWN_BYTES,
-                response_class=_Response,
+                response_class=Response,
                 max_line_size=_HEADER_BYTES,
                 max_field_size=_HEADER_BYTES,
             )
         return self._session
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,40 +292,14 @@ class _Credentials:
     tls: ssl.SSLContext
 
 
-class _Response(aiohttp.ClientResponse):
-    """A response whose connection is not used again where its status may be that of one server among several.
-
-    A balancer of connections would lead each retry on it to the same server.
-    """
-
-    async def start(self, connection: Connection) -> aiohttp.ClientResponse:
-        """Read the head of the response."""
-        server = connection.protocol
-        await super().start(connection)
-        if server is None or _is_success(self) or self.status in _OF_ANY_SERVER:
-            return self
-        # A response without a body has already given the connection back.
-        if self.connection is None:
-            server.close()
-        else:
-            server.force_close()
-        return self
-
-
 async def _read(response: aiohttp.ClientResponse, start: bytearray) -> None:
-    """Read up to `_READ_BYTES` of a response; its first `_SHOWN_BYTES` are appended to `start`."""
-    left = _READ_BYTES
-    while left > 0 and (part := await response.content.read(left)):
-        left -= len(part)
-        start += part[: _SHOWN_BYTES - len(start)]
-
-
-def _socket(address: tuple[int, int, int, str, object]) -> socket.socket:
-    """Open a socket with a small receive buffer, so that the kernel does not buffer a large response."""
-    family, kind, protocol, *_ = address
-    opened = socket.socket(family, kind, protocol)
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _READ_BYTES)
-    return opened
+    """Read up to `READ_BYTES` of a response; its first `_SHOWN_BYTES` are appended to `start`."""
+    left = READ_BYTES
+    # The status counts, however malformed the rest is; a response that is cut short ends in another error.
+    with suppress(Malformed):
+        while left > 0 and (part := await response.content.read(left)):
+            left -= len(part)
+            start += part[: _SHOWN_BYTES - len(start)]
 
 
 def signatures(keys: Iterable[bytes], identity: str, clock: int, body: bytes) -> dict[str, str]:

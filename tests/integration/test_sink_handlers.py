@@ -373,7 +373,7 @@ def test_headers_without_end_are_given_up() -> None:
     def converse(conn: socket.socket) -> None:
         nonlocal sent
         read_request(conn)
-        conn.sendall(b"HTTP/1.1 200 OK\r\n")
+        conn.sendall(b"HTTP/1.1 500 Bad\r\n")
         line = b"x-padding: " + b"x" * 4_000 + b"\r\n"
         while True:
             conn.sendall(line)
@@ -511,7 +511,7 @@ def test_no_fault_tells_a_secret() -> None:
 
     def too_long(conn: socket.socket) -> None:
         read_request(conn)
-        conn.sendall(b"HTTP/1.1 200 OK\r\nx: " + b"x" * 100_000 + b"\r\n\r\n")
+        conn.sendall(b"HTTP/1.1 500 Bad\r\nx: " + b"x" * 100_000 + b"\r\n\r\n")
 
     def output(url: str, **settings: Any) -> str:
         url = url.replace("://", f"://me:{SECRET}@") + f"?token={SECRET}"

@@ -1,0 +1,157 @@
+"""The client's connections: which of them a request may use, and what counts as the answer to it.
+
+A connection is kept for the next request, but HTTP/1.1 does not say which request a response belongs to. What a server
+sends unasked, such as a second response, would be taken for the answer to the next event.
+
+Sources: RFC 9112, "Message Body Length" and "Connection Management"; RFC 9110, "Idempotent Methods".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from functools import partial
+from typing import Any
+
+import aiohttp
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.connector import Connection
+from aiohttp.helpers import set_exception
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.streams import EMPTY_PAYLOAD
+from multidict import CIMultiDict, CIMultiDictProxy
+
+READ_BYTES = 8_000
+"""How much of a response is read to use its connection again; after a longer response it is closed."""
+_KEPT_SECONDS = 5.0
+"""How long an idle connection is kept: shorter than by most servers, which may be closing it when it is used."""
+_BEGINNING_BYTES = 4_096
+"""How much of what a server sends is remembered, to find its status where it is not valid HTTP."""
+_STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([1-5]\d\d)(?: [^\r\n]*)?\r?\n")
+_OF_ANY_SERVER = frozenset({400, 409, 413, 422, 425, 429, 431})
+"""Statuses that every server behind an address would answer alike."""
+
+
+class KeptConnectionLost(aiohttp.ClientConnectionError):
+    """A kept connection has ended before a response: its server may have closed it before the request arrived."""
+
+
+class Malformed(aiohttp.ClientError):
+    """The rest of a response, whose status is known, is not valid HTTP."""
+
+
+class Connector(aiohttp.TCPConnector):
+    """Opens connections, and lends none on which its server has sent anything since its last response."""
+
+    def __init__(self, limit: int, keeps: bool) -> None:
+        """At most `limit` connections are open at once. Without `keeps` each is for one request."""
+        kept: dict[str, Any] = {"keepalive_timeout": _KEPT_SECONDS} if keeps else {}
+        super().__init__(limit=limit, force_close=not keeps, socket_factory=_socket, **kept)
+        self._factory: Any = partial(_Server, loop=self._loop)
+
+    async def connect(self, *arguments: Any, **options: Any) -> Connection:
+        """Lend a connection, or open one."""
+        while True:
+            connection = await super().connect(*arguments, **options)
+            if connection.protocol is None or not connection.protocol.should_close:
+                return connection
+            connection.close()
+
+
+class _Server(ResponseHandler):
+    """The server's end of a connection."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self._beginning = bytearray()
+        self._requests = 0
+
+    @property
+    def was_kept(self) -> bool:
+        """Whether the current request is not the first one."""
+        return self._requests > 1
+
+    @property
+    def status(self) -> int | None:
+        """The status in what the server has sent since the request, however malformed the rest is; None without one."""
+        at = 0
+        while found := _STATUS_LINE.match(self._beginning, at):
+            status = int(found[1])
+            if status >= 200:
+                return status
+            at = self._beginning.find(b"\r\n\r\n", at) + 4
+            if at < 4:
+                return None
+        return None
+
+    def set_response_params(self, **options: Any) -> None:
+        """Prepare for the response to the next request."""
+        self._beginning.clear()
+        self._requests += 1
+        super().set_response_params(**options)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what the server has sent."""
+        self._beginning += data[: _BEGINNING_BYTES - len(self._beginning)]
+        super().data_received(data)
+
+    def set_exception(self, exc: BaseException, *cause: BaseException) -> None:
+        """Fail the response; aiohttp's own method leaves the reader of its body waiting."""
+        payload = self._payload
+        super().set_exception(exc, *cause)
+        if payload is not None and isinstance(exc, HttpProcessingError):
+            set_exception(payload, Malformed(str(exc)))
+
+
+class Response(aiohttp.ClientResponse):
+    """A response whose connection is not used again where its status may be that of one server among several.
+
+    A balancer of connections would lead each retry on it to the same server.
+    """
+
+    async def start(self, connection: Connection) -> aiohttp.ClientResponse:
+        """Read the head of the response; a malformed one counts by its status. Raises KeptConnectionLost."""
+        server: Any = connection.protocol
+        try:
+            await super().start(connection)
+        except aiohttp.ClientResponseError:
+            status = server.status
+            if status is not None:
+                self._begin(status)
+                connection.close()
+                return self
+            if server.was_kept:
+                raise KeptConnectionLost from None
+            raise
+        except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
+            if server.was_kept:
+                raise KeptConnectionLost from error
+            raise
+        if server is None or self.is_success or self.status in _OF_ANY_SERVER:
+            return self
+        # A response without a body has already given the connection back.
+        if self.connection is None:
+            server.close()
+        else:
+            server.force_close()
+        return self
+
+    def _begin(self, status: int) -> None:
+        """Be a response that has a status and nothing else."""
+        self.status, self.reason = status, "(not valid HTTP)"
+        self._headers = CIMultiDictProxy(CIMultiDict())
+        self.content = EMPTY_PAYLOAD
+
+    @property
+    def is_success(self) -> bool:
+        """Whether the status is 2xx."""
+        return 200 <= self.status < 300
+
+
+def _socket(address: tuple[int, int, int, str, object]) -> socket.socket:
+    """Open a socket with a small receive buffer, so that the kernel does not buffer a large response."""
+    family, kind, protocol, *_ = address
+    opened = socket.socket(family, kind, protocol)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, READ_BYTES)
+    return opened
