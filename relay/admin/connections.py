@@ -25,7 +25,7 @@ def reach(dsn: Dsn, key: str, pinned: bool = True) -> Iterator[Connection]:
         if pinned:
             pin_reading(conn)
     except psycopg.OperationalError as error:
-        first = first_line(error).removeprefix("connection failed: ")
+        first = first_line(error).removeprefix("connection failed: ").removeprefix(f"{key}: ")
         if refused_for_good(error):
             raise ConfigurationError(
                 f"{key}: cannot connect: {first}: correct the address or the credentials"

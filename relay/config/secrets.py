@@ -35,7 +35,8 @@ _FORMS = "must be a text, {env: NAME}, {file: PATH} or {call: module:function}"
 def read_secret_file(path: str) -> str:
     """The text of a file, without leading and trailing white space. Raises ValueError."""
     try:
-        return Path(path).read_text(encoding="utf-8").strip()
+        # Some editors begin a file with a byte order mark.
+        return Path(path).read_text(encoding="utf-8-sig").strip()
     except OSError as error:
         raise ValueError(f"the file {path} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
@@ -158,7 +159,10 @@ class _Calls:
     def is_recent(self) -> bool:
         """Whether `recent` calls nothing."""
         kept = self._kept
-        return kept is not None and time.monotonic() < max(kept.at + KEEP_SECONDS, kept.until)
+        if kept is None:
+            return False
+        has_term = kept.until > kept.at
+        return time.monotonic() < (kept.until if has_term else kept.at + KEEP_SECONDS)
 
     def refused(self, text: str | None) -> None:
         """Forget a text that was refused; None: the last one."""
@@ -319,9 +323,11 @@ def resolve_secret(value: Any) -> Any:
                 raise ValueError(f"the environment has no variable {name}: set it for relay")
             return os.environ[name]
         case "file":
-            if not read_secret_file(name):
+            text = read_secret_file(name)
+            if not text:
                 raise ValueError(f"the file {name} is empty")
-            return FileSecret(name)
+            # A pipe, such as a shell's <(…), can be read only once.
+            return FileSecret(name) if Path(name).is_file() else text
         case "call":
             imports.require_path(name)
             try:

@@ -58,10 +58,16 @@ class TargetSettings(Section):
     dsn: Dsn | None = None
     """The connection string of the database for effects, dead letters and offsets; null: that of the source."""
     password: Secret | None = None
-    """The password of the role; null: the one in `dsn`, if any. Without a `dsn`, that of the source."""
+    """The password of the role in `dsn`; null: the one in `dsn`, if any."""
     synchronous_commit: Annotated[Literal["on", "off"], BeforeValidator(_switch)] = "on"
     """`off`: commits do not wait for the target's disk; relay still confirms a position only after the target's WAL is
     flushed."""
+
+    @model_validator(mode="after")
+    def _password_is_of_a_role(self) -> TargetSettings:
+        if self.password is not None and self.dsn is None:
+            raise ValueError("password: needs a dsn; that of the source is source.password")
+        return self
 
     @property
     def durable(self) -> bool:

@@ -383,9 +383,10 @@ class Dispatcher:
         return self.breaker.is_open and self._settings.reliable
 
     def _uncounted(self, delivery: Delivery, error: BaseException) -> RetryLater:
-        """The disposition of a failed attempt that does not count."""
-        attempts = delivery.history.attempts
-        after = retry_delay(self._settings.retry, error, attempts)
+        """The disposition of a failed attempt that does not count. The wait grows with the time since the first one."""
+        retry, attempts = self._settings.retry, delivery.history.attempts
+        since_first = min(retry.max_wait, delivery.history.failing_seconds or 0.0)
+        after = max(retry_delay(retry, error, attempts), since_first)
         return RetryLater(self._sink.name, error, after, attempts)
 
     def _completed(self, delivery: Delivery, disposition: Disposition) -> None:

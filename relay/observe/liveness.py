@@ -264,7 +264,7 @@ def _refused(access: DatabaseAccess) -> str | None:
     refusal = refusals.refusal(access)
     if refusal is None:
         return None
-    return f"refuses relay's credentials for {refusal.seconds:.0f} s: {refusal.text}"
+    return f"{refusal.text} (for {refusal.seconds:.0f} s)"
 
 
 def _ticks(thread: int) -> int | None:

@@ -14,7 +14,7 @@ from threading import Event, Lock
 import psycopg
 
 from relay.config.dsn import DatabaseAccess
-from relay.faults import ConfigurationError, first_line, refuses_credentials
+from relay.faults import ConfigurationError, NoCredentials, first_line, refuses_credentials
 from relay.threads import Thread
 
 REFUSED_SECONDS = 120.0
@@ -25,7 +25,7 @@ _LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a database refuses every connection, and since when (monotonic clock, seconds)."""
+    """Why no connection to a database is opened, and since when (monotonic clock, seconds)."""
 
     text: str
     since: float
@@ -50,7 +50,14 @@ def note(access: DatabaseAccess, error: psycopg.OperationalError) -> None:
     with _lock:
         before = _refusals.get(access)
         since = time.monotonic() if before is None else before.since
-        _refusals[access] = Refusal(first_line(error).removeprefix("connection failed: "), since)
+        _refusals[access] = Refusal(_why(access, error), since)
+
+
+def _why(access: DatabaseAccess, error: psycopg.OperationalError) -> str:
+    text = first_line(error).removeprefix("connection failed: ")
+    if isinstance(error, NoCredentials):
+        return f"has no credentials: {text.removeprefix(f'{access.key}: ')}"
+    return f"refuses relay's credentials: {text}"
 
 
 def accepted(access: DatabaseAccess) -> None:
@@ -89,8 +96,8 @@ class RefusalWatch:
                 found = refusal(access)
                 if found is not None and found.seconds > REFUSED_SECONDS:
                     self.error = ConfigurationError(
-                        f"{access.key}: refuses relay's credentials for {REFUSED_SECONDS:g} s: {found.text}: "
-                        "correct the address or the credentials"
+                        f"{access.key}: {found.text} (for {REFUSED_SECONDS:g} s): correct the address or the "
+                        "credentials"
                     )
                     self._failed()
                     return

@@ -8,6 +8,7 @@ kubernetes-client/python#1768, cozystack/cozystack#3557, linkerd/linkerd2#5888, 
 
 from __future__ import annotations
 
+import shutil
 import ssl
 import sys
 from collections.abc import Callable, Iterator
@@ -26,11 +27,12 @@ from pydantic import SecretStr
 
 from relay.admin.connections import reach
 from relay.config.dsn import DatabaseAccess
-from relay.config.handlers import HttpHandler
+from relay.config.handlers import HttpHandler, TlsSettings
 from relay.config.secrets import CallSecret
 from relay.config.settings import Settings
 from relay.demo.embedded import free_port
 from relay.faults import ConfigurationError
+from relay.handlers.certificates import Certificates
 from relay.handlers.http import Http
 from relay.observe.server import listen
 from relay.store import refusals
@@ -38,7 +40,7 @@ from tests import callables
 from tests.observing import ask
 from tests.outbox import Outbox, event, host, relaying, relaying_until_it_ends, wait_until
 from tests.pages import DOCS, blocks
-from tests.postgres import EmbeddedServer, Server
+from tests.postgres import EmbeddedServer, Server, start_server
 from tests.webhook import Answer, Answers, Webhook
 
 SHORT_INTERVALS = {"wait": 0.2, "max_wait": 0.4, "jitter": 0.01, "defer_after": 0.1}
@@ -166,7 +168,7 @@ def test_relay_ends_if_the_newest_password_is_refused(
     outbox, port = login.outbox, free_port()
     settings = login.settings(observe={"listen": f"127.0.0.1:{port}"})
     assert settings.observe.listen is not None
-    refused = "source.dsn: refuses relay's credentials for 3 s: .*password authentication failed"
+    refused = "source.dsn: refuses relay's credentials: .*password authentication failed.*for 3 s"
     server = listen(settings.observe.listen)
     try:
         with relaying_until_it_ends(settings, refused):
@@ -192,7 +194,9 @@ def test_a_password_that_cannot_be_read_is_told(
     monkeypatch.setattr(refusals, "REFUSED_SECONDS", 1.0)
     outbox = login.outbox
     settings = login.settings()
-    with relaying_until_it_ends(settings, f"source.dsn: the file {login.file} cannot be read"):
+    with relaying_until_it_ends(
+        settings, f"source.dsn: has no credentials: the file {login.file} cannot"
+    ):
         outbox.publish(host(1), event(1))
         outbox.wait_handled()
         login.file.unlink()
@@ -457,3 +461,97 @@ def test_the_guide_s_token_of_rds_is_a_password(
     # Each connection has a token of its own, whatever its characters.
     assert conninfo_to_dict(access.conninfo())["password"] == tokens[0]
     assert conninfo_to_dict(access.conninfo())["password"] == tokens[1] != tokens[0]
+
+
+def test_a_certificate_is_used_once_its_key_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """envoyproxy/envoy#9359: two files are not replaced at once, unless a folder is."""
+    authority = trustme.CA()
+    former, newer = authority.issue_cert("relay"), authority.issue_cert("relay")
+    names = "cert_file", "key_file"
+    files = [tmp_path / name for name in names]
+    for file, blob in zip(files, (former.cert_chain_pems[0], former.private_key_pem), strict=True):
+        blob.write_to_path(str(file))
+    tls = TlsSettings.model_validate(dict(zip(names, files, strict=True)))
+    certificates = Certificates("hook", tls)
+    first = certificates.context()
+    newer.cert_chain_pems[0].write_to_path(str(files[0]))
+    assert [certificates.context(), certificates.context()] == [first, first]
+    assert len([each for each in caplog.messages if "a certificate has changed" in each]) == 1
+    newer.private_key_pem.write_to_path(str(files[1]))
+    second = certificates.context()
+    assert second is not first
+    assert certificates.context() is second
+    files[0].unlink()
+    assert certificates.context() is second
+
+
+@pytest.mark.rare
+def test_certificates_of_postgresql_are_read_for_each_connection(tmp_path: Path) -> None:
+    """The server trusts another CA, and the files of `sslcert`, `sslkey` and `sslrootcert` are replaced."""
+    authority = trustme.CA()
+    with start_server() as server:
+        assert isinstance(server, EmbeddedServer)
+        trusted = server.cluster.data / "root.crt"
+
+        def issue(authority: trustme.CA) -> None:
+            own = authority.issue_cert("127.0.0.1")
+            own.cert_chain_pems[0].write_to_path(str(server.cluster.data / "server.crt"))
+            own.private_key_pem.write_to_path(str(server.cluster.data / "server.key"))
+            authority.cert_pem.write_to_path(str(trusted))
+            for name in ("server.crt", "server.key", "root.crt"):
+                path = server.cluster.data / name
+                shutil.chown(path, *owner(server.cluster.data))
+                path.chmod(0o600)
+            mine = authority.issue_cert("relay", common_name="relay_client")
+            for name, blob in {
+                "client.crt": mine.cert_chain_pems[0],
+                "client.key": mine.private_key_pem,
+                "root.crt": authority.cert_pem,
+            }.items():
+                blob.write_to_path(str(tmp_path / name))
+                (tmp_path / name).chmod(0o600)
+
+        issue(authority)
+        dsn = server.create_database("app")
+        with Outbox(dsn) as outbox:
+            outbox.install()
+            outbox.conn.execute(
+                "create role relay_client login replication in role relay;"
+                "grant insert, select on projection to relay_client;"
+                "grant usage on sequence projection_seq_seq to relay_client"
+            )
+            hba = server.cluster.data / "pg_hba.conf"
+            hba.write_text(f"hostssl all relay_client all cert\n{hba.read_text()}")
+            try:
+                outbox.conn.execute("alter system set ssl = on")
+            except psycopg.errors.InvalidParameterValue:
+                pytest.skip("this build of the server has no TLS; Debian's has")
+            outbox.conn.execute("alter system set ssl_ca_file = 'root.crt'")
+            outbox.conn.execute("select pg_reload_conf()")
+            access = make_conninfo(
+                dsn,
+                user="relay_client",
+                sslmode="verify-full",
+                sslcert=str(tmp_path / "client.crt"),
+                sslkey=str(tmp_path / "client.key"),
+                sslrootcert=str(tmp_path / "root.crt"),
+            )
+            source = {**outbox.config()["source"], "dsn": access}
+            with relaying(outbox.settings(source=source)):
+                outbox.publish(host(1), event(1))
+                outbox.wait_handled()
+                issue(trustme.CA())
+                outbox.conn.execute("select pg_reload_conf()")
+                outbox.conn.execute(
+                    "select pg_terminate_backend(pid) from pg_stat_activity where usename = 'relay_client'"
+                )
+                outbox.publish(host(1), event(2))
+                outbox.wait_handled()
+            outbox.assert_exact()
+
+
+def owner(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_uid, found.st_gid

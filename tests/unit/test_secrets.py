@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 import time
@@ -10,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from relay.config import secrets
 from relay.config.dsn import DatabaseAccess
 from relay.config.handlers import HttpHandler
+from relay.config.observe import ConsoleSettings
 from relay.config.secrets import CallSecret, FileSecret, resolve_secret
 from relay.config.settings import Settings
+from relay.console.security import Guard
 from relay.faults import SecretUnavailable
 from relay.spark.executor import PackedSettings
 
@@ -64,8 +68,9 @@ def test_a_function_may_say_how_long_its_text_serves(monkeypatch: pytest.MonkeyP
     text, seconds = secret.lease()
     assert text == "token 0"
     assert 0 < seconds <= 0.2
+    assert secret.recent() == "token 0"
     time.sleep(0.2)
-    assert secret.get_secret_value() == "token 1"
+    assert [secret.recent(), secret.get_secret_value()] == ["token 1", "token 1"]
 
 
 def test_connections_that_are_opened_at_once_share_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,3 +221,50 @@ def test_several_secrets_sign() -> None:
         "whsec_YQ==",
         "whsec_Yg==",
     ]
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_bytes(b"\xef\xbb\xbftoken\r\n")
+    assert resolve_secret({"file": str(file)}).get_secret_value() == "token"
+
+
+def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    """As the shell's `<(vault read …)`."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("token",))
+    writer.start()
+    assert resolve_secret({"file": str(pipe)}) == "token"
+    writer.join()
+
+
+def test_a_password_of_the_target_needs_its_connection_string() -> None:
+    with pytest.raises(ValueError, match="password: needs a dsn"):
+        Settings(target={"password": "x"})
+
+
+def test_the_console_knows_the_newest_token(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("the first token 16")
+    guard = Guard(
+        ConsoleSettings.model_validate({"listen": "127.0.0.1:1", "token": {"file": str(file)}})
+    )
+
+    def caller(token: str) -> object:
+        return guard.caller(
+            Request({"type": "http", "headers": [(b"authorization", f"Bearer {token}".encode())]})
+        )
+
+    assert caller("the first token 16")
+    cookie = guard.signer.sign("session", {"name": "n"})
+    assert guard.signer.read("session", cookie)
+    file.write_text("another token of 24")
+    assert caller("another token of 24")
+    assert not caller("the first token 16")
+    assert not guard.signer.read("session", cookie)
+    # Neither an empty file nor a short text opens the door, or closes it.
+    for text in ("", "short"):
+        file.write_text(text)
+        assert caller("another token of 24")
+        assert not caller(text)
