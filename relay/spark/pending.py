@@ -59,7 +59,7 @@ def find(
         count,
     )
     due = replays.due(target, settings, sink)
-    if count and not _has_rows(source, table, contents):
+    if count and not has_rows(source, table, contents):
         contents = replace(contents, rows=0)
     if not (contents.rows or due or count or position.following is not None):
         return None
@@ -69,8 +69,8 @@ def find(
     return PendingBatch(contents, due, count >= most or position.following is not None)
 
 
-def _has_rows(source: Connection, table: MappedTable, contents: Contents) -> bool:
-    """Whether a difference has rows that the sink has not received yet."""
+def has_rows(source: Connection, table: MappedTable, contents: Contents) -> bool:
+    """Whether a batch's difference has rows that are not left out of it. Raises psycopg.Error."""
     wanted = frames.left_out(table, contents)
     if wanted is None:
         return True

@@ -22,9 +22,8 @@ from relay.faults import TransientFault
 from relay.meter import Meter
 from relay.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.source.rows import prepare_reading
-from relay.spark import frames, replays
+from relay.spark import frames, pending, replays, scheduled
 from relay.spark.faults import safe_description
-from relay.spark.pending import find
 from relay.spark.reading import MappedTable
 from relay.spark.session import Session
 from relay.spark.transform import Transform
@@ -199,26 +198,29 @@ class SparkWorker:
 
     def _store_due_batch(self, state: SinkState) -> OpenBatch | None:
         """Store and return a batch if one is due. Raises SinkMoved and psycopg.Error."""
-        pending = find(
+        found = pending.find(
             self._connected(), self._claim.conn, self._settings, self._name, self._table, state
         )
-        if pending is None or pending.is_empty:
+        if found is None or found.is_empty:
             self._since = None
-            if pending is not None:
-                self._store(state, pending.contents)
+            if found is not None:
+                self._store(state, found.contents)
             return None
         now = time.monotonic()
         self._since = now if self._since is None else self._since
-        if not pending.is_full and now - self._since < self._handler.every:
+        if not found.is_full and now - self._since < self._handler.every:
             return None
         self._since = None
         conn, group, handler = self._claim.conn, self._settings.group, self._handler
-        contents = pending.contents
-        if pending.due:
+        contents = self._without_scheduled(found.contents)
+        if not (found.due or contents.rows):
+            self._store(state, contents)
+            return None
+        if found.due:
             contents = replace(
                 contents,
-                deferred=[row.id for row in pending.due],
-                data=replays.packed(conn, self._settings, pending.due, handler.host_buckets),
+                deferred=[row.id for row in found.due],
+                data=replays.packed(conn, self._settings, found.due, handler.host_buckets),
             )
         layout = handler.partition_by, handler.host_buckets
         before = state.position
@@ -235,6 +237,17 @@ class SparkWorker:
                 conn, group, self._name, handler.target, state.epoch, layout, contents
             )
         return spark_batches.begun(conn, group, self._name, handler.target)
+
+    def _without_scheduled(self, contents: Contents) -> Contents:
+        """Leave commits with an event for later out of a batch; `_store` defers them when it moves past them."""
+        if not contents.rows:
+            return contents
+        later = scheduled.commits(self._connected(), self._claim.conn, self._table, contents)
+        if not later:
+            return contents
+        contents = replace(contents, left_out=[*contents.left_out, *later])
+        has_rows = pending.has_rows(self._connected(), self._table, contents)
+        return contents if has_rows else replace(contents, rows=0)
 
     def _connected(self) -> Connection:
         if self._source is None or self._source.closed:
@@ -374,7 +387,10 @@ class SparkWorker:
         )
 
     def _store(self, state: SinkState, contents: Contents) -> None:
-        """Move the sink's position to the end of the contents. Raises SinkMoved and psycopg.Error."""
+        """Move the sink's position to the end of the contents, and defer what is left out of them for later.
+
+        Raises SinkMoved, psycopg.Error, and the errors of `scheduled.entries`.
+        """
         before = state.position
         is_over = before.following is None or contents.after == before.following
         position = Position(
@@ -385,6 +401,12 @@ class SparkWorker:
             max(before.delivered_lsn, contents.lsn),
         )
         lags = not is_over or contents.rows >= self._handler.max_events
-        stored = self._claim.store(position, state.epoch, (), LAGGING if lags else CAUGHT_UP)
-        if stored is None:
-            raise SinkMoved
+        conn, group = self._claim.conn, self._settings.group
+        later = set(contents.left_out).difference(state.done.tolist())
+        with conn.transaction():
+            if later:
+                entries = scheduled.entries(self._connected(), self._settings, self._name, later)
+                deferred.defer(conn, group, entries, self._name)
+            stored = self._claim.store(position, state.epoch, (), LAGGING if lags else CAUGHT_UP)
+            if stored is None:
+                raise SinkMoved

@@ -20,8 +20,9 @@ class Contents:
     """The contents of a batch: rows of a difference, and transactions that were deferred for the sink.
 
     Left out are transactions of the difference whose greatest c_offset is at most `polled_offset`, and those of
-    `left_out` (full xids). `rows` counts the rows of the difference. No transaction of the batch ends after `lsn`.
-    `data` are the events of the rows `deferred` (ids) of relay.deferred, as an Arrow stream.
+    `left_out` (full xids): the sink has them already, or they are deferred for it when the batch ends. `rows` counts
+    the rows of the difference. No transaction of the batch ends after `lsn`. `data` are the events of the rows
+    `deferred` (ids) of relay.deferred, as an Arrow stream.
     """
 
     before: Snapshot
