@@ -98,6 +98,38 @@ class Queues:
         return first
 
 
+def rests_of_partial_commits(pending: Iterable[Delivery]) -> list[Delivery]:
+    """The deliveries to defer when a sink is left, since a position cannot describe half a commit, in their order.
+
+    These are the rest of each commit of which some deliveries are done, and what was submitted before with the same
+    keys: a deferred delivery would overtake what is only read again. A commit that is not whole in memory, and what
+    follows it with its keys, is left to be delivered again as a whole.
+
+    Example: C1 is delivery A, C2 is A and B, by their keys, and B of C2 is done. Both A are returned.
+    """
+    of: dict[SinkCommit, list[Delivery]] = {}
+    for delivery in pending:
+        if delivery.commit is not None:
+            of.setdefault(delivery.commit, []).append(delivery)
+    keys_of = {commit: set[str]().union(*(each.keys for each in of[commit])) for commit in of}
+    needed: set[SinkCommit] = set()
+    keys: set[str] = set()
+    for commit in reversed(of):
+        if len(of[commit]) == commit.deliveries and (
+            commit.is_begun or not keys.isdisjoint(keys_of[commit])
+        ):
+            needed.add(commit)
+            keys |= keys_of[commit]
+    deferred: list[Delivery] = []
+    read_again: set[str] = set()
+    for commit in of:
+        if commit in needed and read_again.isdisjoint(keys_of[commit]):
+            deferred += of[commit]
+        else:
+            read_again |= keys_of[commit]
+    return deferred
+
+
 def _earlier(queue: Iterable[Delivery]) -> int:
     """How many deliveries of a queue precede a retry that is added."""
     return sum(1 for _ in takewhile(lambda each: each.is_running or each.due is not None, queue))

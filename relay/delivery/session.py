@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -23,7 +22,7 @@ from relay.delivery.hold import WalHold
 from relay.delivery.log_reader import LogReader
 from relay.delivery.polling import FIRST_POLL_SECONDS, SinkPolling
 from relay.delivery.progress import SinkCommit, SinkProgress, commits_of
-from relay.delivery.queues import Delivery
+from relay.delivery.queues import rests_of_partial_commits
 from relay.delivery.submission import Submission
 from relay.handlers import Sink
 from relay.meter import Meter
@@ -213,16 +212,9 @@ class SinkSession:
         await self._checkpoint.store()
 
     def _defer_partial_commits(self) -> None:
-        """Defer the rest of each commit of which some deliveries are done: a position cannot describe half a commit."""
-        rests: dict[SinkCommit, list[Delivery]] = defaultdict(list)
-        for delivery in self._dispatcher.pending:
-            if delivery.commit is not None and delivery.commit.is_begun:
-                rests[delivery.commit].append(delivery)
-        for commit, rest in rests.items():
-            # Only part of a very large commit is in memory.
-            if len(rest) == commit.deliveries:
-                for delivery in rest:
-                    self._checkpoint.record(delivery, BLOCKED)
+        """Defer the rest of each commit of which some deliveries are done, and what precedes it with its keys."""
+        for delivery in rests_of_partial_commits(self._dispatcher.pending):
+            self._checkpoint.record(delivery, BLOCKED)
 
     def _fail(self, error: BaseException) -> None:
         if not self._ended.done():

@@ -229,7 +229,7 @@ def note_reading(
 def note_left(
     conn: psycopg.Connection[Any], group: str, reading: UUID, confirmed: Lsn | None
 ) -> None:
-    """Store how far the slot is confirmed when a stream leaves it, None while it is read, unless another one has begun."""
+    """Store how far the slot is confirmed when a stream leaves it, None while it is read, unless another has begun."""
     conn.execute(
         "update relay.groups set confirmed_lsn = %s where group_id = %s and reading = %s",
         (None if confirmed is None else str(confirmed), group, reading),

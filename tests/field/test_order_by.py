@@ -1,4 +1,4 @@
-"""`order_by` changes while transactions are deferred: they get the keys of the new configuration."""
+"""The order of each key, over a change of `order_by` while transactions are deferred, and over a stop."""
 
 from __future__ import annotations
 
@@ -146,3 +146,32 @@ def test_instances_with_different_order_do_not_run_together(outbox: Outbox) -> N
             relaying(posting(outbox, webhook, order_by="host"), accept_configuration=True),
         ):
             pass
+
+
+@pytest.mark.parametrize("mode", ["auto", "wal"])
+def test_a_stop_lets_nothing_overtake_what_was_queued_before(outbox: Outbox, mode: str) -> None:
+    """Of the second commit one host is done and the other one waits for the first commit, which hangs."""
+    source = {**outbox.config()["source"], "mode": mode}
+    with Webhook() as webhook:
+        webhook.answers = lambda headers, body: Answer(
+            after=60 if json.loads(body)["data"]["amount"] == 1 else 0
+        )
+        hook = {"type": "http", "url": webhook.url, "concurrency": 4}
+        settings = outbox.settings(
+            source=source,
+            handlers={"hook": hook},
+            routes=[{"handlers": ["hook"]}],
+            sinks={"attach_seconds": 60},
+            shutdown_timeout=1,
+        )
+        outbox.install_again(settings)
+        with relaying(settings):
+            outbox.publish(host(1), event(1))
+            with outbox.conn.transaction():
+                outbox.publish(host(1), event(2))
+                outbox.publish(host(2), event(3))
+            wait_until(lambda: amounts(webhook) == [3])
+        webhook.answers = lambda headers, body: Answer()
+        with relaying(settings):
+            wait_until(lambda: len(amounts(webhook)) >= 3, 10)
+        assert amounts(webhook) == [3, 1, 2]

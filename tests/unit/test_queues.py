@@ -7,7 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.delivery.queues import Delivery, Queues
+from relay.delivery.progress import SinkCommit
+from relay.delivery.queues import Delivery, Queues, rests_of_partial_commits
 
 KEYS = st.frozensets(st.sampled_from("abc"), min_size=1)
 STEPS = st.lists(
@@ -68,3 +69,27 @@ def test_everything_ends_and_order_holds_for_each_key(steps: list[tuple[str, Any
             else:
                 overtaken.append(each)
             end(each)
+
+
+COMMITS = st.lists(st.tuples(st.lists(KEYS, min_size=1), st.booleans(), st.booleans()), max_size=8)
+
+
+@given(COMMITS)
+def test_what_is_deferred_at_the_end_overtakes_nothing(
+    commits: list[tuple[list[frozenset[str]], bool, bool]],
+) -> None:
+    pending: list[Delivery] = []
+    for keys_of, is_begun, is_whole in commits:
+        commit = SinkCommit(0, 0, len(keys_of) + (not is_whole), 0.0, is_begun)
+        for keys in keys_of:
+            pending.append(delivery(len(pending), keys, is_deferred=False))
+            pending[-1].commit = commit
+    deferred = rests_of_partial_commits(pending)
+    left = [each for each in pending if each not in deferred]
+    assert deferred == [each for each in pending if each in deferred]
+    assert not {each.commit for each in deferred} & {each.commit for each in left}
+    for each in deferred:
+        before = pending[: pending.index(each)]
+        assert not [one for one in left if one in before and one.keys & each.keys]
+    if all(is_whole for _, _, is_whole in commits):
+        assert not any(each.commit.is_begun for each in left if each.commit)
