@@ -45,6 +45,8 @@ BUSY_SECONDS = 0.05
 """How long to wait when other instances hold every partition that has rows to apply."""
 LONGEST_BUSY_SECONDS = 1.0
 """The longest wait before a difference is planned again of which other instances hold the rest."""
+COMPARING_LOCK_TIMEOUT = "200ms"
+"""How long a comparison of the stream with the outbox waits for a lock on the table, while the stream waits for it."""
 GUARDED_EVENTS = 500
 """The most events of a window while guarding: its transactions are applied one at a time, in one commit."""
 _FAR = 1 << 24
@@ -213,7 +215,9 @@ class Poller:
 
         Raises RelayError for a part that cannot be told from what is applied.
         """
-        inserted, every = self._rows.inserted(source, between)
+        with source.transaction():
+            source.execute("select set_config('lock_timeout', %s, true)", (COMPARING_LOCK_TIMEOUT,))
+            inserted, every = self._rows.inserted(source, between)
         applied = noted.of(inserted.xids)
         partial = (applied > 0) & (inserted.rows > applied)
         doubtful = (applied > 0) & (every.rows > applied) & ~partial

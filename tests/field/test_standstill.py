@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -101,3 +102,37 @@ def test_a_walsender_hangs_whose_reader_is_gone(
             outbox.wait_handled(20)
             wait_until(lambda: "held for no running instance" in reason(outbox))
     outbox.assert_exact()
+
+
+def test_a_table_that_is_locked_does_not_hold_back_the_stream(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old partition is rewritten, or waits for its lock, while publishers go on: alphagov/notifications-api#3901."""
+    monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.5)
+    with Outbox(database) as outbox:
+        outbox.conn.execute(
+            """
+            create table own (id uuid default gen_random_uuid(), host_id uuid not null, event_type text default 'e',
+                              payload jsonb default '{"amount": 1}', part text not null,
+                              c_xid xid8 default pg_current_xact_id(), c_offset bigserial) partition by list (part);
+            create table own_a partition of own for values in ('a');
+            create table own_b partition of own for values in ('b')
+            """
+        )
+        source = {**outbox.config()["source"], "table": "public.own"}
+        statement = "insert into projection (id) values (%(id)s)"
+        handlers = {"projection": {"type": "sql", "statement": statement}}
+        outbox.install(source=source, handlers=handlers)
+        settings = outbox.settings(source=source, handlers=handlers)
+        with relaying(settings), psycopg.connect(database) as administrator:
+            outbox.conn.execute("insert into own (host_id, part) values (%s, 'a')", (host(0),))
+            wait_until(lambda: outbox.handled() == 1)
+            outbox.wait_compared()
+            administrator.execute("lock table own_b in access exclusive mode")
+            for number in range(1, 9):
+                outbox.conn.execute("insert into own (host_id, part) values (%s, 'a')", (host(0),))
+                wait_until(lambda number=number: outbox.handled() > number, 5)  # type: ignore[misc]
+                time.sleep(0.2)
+            assert outbox.column("select 1 from relay.applied_commits limit 1")
+            administrator.rollback()
+            outbox.wait_compared()
