@@ -204,6 +204,7 @@ def raise_what_is_named(transaction: Transaction, cursor: psycopg.Cursor[Any]) -
         "not caught": NotCaught(),
         "group": BaseExceptionGroup("several", [KeyboardInterrupt()]),
         "broken": Broken(),
+        "memory": MemoryError(),
         "long": ValueError("x" * 1_000_000),
     }
     returned = {"coroutine": record_async, "generator": record_lazily}

@@ -138,8 +138,7 @@ def _configuration(conn: Connection, settings: Settings) -> Finding:
     return Finding(
         Severity.WARNING,
         "configuration",
-        f"group: an instance of {settings.group!r} runs with another configuration: {difference}: stop it before this "
-        "one starts, or start this one with --accept-configuration",
+        f"group: an instance of {settings.group!r} runs with another configuration: {difference}",
     )
 
 

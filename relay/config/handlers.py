@@ -15,7 +15,6 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    PositiveFloat,
     PositiveInt,
     SecretStr,
     ValidationInfo,
@@ -225,7 +224,7 @@ class DeliveryHandler(SinkHandler):
     timeout: Seconds = 10.0
     """HTTP: seconds for a whole request, to the last byte of the response. Brokers: seconds to connect, and to confirm
     a message."""
-    rate_limit: Annotated[PositiveFloat, Number] | None = None
+    rate_limit: Annotated[float, Field(ge=1e-5), Number] | None = None
     """The most attempts in a second; null: no limit."""
     concurrency: Annotated[PositiveInt, Number] = 16
     """The most transactions that are delivered at once."""
@@ -496,6 +495,16 @@ def _servers(value: str) -> str:
     return value
 
 
+_SET_BY_RELAY = {
+    **dict.fromkeys(("bootstrap.servers", "metadata.broker.list"), "set the key bootstrap"),
+    **dict.fromkeys(
+        ("delivery.timeout.ms", "message.timeout.ms"), "set the key timeout, in seconds"
+    ),
+    "enable.idempotence": "its producers are idempotent, which keeps the order: remove it",
+}
+"""Settings of librdkafka in whose place relay has keys, or no choice."""
+
+
 class KafkaHandler(BrokerHandler):
     """Kafka; `conf` has further settings of librdkafka."""
 
@@ -513,6 +522,9 @@ class KafkaHandler(BrokerHandler):
         for name in ("transactional.id", "delivery.report.only.error"):
             if name in value:
                 raise ValueError(f"with {name} no message would be confirmed: remove it")
+        for name, key in _SET_BY_RELAY.items():
+            if name in value:
+                raise ValueError(f"{name} is set by relay: {key}")
         if "oauth_cb" in value and not isinstance(value["oauth_cb"], CallSecret):
             raise ValueError("oauth_cb needs a function: write oauth_cb: {call: module:function}")
         return value

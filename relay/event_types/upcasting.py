@@ -150,8 +150,6 @@ def _text(document: Any, name: str) -> str:
         return exact_json.dumps(document, name)
     except ValueError as error:
         raise InvalidEvent(str(error)) from None
-    except RecursionError:
-        raise InvalidEvent(f"{name}: is nested too deeply") from None
 
 
 def _with_version(document: Any, path: Sequence[str], version: int) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import parse_qsl, urlsplit
 
 from redis.asyncio import Redis as Client
@@ -22,6 +22,7 @@ from redis.exceptions import (
     ReadOnlyError,
     RedisError,
 )
+from redis.exceptions import ConnectionError as ConnectionLost
 
 from relay.config.handlers import RedisHandler
 from relay.config.secrets import file_mark, known_text, marks
@@ -42,6 +43,8 @@ _OF_THE_EVENT = ("WRONGTYPE", "Elements are too large")
 """How the errors of XADD begin that another try of the same event cannot avoid."""
 _MOST_BYTES = 512 * 1024 * 1024
 """The server's default `proto-max-bulk-len`: it closes the connection for a longer value."""
+_MOST_LOST = 2
+"""After how many connections that are lost in a row, each with a single transaction, the server counts as away."""
 _SENT_AT_ONCE = 1_000
 _SENT_BYTES = 4_000_000
 """About how many messages, and bytes, one round trip sends."""
@@ -132,22 +135,47 @@ class Redis:
         while self._pending:
             appends = self._take()
             try:
-                async with asyncio.timeout(self._timeout):
-                    client = await self._current()
-                    answers = await self._execute(client, appends)
-                if any(isinstance(answer, _ELSEWHERE) for answer in answers):
-                    # A new connection may lead to another server, by its name or through a proxy.
-                    await client.connection_pool.disconnect()
-                for append in appends:
-                    append.complete(append.judge(answers))
+                fault = await self._send_together(appends)
+                if len(appends) > 1 and _is_lost(fault):
+                    await self._send_singly(appends, fault)
+                    continue
+                if fault is not None:
+                    judged = self._judged(fault)
+                    for append in appends:
+                        append.complete(judged)
             except asyncio.CancelledError:
                 for append in (*appends, *self._pending):
                     append.complete(Undelivered("the sink is closed"))
                 raise
-            except Exception as error:
-                fault = self._judged(error)
-                for append in appends:
-                    append.complete(fault)
+
+    async def _send_singly(self, appends: Sequence[_Append], fault: Exception) -> None:
+        """Send each by itself: the server closes the connection for one that is above its own limits."""
+        lost = 0
+        for append in appends:
+            if lost < _MOST_LOST:
+                alone = await self._send_together([append])
+                if alone is None:
+                    lost = 0
+                    continue
+                # Any other fault, such as silence, is not the one's.
+                lost = lost + 1 if _is_lost(alone) else _MOST_LOST
+                fault = alone
+            append.complete(self._judged(fault))
+
+    async def _send_together(self, appends: Sequence[_Append]) -> Exception | None:
+        """Send in one round trip, and complete what the server has answered; returns the fault if it has not."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                client = await self._current()
+                answers = await self._execute(client, appends)
+            if any(isinstance(answer, _ELSEWHERE) for answer in answers):
+                # A new connection may lead to another server, by its name or through a proxy.
+                await client.connection_pool.disconnect()
+            for append in appends:
+                append.complete(append.judge(answers))
+        except Exception as error:
+            return error
+        return None
 
     def _judged(self, error: Exception) -> Undelivered:
         if isinstance(error, SecretUnavailable):
@@ -183,6 +211,11 @@ class Redis:
                 pipeline.xadd(message.topic, fields, maxlen=self._max_length)
             pipeline.execute_command("EXEC")
         return deque(await pipeline.execute(raise_on_error=False))
+
+
+def _is_lost(fault: Exception | None) -> TypeGuard[ConnectionLost]:
+    """Whether a connection has ended; the client derives the refusal of a password from that error."""
+    return isinstance(fault, ConnectionLost) and not isinstance(fault, AuthenticationError)
 
 
 class _Append:

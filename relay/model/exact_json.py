@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from json.encoder import encode_basestring
 from math import isfinite
 from typing import Any, NoReturn, Self
@@ -18,6 +19,8 @@ _KEY = re.compile(r"[A-Za-z_][\w-]{0,62}", re.ASCII)
 _BLANKS = re.compile(r"[ \t\n\r]*")
 _DEEPEST = 100_000
 """The most levels of nesting that are read: more than PostgreSQL's stack allows, and not all memory for `[[[[…`."""
+_SHOWN_KEYS = 20
+"""How many keys an error shows of a value that is nested more deeply than Python's stack, the innermost ones."""
 _LONG_NUMBER = 4_000
 """In digits: from this length on an integer becomes a `Number`. Python refuses to convert one of more than 4,300."""
 
@@ -153,12 +156,15 @@ def safe_key(key: str) -> str:
 def dumps(value: Any, name: str) -> str:
     """Write JSON as PostgreSQL prints jsonb, with a blank after each comma and colon; keys keep their order.
 
-    Raises ValueError for a value that JSON or UTF-8 cannot represent, which names the field below `name` and no value,
-    and RecursionError where it is nested too deeply.
+    Raises ValueError for a value that JSON or UTF-8 cannot represent, or with more than 100,000 levels of nesting; it
+    names the field below `name` and no value.
     """
     pieces: list[str] = []
     try:
-        _write(value, pieces)
+        try:
+            _write(value, pieces)
+        except RecursionError:
+            pieces = _written(value)
         text = "".join(pieces)
         text.encode()
     except _NotJson as error:
@@ -195,13 +201,72 @@ def _write(value: Any, pieces: list[str]) -> None:
         raise _NotJson(f"JSON cannot represent this {type(value).__name__}")
 
 
+def _written(value: Any) -> list[str]:
+    """The pieces that `_write` appends, of a value of any depth, without recursion."""
+    pieces: list[str] = []
+    holders: list[_Holder] = []
+    try:
+        while True:
+            if isinstance(value, dict | list | tuple) and value:
+                holders.append(_Holder(value))
+                if len(holders) > _DEEPEST:
+                    # It may contain itself.
+                    holders.clear()
+                    raise _NotJson("is nested too deeply")
+            else:
+                _write(value, pieces)
+            while holders and not holders[-1].advance(pieces):
+                holders.pop()
+            if not holders:
+                return pieces
+            value = holders[-1].item
+    except _NotJson as error:
+        error.path += [each.shown_key for each in reversed(holders[-_SHOWN_KEYS:])]
+        raise
+
+
+class _Holder:
+    """A non-empty object or array that is being written, and the item in it that is next."""
+
+    __slots__ = ("_before", "_closing", "_items", "item", "shown_key")
+
+    def __init__(self, value: Any) -> None:
+        is_object = isinstance(value, dict)
+        self._items: Iterator[tuple[Any, Any]] = iter(
+            value.items() if is_object else enumerate(value)
+        )
+        self._before, self._closing = ("{", "}") if is_object else ("[", "]")
+        self.item: Any = None
+        self.shown_key = ""
+
+    def advance(self, pieces: list[str]) -> bool:
+        """Move to the next item, and write what is before it; False at the end, which is written."""
+        following = next(self._items, None)
+        if following is None:
+            pieces.append(self._closing)
+            return False
+        key, self.item = following
+        pieces.append(self._before)
+        if self._closing == "}":
+            _require_text(key)
+            pieces += encode_basestring(key), ": "
+            key = safe_key(key)
+        self.shown_key = str(key)
+        self._before = ", "
+        return True
+
+
+def _require_text(key: Any) -> None:
+    if not isinstance(key, str):
+        raise _NotJson(f"a key of an object must be a str, not {type(key).__name__}")
+
+
 # `_write_object` and `_write_array` share no function: a third frame for each level of nesting would lower the depth
 # at which Python raises RecursionError.
 def _write_object(value: dict[Any, Any], pieces: list[str]) -> None:
     before = "{"
     for key, item in value.items():
-        if not isinstance(key, str):
-            raise _NotJson(f"a key of an object must be a str, not {type(key).__name__}")
+        _require_text(key)
         pieces += before, encode_basestring(key), ": "
         try:
             _write(item, pieces)

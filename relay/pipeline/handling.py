@@ -135,7 +135,8 @@ class HandlerRunner:
         return (
             isinstance(error, HandlerFailed)
             and error.handler.name in self._defers
-            and isinstance(error.__cause__, TransientFault)
+            # Memory may be short for all, but more often a single event asks for it all.
+            and isinstance(error.__cause__, TransientFault | MemoryError)
         )
 
     def handle(

@@ -87,5 +87,5 @@ def _text(value: Any) -> str:
     """A number, or an array or object, as PostgreSQL prints it; empty if it cannot be written."""
     try:
         return exact_json.dumps(value, "")
-    except (ValueError, RecursionError):
+    except ValueError:
         return ""

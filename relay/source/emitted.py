@@ -147,7 +147,7 @@ class Emitted:
                 continue
             try:
                 row[name] = self._value(name, event, defaults)
-            except (ValueError, OverflowError, RecursionError) as error:
+            except (ValueError, OverflowError) as error:
                 row[name] = None
                 known = isinstance(error, _InvalidField)
                 fault = str(error) if known else f"is not of type {self._types[name]}"
@@ -155,7 +155,7 @@ class Emitted:
         return row, faults
 
     def _value(self, name: str, event: dict[str, Any], defaults: Mapping[str, str]) -> str | None:
-        """The text of a field. Raises ValueError, OverflowError or RecursionError for an invalid value."""
+        """The text of a field. Raises ValueError or OverflowError for an invalid value."""
         value = event.get(name)
         if name == "id" and value == "":
             # An empty id would make all events with it one event.

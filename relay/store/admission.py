@@ -83,11 +83,20 @@ def require_current(conn: Connection, group: str, effects: Effects) -> None:
 
 
 def difference_from_running(conn: Connection, group: str, effects: Effects) -> str | None:
-    """Describe how the configuration differs from that of running instances; None if it does not, or none run."""
+    """Describe how the configuration differs from that of running instances, and what to do.
+
+    None if it does not, or none run.
+    """
     stored = _replacement(conn, group, effects)
     if stored is None or not _runs(conn, group, stored[0]):
         return None
-    return effects.difference(stored[1])
+    keys = effects.reordered_handlers(stored[1])
+    advice = (
+        f"stop it before this one starts, since {', '.join(keys)} has changed"
+        if keys
+        else "stop it before this one starts, or start this one with --accept-configuration"
+    )
+    return f"{effects.difference(stored[1])}: {advice}"
 
 
 def running_handlers(conn: Connection, group: str) -> set[str]:

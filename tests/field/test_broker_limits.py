@@ -17,6 +17,7 @@ from typing import Any
 
 import pika
 import pytest
+import redis
 from pika.exceptions import ShortStringTooLong
 from pydantic import TypeAdapter
 from redis.exceptions import OutOfMemoryError, ResponseError
@@ -29,7 +30,7 @@ from relay.handlers import redis as streams
 from relay.handlers.messages import Message
 from relay.handlers.window import SendWindow, Unanswered
 from relay.model.events import Event
-from tests.brokers import KafkaCluster, NatsServer, RabbitmqServer, started
+from tests.brokers import KafkaCluster, NatsServer, RabbitmqServer, RedisServer, started
 from tests.jetstream import jetstream
 from tests.sinks import make_event, transaction
 
@@ -124,6 +125,8 @@ def test_a_message_that_kafka_refuses_alone_too_is_rejected(tmp_path: Path) -> N
         ("structured", make_event(99, payload=f'"{"x" * 9_800}"'), "MaxPayloadError"),
         ("binary", with_header(99, 1, 12_000), "MaxPayloadError"),
         ("binary", make_event(99, event_type="x" * 4_200), "the subject is too long"),
+        ("structured", make_event(99, event_type="order..placed"), "the subject has an empty part"),
+        ("structured", make_event(99, event_type=""), "the subject has an empty part"),
     ],
 )
 def test_what_nats_would_close_the_connection_for_is_not_sent(
@@ -315,3 +318,23 @@ def test_a_value_that_redis_closes_the_connection_for_is_not_sent(
             await sink.deliver(transaction(make_event(1, payload=f'"{"x" * 1_000}"')))
 
     using(deliver, type="redis", url="redis://127.0.0.1:1")
+
+
+@pytest.mark.brokers
+def test_what_redis_closes_the_connection_for_does_not_stop_the_others(tmp_path: Path) -> None:
+    """With a lower proto-max-bulk-len all transactions of a round trip failed with the large one, for ever."""
+    with started(RedisServer, tmp_path / "broker") as server:
+        with redis.Redis.from_url(server.handler["url"]) as client:
+            client.config_set("proto-max-bulk-len", "1mb")
+
+        async def deliver(sink: Sink) -> None:
+            events = [make_event(number, number) for number in range(8)]
+            events[3] = make_event(3, 3, payload=f'"{"x" * 2_000_000}"')
+            results = await delivered(sink, *events)
+            assert isinstance(results.pop(3), Undelivered)
+            assert results == [None] * 7
+            server.kill()
+            for failed in await delivered(sink, *events[:3]):
+                assert isinstance(failed, Undelivered)
+
+        using(deliver, **server.handler)

@@ -56,3 +56,27 @@ def test_a_setting_of_kafka_that_confirms_nothing_is_refused(name: str) -> None:
     kafka = {"type": "kafka", "topic": "t", "bootstrap": ["kafka:9092"], "conf": {name: "true"}}
     with pytest.raises(ValidationError, match=f"with {name} no message would be confirmed"):
         KafkaHandler.model_validate(kafka)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("bootstrap.servers", "set the key bootstrap"),
+        ("metadata.broker.list", "set the key bootstrap"),
+        ("enable.idempotence", "its producers are idempotent"),
+        ("delivery.timeout.ms", "set the key timeout"),
+        ("message.timeout.ms", "set the key timeout"),
+    ],
+)
+def test_a_setting_of_kafka_that_relay_sets_is_refused(name: str, advice: str) -> None:
+    """Each was ignored in silence, or took the place of the key."""
+    kafka = {"type": "kafka", "topic": "t", "bootstrap": ["kafka:9092"], "conf": {name: "1"}}
+    with pytest.raises(ValidationError, match=f"{name} is set by relay: {advice}"):
+        KafkaHandler.model_validate(kafka)
+
+
+@pytest.mark.parametrize("rate", [1e-320, 0.0, -1.0])
+def test_a_rate_that_nobody_would_see_the_end_of_is_refused(rate: float) -> None:
+    """The second event waited for ever."""
+    with pytest.raises(ValidationError, match="rate_limit"):
+        HttpHandler.model_validate({"type": "http", "url": "http://h", "rate_limit": rate})

@@ -64,6 +64,28 @@ def test_what_is_read_without_recursion_is_what_is_read_with_it() -> None:
         assert exact_json._read(text) == expected
 
 
+@pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
+def test_whatever_is_read_can_be_written(payload: str) -> None:
+    value = exact_json.loads(payload)
+    written = exact_json.dumps(value, "payload")
+    assert written.replace(" ", "") == payload.replace(" ", "")
+    assert "".join(exact_json._written(value)) == written
+
+
+def test_what_cannot_be_written_is_named_at_any_depth() -> None:
+    value: Any = {"n": float("nan")}
+    for _ in range(3_000):
+        value = [value]
+    with pytest.raises(
+        ValueError, match=r"^payload(\.0){19}\.n: JSON cannot represent this float$"
+    ):
+        exact_json.dumps(value, "payload")
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(ValueError, match=r"^payload: is nested too deeply$"):
+        exact_json.dumps(endless, "payload")
+
+
 def test_what_is_no_json_is_refused_with_and_without_recursion() -> None:
     generator = random.Random(28)
     pieces = [*'[]{},:"', '"a"', "1", "-", "null", " ", "NaN", "1.", "01", "\x01", "é"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from relay.admin.check import examine
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
@@ -146,6 +147,13 @@ def test_instances_with_different_order_do_not_run_together(outbox: Outbox) -> N
             relaying(posting(outbox, webhook, order_by="host"), accept_configuration=True),
         ):
             pass
+        (advice,) = (
+            each.text
+            for each in examine(posting(outbox, webhook, order_by="host"))
+            if each.subject == "configuration"
+        )
+        assert "stop it before this one starts, since handlers.hook.order_by has changed" in advice
+        assert "--accept-configuration" not in advice
 
 
 @pytest.mark.parametrize("mode", ["auto", "wal"])

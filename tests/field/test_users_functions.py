@@ -48,6 +48,18 @@ def test_what_a_handler_raises_is_its_events_and_ends_no_relay(
     outbox.assert_exact()
 
 
+def test_an_event_for_which_memory_does_not_suffice_stops_no_other_host(outbox: Outbox) -> None:
+    """`bytearray(event.payload["size"])`: the batch was retried for ever."""
+    with relaying(settings(outbox, "raise_what_is_named")):
+        with outbox.conn.transaction():
+            outbox.publish(host(1), event(1, aggregate_id="memory"))
+            outbox.publish(host(1), event(2))
+            outbox.publish(host(2), event(3))
+        wait_until(lambda: outbox.column("select amount from projection") == [3])
+        wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 2)
+    assert outbox.column("select reason from relay.deferred order by id") == ["MemoryError", None]
+
+
 @pytest.mark.parametrize("name", ["coroutine", "generator"])
 def test_a_handler_that_returns_its_work_has_not_done_it(outbox: Outbox, name: str) -> None:
     """The event counted as applied, and was lost."""
