@@ -31,11 +31,12 @@ from relay.config.handlers import HttpHandler, TlsSettings
 from relay.config.secrets import CallSecret
 from relay.config.settings import Settings
 from relay.demo.embedded import free_port
-from relay.faults import ConfigurationError
+from relay.faults import ConfigurationError, NoCredentials, describe
 from relay.handlers.certificates import Certificates
 from relay.handlers.http import Http
 from relay.observe.server import listen
 from relay.store import refusals
+from relay.store.connections import connect
 from tests import callables
 from tests.observing import ask
 from tests.outbox import Outbox, event, host, relaying, relaying_until_it_ends, wait_until
@@ -119,7 +120,7 @@ def is_refused(dsn: str, role: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("mode", ["auto", "poll"])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("poll", marks=pytest.mark.rare)])
 def test_a_rotated_password_is_read_again(login: Login, mode: str) -> None:
     outbox = login.outbox
     settings = login.settings()
@@ -164,11 +165,11 @@ def test_a_whole_connection_string_is_read_again(login: Login, tmp_path: Path) -
 def test_relay_ends_if_the_newest_password_is_refused(
     login: Login, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refusals, "REFUSED_SECONDS", 3.0)
+    monkeypatch.setattr(refusals, "REFUSED_SECONDS", 2.0)
     outbox, port = login.outbox, free_port()
     settings = login.settings(observe={"listen": f"127.0.0.1:{port}"})
     assert settings.observe.listen is not None
-    refused = "source.dsn: refuses relay's credentials: .*password authentication failed.*for 3 s"
+    refused = "source.dsn: refuses relay's credentials: .*password authentication failed.*for 2 s"
     server = listen(settings.observe.listen)
     try:
         with relaying_until_it_ends(settings, refused):
@@ -188,19 +189,20 @@ def test_relay_ends_if_the_newest_password_is_refused(
         pass
 
 
-def test_a_password_that_cannot_be_read_is_told(
-    login: Login, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(refusals, "REFUSED_SECONDS", 1.0)
-    outbox = login.outbox
-    settings = login.settings()
-    with relaying_until_it_ends(
-        settings, f"source.dsn: has no credentials: the file {login.file} cannot"
-    ):
-        outbox.publish(host(1), event(1))
-        outbox.wait_handled()
-        login.file.unlink()
-        login.cut()
+def test_a_password_that_cannot_be_read_is_told(login: Login) -> None:
+    access = login.settings().source_dsn
+    connect(access).close()
+    login.file.unlink()
+    said = f"the file {login.file} cannot be read (No such file or directory)"
+    with pytest.raises(NoCredentials) as raised:
+        connect(access)
+    assert describe(raised.value) == f"NoCredentials: source.dsn: {said}"
+    found = refusals.refusal(access)
+    assert found is not None
+    assert found.text == f"has no credentials: {said}"
+    login.write("p")
+    connect(access).close()
+    assert refusals.refusal(access) is None
 
 
 def test_a_function_makes_a_password_for_each_connection(
@@ -227,7 +229,7 @@ def posting(outbox: Outbox, webhook: Webhook, **more: Any) -> Settings:
     )
 
 
-@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("status", [401, pytest.param(403, marks=pytest.mark.rare)])
 def test_a_rotated_token_costs_no_event(outbox: Outbox, tmp_path: Path, status: int) -> None:
     token = tmp_path / "token"
     token.write_text("Bearer first")
@@ -324,8 +326,9 @@ def by_link(path: Path, fresh: Path) -> None:
     link.replace(path)
 
 
-@pytest.mark.parametrize("replace", [in_place, by_link])
-@pytest.mark.parametrize("which", ["cert_file", "ca_file"])
+@pytest.mark.parametrize(
+    ("which", "replace"), [("cert_file", by_link), ("ca_file", in_place)], ids=["cert", "ca"]
+)
 def test_a_renewed_certificate_is_loaded_again(
     outbox: Outbox, tmp_path: Path, which: str, replace: Callable[[Path, Path], None]
 ) -> None:

@@ -37,6 +37,7 @@ def test_executors_connect_with_a_rotated_password(
     outbox.assert_exact()
 
 
+@pytest.mark.rare
 def test_a_stream_reads_with_a_rotated_password(login: Login, spark_session: Session) -> None:
     """Spark pickles the reader of a stream once."""
     session = spark_session.get(timeout=120)
