@@ -6,6 +6,7 @@ are tried again with what the file has then.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import psycopg
 from relay.config.dsn import DatabaseAccess
 from relay.faults import ConfigurationError, NoCredentials, first_line, refuses_credentials
 from relay.threads import Thread
+
+log = logging.getLogger(__name__)
 
 REFUSED_SECONDS = 120.0
 """How long a database may refuse relay's credentials before relay ends: kubelet takes a minute and a half to write a
@@ -77,7 +80,8 @@ class RefusalWatch:
 
     def __init__(self, accesses: list[DatabaseAccess], failed: Callable[[], None]) -> None:
         self.error: ConfigurationError | None = None
-        self._accesses = accesses
+        self._accesses = set(accesses)
+        self._told: set[DatabaseAccess] = set()
         self._failed = failed
         self._closing = Event()
         self._thread = Thread(self._watch, name="refusals", daemon=True)
@@ -94,6 +98,7 @@ class RefusalWatch:
         while not self._closing.wait(_LOOK_SECONDS):
             for access in self._accesses:
                 found = refusal(access)
+                self._tell(access, found)
                 if found is not None and found.seconds > REFUSED_SECONDS:
                     self.error = ConfigurationError(
                         f"{access.key}: {found.text} (for {REFUSED_SECONDS:g} s): correct the address or the "
@@ -101,3 +106,15 @@ class RefusalWatch:
                     )
                     self._failed()
                     return
+
+    def _tell(self, access: DatabaseAccess, found: Refusal | None) -> None:
+        """Log that a database begins to refuse the credentials, and that it accepts them again."""
+        if found is not None and access not in self._told:
+            self._told.add(access)
+            log.warning(
+                "no connection to a database is opened; relay ends unless that changes",
+                extra={"database": access.key, "fault": found.text, "seconds": REFUSED_SECONDS},
+            )
+        elif found is None and access in self._told:
+            self._told.discard(access)
+            log.info("connections to a database are opened again", extra={"database": access.key})

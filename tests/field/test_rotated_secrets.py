@@ -121,7 +121,10 @@ def is_refused(dsn: str, role: str) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["auto", pytest.param("poll", marks=pytest.mark.rare)])
-def test_a_rotated_password_is_read_again(login: Login, mode: str) -> None:
+def test_a_rotated_password_is_read_again(
+    login: Login, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     outbox = login.outbox
     settings = login.settings()
     settings = settings.model_copy(
@@ -142,6 +145,10 @@ def test_a_rotated_password_is_read_again(login: Login, mode: str) -> None:
         outbox.publish(host(2), event(5))
         outbox.wait_handled()
         wait_until(lambda: refusals.refusal(settings.source_dsn) is None)
+        wait_until(lambda: "connections to a database are opened again" in caplog.messages)
+    assert (
+        "no connection to a database is opened; relay ends unless that changes" in caplog.messages
+    )
     outbox.assert_exact()
     assert not outbox.column("select 1 from relay.dead_letter_queue")
 
