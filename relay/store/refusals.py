@@ -81,7 +81,7 @@ class RefusalWatch:
     def __init__(self, accesses: list[DatabaseAccess], failed: Callable[[], None]) -> None:
         self.error: ConfigurationError | None = None
         self._accesses = set(accesses)
-        self._told: set[DatabaseAccess] = set()
+        self._logged: set[DatabaseAccess] = set()
         self._failed = failed
         self._closing = Event()
         self._thread = Thread(self._watch, name="refusals", daemon=True)
@@ -98,7 +98,7 @@ class RefusalWatch:
         while not self._closing.wait(_LOOK_SECONDS):
             for access in self._accesses:
                 found = refusal(access)
-                self._tell(access, found)
+                self._log_change(access, found)
                 if found is not None and found.seconds > REFUSED_SECONDS:
                     self.error = ConfigurationError(
                         f"{access.key}: {found.text} (for {REFUSED_SECONDS:g} s): correct the address or the "
@@ -107,14 +107,14 @@ class RefusalWatch:
                     self._failed()
                     return
 
-    def _tell(self, access: DatabaseAccess, found: Refusal | None) -> None:
+    def _log_change(self, access: DatabaseAccess, found: Refusal | None) -> None:
         """Log that a database begins to refuse the credentials, and that it accepts them again."""
-        if found is not None and access not in self._told:
-            self._told.add(access)
+        if found is not None and access not in self._logged:
+            self._logged.add(access)
             log.warning(
                 "no connection to a database is opened; relay ends unless that changes",
                 extra={"database": access.key, "fault": found.text, "seconds": REFUSED_SECONDS},
             )
-        elif found is None and access in self._told:
-            self._told.discard(access)
+        elif found is None and access in self._logged:
+            self._logged.discard(access)
             log.info("connections to a database are opened again", extra={"database": access.key})
