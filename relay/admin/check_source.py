@@ -13,10 +13,17 @@ from relay.admin.connections import source_sides
 from relay.admin.findings import Finding, Severity, finding_of, finding_of_error, schema_finding
 from relay.config.settings import Settings
 from relay.config.source import SourceSettings
-from relay.faults import ConfigurationError
+from relay.faults import ConfigurationError, Unreachable, first_line, refused_for_good
 from relay.model.events import FIELDS
 from relay.retention import partitions, removable
 from relay.source import columns
+from relay.source.capabilities import (
+    POOLER_CURE,
+    leads_to_pooler,
+    require_functions,
+    require_logical_wal,
+    require_replication_right,
+)
 from relay.source.gapless import TRIGGER as COUNTING
 from relay.source.gapless import is_gapless, require_numbered
 from relay.source.index import has_index
@@ -29,29 +36,12 @@ from relay.source.slot import (
     require_streamable,
     slot_state,
 )
-from relay.source.walsender import require_asynchronous
+from relay.source.walsender import open_replication, require_asynchronous
 from relay.store import dead_letters, streams
 from relay.store.connections import Connection, connect
 
-OLDEST_SERVER = 140000
-
 REQUIRED_FIELDS = ("id", "host_id", "event_type", "payload")
 """The fields for which an outbox must have a column. relay's own outbox has a column for each field."""
-
-
-def require_logical_wal(conn: Connection) -> None:
-    """Raise ConfigurationError if the server does not write what logical decoding needs."""
-    if conn.info.server_version < OLDEST_SERVER:
-        raise ConfigurationError(
-            f"source.dsn: the server is PostgreSQL {conn.info.server_version // 10000}, relay needs 14 or later"
-        )
-    level = conn.execute("show wal_level").fetchone()
-    if level and level[0] != "logical":
-        raise ConfigurationError(
-            f"source.dsn: the server runs with wal_level={level[0]}, relay needs logical: "
-            "run `alter system set wal_level = logical` and restart the server, or set source.mode: poll, which needs "
-            "no logical WAL"
-        )
 
 
 def require_table(conn: Connection, settings: Settings) -> None:
@@ -95,6 +85,12 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
     yield from schemas
     if all(schema.level is Severity.OK for schema in schemas):
         yield from _retention(conn, settings)
+    functions = finding_of("functions", "relay may call what it needs", require_functions, conn)
+    yield functions
+    if functions.level is Severity.ERROR:
+        return
+    if leads_to_pooler(conn):
+        yield Finding(Severity.WARNING, "pooler", f"source.dsn: a pooler answers: {POOLER_CURE}")
     if source.message_prefix is not None:
         yield from _own_slot(conn, source)
         yield from _stream(conn, settings)
@@ -132,9 +128,27 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
 def _stream(conn: Connection, settings: Settings) -> Iterator[Finding]:
     yield finding_of("wal_level", "the server writes logical WAL", require_logical_wal, conn)
     yield _role(conn)
+    yield finding_of("replication", "a stream can be opened", require_stream, settings)
     yield _publication(conn, settings)
     yield finding_of("commits", "no commit waits for relay's stream", require_asynchronous, conn)
     yield from _slot(conn, settings)
+
+
+def require_stream(settings: Settings) -> None:
+    """Raise ConfigurationError unless the server opens a replication connection; Unreachable for an outage."""
+    try:
+        with open_replication(settings) as conn:
+            conn.execute("IDENTIFY_SYSTEM")
+    except (psycopg.OperationalError, psycopg.errors.SyntaxError) as error:
+        first = first_line(error).removeprefix("connection failed: ")
+        problem = f"source.dsn: no replication connection: {first}"
+        if isinstance(error, psycopg.errors.SyntaxError) or "startup parameter" in first:
+            raise ConfigurationError(f"{problem}: {POOLER_CURE}") from None
+        if refused_for_good(error):
+            raise ConfigurationError(
+                f"{problem}: let pg_hba.conf and the role's attributes allow it, see docs/security.md"
+            ) from None
+        raise Unreachable(f"{problem}: free a walsender, or start the server") from None
 
 
 def _marks(conn: Connection, settings: Settings) -> Finding:
@@ -228,26 +242,7 @@ def _trigger(
 
 
 def _role(conn: Connection) -> Finding:
-    row = conn.execute(
-        "select rolreplication or rolsuper, current_user from pg_roles where rolname = current_user"
-    ).fetchone()
-    may, name = row if row else (False, "?")
-    if may or _managed_replication(conn):
-        return Finding(Severity.OK, "role", f"{name} may replicate")
-    return Finding(
-        Severity.ERROR,
-        "role",
-        f"source.dsn: the role {name} may not replicate: run `alter role {name} replication` as an administrator, "
-        "or connect as a role that may",
-    )
-
-
-def _managed_replication(conn: Connection) -> bool:
-    """Return whether a managed server grants the right by membership in a role."""
-    row = conn.execute(
-        "select bool_or(pg_has_role(current_user, oid, 'member')) from pg_roles where rolname = 'rds_replication'"
-    ).fetchone()
-    return bool(row and row[0])
+    return finding_of("role", f"{conn.info.user} may replicate", require_replication_right, conn)
 
 
 def _publication(conn: Connection, settings: Settings) -> Finding:

@@ -13,15 +13,16 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random
 
 from relay.admin.administrators import administrators, on_one_server
 from relay.admin.adoption import claim_schema, require_adoptable
-from relay.admin.check_source import require_logical_wal, require_slot, require_table, unused_slots
+from relay.admin.check_source import require_slot, require_table, unused_slots
 from relay.admin.group_start import Start
-from relay.admin.service_role import ROLE, grant_read, grant_replication, has_role
+from relay.admin.service_role import ROLE, grant_read, has_role
 from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
 from relay.faults import ConfigurationError, first_line
 from relay.model.events import Lsn
 from relay.reporting import ProgressReport, silent
 from relay.retention import removable
+from relay.source.capabilities import give_replication_right, require_logical_wal
 from relay.source.columns import require_readable
 from relay.source.gapless import require_numbered, set_gapless
 from relay.source.index import drop_index, ensure_index, has_index
@@ -295,7 +296,7 @@ class _Installation:
         removal: list[_Removal] = []
         if streams.record(source, of.slot, self.settings.group, of.publication if made else None):
             removal.append(lambda: streams.forget(source, of.slot))
-        if grant_replication(source):
+        if give_replication_right(source, "relay"):
             self.done.append("right of the role relay to replicate")
         if made:
             removal.append(lambda: drop_publication(source, of.publication))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import psycopg
 from psycopg import sql
 
 from relay.config.settings import Settings
@@ -32,16 +31,3 @@ def grant_read(source: Connection, settings: Settings) -> None:
 def has_role(conn: Connection) -> bool:
     """Return whether the server has the role `relay`."""
     return bool(conn.execute("select from pg_roles where rolname = 'relay'").rowcount)
-
-
-def grant_replication(source: Connection) -> bool:
-    """Give the service's role REPLICATION; returns whether it was given. `relay check` reports if it is missing."""
-    row = source.execute("select rolreplication from pg_roles where rolname = 'relay'").fetchone()
-    if row is None or row[0]:
-        return False
-    try:
-        with source.transaction():
-            source.execute("alter role relay replication")
-    except psycopg.errors.InsufficientPrivilege:
-        return False
-    return True

@@ -11,8 +11,15 @@ from uuid import UUID, uuid4
 import psycopg
 
 from relay.config.settings import Settings
-from relay.faults import RelayError, TransientFault, first_line, refused_for_good
+from relay.faults import (
+    ConfigurationError,
+    RelayError,
+    TransientFault,
+    first_line,
+    refused_for_good,
+)
 from relay.model.events import Lsn
+from relay.source.capabilities import require_logical_wal
 from relay.source.open_transactions import oldest_open, reporting_blockers
 from relay.source.outbox_table import OutboxTable
 from relay.source.server import current_position, server_of
@@ -345,9 +352,10 @@ class Recovery:
 
 
 def _require_capable(conn: Connection) -> None:
-    row = conn.execute("select pg_is_in_recovery(), current_setting('wal_level')").fetchone()
-    standby, level = row if row else (False, "logical")
-    if standby:
+    (row,) = conn.execute("select pg_is_in_recovery()")
+    if row[0]:
         raise Unavailable("the server is a standby")
-    if level != "logical":
-        raise Unavailable(f"the server runs with wal_level={level}, which has no logical decoding")
+    try:
+        require_logical_wal(conn)
+    except ConfigurationError as error:
+        raise Unavailable(str(error)) from None

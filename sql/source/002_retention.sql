@@ -50,7 +50,8 @@ create or replace function relay.retention_floor(outbox text, out xid xid8, out 
 language sql stable set search_path = pg_catalog, pg_temp
 as $$
     select case when unknown then '0'::xid8 else least_xid end, unknown or from_beginning, held
-      from (select min(pg_snapshot_xmin(snapshot)) as least_xid,
+           -- PostgreSQL 14 has no min(xid8).
+      from (select min(pg_snapshot_xmin(snapshot)::text::bigint)::text::xid8 as least_xid,
                    coalesce(bool_or(pg_snapshot_xmax(snapshot) <= '1'::xid8), false) as from_beginning,
                    (select coalesce(array_agg(number), '{}') from relay.readers, unnest(by_reference) as number
                      where given_up_at is null
