@@ -18,7 +18,7 @@ from relay.model.events import FIELDS
 from relay.retention import partitions, removable
 from relay.source import columns
 from relay.source.capabilities import (
-    POOLER_CURE,
+    POOLER_HINT,
     leads_to_pooler,
     require_functions,
     require_logical_wal,
@@ -90,7 +90,7 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
     if functions.level is Severity.ERROR:
         return
     if leads_to_pooler(conn):
-        yield Finding(Severity.WARNING, "pooler", f"source.dsn: a pooler answers: {POOLER_CURE}")
+        yield Finding(Severity.WARNING, "pooler", f"source.dsn: a pooler answers: {POOLER_HINT}")
     if source.message_prefix is not None:
         yield from _own_slot(conn, source)
         yield from _stream(conn, settings)
@@ -143,7 +143,7 @@ def require_stream(settings: Settings) -> None:
         first = first_line(error).removeprefix("connection failed: ")
         problem = f"source.dsn: no replication connection: {first}"
         if isinstance(error, psycopg.errors.SyntaxError) or "startup parameter" in first:
-            raise ConfigurationError(f"{problem}: {POOLER_CURE}") from None
+            raise ConfigurationError(f"{problem}: {POOLER_HINT}") from None
         if refused_for_good(error):
             raise ConfigurationError(
                 f"{problem}: let pg_hba.conf and the role's attributes allow it, see docs/security.md"

@@ -1,4 +1,4 @@
-"""What the source's server lets relay do, by what it shows, and the cure where it does not.
+"""What the source's server lets relay do, by what it shows, and what to do where it does not.
 
 Managed servers differ from PostgreSQL: they show settings of their own, and give rights by other ways.
 
@@ -17,7 +17,7 @@ from relay.store.connections import Connection
 
 OLDEST_SERVER = 140000
 
-_WAL_CURES = {
+_WAL_HINTS = {
     "rds.logical_replication": "set rds.logical_replication to 1 in the parameter group, and reboot the instance",
     "cloudsql.logical_decoding": "set the flag cloudsql.logical_decoding to on, which restarts the instance",
     "alloydb.logical_decoding": "set the flag alloydb.logical_decoding to on, which restarts the instance",
@@ -26,7 +26,7 @@ _WAL_CURES = {
 }
 """What makes a managed server write logical WAL, by a setting that only it has."""
 
-_WAL_CURE = "run `alter system set wal_level = logical` and restart the server"
+_WAL_HINT = "run `alter system set wal_level = logical` and restart the server"
 
 _RDS_ROLE = "rds_replication"
 """The role whose members may replicate on Amazon RDS and Aurora, where no role can be given the attribute."""
@@ -39,7 +39,7 @@ _FUNCTIONS = (
 """Functions that relay calls when it needs them, and that cannot be tried without an effect."""
 
 
-POOLER_CURE = (
+POOLER_HINT = (
     "a pooler such as PgBouncer cannot stream the WAL: name the server itself, which has another address or port "
     "(Neon: the host without -pooler; Supabase: db.<project>.supabase.co, port 5432)"
 )
@@ -70,17 +70,17 @@ def require_logical_wal(conn: Connection) -> None:
     level, effective = row
     if not decodes(version, level, effective):
         raise ConfigurationError(
-            f"source.dsn: the server runs with wal_level={level}, relay needs logical: {_wal_cure(conn)}, or set "
+            f"source.dsn: the server runs with wal_level={level}, relay needs logical: {_logical_wal_hint(conn)}, or set "
             "source.mode: poll, which needs no logical WAL"
         )
 
 
-def _wal_cure(conn: Connection) -> str:
-    for setting, cure in _WAL_CURES.items():
+def _logical_wal_hint(conn: Connection) -> str:
+    for setting, hint in _WAL_HINTS.items():
         (row,) = conn.execute("select current_setting(%s, true)", (setting,))
         if row[0] is not None:
-            return cure
-    return _WAL_CURE
+            return hint
+    return _WAL_HINT
 
 
 def require_replication_right(conn: Connection) -> None:
@@ -95,9 +95,9 @@ def require_replication_right(conn: Connection) -> None:
     )
     name, may, grants = row
     if not may:
-        cure = f"grant {_RDS_ROLE} to {name}" if grants else f"alter role {name} replication"
+        hint = f"grant {_RDS_ROLE} to {name}" if grants else f"alter role {name} replication"
         raise ConfigurationError(
-            f"source.dsn: the role {name} may not replicate: run `{cure}` as an administrator, or connect as a role "
+            f"source.dsn: the role {name} may not replicate: run `{hint}` as an administrator, or connect as a role "
             "that may"
         )
 
@@ -160,7 +160,7 @@ def require_functions(conn: Connection) -> None:
         f"run `grant execute on function {name} to relay`" if exists else "ask who runs the server"
     )
     raise ConfigurationError(
-        f"source.dsn: {'the role may not call' if exists else 'the server has no'} {name}(), which relay needs: {cure}"
+        f"source.dsn: {'the role may not call' if exists else 'the server has no'} {name}(), which relay needs: {hint}"
     )
 
 
