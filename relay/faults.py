@@ -185,13 +185,28 @@ class StatementTimeout(TransientFault):
 class Braked(TransientFault):
     """A handler is stopped because it failed with too many transactions in a row. Its message is safe in a log.
 
-    `fault` is the kind of fault, as `kind_of` returns it.
+    `fault` is the kind of fault, as `kind_of` returns it; `failed` transactions of the task failed with it.
+    `transaction_id`, `hosts` and `exception`, the first line of its fault, describe one of them; `exception` may quote
+    the event.
     """
 
-    def __init__(self, text: str, handler: str = "", fault: str = "") -> None:
+    def __init__(
+        self,
+        text: str,
+        handler: str = "",
+        fault: str = "",
+        failed: int = 0,
+        transaction_id: str | None = None,
+        hosts: Sequence[str] = (),
+        exception: str | None = None,
+    ) -> None:
         super().__init__(text)
         self.handler = handler
         self.fault = fault
+        self.failed = failed
+        self.transaction_id = transaction_id
+        self.hosts = hosts
+        self.exception = exception
 
 
 class Interrupted(Exception):

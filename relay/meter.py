@@ -16,6 +16,9 @@ class Meter:
     def batch(self, batch: Batch, outcome: Outcome, seconds: float) -> None:
         """Record a durable batch, and the seconds since it was taken from the source."""
 
+    def dead_lettered(self, dead: Iterable[DeadLettered]) -> None:
+        """Record what a task of a batch has dead-lettered, once that is committed."""
+
     def retried(self, sink: str, tried: int, dead: Iterable[DeadLettered]) -> None:
         """Record retries of deferred transactions of a sink, or of the target (''), and those that are dead now."""
 

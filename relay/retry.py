@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from threading import Event
+from typing import TypeVar
 
 from tenacity import (
     RetryCallState,
@@ -15,43 +15,49 @@ from tenacity import (
     wait_exponential_jitter,
 )
 
+from relay.conditions import Condition
 from relay.faults import describe, is_transient
 
 FIRST_WAIT_SECONDS = 0.1
 LONGEST_WAIT_SECONDS = 5.0
 
+Result = TypeVar("Result")
 
-def retry_until_success(
-    stopping: Event,
-    log_retry: Callable[[RetryCallState], None],
-    retryable: Callable[[BaseException], bool] = is_transient,
-) -> Retrying:
-    """Return a caller that repeats a `retryable` fault after growing waits, and raises it once `stopping` is set.
 
+class RetryUntilSuccess:
+    """Repeats a call with a `retryable` fault after growing waits, and raises the fault once `stopping` is set.
+
+    Each fault and each success is reported to `condition`; `failed` reports a fault in another way.
     Create it once and call it often: each is a reference cycle, and garbage collection stops all threads.
     """
-    return Retrying(
-        retry=retry_if_exception(retryable),
-        wait=wait_exponential_jitter(
-            multiplier=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS, jitter=0.1
-        ),
-        stop=stop_when_event_set(stopping),
-        sleep=sleep_using_event(stopping),
-        before_sleep=log_retry,
-        reraise=True,
-    )
 
+    def __init__(
+        self,
+        stopping: Event,
+        condition: Condition,
+        failed: Callable[[BaseException], None] | None = None,
+        retryable: Callable[[BaseException], bool] = is_transient,
+    ) -> None:
+        self._condition = condition
+        self._failed = failed or (lambda error: condition.fails(describe(error)))
+        self._retrying = Retrying(
+            retry=retry_if_exception(retryable),
+            wait=wait_exponential_jitter(
+                multiplier=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS, jitter=0.1
+            ),
+            stop=stop_when_event_set(stopping),
+            sleep=sleep_using_event(stopping),
+            before_sleep=self._report,
+            reraise=True,
+        )
 
-def log_changes(log: logging.Logger, text: str) -> Callable[[RetryCallState], None]:
-    """Return a callback that logs `text` with the first of several faults in a row, and with each that differs."""
-    last_logged = ""
+    def __call__(self, call: Callable[..., Result], *arguments: object) -> Result:
+        """Return the result of the call. Raises its lasting faults."""
+        result = self._retrying(call, *arguments)
+        self._condition.works()
+        return result
 
-    def log_retry(state: RetryCallState) -> None:
-        nonlocal last_logged
+    def _report(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
-        fault = describe(error) if error else ""
-        if fault != last_logged or state.attempt_number == 1:
-            last_logged = fault
-            log.warning(text, extra={"fault": fault})
-
-    return log_retry
+        if error is not None:
+            self._failed(error)

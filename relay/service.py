@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import psycopg
 
+from relay.conditions import Condition, faults
 from relay.config.effects import Effects
 from relay.config.settings import Settings
 from relay.delivery.sinks import Sinks
@@ -71,7 +72,9 @@ class Service:
         lower_bounds = self._unflushed.lower_bounds if self._unflushed else None
         self._owns_session = session is None
         self._session = session or Session(settings.spark, settings)
-        self._pipeline = Pipeline(settings, self._session, lower_bounds, self._meter)
+        self._pipeline = Pipeline(
+            settings, self._session, lower_bounds, self._meter, self._note_committed
+        )
         self._presence = Presence(
             settings.target_dsn,
             settings.group,
@@ -79,6 +82,7 @@ class Service:
             accept_configuration,
             partial(rekey, settings),
             self.stop,
+            lambda: faults(self._conditions),
         )
         self._refusals = RefusalWatch([settings.source_dsn, settings.target_dsn], self.stop)
         self._summary = Summary()
@@ -92,6 +96,18 @@ class Service:
         )
         self._retention = Schedule(settings, self.stop)
         self._catch_up = CatchUp()
+        self._conditions: list[Condition] = [
+            self._presence.condition,
+            self._pipeline.condition,
+            *self._source.conditions,
+            self._retry_worker.condition,
+            self._retention.condition,
+            *self._sinks.conditions,
+            self._engines.condition,
+            self._long_tasks.condition,
+        ]
+        if self._unflushed:
+            self._conditions.append(self._unflushed.condition)
 
     def stop(self) -> None:
         """End `run` after the batch in flight."""
@@ -162,9 +178,22 @@ class Service:
 
         self._observer.start(
             Parts(
-                self._source, self._pipeline, self._sinks, self._retry_worker, lambda: self._relays
+                self._source,
+                self._pipeline,
+                self._sinks,
+                self._retry_worker,
+                self._conditions,
+                lambda: self._relays,
             )
         )
+
+    def _note_committed(self, task: TaskOutcome) -> None:
+        """Report what a task has committed, also if other tasks of its batch are retried for hours."""
+        for fault in task.braked:
+            log.error("a handler is stopped", extra={"fault": fault})
+        for dead in task.dead:
+            log.warning("dead letter", extra={"partition": _partitions([task]), **dead.fields})
+        self._meter.dead_lettered(task.dead)
 
     def _note_retried(self, redelivery: Redelivery) -> None:
         if self._traces:
@@ -239,18 +268,6 @@ def _observer(settings: Settings) -> Observer | None:
 
 
 def _report(batch: Batch, outcome: Outcome, seconds: float) -> None:
-    for task in outcome.tasks:
-        for fault in task.braked:
-            log.error("a handler is stopped", extra={"batch": batch.number, "fault": fault})
-        for dead in task.dead:
-            log.warning(
-                "dead letter",
-                extra={
-                    "batch": batch.number,
-                    "partition": _partitions([task]),
-                    **dead.fields,
-                },
-            )
     if not log.isEnabledFor(logging.DEBUG):
         return
     log.debug(

@@ -13,6 +13,7 @@ from relay import handlers
 from relay.admin.check_source import check_source
 from relay.admin.connections import reach
 from relay.admin.findings import Finding, Severity, finding_of, finding_of_error, schema_finding
+from relay.conditions import SOON_SECONDS, Condition
 from relay.config.effects import Effects
 from relay.config.settings import Settings
 from relay.event_types.loading import registered
@@ -20,7 +21,7 @@ from relay.faults import ConfigurationError, RelayError, Unreachable, first_line
 from relay.handlers import Sink
 from relay.model.spool import require_writable
 from relay.observe.traces import require_exporter
-from relay.retry import log_changes, retry_until_success
+from relay.retry import RetryUntilSuccess
 from relay.spark.java import java_home
 from relay.store import admission, deferred_counts, offsets, sinks
 from relay.store.connections import Connection
@@ -77,10 +78,11 @@ def require(settings: Settings) -> None:
 
 def require_when_reachable(settings: Settings, stopping: Event) -> None:
     """Wait until source and target can be reached, then raise ConfigurationError with a line for each error."""
-    retry = retry_until_success(
-        stopping,
-        log_changes(log, "waiting for the database"),
-        retryable=lambda error: isinstance(error, Unreachable),
+    condition = Condition(
+        "start", log, "waiting for the database", "the database answers", SOON_SECONDS
+    )
+    retry = RetryUntilSuccess(
+        stopping, condition, retryable=lambda error: isinstance(error, Unreachable)
     )
     retry(require, settings)
 
@@ -175,7 +177,7 @@ def _sinks(conn: Connection, settings: Settings) -> Iterator[Finding]:
                 f"and it continues at its position, or run `relay sink drop {each.sink}`",
             )
         elif settings.source.mode == "wal":
-            why = sinks.why_not_wal(each.sink, each.position, each.lags)
+            why = sinks.why_not_wal(each.sink, each.position, each.needs_outbox)
             if why is not None:
                 yield Finding(Severity.ERROR, "sinks", why)
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 import psycopg
 
@@ -28,6 +29,7 @@ from relay.store import (
     deferred_counts,
     offsets,
     presence,
+    sink_activity,
     sinks,
 )
 from relay.store.connections import Connection
@@ -38,8 +40,11 @@ from relay.store.rewind import GivenUp
 class SinkStatus:
     """A sink of the group. `state` is attached, lagging, caught up or paused, or names what an operator has to do.
 
+    `destination` is the type of the sink, and its host if it has a URL, without anything secret.
     `unread` counts the rows of the outbox that the sink has not read yet, and `oldest` is their least event_ts; None if
-    the stream feeds the sink, or the rows cannot be counted. `since` is when it was paused, or when its fault began.
+    the stream feeds the sink, or the rows cannot be counted. `seconds_left` is about how long it takes to read them, if
+    it is known how fast it reads. `since` is when it was paused, or when its fault began. `recent` has the delivery
+    attempts of the last minutes, None if there were none.
     """
 
     name: str
@@ -52,6 +57,9 @@ class SinkStatus:
     paused_by: str | None
     reason: str | None
     instance: str | None
+    destination: str | None = None
+    seconds_left: float | None = None
+    recent: sink_activity.RecentActivity | None = None
 
     @property
     def why(self) -> str | None:
@@ -85,6 +93,7 @@ def listed(
         counts = deferred_counts.count_by_sink(target, settings.group)
         done = {each.sink: sinks.done(target, settings.group, each.sink) for each in stored}
         running = presence.instances(target, settings.group)
+        recent = sink_activity.recent(target, settings.group)
     unread: dict[str, tuple[int, datetime | None]] = {}
     try:
         with reach_source(settings) as source:
@@ -103,7 +112,7 @@ def listed(
     return [
         SinkStatus(
             name=each.sink,
-            state=each.state,
+            state=each.state_in(running),
             unread=unread[each.sink][0] if each.sink in unread else None,
             oldest=unread[each.sink][1] if each.sink in unread else None,
             deferred=counts.get(each.sink, 0),
@@ -112,9 +121,30 @@ def listed(
             paused_by=each.paused_by,
             reason=each.reason,
             instance=each.instance,
+            destination=_destination(settings, each.sink),
+            seconds_left=_seconds_left(unread.get(each.sink), recent.get(each.sink)),
+            recent=recent.get(each.sink),
         )
         for each in stored
     ]
+
+
+def _destination(settings: Settings, sink: str) -> str | None:
+    """The type of a sink, and the host of its URL: user, path and query may be secret."""
+    if sink not in settings.sink_handlers:
+        return None
+    handler = settings.handlers[sink]
+    url = getattr(handler, "url", None)
+    host = urlsplit(url).netloc.rpartition("@")[2] if isinstance(url, str) else ""
+    return " ".join(filter(None, (handler.type, host)))
+
+
+def _seconds_left(
+    unread: tuple[int, datetime | None] | None, recent: sink_activity.RecentActivity | None
+) -> float | None:
+    if unread is None or recent is None or not recent.rows_per_second:
+        return None
+    return unread[0] / recent.rows_per_second
 
 
 def lag_seconds(settings: Settings) -> dict[str, float]:

@@ -17,7 +17,7 @@ from relay.cli.options import ConfigOption, JsonOption, warn, with_groups
 from relay.cli.tables import print_table
 from relay.config.files import load
 from relay.faults import ConfigurationError
-from relay.observe.phrases import counted, moment
+from relay.observe.phrases import counted, due, moment
 from relay.observe.terminal import printable
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _print(transactions: Sequence[Deferred]) -> None:
                 item.reason or "-",
                 item.attempts,
                 moment(item.since),
-                moment(item.next),
+                due(item.next),
             )
             for item in transactions
         ),

@@ -12,7 +12,7 @@ from relay.cli.approval import approve, print_given_up
 from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption, warn
 from relay.cli.tables import print_table
 from relay.config.files import load
-from relay.observe.phrases import counted, moment
+from relay.observe.phrases import counted, lasting, moment, recently
 
 sink = typer.Typer(
     help="Sinks: handlers that deliver events to other systems, each at its own pace.",
@@ -26,6 +26,7 @@ NameArgument = Annotated[str, typer.Argument(help="The sink: a handler's name.")
 def sink_list(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """List the sinks: state, unread events, deferred transactions, and why nothing is delivered."""
     from relay.admin.sinks import listed
+    from relay.store.sink_activity import MINUTES
 
     settings = load(config)
     statuses = listed(
@@ -38,7 +39,10 @@ def sink_list(config: ConfigOption = None, as_json: JsonOption = False) -> None:
         print(f"group {settings.group!r} has no sink", file=sys.stderr)
         return
     print_table(
-        ("sink", "state", "unread", "oldest", "deferred", "since", "why", "instance"),
+        (
+            *("sink", "state", "unread", "oldest", "deferred", "since", "why", "instance"),
+            *("left", f"last {MINUTES} min", "to"),
+        ),
         (
             (
                 each.name,
@@ -49,6 +53,9 @@ def sink_list(config: ConfigOption = None, as_json: JsonOption = False) -> None:
                 moment(each.since),
                 each.why or "-",
                 each.instance or "-",
+                "-" if each.seconds_left is None else f"about {lasting(each.seconds_left)}",
+                recently(each.recent),
+                each.destination or "-",
             )
             for each in statuses
         ),

@@ -10,7 +10,7 @@ import typer
 from relay.cli.options import ConfigOption, JsonOption, fail
 from relay.cli.tables import print_facts, print_table
 from relay.config.files import for_each, load_all
-from relay.observe.phrases import counted, moment
+from relay.observe.phrases import counted, due, moment
 
 if TYPE_CHECKING:
     from relay.config.settings import Settings
@@ -64,7 +64,9 @@ def status(
         if not as_json:
             _print_status(state, settings.source.mode)
         document = {"group": settings.group, **state.as_json()}
-        if not checks:
+        if state.faults:
+            away.extend(f"{key}: {why}" for key, why in state.faults.items())
+        if not checks or state.faults:
             return document, []
         lag = None if max_lag_seconds is None else lag_seconds(settings, state.partitions)
         sink_lags = {}
@@ -74,15 +76,35 @@ def status(
         return document, [f"group {settings.group}: {line}" if several else line for line in failed]
 
     several = len(load_all(config)) > 1
+    away: list[str] = []
     shown = for_each(config, show, heading=not as_json)
     if as_json:
         documents = [document for document, _ in shown]
         print(json.dumps(documents if len(documents) > 1 else documents[0], indent=2))
+    if away:
+        fail("\n".join(away), 2)
     if failed := [line for _, lines in shown for line in lines]:
         fail("\n".join(failed), 1)
 
 
 def _print_status(state: Any, mode: str) -> None:
+    facts: list[tuple[str, object]] = [(key, why) for key, why in state.faults.items()]
+    if state.is_known("target.dsn"):
+        facts += _group_facts(state)
+    if state.is_known("source.dsn"):
+        facts += _source_facts(state, mode)
+    if state.is_known("target.dsn"):
+        facts += _target_facts(state)
+    facts += [(f"reader {each.name}", _reader_state(each)) for each in state.readers]
+    print_facts(facts)
+    if state.partitions:
+        print_table(
+            ("partition", "next offset", "applied LSN"),
+            ((each.partition_id, each.next_offset, each.applied_lsn) for each in state.partitions),
+        )
+
+
+def _group_facts(state: Any) -> list[tuple[str, object]]:
     facts: list[tuple[str, object]] = [("source", state.source_mode)]
     if state.source_reason:
         facts.append(("reason", state.source_reason))
@@ -90,31 +112,59 @@ def _print_status(state: Any, mode: str) -> None:
     standby = [name for name in state.instances if name != state.active]
     if standby:
         facts.append(("others", ", ".join(standby)))
+    return facts
+
+
+def _source_facts(state: Any, mode: str) -> list[tuple[str, object]]:
+    facts: list[tuple[str, object]] = []
     slot = state.slot
     if slot is None:
         facts.append(("slot", "none" if mode == "poll" else "missing: run `relay check`"))
     else:
         facts += _slot_facts(slot, state.slot_waits_for)
-    facts.append(("dead letters", state.dead_letters))
+    if state.lag is not None:
+        facts.append(("lag", _lag(state.lag)))
+    for each in state.noted:
+        name = f"sink {each.reader}" if each.reader else "target"
+        lag = "not counted" if each.backlog is None else _lag(each.backlog)
+        facts.append(
+            (f"{name}, last known", f"{lag}, after its position of {moment(each.noted_at)}")
+        )
+    return facts
+
+
+def _target_facts(state: Any) -> list[tuple[str, object]]:
+    facts: list[tuple[str, object]] = [("dead letters", state.dead_letters)]
     summary = state.deferred
     deferred = counted(summary.transactions, "transaction", "transactions")
     facts.append(("deferred", f"{deferred}, {summary.holding} holding"))
     facts += [("", _why(reason)) for reason in summary.reasons]
     for each in state.braked:
-        since = f"since {moment(each.braked_at)}, after {each.deaths} dead letters in a row"
+        since = f"since {moment(each.braked_at)}, after {each.count}"
         facts.append((f"stopped: {each.handler}", f"{each.fault}, {since}"))
-    facts += [(f"sink {each.sink}", _sink_state(each)) for each in state.sinks]
+        if each.sample:
+            facts.append(("", f"such as {each.sample}"))
+    facts += [("waits", str(each)) for each in state.waits]
+    for each in state.parts:
+        facts.append(
+            (f"fails: {each.part}", f"since {moment(each.since)} on {each.instance}: {each.fault}")
+        )
+    facts += [(f"sink {each.sink}", _sink_state(each, state.instances)) for each in state.sinks]
     for each in state.engines:
         since = f"since {moment(each.since)}: {each.reason}"
         batches = counted(each.batches, "batch", "batches")
         events = counted(each.events, "event", "events")
         facts.append((f"engine {each.engine}", f"{batches}, {events} {since}"))
-    facts += [(f"reader {each.name}", _reader_state(each)) for each in state.readers]
-    print_facts(facts)
-    print_table(
-        ("partition", "next offset", "applied LSN"),
-        ((each.partition_id, each.next_offset, each.applied_lsn) for each in state.partitions),
-    )
+    return facts
+
+
+def _lag(backlog: Any) -> str:
+    """Describe how many events are not applied, and how old the oldest is, on one line."""
+    more = "more than " if backlog.more else ""
+    events = f"{more}{counted(backlog.events, 'event', 'events')}"
+    if backlog.oldest_seconds is None:
+        return events
+    return f"{events}, the oldest {max(0.0, backlog.oldest_seconds):.1f} s old"
 
 
 def _reader_state(reader: Any) -> str:
@@ -126,14 +176,15 @@ def _reader_state(reader: Any) -> str:
     return "has read everything"
 
 
-def _sink_state(sink: Any) -> str:
+def _sink_state(sink: Any, running: Any) -> str:
     """Describe the state of a sink, and why it delivers nothing, on one line."""
-    if sink.state == "paused":
+    state = sink.state_in(running)
+    if state == "paused":
         why = f": {sink.reason}" if sink.reason else ""
         return f"paused since {moment(sink.paused_at)} by {sink.paused_by}{why}"
     if sink.fault:
-        return f"{sink.state}, nothing is delivered since {moment(sink.fault_since)}: {sink.fault}"
-    return str(sink.state)
+        return f"{state}, nothing is delivered since {moment(sink.fault_since)}: {sink.fault}"
+    return str(state)
 
 
 def _slot_facts(slot: Any, waits_for: str | None) -> list[tuple[str, object]]:
@@ -165,4 +216,4 @@ def _why(reason: Any) -> str:
     if reason.next is None:
         return shown
     until = "" if reason.until == reason.next else f", the last {moment(reason.until)}"
-    return f"{shown}; next {moment(reason.next)}{until}"
+    return f"{shown}; next {due(reason.next)}{until}"

@@ -21,6 +21,8 @@ from relay.config.settings import Settings
 _WAIT_SECONDS = 0.1
 _REFRESH_SECONDS = 1.0
 """The largest interval between two drawings: the terminal may be resized while a query runs."""
+_MEASURE_SECONDS = 6.0
+"""Between the two readings of `--once` that give the throughput: relay stores its counts every five seconds."""
 _WHOLE = 10_000
 """The columns and lines of a screen on which nothing is cut off."""
 
@@ -31,7 +33,11 @@ def top(
         float, typer.Option(min=0.2, metavar="SECONDS", help="Seconds between two queries.")
     ] = 2.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Print the state once and end, as without a terminal.")
+        bool,
+        typer.Option(
+            "--once",
+            help="Print the state once and end, as without a terminal; takes 6 s.",
+        ),
     ] = False,
 ) -> None:
     """Show the group live: source, slot, throughput, lags, deferred, dead letters; q ends."""
@@ -50,6 +56,10 @@ def _print(settings: Settings) -> None:
     watch, trends = Watch(settings), Trends()
     try:
         observation = watch.read()
+        if observation.instances and not observation.faults:
+            trends.note(observation)
+            time.sleep(_MEASURE_SECONDS)
+            observation = watch.read()
     finally:
         watch.close()
     trends.note(observation)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from threading import Lock
 from typing import Any, Generic, TypeVar
 
 import psycopg
@@ -20,9 +23,10 @@ from relay.config.settings import Settings
 from relay.console import measured
 from relay.console.measured import Series
 from relay.console.sessions import ACT_SECONDS, COUNT_SECONDS, acting, reading
-from relay.faults import ConfigurationError, Unreachable
+from relay.faults import ConfigurationError, Unreachable, first_line
 from relay.observe import history
 from relay.observe.health import Limits, failures
+from relay.observe.phrases import moment
 from relay.store import (
     actions,
     brakes,
@@ -95,6 +99,19 @@ class QueuedReplay:
     warnings: Sequence[str]
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The values of a page and when they were read; with a `fault`, they could not be read again since."""
+
+    values: dict[str, Any]
+    read_at: datetime
+    fault: str | None
+
+
+_KEPT = 50
+"""How many pages are kept."""
+
+
 class GroupView:
     """A group as pages and API see it.
 
@@ -105,6 +122,29 @@ class GroupView:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._last_status: Status | None = None
+        self._kept: OrderedDict[Hashable, Kept] = OrderedDict()
+        self._keeping = Lock()
+
+    def kept(self, key: Hashable, read: Callable[[], dict[str, Any]]) -> Kept:
+        """Return what `read` returns; while a database cannot be read, what it returned for this `key` before.
+
+        Raises what `read` raises where there is nothing from before.
+        """
+        try:
+            found = Kept(read(), datetime.now(UTC), None)
+        except (Unreachable, psycopg.OperationalError) as error:
+            with self._keeping:
+                before = self._kept.get(key)
+            if before is None:
+                raise
+            return replace(before, fault=first_line(error))
+        with self._keeping:
+            self._kept[key] = found
+            self._kept.move_to_end(key)
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return found
 
     @property
     def name(self) -> str:
@@ -122,15 +162,21 @@ class GroupView:
         return measured.of_group(samples) if sink is None else measured.of_sink(samples, sink)
 
     def status(self) -> Status:
-        """Read the status, as `relay status` shows it."""
+        """Read the status, as `relay status` shows it; of a database that cannot be read, what it was before."""
         with reading():
-            return status.read(self._settings)
+            self._last_status = status.read(self._settings, self._last_status)
+        return self._last_status
 
     def troubles(self, current: Status) -> list[str]:
         """Return a line for each part of the status that needs attention."""
-        lines = list(failures(current, self.name, Limits(), None, {}))
+        lines = [
+            f"{key} cannot be read: what is shown of it is of {moment(current.read_at[key])}"
+            for key in current.faults
+            if key in current.read_at
+        ]
+        lines += failures(current, self.name, Limits(), None, {})
         lines += [
-            f"handler {each.handler} is stopped: {each.deaths} transactions in a row failed with {each.fault}"
+            f"handler {each.handler} is stopped with {each.fault}, after {each.count}"
             for each in current.braked
         ]
         for each in current.sinks:

@@ -46,13 +46,18 @@ def partitions(
     request: Request, views: ViewsDep, group: GroupDep, after: int = -1, limit: int = 100
 ) -> Response:
     """Show the positions of the partitions, and the form of a seek."""
+    old = group.kept(
+        ("partitions", after, limit),
+        lambda: {"partitions": group.partitions(page_size(limit), after)},
+    )
     return views.page(
         request,
         "partitions.html",
-        partitions=group.partitions(page_size(limit), after),
         after=after,
         limit=limit,
         refresh=_RARELY,
+        old=old,
+        **old.values,
     )
 
 
@@ -78,7 +83,8 @@ def partitions_moved(request: Request, views: ViewsDep, sent: SubmissionDep) -> 
 @router.get("/groups/{group}/sinks")
 def sinks(request: Request, views: ViewsDep, group: GroupDep) -> Response:
     """Show the sinks."""
-    return views.page(request, "sinks.html", sinks=group.sinks(), refresh=_OFTEN)
+    old = group.kept("sinks", lambda: {"sinks": group.sinks()})
+    return views.page(request, "sinks.html", refresh=_OFTEN, old=old, **old.values)
 
 
 @router.get("/groups/{group}/sink")
@@ -86,16 +92,23 @@ def sink(
     request: Request, views: ViewsDep, group: GroupDep, name: str, hours: float = HISTORY_HOURS
 ) -> Response:
     """Show one sink, and the forms of its actions."""
+    old = group.kept(
+        ("sink", name),
+        lambda: {
+            "sink": group.sink(name),
+            "actions": group.actions(_SINK_ACTIONS, sink=name).rows,
+        },
+    )
     return views.page(
         request,
         "sink.html",
-        sink=group.sink(name),
+        old=old,
+        **old.values,
         mode=group.settings.source.mode,
         configured=name in group.settings.sink_handlers,
         charts=[chart(each) for each in group.history(hours, name)],
         hours=hours,
         all_hours=_HOURS,
-        actions=group.actions(_SINK_ACTIONS, sink=name).rows,
         refresh=_OFTEN,
     )
 
@@ -150,10 +163,15 @@ def deferred(
 ) -> Response:
     """List deferred transactions that a search selects."""
     given, wanted = search_of(request, DeferredFilter)
+    old = group.kept(
+        ("deferred", wanted.model_dump_json(), after, limit),
+        lambda: {"page": group.deferred(wanted.selection(), page_size(limit), after)},
+    )
     return views.page(
         request,
         "deferred.html",
-        page=group.deferred(wanted.selection(), page_size(limit), after),
+        old=old,
+        **old.values,
         given=given,
         kinds=KINDS,
         handlers=sorted(group.settings.handlers),
@@ -206,14 +224,19 @@ def dead_letters(
     given, wanted = search_of(request, DeadLetterFilter)
     if "status" not in request.query_params:
         wanted = wanted.model_copy(update={"status": "dead"})
-    statuses, kinds = group.dead_kinds()
+
+    def read() -> dict[str, Any]:
+        statuses, kinds = group.dead_kinds()
+        found = group.dead_letters(wanted.selection(), page_size(limit), before)
+        return {"statuses": statuses, "kinds": kinds, "page": found}
+
+    old = group.kept(("dead letters", wanted.model_dump_json(), before, limit), read)
     return views.page(
         request,
         "dead_letters.html",
-        page=group.dead_letters(wanted.selection(), page_size(limit), before),
+        old=old,
+        **old.values,
         given={**given, "status": wanted.status or ""},
-        statuses=statuses,
-        kinds=kinds,
         all_statuses=_STATUSES,
         handlers=sorted(group.settings.handlers),
         sinks=sorted(group.settings.sink_handlers),
@@ -304,11 +327,18 @@ def actions(
 ) -> Response:
     """List actions, with their operators and reasons."""
     of_dead = about == "dead-letters"
-    page: Any = (
-        group.dead_letter_actions(before=before) if of_dead else group.actions(before=before)
-    )
+
+    def read() -> dict[str, Any]:
+        rows: Any = group.dead_letter_actions if of_dead else group.actions
+        return {"page": rows(before=before)}
+
+    old = group.kept(("actions", of_dead, before), read)
     return views.page(
-        request, "actions.html", page=page, about="dead-letters" if of_dead else "group"
+        request,
+        "actions.html",
+        about="dead-letters" if of_dead else "group",
+        old=old,
+        **old.values,
     )
 
 

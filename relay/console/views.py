@@ -14,6 +14,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from relay import __version__
 from relay.console.charts import HEIGHT, WIDTH, amount, duration
 from relay.console.security import Guard
+from relay.observe.phrases import recently
 
 _FLASH = "relay_flash"
 """Name of the cookie with the message about the last action."""
@@ -46,6 +47,8 @@ class Views:
             "when": when,
             "ago": ago,
             "age": age,
+            "due": due,
+            "recently": recently,
             "amount": amount,
             "duration": duration,
             "number": number,
@@ -117,6 +120,11 @@ def ago(moment: datetime | None) -> str:
         return "-"
     seconds = (datetime.now(UTC) - moment).total_seconds()
     return f"{duration(seconds)} ago" if seconds >= 0 else f"in {duration(-seconds)}"
+
+
+def due(moment: datetime | None) -> str:
+    """Format when something is due; one that is due already waits for its turn."""
+    return "due" if moment is not None and moment <= datetime.now(UTC) else ago(moment)
 
 
 def age(moment: datetime | None) -> str:

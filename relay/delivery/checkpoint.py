@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from relay.config.settings import Settings
+from relay.delivery.activity import Activity
 from relay.delivery.hold import WalHold
 from relay.delivery.outcomes import Outcome, Recorder
 from relay.delivery.progress import SinkProgress
@@ -20,13 +21,15 @@ from relay.meter import Meter
 from relay.model.dispositions import APPLIED, Applied, Blocked, DeadLetter, Disposition, RetryLater
 from relay.pipeline.brake import Brake
 from relay.source.server import SourcePosition
-from relay.store import brakes
-from relay.store.sinks import ATTACHED, LAGGING, Claim, Position, SinkMoved, SinkState
+from relay.store import brakes, sink_activity
+from relay.store.sinks import ATTACHED, BEFORE_FIRST, LAGGING, Claim, Position, SinkMoved, SinkState
 
 log = logging.getLogger(__name__)
 
 STORE_SECONDS = 1.0
 """How often progress is stored and a pause is read. After a crash, later deliveries are repeated."""
+ACTIVITY_SECONDS = 5.0
+"""How often it is stored what was attempted."""
 IDLE_ADOPTION_SECONDS = 60.0
 """How often a sink that gets no events stores a newer snapshot: each is a write to the target."""
 _CHECK_SECONDS = 0.2
@@ -61,9 +64,13 @@ class Checkpoint:
         in_target: Blocking,
         fault: Callable[[], str | None],
         stored: Callable[[bool], None],
+        activity: Callable[[], Activity],
         meter: Meter,
     ) -> None:
-        """`fault` returns why nothing is delivered; `stored` is called after each store, with whether to pause."""
+        """`fault` returns why nothing is delivered; `stored` is called after each store, with whether to pause.
+
+        `activity` returns what was attempted since its last call.
+        """
         self._name = name
         self._settings = settings
         self._claim = claim
@@ -75,6 +82,8 @@ class Checkpoint:
         self._in_target = in_target
         self._fault = fault
         self._stored = stored
+        self._activity = activity
+        self._next_activity = 0.0
         self._outcomes: list[tuple[Delivery, Outcome]] = []
         self._recorded = asyncio.Event()
         self._finished = asyncio.Event()
@@ -176,8 +185,11 @@ class Checkpoint:
             reached = self._progress.reached
             position, done = self._progress.to_store()
             state = self._row_state
+            activity = self._due_activity()
             try:
-                paused = await self._in_target(self._write, outcomes, position, done, state)
+                paused = await self._in_target(
+                    self._write, outcomes, position, done, state, activity
+                )
             except Exception as error:
                 self._failure = error
                 raise
@@ -198,6 +210,14 @@ class Checkpoint:
         if self.state == ATTACHED and self._progress.polls_any:
             return LAGGING
         return self.state
+
+    def _due_activity(self) -> Activity | None:
+        """What was attempted since it was stored last; None before it is due again."""
+        if time.monotonic() < self._next_activity:
+            return None
+        self._next_activity = time.monotonic() + ACTIVITY_SECONDS
+        taken = self._activity()
+        return taken if taken.confirmed or taken.failed else None
 
     def _finish_commit(self, delivery: Delivery) -> None:
         if delivery.commit is not None:
@@ -221,6 +241,7 @@ class Checkpoint:
         position: Position,
         done: Sequence[int],
         state: str,
+        activity: Activity | None,
     ) -> bool:
         """Write outcomes and position in one database transaction; returns whether to pause. Raises SinkMoved."""
         changed = (position, state) != self._written or bool(done)
@@ -233,12 +254,31 @@ class Checkpoint:
             )
             if paused is None:
                 raise SinkMoved
+            if activity is not None:
+                self._write_activity(activity, position)
             self._write_streak()
             fault = self._fault()
             if fault != self._reported_fault:
                 self._claim.note_fault(fault)
         self._written, self._reported_fault = (position, state), fault
         return paused
+
+    def _write_activity(self, activity: Activity, position: Position) -> None:
+        is_polling = position.following is not None and position.polled_offset > BEFORE_FIRST
+        sink_activity.add(
+            self._claim.conn,
+            self._settings.group,
+            self._name,
+            sink_activity.Attempts(
+                activity.confirmed,
+                activity.events,
+                activity.failed,
+                activity.seconds,
+                activity.slowest,
+                activity.fault,
+            ),
+            position.polled_offset if is_polling else None,
+        )
 
     def _write_streak(self) -> None:
         streak = self._brake.streak(self._name)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable
 
 from relay.config.handlers import DeliveryHandler
+from relay.delivery.activity import Activity
 from relay.delivery.breaker import Breaker
 from relay.delivery.pace import ProcessorShare, RateLimit
 from relay.delivery.queues import Delivery, Queues
@@ -78,6 +79,7 @@ class Dispatcher:
         self._paused = self._spills = False
         self._changed = asyncio.Event()
         self._last_fault: str | None = None
+        self._activity = Activity()
         self._timer: asyncio.TimerHandle | None = None
         self._share: ProcessorShare | None = None
 
@@ -85,6 +87,11 @@ class Dispatcher:
     def fault(self) -> str | None:
         """The last fault while the circuit breaker is open; None while it is closed."""
         return self._last_fault if self.breaker.is_open else None
+
+    def take_activity(self) -> Activity:
+        """Return what was attempted since the last call."""
+        taken, self._activity = self._activity, Activity()
+        return taken
 
     @property
     def is_paused(self) -> bool:
@@ -276,12 +283,15 @@ class Dispatcher:
             if self._pace:
                 await asyncio.sleep(self._pace.turn())
             is_trial = self.breaker.is_open
+            began = time.monotonic()
             try:
                 await self._sink.deliver(delivery.events)
             except Exception as error:
                 attempts += 1
+                self._activity.fail(describe(error))
                 wait = self._after_failure(delivery, error, attempts, started, is_trial)
             else:
+                self._activity.confirm(time.monotonic() - began, len(delivery.rows.tuples))
                 self._confirmed(delivery)
                 return
             if wait is None:

@@ -14,6 +14,7 @@ import numpy as np
 import psycopg
 
 from relay import handlers
+from relay.conditions import Condition
 from relay.config.handlers import DeliveryHandler
 from relay.config.settings import Settings
 from relay.delivery.feed import Feed, JoinPoint, Streamed
@@ -174,6 +175,11 @@ class Sinks:
     def spark_workers(self) -> Sequence[SparkWorker]:
         """The workers of the Spark sinks."""
         return self._spark
+
+    @property
+    def conditions(self) -> Sequence[Condition]:
+        """Whether each sink's worker can use the databases; the destination has a circuit breaker."""
+        return [each.condition for each in self._workers.values()]
 
     @property
     def durable_lsn(self) -> Lsn:

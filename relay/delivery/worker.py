@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from threading import Event
 
+from relay.conditions import Condition
 from relay.config.handlers import DeliveryHandler
 from relay.config.settings import Settings
 from relay.delivery.feed import Feed, Stream
@@ -47,6 +48,7 @@ class Worker:
         self.name = name
         self.heartbeat = Heartbeat()
         self._meter = meter
+        self.condition = Condition(f"sink {name}", log, "a sink is interrupted", "a sink goes on")
         self.error: RelayError | None = None
         self._polls = settings.source.mode != "wal"
         self.feed = Feed(settings.sinks.attach_bytes if self._polls else None, self._wake)
@@ -157,7 +159,7 @@ class Worker:
         heartbeat_task = asyncio.ensure_future(self._keep_heartbeat())
         self._called = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        wait, last_logged = FIRST_WAIT_SECONDS, ""
+        wait = FIRST_WAIT_SECONDS
         try:
             while not self._stopping.is_set():
                 try:
@@ -165,18 +167,14 @@ class Worker:
                         self.ready.set()
                         # Longer than other processes, so that one of them claims it first.
                         await self._pause(2 * CLAIM_SECONDS)
-                    wait, last_logged = FIRST_WAIT_SECONDS, ""
+                    wait = FIRST_WAIT_SECONDS
+                    self.condition.works()
                 except Exception as error:
                     if not is_transient(error):
                         raise
                     self._require_polling(describe(error))
                     self.ready.set()
-                    fault = describe(error)
-                    if fault != last_logged:
-                        last_logged = fault
-                        log.warning(
-                            "a sink is interrupted", extra={"handler": self.name, "fault": fault}
-                        )
+                    self.condition.fails(describe(error), handler=self.name)
                     await self._pause(wait)
                     wait = min(wait * 2, LONGEST_WAIT_SECONDS)
         finally:
@@ -210,7 +208,7 @@ class Worker:
         state = claim.load()
         assert state is not None  # noqa: S101
         if not self._polls:
-            why = sinks.why_not_wal(self.name, state.position, state.lags)
+            why = sinks.why_not_wal(self.name, state.position, state.needs_outbox)
             if why is not None:
                 raise RelayError(why)
             if self.hold.lacks(state.position.applied_lsn):

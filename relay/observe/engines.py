@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from threading import Lock
 
-import psycopg
-
-from relay.faults import describe
+from relay.conditions import Condition
 from relay.model.batch import Batch, Outcome
 from relay.observe.flushing import FlushThread
 from relay.store import engines
 from relay.store.connections import Dsn, connect
-
-log = logging.getLogger(__name__)
 
 STORE_SECONDS = 5.0
 """Shortest interval between two writes of the counts."""
@@ -33,7 +28,12 @@ class EngineCounts:
         self._events: Counter[tuple[str, str]] = Counter()
         self._transactions: Counter[tuple[str, str]] = Counter()
         self._lock = Lock()
-        self._thread = FlushThread(self._store, "engines", interval)
+        self._thread = FlushThread(self._store, "counts of the engines", interval)
+
+    @property
+    def condition(self) -> Condition:
+        """Whether the counts can be stored."""
+        return self._thread.condition
 
     def start(self) -> None:
         """Start the thread."""
@@ -64,13 +64,13 @@ class EngineCounts:
             with connect(self._dsn) as conn:
                 counts = {key: (batches[key], events[key], transactions[key]) for key in batches}
                 engines.add(conn, self._group, counts)
-        except psycopg.Error as error:
-            log.debug("cannot store the counts of the engines", extra={"fault": describe(error)})
+        except BaseException:
             with self._lock:
                 self._batches.update(batches)
                 self._events.update(events)
                 self._transactions.update(transactions)
             self._thread.note()
+            raise
 
 
 def _transactions(batch: Batch) -> int:

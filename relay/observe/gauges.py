@@ -53,6 +53,8 @@ class ServiceGauges:
             ("target", self._databases.target),
         ):
             gauges["relay_database_up"][(name,)] = target.is_up(UP_SECONDS)
+        for condition in self._parts.conditions:
+            gauges["relay_part_failing"][(condition.part,)] = condition.fault is not None
 
     def _source(self, gauges: Gauges) -> None:
         state = self._parts.source.state()

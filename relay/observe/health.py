@@ -29,13 +29,15 @@ def failures(
     sink_lag_seconds: Mapping[str, float],
 ) -> Iterator[str]:
     """Yield a line for each fault. The lags, in seconds, are only needed if they are limited."""
-    if not status.instances:
+    yield from (f"{key}: {why}" for key, why in status.faults.items())
+    if status.is_known("target.dsn") and not status.instances:
         yield f"no instance of group {group!r} runs: start `relay run`"
-    if status.source_mode != "poll":
+    if status.source_mode != "poll" and status.is_known("source.dsn"):
         yield from _slot(status, group)
     if limits.lag_bytes is not None and status.slot is not None:
         yield from _lag_bytes(status.slot, limits.lag_bytes)
-    count, dead = status.deferred.transactions, status.dead_letters
+    count = status.deferred.transactions if status.deferred else 0
+    dead = status.dead_letters or 0
     if limits.lag_seconds is not None and (lag_seconds or 0.0) > limits.lag_seconds:
         yield f"the oldest unread event is {lag_seconds:.1f} s old, the limit is {limits.lag_seconds:g}"
     if limits.sink_lag_seconds is not None:
@@ -66,7 +68,7 @@ def _slot(status: Status, group: str) -> Iterator[str]:
         )
     elif not slot.active:
         yield f"no process reads the slot {slot.name!r}"
-    elif status.slot_reader not in status.instances:
+    elif status.is_known("target.dsn") and status.slot_reader not in status.instances:
         yield (
             f"the slot {slot.name!r} is read by {status.slot_reader or 'a client without a name'}, "
             f"which is not an instance of group {group!r}"

@@ -13,10 +13,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 
+from relay.conditions import faults
 from relay.config.dsn import DatabaseAccess
 from relay.config.settings import Settings
 from relay.heartbeat import Due, Heartbeat
@@ -156,8 +157,12 @@ class Liveness:
             thread = self._thread(f"sink {worker.name}", worker.heartbeat, worker.is_alive)
             if thread.level is not Level.OK:
                 yield thread
+        for spark in parts.sinks.spark_workers:
+            if not spark.is_alive:
+                yield PartState(f"sink {spark.name}", Level.HANGS, "its thread has ended")
         yield from self._sinks()
         yield from self._stopped()
+        yield from self._failing()
 
     def _loop(self) -> PartState:
         parts = self._parts
@@ -251,6 +256,13 @@ class Liveness:
                 yield PartState(part, Level.NOTE, f"paused by {each.paused_by}")
             else:
                 yield PartState(part, Level.OK, each.state)
+
+    def _failing(self) -> Iterator[PartState]:
+        """Yield the background parts that do not do their work; they go on by themselves."""
+        for each in faults(self._parts.conditions):
+            seconds = (datetime.now(UTC) - each.since).total_seconds()
+            text = f"fails for {max(0.0, seconds):.0f} s: {each.fault}"
+            yield PartState(each.part, Level.NOTE, text)
 
     def _stopped(self) -> Iterator[PartState]:
         target = self._databases.target_readings

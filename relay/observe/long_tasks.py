@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from threading import Event
 
 import psycopg
 
+from relay.conditions import Condition, Recurring
+from relay.faults import describe
 from relay.pipeline.activity import ActiveJobs, Job
 from relay.store.connections import Dsn, connect
-from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 
@@ -37,22 +36,23 @@ class LongTasks:
         self._jobs = jobs
         self._long = long
         self._logged: Mapping[Job, float] = {}
-        self._closing = Event()
-        self._thread = Thread(target=self._run, name="long-tasks", daemon=True)
+        self.condition = Condition(
+            "long tasks", log, "cannot look after tasks", "tasks are looked after again"
+        )
+        self._part = Recurring(self._turn, self.condition)
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
+        self._part.start()
 
     def close(self) -> None:
         """End the thread; a statement in flight may end later."""
-        self._closing.set()
+        self._part.stop()
 
-    def _run(self) -> None:
-        while not self._closing.wait(self._long / 2):
-            # Only for the log: relay goes on without it.
-            with suppress(psycopg.Error):
-                self._check(time.monotonic())
+    def _turn(self) -> float:
+        self._check(time.monotonic())
+        self.condition.works()
+        return self._long / 2
 
     def _check(self, now: float) -> None:
         jobs = self._jobs.jobs()
@@ -63,13 +63,18 @@ class LongTasks:
         self._logged = {
             job: self._logged[job] for job in long if job in self._logged
         } | dict.fromkeys(due, now)
-        waits = self._waits([job.pid for job in due if job.pid is not None])
+        try:
+            waits = self._waits([job.pid for job in due if job.pid is not None])
+            otherwise = "a session of the target"
+        except psycopg.Error as error:
+            # The target may be the reason why the task is in flight for long.
+            waits, otherwise = {}, f"the target, which does not answer: {describe(error)}"
         for job in due:
             state, blockers = waits.get(job.pid or 0, (None, None))
             fields = {
                 "seconds": round(now - job.at),
                 "handler": job.handler,
-                "waits_for": "the source" if job.reads else state or "a session of the target",
+                "waits_for": "the source" if job.reads else state or otherwise,
                 "blocked_by": blockers,
             }
             log.warning(

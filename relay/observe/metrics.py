@@ -125,8 +125,11 @@ class Metrics(Meter):
         for task in outcome.tasks:
             for handler, took in task.seconds.items():
                 self._histogram("relay_handler_duration_seconds", handler).observe(took)
-        self._dead(dead)
         self._sums["events"] += outcome.applied
+
+    def dead_lettered(self, dead: Iterable[DeadLettered]) -> None:
+        """Count what a task of a batch has dead-lettered."""
+        self._dead(dead)
 
     def retried(self, sink: str, tried: int, dead: Iterable[DeadLettered]) -> None:
         """Count retries of deferred transactions, and those that are dead now."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from relay.conditions import Condition
 from relay.delivery.sinks import Sinks
 from relay.pipeline.retries import RetryWorker
 from relay.pipeline.runner import Pipeline
@@ -13,10 +14,14 @@ from relay.source.hybrid import Source
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """The parts of a service. `running` returns whether it relays: False while it starts and once it stops."""
+    """The parts of a service. `running` returns whether it relays: False while it starts and once it stops.
+
+    `conditions` are those of all background parts.
+    """
 
     source: Source
     pipeline: Pipeline
     sinks: Sinks
     retry_worker: RetryWorker
+    conditions: Sequence[Condition]
     running: Callable[[], bool]

@@ -277,6 +277,11 @@ SERIES: Sequence[MetricFamily] = (
         "1 if the last poll of the database succeeded, within 20 s.",
         "database",
     ),
+    _gauge(
+        "relay_part_failing",
+        "1 while a background part of this process fails and is tried again: /healthz and `relay status` say why.",
+        "part",
+    ),
     _gauge("relay_live", "1 while /livez succeeds."),
     _gauge("relay_ready", "1 while /readyz succeeds."),
 )

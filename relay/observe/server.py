@@ -18,7 +18,7 @@ from prometheus_client.exposition import choose_encoder
 from relay import __version__
 from relay.config.observe import Address
 from relay.faults import ConfigurationError
-from relay.observe.liveness import Health
+from relay.observe.liveness import Health, Level
 from relay.observe.metrics import Metrics, Site
 
 log = logging.getLogger(__name__)
@@ -201,6 +201,12 @@ class _Requests(BaseHTTPRequestHandler):
         """Log nothing."""
 
 
+_SHOWN = {
+    "/livez": (Level.HANGS, Level.NOT_READY),
+    "/readyz": (Level.HANGS, Level.NOT_READY, Level.NOTE),
+}
+
+
 def _as_text(path: str, good: bool, healths: Sequence[Health]) -> str:
     word = {"/livez": "live", "/readyz": "ready", "/healthz": "healthy"}[path]
     lines = [word if good else f"not {word}"]
@@ -209,7 +215,7 @@ def _as_text(path: str, good: bool, healths: Sequence[Health]) -> str:
     for health in healths:
         shown = health.states
         if path != "/healthz":
-            shown = tuple(each for each in shown if each.level in ("hangs", "not ready"))
+            shown = tuple(each for each in shown if each.level in _SHOWN[path])
         lines += [f"{health.group}: {each.part}: {each.level}: {each.text}" for each in shown]
     return "\n".join([*lines, ""])
 

@@ -171,7 +171,8 @@ class Applier:
             raise reason_of(failure) from None
         except Braked as error:
             with suppress(psycopg.Error), self._pool.connection() as conn:
-                brakes.mark(conn, self._group, error.handler, error.fault)
+                if brakes.mark(conn, self._group, error):
+                    _report_sample(error)
             raise
 
     def _attempt(self, task: Work, mode: HandlingMode) -> TaskOutcome:
@@ -388,6 +389,20 @@ class Applier:
             ),
         )
         return Redelivery(len(due), len(due) - len(dispositions), dead, trace_record)
+
+
+def _report_sample(braked: Braked) -> None:
+    """Log one of the transactions with which a handler was stopped: the task is rolled back, so none is dead."""
+    log.error(
+        "transactions failed, and their handler is stopped",
+        extra={
+            "handler": braked.handler,
+            "failed": braked.failed,
+            "transaction_id": braked.transaction_id,
+            "hosts": ", ".join(braked.hosts),
+            "fault": braked.fault,
+        },
+    )
 
 
 def _outcome(

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from math import ceil
 from threading import Lock
 
-from relay.faults import Braked, describe, kind_of
+from relay.faults import Braked, describe, first_line, kind_of
 from relay.model.dispositions import APPLIED, Applied, DeadLetter, Dispositions
+from relay.model.transactions import Undecoded
 from relay.store.brakes import Streak
 
 _SUCCESSES_OF_ONE = 20
@@ -88,17 +89,31 @@ class Brake:
         before = self.streaks.get(handler)
         return self.stops(handler, error) or (before is not None and before.braked)
 
-    def require(self, handler: str, error: BaseException) -> bool:
-        """`stops`, but raises Braked unless this brake `defers`."""
+    def require(self, handler: str, error: BaseException, transaction: Undecoded) -> bool:
+        """`stops` for a transaction, but raises Braked unless this brake `defers`."""
         if not self.stops(handler, error):
             return False
         if not self.defers:
-            raise self.fault(handler, error)
+            before = self.streaks.get(handler)
+            earlier = before.deaths if before and before.fault == kind_of(error) else 0
+            raise self.fault(
+                handler, error, transaction, max(1, self._limits[handler] + 1 - earlier)
+            )
         return True
 
-    def fault(self, handler: str, error: BaseException) -> Braked:
-        """The fault that stops a handler."""
-        return Braked(self._explained(handler, describe(error)), handler, kind_of(error))
+    def fault(
+        self, handler: str, error: BaseException, transaction: Undecoded, failed: int
+    ) -> Braked:
+        """The fault that stops a handler, after `failed` transactions of the task: `transaction` is one of them."""
+        return Braked(
+            self._explained(handler, describe(error)),
+            handler,
+            kind_of(error),
+            failed,
+            transaction.transaction_id,
+            transaction.hosts,
+            first_line(error),
+        )
 
     def explain(self, handler: str) -> str:
         """One line: why a handler is stopped, and what to do."""

@@ -294,7 +294,9 @@ class HandlerRunner:
                     # If the statement has become invalid since the start, `check` raises: no event is at fault.
                     failure.handler.check(conn)
                 name = failure.handler.name
-                if not self._is_deferred(failure) and brake.require(name, reason):
+                if not self._is_deferred(failure) and brake.require(
+                    name, reason, assigned.transactions[0]
+                ):
                     return {0: RetryLater(name, reason, LONGEST_WAIT_SECONDS)}
                 return {0: DeadLetter(name, reason, holds=self._settings.handlers[name].blocks_key)}
         return self._halved(conn, assigned, brake)

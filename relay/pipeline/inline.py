@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 
 from relay.faults import TaskFault
@@ -12,6 +12,10 @@ from relay.threads import pool
 
 Result = TaskOutcome | TaskFault
 """The result of one task; after a fault the target is unchanged."""
+
+
+Committed = Callable[[TaskOutcome], None]
+"""Is called with the outcome of each task once that is committed, whatever becomes of the other tasks of its batch."""
 
 
 def attempt(applier: Applier, task: Work, guarded: bool) -> Result:
@@ -27,24 +31,32 @@ class InlineEngine:
 
     name = "inline"
 
-    def __init__(self, applier: Applier, workers: int) -> None:
+    def __init__(self, applier: Applier, workers: int, committed: Committed) -> None:
+        """`committed` is called in the thread of the task."""
         self.workers: int | None = workers
         self._applier = applier
+        self._committed = committed
         self._threads = pool(workers, "apply")
 
     def run(self, tasks: Sequence[Work], guarded: bool, name: JobName) -> list[Result]:
         """Apply tasks concurrently, guarded ones in turn; returns the results in the order of the tasks."""
         if guarded or len(tasks) == 1:
-            return [attempt(self._applier, task, guarded) for task in tasks]
+            return [self._attempt(task, guarded) for task in tasks]
         # The context has the fields that log lines of the batch carry.
         contexts = [copy_context() for _ in tasks]
         return list(
             self._threads.map(
-                lambda context, task: context.run(attempt, self._applier, task, False),
+                lambda context, task: context.run(self._attempt, task, False),
                 contexts,
                 tasks,
             )
         )
+
+    def _attempt(self, task: Work, guarded: bool) -> Result:
+        result = attempt(self._applier, task, guarded)
+        if isinstance(result, TaskOutcome):
+            self._committed(result)
+        return result
 
     def close(self) -> None:
         """Let the threads end, and close the connections."""

@@ -6,10 +6,11 @@ import logging
 from collections.abc import Callable
 from threading import Event
 
+from relay.conditions import Condition
 from relay.faults import RelayError, TaskFault
 from relay.heartbeat import Due, Heartbeat
 from relay.pipeline.apply import Applier, Redelivery
-from relay.retry import log_changes, retry_until_success
+from relay.retry import RetryUntilSuccess
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,12 @@ class RetryWorker:
         self._stopping = Event()
         self._thread = Thread(target=self._run, name="retry worker", daemon=True)
         self.error: RelayError | None = None
+        self.condition = Condition(
+            "retries",
+            log,
+            "cannot retry deferred transactions yet",
+            "deferred transactions are retried again",
+        )
         self.heartbeat = Heartbeat()
 
     def start(self, guarded: bool) -> None:
@@ -63,9 +70,7 @@ class RetryWorker:
         return self._thread.is_alive()
 
     def _run(self) -> None:
-        retrying = retry_until_success(
-            self._stopping, log_changes(log, "cannot retry deferred transactions yet")
-        )
+        retrying = RetryUntilSuccess(self._stopping, self.condition)
         try:
             while not self._stopping.is_set():
                 self._stopping.wait(retrying(self._retry_deferred))

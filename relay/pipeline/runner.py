@@ -15,8 +15,7 @@ from functools import cached_property
 from threading import Event
 from typing import TYPE_CHECKING, Protocol
 
-from tenacity import RetryCallState
-
+from relay.conditions import SOON_SECONDS, Condition
 from relay.config.settings import Settings
 from relay.faults import (
     Braked,
@@ -33,9 +32,9 @@ from relay.model.batch import Batch, JobName, Outcome, Task, TaskOutcome, Work
 from relay.model.events import Lsn
 from relay.pipeline.apply import Applier
 from relay.pipeline.in_flight import BatchInFlight, ends, following
-from relay.pipeline.inline import InlineEngine, Result
+from relay.pipeline.inline import Committed, InlineEngine, Result
 from relay.pipeline.plan import Planner
-from relay.retry import retry_until_success
+from relay.retry import RetryUntilSuccess
 from relay.threads import pool
 
 if TYPE_CHECKING:
@@ -105,14 +104,16 @@ class Pipeline:
         session: Session,
         lower_bounds: LowerBounds | None = None,
         meter: Meter | None = None,
+        committed: Committed = lambda _: None,
     ) -> None:
+        """`committed` is called in several threads, before `run` returns or raises."""
         self._lower_bounds = lower_bounds
         self._limit = settings.batch.inline_max_events
         self._stopping = Event()
         workers = settings.batch.inline_workers
         # One more connection for the retry worker.
         self.applier = Applier(settings, workers + 1)
-        self._inline = InlineEngine(self.applier, workers)
+        self._inline = InlineEngine(self.applier, workers, committed)
         self.session = session
         self._planner = Planner(settings.partitions, settings.poll.partition_ids)
         self._settings = settings
@@ -122,10 +123,17 @@ class Pipeline:
         self._later: BatchInFlight | None = None
         self._smooth = True
         self._stalled: str | None = None
-        self._retrying = retry_until_success(self._stopping, self._log_wait)
+        self.condition = Condition(
+            "batches",
+            log,
+            "a batch failed and is retried",
+            "batches are applied again",
+            SOON_SECONDS,
+        )
+        self._retrying = RetryUntilSuccess(self._stopping, self.condition, self._note_fault)
         self._in_flight = 0
-        self._last_logged = ""
         self._meter = meter or Meter()
+        self._committed = committed
         self.heartbeat = Heartbeat()
 
     @cached_property
@@ -224,7 +232,14 @@ class Pipeline:
         self.heartbeat.update(APPLIES, Due.LATE)
         results = self._threads.submit(engine.run, tasks, guarded, name)
         self._prefetch(results, batch, tasks, ahead)
+        self._report(results.result())
         return results.result()
+
+    def _report(self, results: Iterable[Result]) -> None:
+        """Report the tasks that Spark has committed; those of this process report themselves."""
+        for result in results:
+            if isinstance(result, TaskOutcome):
+                self._committed(result)
 
     def _landing(self, batch: Batch) -> BatchInFlight | None:
         """The batch if it is in flight already, otherwise None; waits for another one that is in flight."""
@@ -245,6 +260,7 @@ class Pipeline:
         if flight.died:
             self.guard()
         finished, again = flight.ended()
+        self._report(finished)
         done += finished
         return self._with_lower_bounds(again)
 
@@ -303,7 +319,7 @@ class Pipeline:
         ]
 
     def _retry_until_success(self, attempt: Callable[[], None], batch: Batch) -> None:
-        self._in_flight, self._last_logged = batch.number, ""
+        self._in_flight = batch.number
         try:
             self._retrying(attempt)
         except Exception as error:
@@ -311,19 +327,14 @@ class Pipeline:
                 raise Interrupted from None
             raise
 
-    def _log_wait(self, state: RetryCallState) -> None:
-        """Log why the batch is retried, once for each reason."""
-        error = state.outcome.exception() if state.outcome else None
-        text = str(error) if isinstance(error, TransientFault) else describe(error) if error else ""
+    def _note_fault(self, error: BaseException) -> None:
+        """Report why the batch is retried."""
+        text = str(error) if isinstance(error, TransientFault) else describe(error)
         self.heartbeat.update(f"retries a batch: {text}", Due.LATE)
-        if text != self._last_logged:
-            self._last_logged = text
-            braked = isinstance(error, Braked)
-            log.log(
-                logging.ERROR if braked else logging.WARNING,
-                "a handler is stopped" if braked else "a batch failed and is retried",
-                extra={"batch": self._in_flight, "fault": text},
-            )
+        if isinstance(error, Braked):
+            self.condition.fails(text, logging.ERROR, "a handler is stopped", batch=self._in_flight)
+        else:
+            self.condition.fails(text, batch=self._in_flight)
 
     def _engine(self, batch: Batch) -> tuple[Engine, str]:
         """The engine for the batch, and why that one."""

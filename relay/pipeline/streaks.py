@@ -30,11 +30,10 @@ def store_streaks(
     handler that the brake has stopped now. Raises Braked if tasks that run at the same time have together exceeded a
     limit.
     """
-    failed = {
-        disposition.handler: disposition
-        for disposition in dispositions.values()
-        if isinstance(disposition, DeadLetter) and disposition.handler
-    }
+    failed: dict[str, list[tuple[int, DeadLetter]]] = {}
+    for index, disposition in dispositions.items():
+        if isinstance(disposition, DeadLetter) and disposition.handler:
+            failed.setdefault(disposition.handler, []).append((index, disposition))
     explanations = []
     for handler in sorted(failed.keys() | brake.streaks.keys() | brake.braked.keys()):
         if handler not in limits:
@@ -57,7 +56,9 @@ def store_streaks(
         if stopped and not (before and before.braked):
             explanations.append(brake.explain(handler))
         elif handler in failed and not stopped and deaths > limits[handler]:
-            raise brake.fault(handler, failed[handler].error)
+            index, disposition = failed[handler][-1]
+            transaction = assigned.transactions[index]
+            raise brake.fault(handler, disposition.error, transaction, len(failed[handler]))
     return explanations
 
 

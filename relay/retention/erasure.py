@@ -126,6 +126,13 @@ def _erase_from_target(
         "delete from relay.deferred where group_id = %(group)s and hosts = array[%(host)s::text]",
         of,
     ).rowcount
+    target.execute(
+        """
+        update relay.brakes set sample_transaction = null, sample_hosts = null, sample_exception = null
+         where group_id = %(group)s and %(host)s = any (sample_hosts)
+        """,
+        of,
+    )
     report.removed["suspects"] = target.execute(
         """
         delete from relay.suspects

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, LiteralString, TypeVar
+from typing import Any, LiteralString, Protocol, TypeVar
 
 import psycopg
 from psycopg import sql
@@ -165,10 +166,17 @@ def repair_default(
     return str(name)
 
 
-def drop_read(source: Connection, table: str, older_than: datetime) -> list[str]:
+class Step(Protocol):
+    """Encloses a step of retention, so that a fault of it does not keep the others from being done."""
+
+    def __call__(self, what: str, conn: Connection) -> AbstractContextManager[None]:
+        """Return a context that records a fault of the step `what`; it raises psycopg.Error if `conn` is lost."""
+
+
+def drop_read(source: Connection, table: str, older_than: datetime, step: Step) -> list[str]:
     """Drop the partitions that end before a time and that all readers are past; returns their names.
 
-    A partition that stays locked is left for the next call. Raises psycopg.Error.
+    A partition that stays locked is left for the next call, and so is one that cannot be read. Raises psycopg.Error.
     """
     dropped: list[str] = []
     for each in partitions(source, table):
@@ -176,19 +184,26 @@ def drop_read(source: Connection, table: str, older_than: datetime) -> list[str]
             continue
         if each.restored_at is not None and each.restored_at > older_than:
             continue
-        try:
-            was_dropped = with_short_lock(
+        with step(f"partition {each.name}", source):
+            if _drop(source, table, each.name, older_than):
+                dropped.append(each.name)
+    return dropped
+
+
+def _drop(source: Connection, table: str, name: str, older_than: datetime) -> bool:
+    """Drop a partition if all readers are past it; returns whether it is gone. Raises psycopg.Error."""
+    try:
+        return bool(
+            with_short_lock(
                 source,
-                lambda name=each.name: _value(  # type: ignore[misc]
+                lambda: _value(
                     source, "select relay.drop_partition(%s, %s, %s)", table, name, older_than
                 ),
             )
-        except psycopg.errors.LockNotAvailable:
-            log.info("a partition is in use: it is dropped later", extra={"partition": each.name})
-            continue
-        if was_dropped:
-            dropped.append(each.name)
-    return dropped
+        )
+    except psycopg.errors.LockNotAvailable:
+        log.info("a partition is in use: it is dropped later", extra={"partition": name})
+        return False
 
 
 def delete_read(

@@ -16,6 +16,7 @@ from psycopg.rows import class_row
 from relay.config.settings import Settings
 from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError
+from relay.model.snapshots import Snapshot
 from relay.store.connections import Connection
 
 _POSITIONS = """
@@ -156,6 +157,21 @@ def readers(source: Connection, settings: Settings) -> list[OutboxReader]:
     )
     with source.cursor(row_factory=class_row(OutboxReader)) as cursor:
         return cursor.execute(statement).fetchall()
+
+
+def noted(source: Connection, group: str, outbox: str) -> list[tuple[str, Snapshot, datetime]]:
+    """List the last known snapshot of each reader of a group, '' is the target, and when it was noted.
+
+    Of groups of the same name in several targets, it is the one that was noted last. Raises psycopg.Error.
+    """
+    rows = source.execute(
+        """
+        select distinct on (reader) reader, snapshot::text, noted_at from relay.readers
+         where group_id = %s and coalesce(outbox, %s) = %s and snapshot is not null order by reader, noted_at desc
+        """,
+        (group, outbox, outbox),
+    )
+    return [(name, Snapshot.parse(text), noted_at) for name, text, noted_at in rows]
 
 
 def lagging(

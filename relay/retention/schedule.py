@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
-from datetime import datetime
-from threading import Event
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from datetime import datetime, timedelta
 
 import psycopg
 
+from relay.conditions import Condition, Recurring
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, describe
 from relay.retention import partitions, removable
 from relay.store import actions, advisory_locks, clock, sinks
 from relay.store.connections import Connection, connect
 from relay.store.groups import APPLICATION_NAME
-from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ _PRUNE_PORTION = 10_000
 
 
 class Schedule:
-    """Runs retention in a thread, with connections of its own. After an error of a database, the next turn tries again.
+    """Runs retention in a thread, with connections of its own. After a fault it goes on with the next step or turn.
 
     `failed` is called once, with `error` set, if the group was given up. `clock` returns the time of the source.
     """
@@ -44,15 +43,22 @@ class Schedule:
         rotate_seconds: float = ROTATE_SECONDS,
     ) -> None:
         self._settings = settings
-        self._failed = failed
         self._clock = clock
         self._note_seconds = note_seconds
         self._rotate_seconds = rotate_seconds
         self._next_rotation = 0.0
-        self._last_logged = ""
-        self._stopping = Event()
-        self._thread = Thread(target=self._run, name="retention", daemon=True)
-        self.error: RelayError | None = None
+        self._connections: tuple[Connection, Connection] | None = None
+        self._faults: list[str] = []
+        self._on_standby = False
+        self.condition = Condition(
+            "retention", log, "retention fails and is retried", "retention works again"
+        )
+        self._part = Recurring(self._connected, self.condition, failed)
+
+    @property
+    def error(self) -> RelayError | None:
+        """Why the group cannot go on; None if it can."""
+        return self._part.error
 
     def start(self) -> None:
         """Start the thread; pause sinks that were given up. Raises ConfigurationError if the group was given up."""
@@ -63,49 +69,50 @@ class Schedule:
             closing(connect(of.target_dsn)) as target,
         ):
             self._stop_given_up(source, target)
-        self._thread.start()
+        self._part.start()
 
     def stop(self) -> None:
         """Ask the thread to end after the statement in flight. Safe in a signal handler."""
-        self._stopping.set()
+        self._part.stop()
 
     def close(self) -> None:
         """Stop, and wait up to five seconds for the thread to end."""
-        self.stop()
-        if self._thread.is_alive():
-            self._thread.join(5.0)
+        self._part.close(5.0)
+        self._disconnect()
 
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                self._connected()
-            except RelayError as error:
-                self.error = error
-                self._failed()
-                return
-            except psycopg.errors.ReadOnlySqlTransaction as error:
-                # A hot standby, until it is promoted, or a server whose disk is full.
-                self._log_once(logging.INFO, "retention waits until it may write", error)
-            except psycopg.Error as error:
-                self._log_once(logging.WARNING, "retention failed and is retried", error)
-            self._stopping.wait(self._note_seconds)
-
-    def _log_once(self, level: int, text: str, error: psycopg.Error) -> None:
-        fault = describe(error)
-        if fault != self._last_logged:
-            self._last_logged = fault
-            log.log(level, text, extra={"fault": fault})
-
-    def _connected(self) -> None:
+    def _connected(self) -> float:
         of = self._settings
-        with (
-            closing(connect(of.source_dsn, application_name=APPLICATION_NAME)) as source,
-            closing(connect(of.target_dsn, application_name=APPLICATION_NAME)) as target,
-        ):
-            while not self._stopping.is_set():
-                self.turn(source, target)
-                self._last_logged = ""
-                self._stopping.wait(self._note_seconds)
+        try:
+            if self._connections is None:
+                source = connect(of.source_dsn, application_name=APPLICATION_NAME)
+                try:
+                    target = connect(of.target_dsn, application_name=APPLICATION_NAME)
+                except BaseException:
+                    source.close()
+                    raise
+                self._connections = source, target
+            self.turn(*self._connections)
+        except psycopg.errors.ReadOnlySqlTransaction:
+            if self._connections is None or not _is_standby(self._connections[0]):
+                self._disconnect()
+                raise
+            self._disconnect()
+            # No fault: the events are on the primary, where they are removed.
+            self.condition.works()
+            if not self._on_standby:
+                log.info("retention waits until the source, a standby, is promoted")
+            self._on_standby = True
+        except BaseException:
+            self._disconnect()
+            raise
+        else:
+            self._on_standby = False
+        return self._note_seconds
+
+    def _disconnect(self) -> None:
+        connections, self._connections = self._connections, None
+        for each in connections or ():
+            each.close()
 
     def turn(self, source: Connection, target: Connection) -> None:
         """Note positions; each minute, remove what all readers are past. Raises psycopg.Error, RelayError."""
@@ -113,18 +120,40 @@ class Schedule:
         noted = removable.note(source, target, of.group, of.source.table)
         self._stop_given_up(source, target)
         now = time.monotonic()
-        if now < self._next_rotation:
-            return
-        self._next_rotation = now + self._rotate_seconds
-        self._prune(target)
-        key = advisory_locks.retention(of.source.table)
-        if not advisory_locks.try_lock(source, key):
-            return
+        if now >= self._next_rotation:
+            self._next_rotation = now + self._rotate_seconds
+            self._remove(source, target, noted)
+        if not self._faults:
+            self.condition.works()
+
+    def _remove(self, source: Connection, target: Connection, noted: list[str]) -> None:
+        """Create partitions, and remove what all readers are past; a step that fails is reported."""
+        self._faults = []
+        with self._step("history", target):
+            self._prune(target)
+        key = advisory_locks.retention(self._settings.source.table)
+        if advisory_locks.try_lock(source, key):
+            try:
+                self._rotate(source, target, noted)
+            finally:
+                if not source.broken:
+                    advisory_locks.unlock(source, key)
+        if self._faults:
+            more = f"; and {len(self._faults) - 1} more" if len(self._faults) > 1 else ""
+            self.condition.fails(f"{self._faults[0]}{more}")
+
+    @contextmanager
+    def _step(self, what: str, conn: Connection) -> Iterator[None]:
+        """Record a fault of a step, so that the others are done; raises it if the connection is lost."""
         try:
-            self._rotate(source, target, noted)
-        finally:
-            if not source.broken:
-                advisory_locks.unlock(source, key)
+            yield
+        except psycopg.errors.ReadOnlySqlTransaction:
+            # A standby, until it is promoted, or a server whose disk is full; a new session finds out.
+            raise
+        except psycopg.Error as error:
+            if conn.broken:
+                raise
+            self._faults.append(f"{what}: {describe(error)}")
 
     def _rotate(self, source: Connection, target: Connection, noted: list[str]) -> None:
         of, present = self._settings.retention, self._clock(source)
@@ -133,16 +162,8 @@ class Schedule:
         if given is None:
             return
         if given.every is not None:
-            created = partitions.create_ahead(source, table, present, of.ahead)
-            repaired = partitions.repair_default(source, table, given.every, present, of.ahead)
-            if repaired:
-                log.warning(
-                    "the default partition had rows, because no partition existed for their time",
-                    extra={"partition": repaired},
-                )
-                created += partitions.create_ahead(source, table, present, of.ahead)
-            if created:
-                log.info("partitions created", extra={"partitions": ", ".join(created)})
+            with self._step("creating partitions", source):
+                self._create_ahead(source, given.every, present)
         if of.max_lag is not None and self._give_up(source, target, present):
             # The process that runs the reader stops it at its next turn, before events are removed.
             return
@@ -150,12 +171,27 @@ class Schedule:
             return
         older_than = present - of.keep
         if given.every is not None:
-            dropped = partitions.drop_read(source, table, older_than)
+            dropped = partitions.drop_read(source, table, older_than, self._step)
             if dropped:
                 log.info("partitions dropped", extra={"partitions": ", ".join(dropped)})
-        deleted = partitions.delete_read(source, table, older_than, self._stopping.is_set)
-        if deleted:
-            log.info("events deleted", extra={"events": deleted})
+        with self._step("deleting events", source):
+            deleted = partitions.delete_read(source, table, older_than, self._part.stopping.is_set)
+            if deleted:
+                log.info("events deleted", extra={"events": deleted})
+
+    def _create_ahead(self, source: Connection, every: timedelta, present: datetime) -> None:
+        """Create the partitions that are missing, and give the rows of the default partition one of their own."""
+        table, ahead = self._settings.source.table, self._settings.retention.ahead
+        created = partitions.create_ahead(source, table, present, ahead)
+        repaired = partitions.repair_default(source, table, every, present, ahead)
+        if repaired:
+            log.warning(
+                "the default partition had rows, because no partition existed for their time",
+                extra={"partition": repaired},
+            )
+            created += partitions.create_ahead(source, table, present, ahead)
+        if created:
+            log.info("partitions created", extra={"partitions": ", ".join(created)})
 
     def _give_up(self, source: Connection, target: Connection, present: datetime) -> bool:
         """Give up the readers that lag by more than max_lag, except the archive; returns whether there were any."""
@@ -190,6 +226,13 @@ class Schedule:
         target.execute(
             "select relay.prune_history(%s, %s, %s)", (self._settings.group, before, _PRUNE_PORTION)
         )
+
+
+def _is_standby(source: Connection) -> bool:
+    if source.broken:
+        return False
+    row = source.execute("select pg_is_in_recovery()").fetchone()
+    return bool(row and row[0])
 
 
 GIVEN_UP = "given up by retention: events may be gone; choose where to go on with `relay sink seek`"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from threading import Event
 from typing import Protocol
 
 import numpy as np
 import psycopg
 
+from relay.conditions import SOON_SECONDS, Condition
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, describe, is_transient
 from relay.heartbeat import Due, Heartbeat
@@ -33,6 +34,8 @@ AUDIT_SECONDS = 5.0
 """How often the stream is compared with the outbox."""
 STILL_SECONDS = 5.0
 """How long the stream may bring nothing of what the outbox has before relay polls."""
+REPORT_SECONDS = 30.0
+"""The same in mode wal, where it is only reported: a walsender that decodes a large transaction is silent as well."""
 RECONNECT_SECONDS = 15.0
 """The least time between two reconnections because commits are missing in the stream."""
 
@@ -79,6 +82,10 @@ class Source(Protocol):
     def receiver(self) -> WalSource | None:
         """The reader of the slot, with a thread of its own."""
 
+    @property
+    def conditions(self) -> Sequence[Condition]:
+        """The conditions of its background parts."""
+
     def state(self) -> SourceState:
         """How the source is read now. Safe in any thread."""
 
@@ -120,6 +127,15 @@ class StreamSource:
         self._next_audit = 0.0
         self._next_reconnect = 0.0
         self._membership: tuple[int, int | None] | None = None
+        self._audited = Condition(
+            "audit",
+            log,
+            "the stream cannot be compared with the outbox",
+            "the stream is compared with the outbox again",
+        )
+        self._flows = Condition(
+            "stream", log, "the stream stands still", "the stream goes on", SOON_SECONDS
+        )
 
     def guard(self) -> None:
         """Note which commit is received, since one may have killed a process. Call before `start`."""
@@ -152,6 +168,11 @@ class StreamSource:
     def receiver(self) -> WalSource:
         """The reader of the slot, with a thread of its own."""
         return self._wal
+
+    @property
+    def conditions(self) -> Sequence[Condition]:
+        """The conditions of polling, of the audit, and of a stream that may stand still without a fault."""
+        return self._poller.condition, self._wal.condition, self._audited, self._flows
 
     def state(self) -> SourceState:
         """How the source is read now. Safe in any thread."""
@@ -278,9 +299,11 @@ class StreamSource:
         except psycopg.Error as error:
             if not is_transient(error):
                 raise
-            self._next_audit = now + AUDIT_SECONDS
-            log.debug("cannot compare with the outbox", extra={"fault": describe(error)})
+            self._audited.fails(describe(error))
+            self._next_audit = now + max(AUDIT_SECONDS, self._audited.pause)
             return
+        self._audited.works()
+        self._flows.works()
         self._current_position = None
         self._next_audit = now + AUDIT_SECONDS
         if whole:
@@ -299,23 +322,28 @@ class StreamSource:
     def _notice_standstill(self) -> None:
         """Poll from now on if the stream, which has no fault, does not bring what the outbox has, and say why.
 
-        A walsender may hang, or wait for a standby (synchronized_standby_slots), or decode much for others.
+        A walsender may hang, or wait for a standby (synchronized_standby_slots), or decode much for others. In mode wal
+        only the reason is reported.
         """
         seen = self._current_position
-        if not self._polls or seen is None or self._ahead is not None:
+        if seen is None or self._ahead is not None:
             return
         silent = min(time.monotonic() - self._positioned, self._wal.quiet)
-        if silent < STILL_SECONDS or self._wal.received >= seen.lsn or not self._wal.empty:
+        limit = STILL_SECONDS if self._polls else REPORT_SECONDS
+        if silent < limit or self._wal.received >= seen.lsn or not self._wal.empty:
             return
         self._positioned = time.monotonic()
         try:
-            if not self._poller.lacks(seen):
+            if self._polls and not self._poller.lacks(seen):
                 return
             activity = self._poller.reader_activity()
         except psycopg.Error as error:
             if not is_transient(error):
                 raise
-            log.debug("cannot compare with the outbox", extra={"fault": describe(error)})
+            self._audited.fails(describe(error))
+            return
+        if not self._polls:
+            self._flows.fails(f"{seen.lsn} is not received: {activity}")
             return
         self._still = seen.lsn
         self._enter("poll", f"the stream stands still: {activity}")
@@ -440,6 +468,8 @@ class StreamSource:
         """Note that another process reads the slot."""
         self._stood_by = True
         self._still = None
+        self._audited.clear()
+        self._flows.clear()
         if self._mode:
             self._mode = ""
             self._current_position = None
@@ -450,6 +480,8 @@ class StreamSource:
         if mode == self._mode:
             return
         self._mode, self._reason = mode, reason
+        self._audited.clear()
+        self._flows.clear()
         if mode == "wal":
             self._takeovers += self._stood_by
             self._stood_by = False

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import psycopg
 from psycopg_pool import ConnectionPool
 
+from relay.conditions import SOON_SECONDS, Condition
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, TransientFault, describe
 from relay.heartbeat import Due, Heartbeat
@@ -27,7 +28,7 @@ from relay.model.batch import Batch, Outcome, Window
 from relay.model.events import Lsn
 from relay.model.snapshots import RowCounts, Xids
 from relay.model.transactions import Transactions
-from relay.retry import log_changes, retry_until_success
+from relay.retry import RetryUntilSuccess
 from relay.source.differences import Difference
 from relay.source.interval import Interval
 from relay.source.recovery import Recognition
@@ -86,7 +87,10 @@ class Poller:
         self._target: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.target_dsn, 1)
         self._plan: _Plan | None = None
         self._stopping = Event()
-        self._retrying = retry_until_success(self._stopping, log_changes(log, "cannot poll yet"))
+        self.condition = Condition(
+            "polling", log, "cannot poll yet", "the outbox is polled again", SOON_SECONDS
+        )
+        self._retrying = RetryUntilSuccess(self._stopping, self.condition)
         self._windows = 0
         self._busy_seconds = BUSY_SECONDS
         self._guarded_events = 0
@@ -468,6 +472,11 @@ class PollSource:
             yield batch
             if not self._progressed:
                 self._stopping.wait(BUSY_SECONDS)
+
+    @property
+    def conditions(self) -> Sequence[Condition]:
+        """The condition of polling."""
+        return (self._poller.condition,)
 
     def state(self) -> SourceState:
         """How the source is read now. Safe in any thread."""

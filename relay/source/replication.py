@@ -22,6 +22,7 @@ from tenacity import (
     wait_exponential_jitter,
 )
 
+from relay.conditions import LATE_SECONDS, SOON_SECONDS, Condition
 from relay.config.settings import Settings
 from relay.faults import (
     ConfigurationError,
@@ -112,6 +113,13 @@ class Replication:
         self.heartbeat = Heartbeat()
         self.closing = Event()
         # Written by the receiver's thread, read by the service's and those of metrics and health.
+        self.condition = Condition(
+            "replication",
+            log,
+            "cannot stream yet",
+            "the source can be used again",
+            LATE_SECONDS if recovery else SOON_SECONDS,
+        )
         self.connections = 0
         self.outage: Outage | None = None
         self.on_standby = False
@@ -257,31 +265,27 @@ class Replication:
         return reader.removeprefix(groups.PREFIX) in running
 
     def _note_why(self) -> Callable[[RetryCallState], None]:
-        """Return a callback that stores the reason of a retry as the outage, and logs it when it changes."""
-        last_logged: list[str] = [""]
+        """Return a callback that stores the reason of a retry as the outage, and reports it."""
+        stands_by = False
 
         def note(state: RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome else None
             if error is None:
                 return
+            nonlocal stands_by
             self.heartbeat.update("waits to connect again", Due.LATE)
             self.on_standby = isinstance(error, _SlotActive)
-            fault = ""
             if self.on_standby:
                 self.outage = None
-                reason = "another process reads the slot; standing by"
+                self.condition.works()
+                if not stands_by:
+                    log.warning("another process reads the slot; standing by")
             else:
                 certain = isinstance(error, Unavailable)
                 fault = str(error) if certain else describe(error)
-                reason = f"cannot stream yet: {fault}"
-                self.unavailable(reason, certain)
-            if reason == last_logged[0]:
-                return
-            last_logged[0] = reason
-            if self.on_standby:
-                log.warning(reason)
-            else:
-                log.warning("cannot stream yet", extra={"fault": fault})
+                self.unavailable(f"cannot stream yet: {fault}", certain)
+                self.condition.fails(fault)
+            stands_by = self.on_standby
 
         return note
 
@@ -351,6 +355,7 @@ class Replication:
                 self.connections += 1
             opened.pop_all()
         self._changed()
+        self.condition.works()
         log.info("streaming", extra={"slot": slot, "lsn": str(start)})
         return WalStream(
             conn,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from relay.conditions import Condition
 from relay.config.settings import Settings
 from relay.model.batch import Batch
 from relay.model.events import POSTGRES_EPOCH, Lsn
@@ -56,6 +57,11 @@ class WalSource:
     def start(self) -> None:
         """Begin to receive."""
         self._receiver.start()
+
+    @property
+    def condition(self) -> Condition:
+        """Whether the replication connection can be opened."""
+        return self._replication.condition
 
     @property
     def is_alive(self) -> bool:

@@ -11,6 +11,7 @@ from datetime import datetime
 
 from psycopg.rows import class_row
 
+from relay.faults import Braked
 from relay.store.connections import Connection
 
 
@@ -25,12 +26,36 @@ class Streak:
 
 @dataclass(frozen=True, slots=True)
 class BrakedHandler:
-    """A handler whose progress is stopped: the kind of its fault, after how many dead letters, and since when."""
+    """A handler whose progress is stopped: the kind of its fault, after how many dead letters, and since when.
+
+    `failed` transactions failed in the task that the brake stopped and rolled back. The `sample_` fields describe one
+    of them; they are None for a sink, which defers them.
+    """
 
     handler: str
     fault: str
     deaths: int
     braked_at: datetime
+    failed: int
+    sample_transaction: str | None
+    sample_hosts: list[str] | None
+    sample_exception: str | None
+
+    @property
+    def count(self) -> str:
+        """After how many transactions in a row, in words."""
+        dead = f"{self.deaths} dead letter{'' if self.deaths == 1 else 's'}"
+        if not self.failed:
+            return f"{dead} in a row"
+        return f"{dead} and {self.failed} failure{'' if self.failed == 1 else 's'} in a row"
+
+    @property
+    def sample(self) -> str | None:
+        """One of the transactions that failed, in words; None if none is known."""
+        if self.sample_exception is None:
+            return None
+        hosts = f" of {', '.join(self.sample_hosts)}" if self.sample_hosts else ""
+        return f"{self.sample_transaction or 'a transaction without an id'}{hosts}: {self.sample_exception}"
 
 
 def streaks_of(values: Mapping[str, tuple[str, int, bool]] | None) -> dict[str, Streak]:
@@ -101,15 +126,34 @@ def store(conn: Connection, group: str, handler: str, streak: Streak | None) -> 
     )
 
 
-def mark(conn: Connection, group: str, handler: str, fault: str) -> None:
-    """Stop the handler: apply its brake."""
-    conn.execute(
+def mark(conn: Connection, group: str, braked: Braked) -> bool:
+    """Stop the handler: apply its brake, and store one of the transactions that failed, since none is a dead letter.
+
+    Returns whether it was not stopped before.
+    """
+    row = conn.execute(
         """
-        insert into relay.brakes as b (group_id, handler, fault, braked_at) values (%s, %s, %s, now())
-        on conflict (group_id, handler) do update set braked_at = coalesce(b.braked_at, now())
+        with before as (select braked_at from relay.brakes where group_id = %(group)s and handler = %(handler)s)
+        insert into relay.brakes as b (group_id, handler, fault, braked_at, failed, sample_transaction, sample_hosts,
+                                       sample_exception)
+        values (%(group)s, %(handler)s, %(fault)s, now(), %(failed)s, %(transaction)s, %(hosts)s, %(exception)s)
+        on conflict (group_id, handler) do update
+           set braked_at = coalesce(b.braked_at, now()), failed = excluded.failed,
+               sample_transaction = excluded.sample_transaction, sample_hosts = excluded.sample_hosts,
+               sample_exception = excluded.sample_exception
+        returning not exists (select from before where braked_at is not null)
         """,
-        (group, handler, fault),
-    )
+        {
+            "group": group,
+            "handler": braked.handler,
+            "fault": braked.fault,
+            "failed": braked.failed,
+            "transaction": braked.transaction_id,
+            "hosts": list(braked.hosts),
+            "exception": braked.exception and braked.exception.replace("\x00", ""),
+        },
+    ).fetchone()
+    return bool(row and row[0])
 
 
 def forget(conn: Connection, group: str, handler: str) -> None:
@@ -121,7 +165,7 @@ def braked(conn: Connection, group: str) -> list[BrakedHandler]:
     """List the handlers whose progress is stopped, by name."""
     with conn.cursor(row_factory=class_row(BrakedHandler)) as cursor:
         return cursor.execute(
-            "select handler, fault, deaths, braked_at from relay.brakes"
-            " where group_id = %s and braked_at is not null order by handler",
+            "select handler, fault, deaths, braked_at, failed, sample_transaction, sample_hosts, sample_exception"
+            " from relay.brakes where group_id = %s and braked_at is not null order by handler",
             (group,),
         ).fetchall()

@@ -68,11 +68,18 @@ def begin(conn: psycopg.Connection[Any], group: str, running_now: Collection[str
             "update relay.groups set running = true, instances = %s where group_id = %s",
             ([*kept, INSTANCE], group),
         )
+        conn.execute(
+            "delete from relay.part_faults where group_id = %s and instance <> all (%s)",
+            (group, kept),
+        )
     return bool(running and (not instances or len(kept) < len(instances)))
 
 
 def end(conn: psycopg.Connection[Any], group: str) -> None:
     """Remove this instance, which ends in order: it was stopped, or reports a fault."""
+    conn.execute(
+        "delete from relay.part_faults where group_id = %s and instance = %s", (group, INSTANCE)
+    )
     conn.execute(
         """
         update relay.groups

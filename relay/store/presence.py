@@ -6,18 +6,17 @@ Source: PostgreSQL documentation, "Advisory Locks".
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from threading import Event
 
 import psycopg
 
+from relay.conditions import SOON_SECONDS, Condition, PartFault, Recurring
 from relay.config.effects import Effects
-from relay.faults import ConfigurationError, describe
-from relay.store import admission, advisory_locks
+from relay.faults import RelayError, describe
+from relay.store import admission, advisory_locks, part_faults
 from relay.store.connections import Connection, Dsn, connect, require_writable
 from relay.store.groups import APPLICATION_NAME, PREFIX
-from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ class Presence:
 
     `accept` lets its configuration replace that of running instances. `changed` is called as `admission.admit` does,
     and may raise RelayError. `replaced` is called from a thread once another instance's configuration has replaced this
-    one's; `error` is set then.
+    one's; `error` is set then. It stores what `faults` returns, for `relay status`.
     """
 
     def __init__(
@@ -42,42 +41,52 @@ class Presence:
         accept: bool,
         changed: Callable[[Connection, Mapping[str, str]], None],
         replaced: Callable[[], None],
+        faults: Callable[[], Sequence[PartFault]] = lambda: (),
     ) -> None:
         self._dsn = dsn
         self._group = group
         self._effects = effects
         self._accept = accept
         self._changed = changed
-        self._replaced = replaced
+        self._faults = faults
         self._admitted = False
-        self.error: ConfigurationError | None = None
         self._conn: Connection | None = None
-        self._closing = Event()
-        self._thread = Thread(target=self._keep, name="presence", daemon=True)
+        self._stored: Sequence[PartFault] = ()
+        self.condition = Condition(
+            "presence",
+            log,
+            "the target cannot be used",
+            "the target can be used again",
+            SOON_SECONDS,
+        )
+        self._part = Recurring(self._keep, self.condition, replaced, CHECK_SECONDS)
 
     def start(self) -> None:
         """Take the locks, again whenever the connection was lost.
 
         Raises ConfigurationError if instances run with another configuration.
         """
-        self._ensure()
-        self._thread.start()
+        try:
+            self._ensure()
+        except psycopg.Error as error:
+            # Not raised: the task that applies a batch handles an outage of the target.
+            self.condition.fails(describe(error))
+        self._part.start()
+
+    @property
+    def error(self) -> RelayError | None:
+        """Why this instance must end: another configuration has replaced its own."""
+        return self._part.error
 
     def close(self) -> None:
         """Release the locks."""
-        self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join(CHECK_SECONDS)
+        self._part.close(CHECK_SECONDS)
         self._drop()
 
-    def _keep(self) -> None:
-        while not self._closing.wait(CHECK_SECONDS):
-            try:
-                self._ensure()
-            except ConfigurationError as error:
-                self.error = error
-                self._replaced()
-                return
+    def _keep(self) -> float:
+        self._ensure()
+        self._store_faults()
+        return CHECK_SECONDS
 
     def _ensure(self) -> None:
         try:
@@ -92,10 +101,24 @@ class Presence:
             else:
                 admission.admit(self._conn, self._group, self._effects, self._accept, self._changed)
                 self._admitted = True
-        except psycopg.Error as error:
-            # Not raised: the task that applies a batch handles an outage of the target.
-            log.debug("cannot hold the locks of this instance", extra={"fault": describe(error)})
+        except psycopg.Error:
             self._drop()
+            raise
+        self.condition.works()
+
+    def _store_faults(self) -> None:
+        """Store the faults of this instance's parts if they have changed."""
+        faults = self._faults()
+        if self._conn is None or [each.key for each in faults] == [
+            each.key for each in self._stored
+        ]:
+            return
+        try:
+            part_faults.store(self._conn, self._group, faults)
+        except psycopg.Error:
+            self._drop()
+            raise
+        self._stored = faults
 
     def _lock_instance(self, conn: Connection) -> None:
         key = advisory_locks.instance(self._group)

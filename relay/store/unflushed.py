@@ -17,9 +17,10 @@ from typing import Any
 
 import psycopg
 
+from relay.conditions import Condition as PartCondition
 from relay.faults import RelayError, TaskFault, TransientFault
 from relay.model.events import Lsn
-from relay.retry import log_changes, retry_until_success
+from relay.retry import RetryUntilSuccess
 from relay.store import offsets
 from relay.store.connections import Dsn, connect
 from relay.threads import Thread
@@ -65,6 +66,12 @@ class Unflushed:
         self._stopping = Event()
         self._thread = Thread(target=self._run, name="flushed", daemon=True)
         self.error: RelayError | None = None
+        self.condition = PartCondition(
+            "flushed",
+            log,
+            "cannot read yet what the target has flushed",
+            "what the target has flushed is read again",
+        )
 
     def start(self) -> None:
         """Start the thread that checks."""
@@ -94,9 +101,7 @@ class Unflushed:
         return {partition: last[partition] for partition in partitions if partition in last}
 
     def _run(self) -> None:
-        retrying = retry_until_success(
-            self._stopping, log_changes(log, "cannot read yet what the target has flushed")
-        )
+        retrying = RetryUntilSuccess(self._stopping, self.condition)
         try:
             while self._wait_for_work():
                 retrying(self._check)

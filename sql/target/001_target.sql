@@ -122,6 +122,27 @@ comment on table relay.sink_commits is
 
 create sequence if not exists relay.dead_transactions;
 
+-- What became of a sink's delivery attempts in each of the last minutes.
+create table if not exists relay.sink_activity (
+    group_id      text        not null,
+    sink          text        not null,
+    minute        timestamptz not null,
+    confirmed     int         not null default 0,
+    events        int         not null default 0,
+    failed        int         not null default 0,
+    seconds       float8      not null default 0,
+    slowest       float8      not null default 0,
+    fault         text,
+    noted_at      timestamptz not null default clock_timestamp(),
+    polled_offset bigint,
+    primary key (group_id, sink, minute)
+);
+
+comment on column relay.sink_activity.seconds is
+    'the sum over the attempts that succeeded';
+comment on column relay.sink_activity.polled_offset is
+    'where the sink stood in the difference that it polled at noted_at: how fast it reads';
+
 create table if not exists relay.dead_letter_queue (
     id             bigint generated always as identity primary key,
     group_id       text        not null,
@@ -316,10 +337,32 @@ create table if not exists relay.brakes (
     primary key (group_id, handler)
 );
 
+alter table relay.brakes add column if not exists failed int not null default 0,
+                         add column if not exists sample_transaction text,
+                         add column if not exists sample_hosts text[],
+                         add column if not exists sample_exception text;
+
 comment on table relay.brakes is
     'handlers that fail: the kind of fault, and how many transactions in a row were dead-lettered for it';
 comment on column relay.brakes.braked_at is
     'since when no more of them are dead-lettered, and the handler''s progress is stopped';
+
+comment on column relay.brakes.failed is
+    'how many transactions failed in a task that the brake stopped: it is rolled back, so they are no dead letters';
+comment on column relay.brakes.sample_transaction is
+    'one of these transactions, with its hosts and the first line of its exception';
+
+create table if not exists relay.part_faults (
+    group_id text        not null,
+    instance text        not null,
+    part     text        not null,
+    fault    text        not null,
+    since    timestamptz not null,
+    primary key (group_id, instance, part)
+);
+
+comment on table relay.part_faults is
+    'the background parts of each instance that do not do their work, and why; without a row a part works';
 
 create table if not exists relay.engines (
     group_id   text        not null,
@@ -600,8 +643,8 @@ begin
         grant select on relay.actions to relay;
         grant insert (group_id, sink, action, reason, detail) on relay.actions to relay;
         grant select, insert, update on relay.groups to relay;
-        grant select, insert, update, delete on relay.suspects, relay.brakes, relay.engines to relay;
-        grant select, insert, update, delete on relay.sinks, relay.sink_commits to relay;
+        grant select, insert, update, delete on relay.suspects, relay.brakes, relay.engines, relay.part_faults to relay;
+        grant select, insert, update, delete on relay.sinks, relay.sink_commits, relay.sink_activity to relay;
         grant select, insert, update, delete on relay.deferred to relay;
         grant select, insert, delete on relay.deferred_keys, relay.deferred_rows to relay;
         grant usage on sequence relay.deferred_id_seq to relay;

@@ -15,9 +15,10 @@ from contextlib import contextmanager
 import psycopg
 import pytest
 
+from relay.admin import status
 from relay.source import hybrid
 from relay.source.wal import WalSource
-from relay.store import groups
+from relay.store import groups, presence
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
 
@@ -136,3 +137,29 @@ def test_a_table_that_is_locked_does_not_hold_back_the_stream(
             assert outbox.column("select 1 from relay.applied_commits limit 1")
             administrator.rollback()
             outbox.wait_compared()
+
+
+def test_a_walsender_hangs_in_mode_wal(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """lukashes/outboxx#108: the process looks healthy on a stream that brings nothing; nothing can be polled here."""
+    monkeypatch.setattr(hybrid, "REPORT_SECONDS", 0.5)
+    monkeypatch.setattr(presence, "CHECK_SECONDS", 0.2)
+    caplog.set_level("INFO")
+    settings = outbox.settings(source={**outbox.config()["source"], "mode": "wal"})
+
+    def stalled() -> list[str]:
+        return [each.fault for each in status.read(settings).parts if each.part == "stream"]
+
+    with relaying(settings):
+        outbox.publish(host(0), event(0))
+        outbox.wait_handled()
+        with frozen(outbox):
+            outbox.publish(host(1), event(1))
+            wait_until(lambda: bool(stalled()), 20)
+            assert "is not received: process" in stalled()[0]
+            assert "the stream stands still" in caplog.messages
+        outbox.wait_handled()
+        wait_until(lambda: not stalled(), 20)
+        assert "the stream goes on" in caplog.messages
+    outbox.assert_exact()

@@ -346,6 +346,7 @@ def test_status_tells_why_transactions_are_deferred(outbox: Outbox, config: Path
         outbox.publish(host(4), event(1, deliver_at="infinity"))
         outbox.drain(settings)
     waiting = read(settings).deferred
+    assert waiting is not None
     assert (waiting.transactions, waiting.holding) == (7, 1)
     assert [
         (each.kind, each.handler, each.reason, each.transactions) for each in waiting.reasons

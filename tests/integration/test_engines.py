@@ -86,7 +86,7 @@ def test_counts_are_stored_together_and_kept_while_the_target_is_away(
     away = EngineCounts("host=/nowhere dbname=none", group, interval=0.01)
     away.start()
     away.note(batch(1, 0), OUTCOME)
-    wait_until(lambda: "cannot store the counts of the engines" in caplog.messages)
+    wait_until(lambda: "cannot write counts of the engines" in caplog.messages)
     away._dsn = outbox.dsn
     wait_until(lambda: applied(outbox) == {("inline", ""): 3})
     away.close()

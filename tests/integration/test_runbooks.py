@@ -300,6 +300,24 @@ def test_relay_slot_lost(running_shop: Shop) -> None:
     shop.run_book("RelaySlotLost")
     # Since then events come from the WAL again.
     shop.publish()
+    shop.assert_applied()
+    shop.run_book("RelaySlotRecreated")
+
+
+@pytest.mark.rare
+@pytest.mark.long
+def test_relay_part_failing(running_shop: Shop) -> None:
+    shop = running_shop
+    timeout = "alter database shop {} statement_timeout{}"
+    with psycopg.connect(shop.server.dsn(), autocommit=True) as conn:
+        conn.execute(timeout.format("set", " = '2s'").encode())
+    shop.systemctl("restart")
+    shop.wait_healthy()
+    with session(shop.source, "report of March") as report:
+        report.execute("lock table outbox_message_t in access exclusive mode")
+        shop.run_book("RelayPartFailing")
+    with psycopg.connect(shop.server.dsn(), autocommit=True) as conn:
+        conn.execute(timeout.format("reset", "").encode())
 
 
 @pytest.mark.rare

@@ -388,15 +388,16 @@ def test_sinks_are_listed_while_the_source_is_away(
     config = outbox.config_file(tmp_path / "relay.yaml", **overrides)
     done = CliRunner().invoke(app, ["sink", "list", "--config", str(config)])
     assert done.exit_code == 0
-    assert done.stdout.splitlines()[1].split("\t")[:4] == ["hook0", "attached", "-", "-"]
+    assert done.stdout.splitlines()[1].split("\t")[:4] == ["hook0", "not running", "-", "-"]
     assert "what is unread cannot be counted: source.dsn: cannot connect" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     with pytest.raises(Unreachable):
         sinks.listed(outbox.settings(**overrides))
 
 
-def test_a_change_to_mode_wal_is_refused_while_a_sink_lags(
-    outbox: Outbox, webhooks: list[Webhook]
+@pytest.mark.parametrize("stored", ["lagging", "caught up"])
+def test_a_change_to_mode_wal_is_refused_while_a_sink_is_not_attached(
+    outbox: Outbox, webhooks: list[Webhook], stored: str
 ) -> None:
     settings = outbox.settings(**posting(webhooks[0]))
     with relaying(settings):
@@ -404,11 +405,12 @@ def test_a_change_to_mode_wal_is_refused_while_a_sink_lags(
     only_wal = outbox.settings(**posting(webhooks[0]), source=reading(outbox, "wal"))
     require(only_wal)
     sinks.set_paused(settings, "hook0", True, None)
-    outbox.conn.execute("update relay.sinks set state = 'lagging'")
+    outbox.conn.execute("update relay.sinks set state = %s", (stored,))
     require(settings)
-    with pytest.raises(ConfigurationError, match="hook0: lags, and only the outbox has the events"):
+    why = "hook0: is not attached to the stream, and only the outbox has the events"
+    with pytest.raises(ConfigurationError, match=why):
         require(only_wal)
-    assert "hook0: lags, and only the outbox has the events" in run_until_fault(only_wal)
+    assert why in run_until_fault(only_wal)
 
 
 def test_a_sink_is_rebuilt_while_the_others_go_on(outbox: Outbox, webhooks: list[Webhook]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import psycopg
 
 from relay.model.dispositions import DeadLetter, Dispositions, RetryLater
+from relay.model.events import Commit, Lsn
+from relay.model.transactions import Undecoded
 from relay.pipeline.brake import Brake, FailureRun, run_of
 from relay.store.brakes import Streak
 
@@ -16,7 +18,8 @@ def test_so_many_in_a_row_die_and_no_more() -> None:
     assert [brake.stops("h", BAD) for _ in range(4)] == [False, False, True, True]
     assert brake.braked == {"h": "ValueError"}
     assert brake.streak("h") == Streak("ValueError", 2, True)
-    output = str(brake.fault("h", BAD))
+    failed = Undecoded(Commit(Lsn(1), Lsn(2), 0, 3), "t-1", ("host-1",), (), (), 0)
+    output = str(brake.fault("h", BAD, failed, 3))
     assert output.startswith(
         "handlers.h: more than 2 transactions in a row failed with ValueError:"
     )

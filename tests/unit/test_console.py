@@ -153,7 +153,7 @@ def test_its_files_are_in_the_package() -> None:
     assert names == {"console.css", "console.js", "icon.svg"}
     environment = Environment(loader=PackageLoader("relay.console"), autoescape=True)
     environment.filters |= dict.fromkeys(
-        ("when", "ago", "age", "amount", "duration", "number"), str
+        ("when", "ago", "age", "due", "recently", "amount", "duration", "number"), str
     )
     templates = environment.list_templates()
     assert "base.html" in templates

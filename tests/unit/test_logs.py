@@ -14,6 +14,7 @@ from opentelemetry.trace import format_span_id, format_trace_id
 
 from relay import logs, threads
 from relay.cli.options import fail
+from relay.conditions import Condition
 from relay.logs import LogFormat
 from relay.model.batch import DeadLettered
 from relay.model.events import Lsn
@@ -235,7 +236,8 @@ def test_a_dead_letter_that_was_polled_has_no_lsn() -> None:
 
 
 def test_why_nothing_is_streamed_is_a_field(caplog: pytest.LogCaptureFixture) -> None:
-    source = Mock()
+    condition = Condition("replication", logging.getLogger("relay"), "cannot stream yet", "over")
+    source = Mock(condition=condition)
     state = Mock(outcome=Mock(**{"exception.return_value": Unavailable("the slot is lost")}))
     note = Replication._note_why(source)
     note(state)

@@ -175,7 +175,7 @@ def _readers(observation: Observation, trends: Trends, size: Size, room: int) ->
     for sink in islice(by_lag, count):
         row = _Row(
             _plain(sink.sink),
-            sink.state,
+            sink.state_in(observation.instances),
             observation.unread.get(sink.sink),
             lag if sink.state == "attached" else None,
             _why(sink),
@@ -278,8 +278,8 @@ def _stopped(observation: Observation) -> list[Text]:
     return [
         _labelled(
             "stopped",
-            f"{_plain(each.handler)} {_since(each.braked_at)}, after {each.deaths} dead letters in a row: "
-            f"{_plain(each.fault)}",
+            f"{_plain(each.handler)} {_since(each.braked_at)}, after {each.count}: {_plain(each.fault)}"
+            + (f", such as {_plain(each.sample)}" if each.sample else ""),
             BAD,
         )
         for each in observation.stopped

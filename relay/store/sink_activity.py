@@ -1,0 +1,96 @@
+"""Stores what became of each sink's delivery attempts in the last minutes: `relay.sink_activity`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from relay.store.connections import Connection
+
+MINUTES = 5
+"""How many minutes commands look back."""
+_KEPT_MINUTES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """Delivery attempts: how many succeeded, with how many events, and failed; seconds are of those that succeeded."""
+
+    confirmed: int
+    events: int
+    failed: int
+    seconds: float
+    slowest: float
+    fault: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RecentActivity:
+    """Delivery attempts of a sink in the last MINUTES: how many, the mean and the greatest seconds, and the last fault.
+
+    `rows_per_second` is about how fast it gets through the outbox: from what it delivers or, in a difference of several
+    portions, from its position there.
+    """
+
+    confirmed: int
+    failed: int
+    mean_seconds: float | None
+    slowest_seconds: float
+    fault: str | None
+    rows_per_second: float | None
+
+
+def add(
+    conn: Connection, group: str, sink: str, attempts: Attempts, polled_offset: int | None
+) -> None:
+    """Add attempts to those of the current minute, and delete the minutes before the last ones. Raises psycopg.Error.
+
+    `polled_offset` is the sink's position in the difference that it polls.
+    """
+    conn.execute(
+        """
+        with old as (
+            delete from relay.sink_activity
+             where group_id = %(group)s and sink = %(sink)s and minute < now() - make_interval(mins => %(kept)s))
+        insert into relay.sink_activity as a
+               (group_id, sink, minute, confirmed, events, failed, seconds, slowest, fault, polled_offset)
+        values (%(group)s, %(sink)s, date_trunc('minute', now()), %(confirmed)s, %(events)s, %(failed)s, %(seconds)s,
+                %(slowest)s, %(fault)s, %(polled)s)
+        on conflict (group_id, sink, minute) do update
+           set confirmed = a.confirmed + excluded.confirmed, events = a.events + excluded.events,
+               failed = a.failed + excluded.failed, seconds = a.seconds + excluded.seconds,
+               slowest = greatest(a.slowest, excluded.slowest), fault = coalesce(excluded.fault, a.fault)
+        """,
+        {
+            "group": group,
+            "sink": sink,
+            "kept": _KEPT_MINUTES,
+            **asdict(attempts),
+            "polled": polled_offset,
+        },
+    )
+
+
+def recent(conn: Connection, group: str) -> dict[str, RecentActivity]:
+    """Read the attempts of each sink in the last MINUTES. Raises psycopg.Error."""
+    rows = conn.execute(
+        """
+        select a.sink, sum(a.confirmed)::bigint, sum(a.failed)::bigint,
+               sum(a.seconds) / nullif(sum(a.confirmed), 0), max(a.slowest),
+               (array_agg(a.fault order by a.minute desc) filter (where a.fault is not null))[1],
+               coalesce((select nullif(s.polled_offset - f.polled_offset, 0)
+                                / nullif(extract(epoch from s.updated_at - f.noted_at)::float8, 0)
+                           from relay.sinks as s
+                           join lateral (
+                                select f.polled_offset, f.noted_at from relay.sink_activity as f
+                                 where f.group_id = %(group)s and f.sink = a.sink and f.polled_offset <= s.polled_offset
+                                   and f.minute > now() - make_interval(mins => %(minutes)s)
+                                 order by f.minute limit 1) as f on true
+                          where s.group_id = %(group)s and s.sink = a.sink and s.following is not null),
+                        nullif(sum(a.events), 0)::float8
+                        / greatest(1, extract(epoch from clock_timestamp() - min(a.noted_at))::float8))
+          from relay.sink_activity as a
+         where a.group_id = %(group)s and a.minute > now() - make_interval(mins => %(minutes)s) group by a.sink
+        """,
+        {"group": group, "minutes": MINUTES},
+    )
+    return {sink: RecentActivity(*values) for sink, *values in rows}

@@ -1,0 +1,177 @@
+"""What an operator sees while a database is away or stalls: what can be read, the last known of the rest, and why.
+
+Public reports: confluentinc/kafka-connect-jdbc#964 (the status says another thing than the state),
+thake/logminer-kafka-connect#11 (what the log says while a database is away).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import psycopg
+import pytest
+
+from relay import conditions
+from relay.admin import status
+from relay.config.observe import ObserveSettings
+from relay.retention import schedule
+from relay.store import presence
+from tests.console import Visitor, console_of, served
+from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.postgres import Server
+from tests.process import relay
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts work often, and are impatient."""
+    monkeypatch.setattr(presence, "CHECK_SECONDS", 0.2)
+    monkeypatch.setattr(schedule, "NOTE_SECONDS", 0.2)
+
+
+@pytest.fixture
+def apart(outbox: Outbox, server: Server) -> Iterator[SimpleNamespace]:
+    """An outbox whose target is another database, which can be closed and opened."""
+    name = f"{outbox.slot}_target"
+    target = server.create_database(name)
+    settings = outbox.settings(
+        source={**outbox.config()["source"], "slot": f"{outbox.slot}_apart"},
+        target={"dsn": target},
+        handlers={"none": {"type": "sql", "statement": "select 1"}},
+        routes=[{"handlers": ["none"]}],
+    )
+    outbox.install_again(settings)
+
+    def allow(allowed: bool) -> None:
+        outbox.conn.execute(f"alter database {name} allow_connections {allowed}".encode())
+        if not allowed:
+            outbox.conn.execute(
+                "select pg_terminate_backend(pid) from pg_stat_activity where datname = %s", (name,)
+            )
+
+    yield SimpleNamespace(settings=settings, allow=allow, target=target)
+    allow(True)
+    server.drop_database(name)
+
+
+def test_status_shows_what_the_source_knows_while_the_target_is_away(
+    outbox: Outbox, apart: SimpleNamespace, tmp_path: Path
+) -> None:
+    settings = apart.settings
+    with relaying(settings):
+        outbox.publish(host(1), event(1))
+        wait_until(
+            lambda: bool(outbox.column("select 1 from relay.readers where snapshot is not null"))
+        )
+        wait_until(lambda: status.read(settings).lag is not None)
+        known = status.read(settings)
+        assert known.lag is not None
+        assert known.faults == {}
+        apart.allow(False)
+        for number in range(7):
+            outbox.publish(host(number), event(1))
+        seen = status.read(settings)
+        assert set(seen.faults) == {"target.dsn"}
+        assert "not currently accepting connections" in seen.faults["target.dsn"]
+        assert seen.slot is not None
+        assert seen.slot.name == settings.source.slot
+        (target,) = seen.noted
+        assert target.backlog is not None
+        assert target.backlog.events >= 7
+        # One that has read before still knows the rest.
+        later = status.read(settings, known)
+        assert later.dead_letters == 0
+        assert later.partitions == known.partitions
+        assert later.read_at["target.dsn"] == known.read_at["target.dsn"]
+        apart.allow(True)
+
+
+def test_the_commands_print_what_can_be_read(
+    outbox: Outbox, apart: SimpleNamespace, tmp_path: Path
+) -> None:
+    path = outbox.config_file(
+        tmp_path / "relay.yaml",
+        source={**outbox.config()["source"], "slot": apart.settings.source.slot},
+        target={"dsn": apart.target},
+    )
+    apart.allow(False)
+    shown = relay("status", "--config", str(path))
+    assert shown.returncode == 2
+    assert "slot" in shown.stdout
+    assert apart.settings.source.slot in shown.stdout
+    assert shown.stderr.startswith("relay: target.dsn: cannot connect: ")
+    document = json.loads(relay("status", "--json", "--config", str(path)).stdout)
+    assert document["slot"]["name"] == apart.settings.source.slot
+    assert document["dead_letters"] is None
+    assert list(document["faults"]) == ["target.dsn"]
+    apart.allow(True)
+
+
+def test_an_outage_of_the_target_is_logged_again_and_its_end_too(
+    outbox: Outbox,
+    apart: SimpleNamespace,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(conditions, "SOON_SECONDS", 0.5)
+    monkeypatch.setattr(presence, "SOON_SECONDS", 0.5)
+    caplog.set_level("INFO")
+    with relaying(apart.settings):
+        outbox.publish(host(1), event(1))
+        wait_until(lambda: "streaming" in caplog.messages)
+        apart.allow(False)
+        wait_until(lambda: caplog.messages.count("the target cannot be used") > 2, 20)
+        apart.allow(True)
+        wait_until(lambda: "the target can be used again" in caplog.messages, 20)
+
+
+def test_a_locked_table_of_the_target_is_named(outbox: Outbox) -> None:
+    settings = outbox.settings()
+    with (
+        relaying(settings),
+        psycopg.connect(outbox.dsn, application_name="report of March") as other,
+    ):
+        outbox.publish(host(1), event(1))
+        outbox.wait_handled()
+        other.execute("lock table projection in access exclusive mode")
+        outbox.publish(host(1), event(2))
+        wait_until(lambda: bool(status.read(settings).waits))
+        seen = status.read(settings)
+        assert seen.lag is not None
+        assert seen.lag.events == 1
+        assert seen.lag.oldest_seconds is not None
+        (wait,) = seen.waits
+        assert "projection" in wait.waits_for
+        assert wait.blocked_by is not None
+        assert "report of March" in wait.blocked_by
+        other.rollback()
+        outbox.wait_handled()
+
+
+def test_a_locked_table_of_relay_does_not_hang_the_status(outbox: Outbox) -> None:
+    settings = outbox.settings()
+    with psycopg.connect(outbox.dsn) as other:
+        other.execute("lock table relay.consumer_offsets in access exclusive mode")
+        seen = status.read(settings)
+        assert "locked by another session" in seen.faults["target.dsn"]
+        assert seen.slot is not None
+
+
+def test_pages_show_what_was_read_before(outbox: Outbox, apart: SimpleNamespace) -> None:
+    settings = apart.settings.model_copy(
+        update={"observe": ObserveSettings.model_validate(console_of())}
+    )
+    pages = ("", "sinks", "dead-letters", "deferred", "partitions", "actions")
+    with served(settings) as address:
+        visitor = Visitor(address)
+        for page in pages:
+            visitor.page(f"/groups/default/{page}")
+        apart.allow(False)
+        overview, *others = [visitor.page(f"/groups/default/{page}") for page in pages]
+        assert all("these values are of" in page for page in others)
+        assert "target.dsn cannot be read: what is shown of it is of" in overview
+        apart.allow(True)
+        assert "these values are of" not in visitor.page("/groups/default/sinks")

@@ -1,0 +1,186 @@
+"""A background part that fails says so, goes on, and keeps nothing else from going on.
+
+Public reports: citusdata/pg_cron#270, brendanlong/lion-reader#1390 (retention), and those of the docstrings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+
+from relay import conditions
+from relay.admin import status
+from relay.admin.partitioning import partition_new
+from relay.config.settings import Settings
+from relay.config.source import OWN_OUTBOX
+from relay.demo.embedded import free_port
+from relay.model.batch import Batch, Outcome
+from relay.model.events import Lsn
+from relay.model.transactions import Transactions
+from relay.observe.engines import EngineCounts
+from relay.retention.partitions import partitions
+from relay.retention.schedule import Schedule
+from relay.source import hybrid
+from relay.store import engines, presence
+from tests.observing import Scrape, ask
+from tests.outbox import Outbox, event, host, relaying, wait_until
+
+KEEP = {"keep": "7d", "ahead": "3d"}
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts work often."""
+    monkeypatch.setattr(presence, "CHECK_SECONDS", 0.2)
+    monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.2)
+    monkeypatch.setattr(conditions, "FIRST_PAUSE_SECONDS", 0.1)
+
+
+def failing(settings: Settings) -> dict[str, str]:
+    """The parts that fail, with the reason, as `relay status` has them."""
+    return {each.part: each.fault for each in status.read(settings).parts}
+
+
+@pytest.fixture
+def partitioned(database: str) -> Iterator[Outbox]:
+    """An outbox with partitions of a day."""
+    with Outbox(database) as outbox:
+        outbox.install(retention=KEEP)
+        partition_new(outbox.settings(retention=KEEP), "1d")
+        yield outbox
+
+
+def names(outbox: Outbox) -> list[str]:
+    """The names of the partitions without that of their table, oldest first."""
+    return [each.name.rpartition("_")[2] for each in partitions(outbox.conn, OWN_OUTBOX)]
+
+
+def test_retention_goes_on_past_a_partition_that_it_cannot_drop(
+    partitioned: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One table that cannot be dropped, and maintenance stops for all of them."""
+    outbox = partitioned
+    settings = outbox.settings(retention=KEEP)
+    first, second = names(outbox)[:2]
+    # Whoever restored the first one owns it: the outbox's owner may neither read nor drop it.
+    other, owner = f"{outbox.slot}_other", f"{outbox.slot}_owner"
+    outbox.conn.execute(
+        f"create role {other}; create role {owner}; grant create on schema public to {owner}".encode()
+    )
+    outbox.conn.execute(f"alter table outbox_message_t owner to {owner}".encode())
+    for name in names(outbox):
+        of = other if name == first else owner
+        outbox.conn.execute(f"alter table outbox_message_t_{name} owner to {of}".encode())
+    outbox.conn.execute(
+        "select relay.retain('outbox_message_t', 'public.outbox_message_t', 'c_offset')"
+    )
+    later = datetime.now(UTC) + timedelta(days=9)
+    try:
+        retention = turned(outbox, settings, later)
+        assert first in names(outbox)
+        assert second not in names(outbox)
+        assert f"p{later + timedelta(days=3):%Y%m%d}" in names(outbox)
+    finally:
+        for role in (other, owner):
+            outbox.conn.execute(f"reassign owned by {role} to current_user".encode())
+            outbox.conn.execute(f"drop owned by {role}; drop role {role}".encode())
+    assert retention.condition.fault is not None
+    assert retention.condition.fault.fault.startswith(
+        f"partition public.outbox_message_t_{first}: "
+    )
+    assert "retention fails and is retried" in caplog.messages
+
+
+def turned(outbox: Outbox, settings: Settings, later: datetime) -> Schedule:
+    """Retention after a turn at another time, when all is read."""
+    with relaying(settings):
+        outbox.publish(host(1), event(1))
+        outbox.wait_drained()
+        outbox.wait_compared()
+    retention = Schedule(settings, lambda: None, lambda _: later)
+    with psycopg.connect(outbox.dsn, autocommit=True) as source:
+        retention.turn(source, source)
+    return retention
+
+
+def test_retention_outlives_every_kind_of_fault(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A defect in one turn ends neither the thread nor, silently, all removal."""
+    settings = outbox.settings()
+    turns: list[int] = []
+
+    def turn(self: Schedule, source: object, target: object) -> None:
+        turns.append(1)
+        if len(turns) == 1:
+            raise KeyError("a defect")
+
+    monkeypatch.setattr(Schedule, "turn", turn)
+    monkeypatch.setattr(conditions, "FIRST_PAUSE_SECONDS", 0.01)
+    retention = Schedule(settings, lambda: None, note_seconds=0.01)
+    retention.start()
+    try:
+        wait_until(lambda: len(turns) > 2)
+    finally:
+        retention.close()
+    assert retention.error is None
+
+
+def test_counts_of_engines_are_stored_after_a_defect(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that stores them ended with the first fault that was not the database's."""
+    stored: list[object] = []
+
+    def add(*arguments: object) -> None:
+        stored.append(arguments)
+        if len(stored) == 1:
+            raise KeyError("a defect")
+
+    monkeypatch.setattr(engines, "add", add)
+    counts = EngineCounts(outbox.dsn, "default", 0.01)
+    counts.start()
+    batch = Batch(1, Transactions.none(), Lsn(0), 1, 1)
+    counts.note(batch, Outcome("inline", (), "small"))
+    wait_until(lambda: len(stored) > 1)
+    counts.close()
+    assert counts.condition.fault is None
+
+
+def test_an_audit_that_is_cancelled_again_and_again_is_shown(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stream can lack commits, and nobody looks: `statement_timeout` of the role cancels the comparison."""
+    role = f"{outbox.slot}_audit"
+    outbox.conn.execute(f"create role {role} superuser login password 'p'".encode())
+    outbox.conn.execute(f"alter role {role} set statement_timeout = '400ms'".encode())
+    port = free_port()
+    settings = outbox.settings(
+        source={
+            **outbox.config()["source"],
+            "dsn": make_conninfo(outbox.dsn, user=role, password="p"),
+        },
+        target={"dsn": outbox.dsn},
+        observe={"listen": f"127.0.0.1:{port}"},
+    )
+    try:
+        with relaying(settings):
+            outbox.publish(host(1), event(1))
+            outbox.wait_handled()
+            assert failing(settings) == {}
+            with psycopg.connect(outbox.dsn) as other:
+                # Whoever compares waits here until the timeout; the stream needs no lock.
+                other.execute("lock table outbox_message_t in access exclusive mode")
+                wait_until(lambda: "audit" in failing(settings), 30)
+                assert "statement timeout" in failing(settings)["audit"]
+                assert "the stream cannot be compared with the outbox" in caplog.messages
+                wait_until(lambda: Scrape(port).value("relay_part_failing", part="audit") == 1, 10)
+                ready = ask(port, "/readyz")
+                assert "audit: note: fails for" in ready.text
+            wait_until(lambda: failing(settings) == {}, 30)
+    finally:
+        outbox.conn.execute(f"drop role {role}".encode())

@@ -1,0 +1,42 @@
+"""What has happened is told when it has happened: not later, and not only if everything else went well.
+
+Public reports: see the docstrings.
+"""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+
+from relay.meter import Meter
+from relay.model.batch import DeadLettered
+from tests.outbox import Outbox, event, host, relaying, wait_until
+
+
+def test_dead_letters_are_told_while_another_task_of_their_batch_waits(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[DeadLettered] = []
+    monkeypatch.setattr(Meter, "dead_lettered", lambda _, dead: counted.extend(dead), raising=False)
+    settings = outbox.settings(batch={"inline_workers": 2})
+    held = (
+        "select from relay.consumer_offsets"
+        " where partition_id = (select mod(abs(hashtext(%s)::bigint), 8)) for update"
+    )
+    with relaying(settings), psycopg.connect(outbox.dsn) as other:
+        outbox.publish(host(1), event(1))
+        outbox.wait_handled()
+        assert other.execute(held, (str(host(2)),)).rowcount == 1
+        # One commit is one batch; above 100 events it is several tasks.
+        with outbox.conn.transaction():
+            for number in range(60):
+                outbox.publish(host(1), event(-1))
+                outbox.publish(host(2), event(number))
+        dead = "select count(*) from relay.dead_letter_queue"
+        wait_until(lambda: outbox.value(dead) == 60, 20)
+        wait_until(lambda: caplog.messages.count("dead letter") == 60, 5)
+        assert len(counted) == 60
+        other.rollback()
+        outbox.wait_handled()
+    assert caplog.messages.count("dead letter") == len(counted) == 60
+    outbox.assert_exact()
