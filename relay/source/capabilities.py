@@ -70,8 +70,8 @@ def require_logical_wal(conn: Connection) -> None:
     level, effective = row
     if not decodes(version, level, effective):
         raise ConfigurationError(
-            f"source.dsn: the server runs with wal_level={level}, relay needs logical: {_logical_wal_hint(conn)}, or set "
-            "source.mode: poll, which needs no logical WAL"
+            f"source.dsn: the server runs with wal_level={level}, relay needs logical: {_logical_wal_hint(conn)}, "
+            "or set source.mode: poll, which needs no logical WAL"
         )
 
 
@@ -156,7 +156,7 @@ def require_functions(conn: Connection) -> None:
     if not rows:
         return
     name, exists = rows[0]
-    cure = (
+    hint = (
         f"run `grant execute on function {name} to relay`" if exists else "ask who runs the server"
     )
     raise ConfigurationError(
