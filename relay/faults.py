@@ -178,6 +178,15 @@ def transaction_ended(handlers: Sequence[str]) -> ConfigurationError:
     )
 
 
+def made_read_only(handlers: Sequence[str]) -> ConfigurationError:
+    """Return the error for Python handlers of which one made the database transaction read-only."""
+    keys = " or ".join(f"handlers.{name}.callable" for name in handlers)
+    return ConfigurationError(
+        f"{keys}: the function made the database transaction read-only, in which relay cannot store that the events "
+        "are applied: remove `set transaction read only`, and read in a session of your own"
+    )
+
+
 class StatementTimeout(TransientFault):
     """A handler takes longer for a single transaction than `statement_timeout`. Its message is safe in a log."""
 

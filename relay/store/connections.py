@@ -22,6 +22,7 @@ from relay.faults import (
     NoCredentials,
     SecretUnavailable,
     first_line,
+    made_read_only,
     server_error,
     spoils_session,
     transaction_ended,
@@ -321,8 +322,11 @@ class HandlerPool:
                 with self._keep_alive.within(conn) if self._keep_alive else nullcontext():
                     yield conn
                 left_over = self._commit(conn)
-            except BaseException:
+            except BaseException as error:
+                is_code = bool(self._code_of) and _made_read_only(conn, error)
                 self._abandon(conn)
+                if is_code:
+                    raise made_read_only(self._code_of) from error
                 raise
             if left_over and self._code_of:
                 _close(conn)
@@ -386,6 +390,22 @@ class HandlerPool:
                 _close(conn)
         except psycopg.Error:
             conn.close()
+
+
+def _made_read_only(conn: psycopg.Connection[Any], error: BaseException) -> bool:
+    """Whether a transaction failed since it is read-only, although transactions of this session are not.
+
+    A server that does not report these settings, such as some poolers, counts as one that has become read-only.
+    """
+    refusals = [
+        each
+        for each in (error, error.__cause__)
+        if isinstance(each, psycopg.errors.ReadOnlySqlTransaction)
+    ]
+    if not any(each.diag.source_function == "PreventCommandIfReadOnly" for each in refusals):
+        return False
+    settings = ("default_transaction_read_only", "in_hot_standby")
+    return all(conn.info.parameter_status(each) == "off" for each in settings)
 
 
 def _run(conn: psycopg.Connection[Any], command: bytes) -> bool:

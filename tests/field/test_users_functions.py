@@ -60,6 +60,21 @@ def test_an_event_for_which_memory_does_not_suffice_stops_no_other_host(outbox: 
     assert outbox.column("select reason from relay.deferred order by id") == ["MemoryError", None]
 
 
+@pytest.mark.parametrize(
+    "statement", ["set transaction read only", "set local transaction_read_only = on"]
+)
+def test_a_handler_that_makes_the_transaction_read_only_is_told_so(
+    outbox: Outbox, statement: str
+) -> None:
+    """It counted as a failover, and was retried for ever."""
+    with relaying_until_it_ends(
+        settings(outbox, "obey"),
+        "handlers.users.callable: the function made the database transaction read-only",
+    ):
+        outbox.publish(host(1), event(1, aggregate_id=statement))
+    assert outbox.handled() == 0
+
+
 @pytest.mark.parametrize("name", ["coroutine", "generator"])
 def test_a_handler_that_returns_its_work_has_not_done_it(outbox: Outbox, name: str) -> None:
     """The event counted as applied, and was lost."""
