@@ -93,7 +93,7 @@ def _rotate(settings: Settings, first_day: int) -> Callable[[Event], object]:
                 stopping.wait(0.1)
         with connect(settings.source_dsn) as conn:
             (left,) = conn.execute(
-                "select min(lower) filter (where lower > '-infinity') from relay.partitions('outbox_message_t')"
+                "select min(lower) filter (where lower > '-infinity') from relay.partitions('public.outbox_message_t')"
             ).fetchone() or (None,)
         print(f"rotated up to {moment:%Y-%m-%d}; the oldest partition is that of {left}")
 

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from relay.admin.adoption import pin_search_path
 from relay.admin.connections import reach
 from relay.config.settings import Settings
 from relay.store import migrations
@@ -30,11 +29,9 @@ def administrators(
     another. Raises ConfigurationError if a database cannot be reached.
     """
     with reach(source_dsn or settings.source_dsn, "source.dsn") as source, ExitStack() as stack:
-        pin_search_path(source)
         target = source
         if target_dsn is not None or not settings.one_database:
             other = stack.enter_context(reach(target_dsn or settings.target_dsn, "target.dsn"))
-            pin_search_path(other)
             # Two database transactions that install in one database deadlock.
             target = source if database_identity(source) == database_identity(other) else other
         # Every command locks the databases in this order, so that no two deadlock.

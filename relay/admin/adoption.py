@@ -50,11 +50,6 @@ _CALL = re.compile(r'((?:"(?:[^"]|"")*"|[\w.])+)\(')
 _FOREIGN = re.compile(r"OPERATOR\((?!pg_catalog\.)|::\"?\w+\"?\.")
 
 
-def pin_search_path(conn: Connection) -> None:
-    """Set the search_path so that names without a schema mean PostgreSQL's own objects only."""
-    conn.execute("set search_path = pg_catalog, pg_temp")
-
-
 def claim_schema(conn: Connection, key: str) -> bool:
     """Create the schema relay, or examine the existing one; returns whether it was created.
 

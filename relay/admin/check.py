@@ -127,6 +127,7 @@ def _target(
             "group", f"{settings.partitions} partitions", require_group, conn, settings
         )
         yield _configuration(conn, settings)
+        yield from _open_schemas(conn)
         yield from _former_handlers(conn, settings)
         yield from _sinks(conn, settings)
     for name, handler in built.items():
@@ -142,6 +143,24 @@ def _configuration(conn: Connection, settings: Settings) -> Finding:
         "configuration",
         f"group: an instance of {settings.group!r} runs with another configuration: {difference}",
     )
+
+
+def _open_schemas(conn: Connection) -> Iterator[Finding]:
+    """Find schemas of handlers' search_path where everybody may create functions, which these sessions would call."""
+    rows = conn.execute(
+        """
+        select quote_ident(nspname) from pg_namespace
+         where nspname = any (current_schemas(false))
+           and exists (select from aclexplode(nspacl) where grantee = 0 and privilege_type = 'CREATE')
+        """
+    )
+    for (schema,) in rows.fetchall():
+        yield Finding(
+            Severity.WARNING,
+            "search_path",
+            f"target.dsn: everybody may create functions in the schema {schema}, which handlers' sessions call with "
+            f"relay's rights: run `revoke create on schema {schema} from public`, which PostgreSQL 15 has by default",
+        )
 
 
 def _former_handlers(conn: Connection, settings: Settings) -> Iterator[Finding]:

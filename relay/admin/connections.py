@@ -10,7 +10,7 @@ import psycopg
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable, first_line, refused_for_good
 from relay.store import migrations
-from relay.store.connections import Connection, Dsn, connect, pin_reading
+from relay.store.connections import Connection, Dsn, connect, connect_as_user, pin_reading
 
 
 @contextmanager
@@ -18,10 +18,10 @@ def reach(dsn: Dsn, key: str, pinned: bool = True) -> Iterator[Connection]:
     """Open a connection. Raises ConfigurationError with the server's message and the configuration key.
 
     Raises Unreachable where waiting may help, also if the connection is lost later. `pinned` fixes how the session
-    prints values; statements of handlers are checked without it, since they run without it.
+    prints values and finds names; statements of handlers are checked without it, since they run without it.
     """
     try:
-        conn = connect(dsn)
+        conn = (connect if pinned else connect_as_user)(dsn)
         if pinned:
             pin_reading(conn)
     except psycopg.OperationalError as error:

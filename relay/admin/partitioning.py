@@ -5,7 +5,6 @@ from __future__ import annotations
 import psycopg
 from psycopg import sql
 
-from relay.admin.adoption import pin_search_path
 from relay.admin.check_source import require_table
 from relay.admin.connections import reach
 from relay.config.retention import duration
@@ -34,7 +33,6 @@ def partition(
     except ValueError as error:
         raise ConfigurationError(f"{option}: {error}") from None
     with reach(admin_dsn or settings.source_dsn, "source.dsn") as source:
-        pin_search_path(source)
         migrations.require(source, "source", "source.dsn")
         require_table(source, settings)
         try:

@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 
 import psycopg
 
-from relay.admin.adoption import pin_search_path
 from relay.admin.check_source import require_table
 from relay.admin.connections import reach
 from relay.config.settings import Settings
@@ -32,7 +31,6 @@ def restore(
     if begin >= end:
         raise ConfigurationError(f"--to: {upper} is not after {lower}")
     with reach(admin_dsn or settings.source_dsn, "source.dsn") as source:
-        pin_search_path(source)
         migrations.require(source, "source", "source.dsn")
         require_table(source, settings)
         try:

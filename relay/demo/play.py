@@ -22,7 +22,7 @@ STALL_SECONDS = 60.0
 CONFIRM_SECONDS = 10.0
 
 _PROGRESS = """
-    select (select count(*) from outbox_message_t) as published,
+    select (select count(*) from public.outbox_message_t) as published,
            (select count(*) from shop.projection) + (select count(*) from relay.dead_letter_queue) as finished
 """
 _CONFIRMED = """
@@ -73,7 +73,9 @@ class _Stage:
         drained_from = self._build_up_backlog()
         self._screen.step("draining the backlog")
         self._drain()
-        first_live_offset = _value(self._conn, "select max(c_offset) + 1 from outbox_message_t")
+        first_live_offset = _value(
+            self._conn, "select max(c_offset) + 1 from public.outbox_message_t"
+        )
         end = self._publish_live()
         self._drain()
         self._wait_for_confirmation(end)

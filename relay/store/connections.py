@@ -59,7 +59,14 @@ TEXT_FORM: Mapping[str, str] = {
 Source: PostgreSQL documentation, "Client Connection Defaults"; pg_dump and postgres_fdw pin theirs for the same reason.
 """
 
-READING: Mapping[str, str] = {**TEXT_FORM, "row_security": "off"}
+OWN_NAMES = "pg_catalog, pg_temp"
+"""The search_path of sessions that run relay's own statements: names without a schema mean PostgreSQL's own objects.
+
+Otherwise whoever may create functions in `public` has relay call `concat(uuid)`, which fits better than the server's
+own, with relay's rights. Source: PostgreSQL documentation, "Schemas" (secure usage); pg_dump does the same.
+"""
+
+READING: Mapping[str, str] = {**TEXT_FORM, "row_security": "off", "search_path": OWN_NAMES}
 """The settings of a session that reads the outbox: the form of values, and an error where a policy would hide rows.
 
 Source: PostgreSQL documentation, "Row Security Policies"; pg_dump does the same.
@@ -88,6 +95,7 @@ _SESSION = "; ".join(
     f"set {name} = {value}"
     for name, value in {**KEEPALIVE, "idle_session_timeout": "0"}.items()
 )
+_OWN_SESSION = f"{_SESSION}; set search_path = {OWN_NAMES}"
 _DURABLE = """
     select set_config('synchronous_commit', 'on', false)
      where current_setting('synchronous_commit') not in ('on', 'remote_apply')
@@ -215,7 +223,19 @@ def opened(
 
 
 def connect(dsn: Dsn, **options: Any) -> psycopg.Connection[Any]:
-    """Open a connection in autocommit mode, whose commits are durable. Raises psycopg.OperationalError."""
+    """Open a connection in autocommit mode, whose commits are durable. Raises psycopg.OperationalError.
+
+    Names without a schema mean PostgreSQL's own objects.
+    """
+    return _connected(dsn, _OWN_SESSION, options)
+
+
+def connect_as_user(dsn: Dsn, **options: Any) -> psycopg.Connection[Any]:
+    """Open a connection like `connect`, where names without a schema mean what they mean to the user."""
+    return _connected(dsn, _SESSION, options)
+
+
+def _connected(dsn: Dsn, session: str, options: Mapping[str, Any]) -> psycopg.Connection[Any]:
     conn = opened(
         dsn,
         psycopg.connect,
@@ -229,7 +249,7 @@ def connect(dsn: Dsn, **options: Any) -> psycopg.Connection[Any]:
         },
     )
     try:
-        conn.execute(f"{_SESSION}; {_DURABLE}".encode())
+        conn.execute(f"{session}; {_DURABLE}".encode())
         if settings := _session_settings.get():
             _set(conn, settings)
     except BaseException:
@@ -273,7 +293,7 @@ def open_pool(
 
     Commits are durable, and no statement waits for a lock longer than `LOCK_TIMEOUT`.
     """
-    return _pool(dsn, size, f"{_SESSION}; {_DURABLE}; {_BOUNDED}", configure)
+    return _pool(dsn, size, f"{_OWN_SESSION}; {_DURABLE}; {_BOUNDED}", configure)
 
 
 class HandlerPool:

@@ -336,7 +336,9 @@ def test_the_index_finds_the_rows_of_a_difference(outbox: Outbox) -> None:
     plan = "\n".join(
         row[0]
         for row in outbox.conn.execute(
-            sql.SQL("explain select from outbox_message_t where {}").format(condition(between))
+            sql.SQL("explain select from public.outbox_message_t where {}").format(
+                condition(between)
+            )
         )
     )
     assert "Scan using outbox_message_t_relay_c_xid" in plan

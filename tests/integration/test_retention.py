@@ -403,8 +403,8 @@ def test_a_killed_conversion_is_reported_and_continued(kept: Outbox) -> None:
     )
     output = [finding.text for finding in examine(settings) if finding.subject == "retention"]
     assert output == [
-        "source.table: outbox_message_t refuses events from 2030-01-01 00:00:00+00 on, because a command was killed: "
-        "run `relay partition` again"
+        "source.table: public.outbox_message_t refuses events from 2030-01-01 00:00:00+00 on, because a command was "
+        "killed: run `relay partition` again"
     ]
     partition(settings, "1d")
     assert [finding for finding in examine(settings) if finding.subject == "retention"] == []

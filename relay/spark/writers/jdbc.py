@@ -25,7 +25,7 @@ from relay.faults import ConfigurationError, TransientFault
 from relay.spark.writers import BatchId
 from relay.spark.writers.columns import arrow_schema
 from relay.spark.writers.tasks import gathered
-from relay.store.connections import connect
+from relay.store.connections import connect_as_user
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -103,7 +103,7 @@ class JdbcWriter:
 
     def check(self, session: SparkSession) -> None:
         """Raise ConfigurationError if there is no such table, psycopg.Error if the database cannot be queried."""
-        with connect(self._dsn) as conn:
+        with connect_as_user(self._dsn) as conn:
             self._find(conn)
 
     def write(self, frame: DataFrame, batch: BatchId) -> None:
@@ -112,7 +112,7 @@ class JdbcWriter:
         Raises ConfigurationError if the table lacks a column of the frame, TransientFault if staged rows are missing,
         and psycopg.Error.
         """
-        with connect(self._dsn) as conn:
+        with connect_as_user(self._dsn) as conn:
             schema_name, table = self._find(conn)
             schema = self._columns(conn, arrow_schema(frame))
             target = sql.Identifier(schema_name, table)
@@ -216,7 +216,7 @@ def copy_rows(staging: Staging, batches: Iterator[pa.RecordBatch]) -> Iterator[p
     attempt, number = str(uuid4()), 0
     columns = sql.SQL(", ").join(map(sql.Identifier, [*staging.schema.names, _ATTEMPT]))
     statement = sql.SQL("copy {} ({}) from stdin (format csv)").format(staging.name, columns)
-    with connect(staging.dsn) as conn, conn.cursor().copy(statement) as copy:
+    with connect_as_user(staging.dsn) as conn, conn.cursor().copy(statement) as copy:
         for table in gathered(staging.schema, batches):
             number += _send(copy, table, attempt)
     yield pa.RecordBatch.from_pylist(
