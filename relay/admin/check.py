@@ -21,7 +21,9 @@ from relay.faults import ConfigurationError, RelayError, Unreachable, first_line
 from relay.handlers import Sink
 from relay.model.spool import require_writable
 from relay.observe.traces import require_exporter
+from relay.pipeline.route_rules import shadowed
 from relay.retry import RetryUntilSuccess
+from relay.source.capabilities import leads_to_pooler
 from relay.spark.java import java_home
 from relay.store import admission, deferred_counts, offsets, sinks
 from relay.store.connections import Connection
@@ -109,6 +111,13 @@ def _routes(settings: Settings) -> Iterator[Finding]:
                 "routes",
                 f"handlers.{name}: no route leads to it: add one, or remove the handler",
             )
+    for later, earlier in shadowed(settings.routes):
+        yield Finding(
+            Severity.ERROR,
+            "routes",
+            f"routes.{later}: never applies, since routes.{earlier} matches all of its events first: put it before "
+            f"routes.{earlier}, or set continue: true there",
+        )
     if not settings.routes:
         yield Finding(
             Severity.WARNING,
@@ -130,6 +139,13 @@ def _target(
         yield from _open_schemas(conn)
         yield from _former_handlers(conn, settings)
         yield from _sinks(conn, settings)
+    if settings.sink_handlers and leads_to_pooler(conn):
+        yield Finding(
+            Severity.WARNING,
+            "pooler",
+            "target.dsn: a pooler answers, and relay claims each sink by a lock of its session, which stays behind in "
+            "transaction mode, so that nobody delivers: name the server itself, or set the pooler to session mode",
+        )
     for name, handler in built.items():
         yield _check_handler(conn, name, handler)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from relay.config.suggestions import nearest
 from relay.model import headers
 from relay.model.events import EVENT_FIELDS
 
@@ -30,6 +31,15 @@ def is_name(name: str) -> bool:
         return True
     head, path = split(name)
     return head in EVENT_FIELDS and (not path or (head in JSON_FIELDS and all(path)))
+
+
+def suggestion(name: str) -> str:
+    """The end of an error about a name that is none: the field that may be meant; empty if none is similar."""
+    head, path = split(name)
+    near = nearest(head, EVENT_FIELDS)
+    if near is None or near == head:
+        return ""
+    return f"; did you mean {'.'.join([near, *path])}?"
 
 
 def dig(value: Any, path: Sequence[str]) -> tuple[bool, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import (
@@ -427,6 +427,9 @@ def _address(*schemes: str) -> AfterValidator:
 class BrokerHandler(DeliveryHandler):
     """The settings of every broker: how an event becomes a message, and its destination."""
 
+    RESERVED: ClassVar[tuple[str, ...]] = ()
+    """The beginnings of topics that control the broker; an event whose data lead there is refused."""
+
     concurrency: Annotated[PositiveInt, Number] = 64
     """The most transactions that are delivered at once."""
     topic: Named
@@ -455,6 +458,8 @@ class RedisHandler(BrokerHandler):
 class NatsHandler(BrokerHandler):
     """NATS JetStream; `topic` is the subject."""
 
+    RESERVED = ("$", "_INBOX.")
+
     type: Literal["nats"]
     servers: Annotated[
         list[Annotated[Secret, _address("nats", "tls", "ws", "wss")]], Field(min_length=1)
@@ -477,6 +482,8 @@ class NatsHandler(BrokerHandler):
 
 class RabbitmqHandler(BrokerHandler):
     """RabbitMQ; `topic` is the routing key, or the queue with the exchange ""."""
+
+    RESERVED = ("amq.",)
 
     type: Literal["rabbitmq"]
     url: Annotated[Secret, _address("amqp", "amqps")]
@@ -507,6 +514,8 @@ _SET_BY_RELAY = {
 
 class KafkaHandler(BrokerHandler):
     """Kafka; `conf` has further settings of librdkafka."""
+
+    RESERVED = ("__",)
 
     type: Literal["kafka"]
     bootstrap: Annotated[list[Annotated[str, AfterValidator(_servers)]], Field(min_length=1)]

@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
@@ -31,13 +31,31 @@ _WORK = (CoroutineType, GeneratorType, AsyncGeneratorType)
 """What a function returns that has not run yet: nothing is done before somebody awaits or iterates it."""
 
 
-def load(key: str, path: str) -> Callable[..., Any]:
+def load(key: str, path: str, *arguments: str) -> Callable[..., Any]:
     """Import the callable that a key of the configuration names. Raises ConfigurationError.
 
+    `arguments` are the names of what it is called with; it is refused if it cannot be called with as many.
     A call raises RuntimeError for what the function raises that is no Exception, such as SystemExit or asyncio's
     CancelledError, and ConfigurationError if it returns a coroutine or a generator.
     """
-    return _contained(key, find_function(key, path))
+    function = find_function(key, path)
+    _require_callable_with(key, path, function, arguments)
+    return _contained(key, function)
+
+
+def _require_callable_with(
+    key: str, path: str, function: Callable[..., Any], arguments: Sequence[str]
+) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # some builtins do not say what they take
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        raise ConfigurationError(
+            f"{key}: {path!r} takes {signature}, but relay calls it with ({', '.join(arguments)})"
+        ) from None
 
 
 def find_function(key: str, path: str) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from pydantic_settings import (
 from relay.config import environment
 from relay.config.dsn import DatabaseAccess, Dsn
 from relay.config.event_types import EventsSettings
-from relay.config.fields import is_header, is_name
+from relay.config.fields import is_header, is_name, suggestion
 from relay.config.handlers import HandlerSettings, SinkHandler, SparkHandler
 from relay.config.observe import ObserveSettings
 from relay.config.retention import RetentionSettings
@@ -190,6 +190,7 @@ class Route(Section):
             if not is_name(name):
                 raise ValueError(
                     f"{name!r} is neither a field of an event nor a path such as payload.customer.tier"
+                    f"{suggestion(name)}"
                 )
         return value
 

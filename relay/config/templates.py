@@ -5,7 +5,7 @@ from __future__ import annotations
 from string import Formatter
 from typing import Any
 
-from relay.config.fields import JSON_FIELDS, dig, is_name, split
+from relay.config.fields import JSON_FIELDS, dig, is_name, split, suggestion
 from relay.faults import Rejected
 from relay.model import exact_json
 from relay.model.events import Event
@@ -24,6 +24,7 @@ class Template:
             if form or conversion or not known:
                 raise ValueError(
                     f"{{{field}}} is neither a field of an event nor a path such as {{payload.customer.id}}"
+                    f"{suggestion(field or '')}"
                 )
             self._parts.append((literal, field))
 
@@ -41,6 +42,11 @@ class Template:
         if literal or not field or split(field)[1]:
             return False
         return event.text(field) is None
+
+    @property
+    def begins_with_data(self) -> bool:
+        """Whether the text begins with what the publisher of the event chooses."""
+        return bool(self._parts) and not self._parts[0][0]
 
     @property
     def names(self) -> list[str]:

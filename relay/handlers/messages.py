@@ -67,6 +67,8 @@ class Publishing:
         self._series = ""
         self._topic = Template(settings.topic)
         self._key = None if key is None else Template(key)
+        # Where a text of the configuration comes first, it is not the publisher who chooses.
+        self._reserved = settings.RESERVED if self._topic.begins_with_data else ()
 
     async def close(self) -> None:
         """Close the connection."""
@@ -102,6 +104,8 @@ class Publishing:
 
     def _message(self, event: Event) -> Message:
         topic = _name(self._topic, event)
+        if topic.startswith(self._reserved):
+            raise Rejected("the topic begins as those do that control the broker")
         key = None if self._key is None or self._key.is_null(event) else _name(self._key, event)
         identity = cloudevents.identity(event)
         # With the row's number, since an adopted outbox may have rows with equal ids.

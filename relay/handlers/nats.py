@@ -213,10 +213,14 @@ class _Link:
     def _require_fitting(self, message: Message, reply: str, headers: dict[str, str]) -> None:
         """Raise MaxPayloadError or Rejected for a message for which the server would close the connection.
 
-        Rejected too for a subject with an empty part, which no stream can have: the server would know nobody for it.
+        Rejected too for a subject with an empty part, which no stream can have: the server would know nobody for it;
+        and for one with a wildcard as a part, which is for subscribers.
         """
-        if not all(message.topic.split(".")):
+        parts = message.topic.split(".")
+        if not all(parts):
             raise Rejected("the subject has an empty part")
+        if not {"*", ">"}.isdisjoint(parts):
+            raise Rejected("the subject has a wildcard")
         # `NATS/1.0`, and a colon, a blank and a line end for each header. All are ASCII.
         of_headers = 12 + sum(len(name) + len(value) + 4 for name, value in headers.items())
         size = of_headers + len(message.body)

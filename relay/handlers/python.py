@@ -21,7 +21,9 @@ class Python:
 
     def __init__(self, name: str, settings: PythonHandler) -> None:
         self.name = name
-        self._function = load(f"handlers.{name}.callable", settings.callable)
+        self._function = load(
+            f"handlers.{name}.callable", settings.callable, "transaction", "cursor"
+        )
 
     def configure(self, conn: Connection) -> None:
         """Do nothing: the function needs no preparation."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
@@ -51,6 +51,31 @@ class RouteRules:
                 if not goes_on:
                     break
         return tuple(names)
+
+
+def shadowed(routes: Sequence[Route]) -> Iterator[tuple[int, int]]:
+    """Yield the index of each route that can never apply, and of an earlier one that matches all of its events."""
+    for index, route in enumerate(routes):
+        for before, earlier in enumerate(routes[:index]):
+            if not earlier.continue_ and _covers(earlier, route):
+                yield index, before
+                break
+
+
+def _covers(earlier: Route, later: Route) -> bool:
+    return all(
+        name in later.match
+        and all(any(_includes(each, given) for each in patterns) for given in later.match[name])
+        for name, patterns in earlier.match.items()
+    )
+
+
+def _includes(pattern: Scalar, other: Scalar) -> bool:
+    """Whether a pattern certainly matches all that another one matches."""
+    if pattern == "*" or (pattern == other and type(pattern) is type(other)):
+        return True
+    is_glob = isinstance(other, str) and any(sign in other for sign in "*?[")
+    return not is_glob and _matches(other, pattern)
 
 
 def _test(fields: Sequence[str], name: str, patterns: Sequence[Scalar]) -> Test:

@@ -24,7 +24,9 @@ class Transform:
         self._key = f"handlers.{name}"
         self._query = handler.sql
         self._function = (
-            load(f"{self._key}.transform", handler.transform) if handler.transform else None
+            load(f"{self._key}.transform", handler.transform, "frame")
+            if handler.transform
+            else None
         )
 
     @property

@@ -18,7 +18,7 @@ class CallableWriter:
     def __init__(self, name: str, path: str) -> None:
         """Raises ConfigurationError for a callable that cannot be imported."""
         self._key = f"handlers.{name}.callable"
-        self._function = load(self._key, path)
+        self._function = load(self._key, path, "frame", "batch")
 
     def check(self, session: SparkSession) -> None:
         """Check nothing: the function does."""
