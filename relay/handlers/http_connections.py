@@ -27,7 +27,7 @@ READ_BYTES = 8_000
 _KEPT_SECONDS = 5.0
 """How long an idle connection is kept: shorter than by most servers, which may be closing it when it is used."""
 _BEGINNING_BYTES = 4_096
-"""How much of what a server sends is remembered, to find its status where it is not valid HTTP."""
+"""About how much of what a server sends is remembered, to find its status where it is not valid HTTP."""
 _STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([1-5]\d\d)(?: [^\r\n]*)?\r?\n")
 _OF_ANY_SERVER = frozenset({400, 409, 413, 422, 425, 429, 431})
 """Statuses that every server behind an address would answer alike."""
@@ -54,7 +54,9 @@ class Connector(aiohttp.TCPConnector):
         """Lend a connection, or open one."""
         while True:
             connection = await super().connect(*arguments, **options)
-            if connection.protocol is None or not connection.protocol.should_close:
+            server: Any = connection.protocol
+            # A server that speaks first on a new connection would do so again.
+            if server is None or not (server.has_served and server.should_close):
                 return connection
             connection.close()
 
@@ -64,8 +66,13 @@ class _Server(ResponseHandler):
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
-        self._beginning = bytearray()
+        self._beginning = b""
         self._requests = 0
+
+    @property
+    def has_served(self) -> bool:
+        """Whether it has had a request."""
+        return self._requests > 0
 
     @property
     def was_kept(self) -> bool:
@@ -87,13 +94,14 @@ class _Server(ResponseHandler):
 
     def set_response_params(self, **options: Any) -> None:
         """Prepare for the response to the next request."""
-        self._beginning.clear()
+        self._beginning = b""
         self._requests += 1
         super().set_response_params(**options)
 
     def data_received(self, data: bytes) -> None:
         """Parse what the server has sent."""
-        self._beginning += data[: _BEGINNING_BYTES - len(self._beginning)]
+        if len(self._beginning) < _BEGINNING_BYTES:
+            self._beginning += data
         super().data_received(data)
 
     def set_exception(self, exc: BaseException, *cause: BaseException) -> None:

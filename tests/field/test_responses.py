@@ -26,13 +26,16 @@ Respond = Callable[[int, asyncio.StreamWriter], Awaitable[bool]]
 class Endpoint:
     """A server that sends what a test gives, whether it is HTTP or not."""
 
-    def __init__(self, respond: Respond) -> None:
+    def __init__(self, respond: Respond, banner: bytes = b"") -> None:
+        """`banner` is what it sends on each new connection."""
         self._respond = respond
+        self._banner = banner
         self.requests = 0
         self.connections = 0
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        writer.write(self._banner)
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -189,3 +192,13 @@ def test_a_body_that_turns_out_malformed_later_does_not_last_until_the_timeout()
 def test_what_is_cut_short_or_has_no_status_confirms_nothing(response: bytes) -> None:
     (failed,) = always(response, is_kept=False).deliver(1)
     assert isinstance(failed, Undelivered)
+
+
+def test_a_server_that_speaks_first_is_asked_once() -> None:
+    async def respond(_: int, writer: asyncio.StreamWriter) -> bool:
+        return True
+
+    endpoint = Endpoint(respond, banner=b"220 mail.example ESMTP\r\n")
+    (failed,) = endpoint.deliver(1, timeout=1)
+    assert isinstance(failed, Undelivered)
+    assert endpoint.connections == 1
