@@ -42,6 +42,7 @@ class Condition:
     """The condition of one part. The part reports; any thread may read.
 
     `failing` and `over` are the log lines at a fault and once the part works again. `level` is that of the first one.
+    A fault counts after `patience` attempts in a row: a session that was ended meanwhile costs a single one.
     """
 
     def __init__(
@@ -52,14 +53,18 @@ class Condition:
         over: str,
         remind_seconds: float = LATE_SECONDS,
         level: int = logging.WARNING,
+        patience: int = 1,
     ) -> None:
         self.part = part
+        self._patience = patience
+        self._attempts = 0
         self._remind_seconds = remind_seconds
         self._level = level
         self._log = log
         self._failing = failing
         self._over = over
         self._fault: PartFault | None = None
+        self._since = datetime.now(UTC)
         self._began = self._next_reminder = 0.0
         self._lock = Lock()
 
@@ -71,10 +76,9 @@ class Condition:
     @property
     def pause(self) -> float:
         """Seconds until the next attempt is due: they grow with each fault in a row."""
-        fault = self._fault
-        if fault is None:
+        if not self._attempts:
             return 0.0
-        return min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(fault.attempts - 1, 16))
+        return min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(self._attempts - 1, 16))
 
     def fails(
         self, fault: str, level: int | None = None, text: str | None = None, **fields: object
@@ -82,12 +86,13 @@ class Condition:
         """Record a fault. It is logged if it is another one than before, and again while it stays."""
         now = time.monotonic()
         with self._lock:
+            self._attempts += 1
+            if self._attempts == 1:
+                self._began, self._since = now, datetime.now(UTC)
+            if self._attempts < self._patience:
+                return
             before = self._fault
-            if before is None:
-                self._began = now
-            since = before.since if before else datetime.now(UTC)
-            attempts = before.attempts + 1 if before else 1
-            self._fault = PartFault(self.part, fault, since, attempts)
+            self._fault = PartFault(self.part, fault, self._since, self._attempts)
             if before is not None and before.fault == fault and now < self._next_reminder:
                 return
             self._next_reminder = now + self._remind_seconds
@@ -97,14 +102,14 @@ class Condition:
 
     def clear(self) -> None:
         """Forget the fault without a log line: the part has nothing to do now."""
-        self._fault = None
+        self._fault, self._attempts = None, 0
 
     def works(self) -> None:
         """Record that the part has done its work."""
-        if self._fault is None:
+        if not self._attempts:
             return
         with self._lock:
-            fault, self._fault = self._fault, None
+            fault, self._fault, self._attempts = self._fault, None, 0
             seconds = round(time.monotonic() - self._began)
         if fault is not None:
             self._log.log(min(self._level, logging.INFO), self._over, extra={"seconds": seconds})

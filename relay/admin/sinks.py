@@ -122,7 +122,7 @@ def listed(
             reason=each.reason,
             instance=each.instance,
             destination=_destination(settings, each.sink),
-            seconds_left=_seconds_left(unread.get(each.sink), recent.get(each.sink)),
+            seconds_left=_seconds_left(each, unread.get(each.sink), recent.get(each.sink)),
             recent=recent.get(each.sink),
         )
         for each in stored
@@ -140,9 +140,13 @@ def _destination(settings: Settings, sink: str) -> str | None:
 
 
 def _seconds_left(
-    unread: tuple[int, datetime | None] | None, recent: sink_activity.RecentActivity | None
+    sink: sinks.StoredSink,
+    unread: tuple[int, datetime | None] | None,
+    recent: sink_activity.RecentActivity | None,
 ) -> float | None:
-    if unread is None or recent is None or not recent.rows_per_second:
+    if sink.state != sinks.LAGGING or sink.fault or not unread or not unread[0]:
+        return None
+    if recent is None or not recent.rows_per_second:
         return None
     return unread[0] / recent.rows_per_second
 

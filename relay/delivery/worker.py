@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Event
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
 """How often the event loop updates the heartbeat."""
+SETTLED_SECONDS = 10.0
+"""A sink that was interrupted goes on once a session has lasted longer than a failing one does."""
 CLAIM_SECONDS = 1.0
 """How often a worker tries to claim a sink that another process works."""
 
@@ -64,6 +67,7 @@ class Worker:
         self._is_elsewhere = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: SinkSession | None = None
+        self._began: float | None = None
         self._called: asyncio.Event | None = None
         self._thread = Thread(target=self._run, name=f"sink {name}", daemon=True)
 
@@ -145,6 +149,8 @@ class Worker:
         while True:
             self.heartbeat.update("delivers", Due.LATE)
             self._release_unattended()
+            if self._began is not None and time.monotonic() - self._began > SETTLED_SECONDS:
+                self.condition.works()
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
     def _release_unattended(self) -> None:
@@ -245,6 +251,7 @@ class Worker:
                     self.ready.set,
                     self._meter,
                 )
+                self._began = time.monotonic()
                 try:
                     await self._session.run(settings.shutdown_timeout / 2)
                     if self._session.left:
@@ -255,7 +262,7 @@ class Worker:
                         "a sink continues from its stored position", extra={"handler": self.name}
                     )
                 finally:
-                    self._session = None
+                    self._session = self._began = None
                     self.feed.close()
                     self.hold.leave()
                     self._stream.confirm()

@@ -51,7 +51,10 @@ class Schedule:
         self._faults: list[str] = []
         self._on_standby = False
         self.condition = Condition(
-            "retention", log, "retention fails and is retried", "retention works again"
+            "retention",
+            log,
+            "retention fails and is retried",
+            "retention works again",
         )
         self._part = Recurring(self._connected, self.condition, failed)
 
