@@ -514,6 +514,7 @@ def test_each_alert_has_its_runbook() -> None:
             "RelayStreamStalled",
             "RelaySlotRetainsWal",
             "RelaySlotLost",
+            "RelaySlotRecreated",
             "RelaySinkLagging",
         ),
         *(
@@ -523,5 +524,5 @@ def test_each_alert_has_its_runbook() -> None:
             "RelayPolling",
             "RelayHandlerStopped",
         ),
-        *("RelayTargetUnreachable", "RelaySparkUnavailable"),
+        *("RelayTargetUnreachable", "RelayPartFailing", "RelaySparkUnavailable"),
     ]
