@@ -476,14 +476,6 @@ def refused_for_good(error: psycopg.OperationalError) -> bool:
     return _REFUSED_FOR_GOOD.search(str(error)) is not None
 
 
-_OF_REPLICATION = re.compile(r"(WAL sender|walsender)|pg_hba\.conf .*replication")
-
-
-def refuses_credentials(error: psycopg.OperationalError) -> bool:
-    """Return whether `error` refuses a session of relay's role, and not only one that replicates."""
-    return refused_for_good(error) and _OF_REPLICATION.search(str(error)) is None
-
-
 def first_line(error: BaseException, default: str = "") -> str:
     """Return the first line of an error's message; if it has none, `default` or the name of its class."""
     lines = _message(error).splitlines()
@@ -611,7 +603,7 @@ class TaskFault(Exception):
         `apply` dead-letters transactions itself, so any other fault of the data is a defect, and stops relay.
         """
         if is_transient(error):
-            refused = isinstance(error, psycopg.OperationalError) and refuses_credentials(error)
+            refused = isinstance(error, psycopg.OperationalError) and refused_for_good(error)
             return cls(
                 FaultAction.RETRY,
                 describe(error),

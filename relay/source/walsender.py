@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import selectors
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psycopg
@@ -21,7 +22,7 @@ from psycopg.rows import scalar_row
 
 from relay.config.settings import Settings
 from relay.config.source import SourceSettings
-from relay.faults import ConfigurationError, RelayError, server_error
+from relay.faults import ConfigurationError, RelayError, refused_for_good, server_error
 from relay.model.events import Lsn
 from relay.source.timelines import TimelineHistory
 from relay.source.translation import Encoding
@@ -117,19 +118,26 @@ class WalStream:
 
 def open_replication(settings: Settings) -> Connection:
     """Open a connection to the source's walsender. Raises psycopg.OperationalError."""
-    return opened(
-        settings.source_dsn,
-        psycopg.connect,
-        replication="database",
-        # A walsender speaks the simple query protocol only.
-        cursor_factory=psycopg.ClientCursor,
-        autocommit=True,
-        client_encoding="UTF8",
-        application_name=groups.APPLICATION_NAME,
-        connect_timeout=10,
-        # The receiver judges silence by the server's keepalives; TCP's own detect a host that is gone.
-        **CLIENT_KEEPALIVE,
-    )
+    try:
+        return opened(
+            settings.source_dsn,
+            psycopg.connect,
+            replication="database",
+            # A walsender speaks the simple query protocol only.
+            cursor_factory=psycopg.ClientCursor,
+            autocommit=True,
+            client_encoding="UTF8",
+            application_name=groups.APPLICATION_NAME,
+            connect_timeout=10,
+            # The receiver judges silence by the server's keepalives; TCP's own detect a host that is gone.
+            **CLIENT_KEEPALIVE,
+        )
+    except psycopg.OperationalError as error:
+        if refused_for_good(error):
+            # A server may refuse replication alone, as RDS does with IAM's tokens. An ordinary session notes the rest.
+            with suppress(psycopg.OperationalError):
+                connect(settings.source_dsn).close()
+        raise
 
 
 def open_session(settings: Settings, stream: Connection) -> Connection:

@@ -138,7 +138,7 @@ class _Pool(ConnectionPool[psycopg.Connection[Any]]):
             @classmethod
             def connect(cls, conninfo: str = "", **kwargs: Any) -> Any:
                 try:
-                    return opened(dsn, super().connect, **kwargs)
+                    return _opened_noting(dsn, super().connect, **kwargs)
                 except psycopg.OperationalError as error:
                     faults[:] = [first_line(error)]
                     raise
@@ -204,21 +204,27 @@ def sessions_with(settings: Mapping[str, str]) -> Iterator[None]:
 def opened(
     dsn: Dsn, open_connection: Callable[..., psycopg.Connection[Any]], **options: Any
 ) -> psycopg.Connection[Any]:
-    """Open a connection with the secrets as they are now, and note whether the server refuses them.
-
-    Raises psycopg.OperationalError.
-    """
+    """Open a connection with the secrets as they are now. Raises psycopg.OperationalError."""
     if isinstance(dsn, str):
         return open_connection(dsn, **options)
     try:
-        try:
-            conn = open_connection(dsn.conninfo(), **options)
-        except SecretUnavailable as error:
-            raise NoCredentials(f"{dsn.key}: {error}") from None
+        return open_connection(dsn.conninfo(), **options)
+    except SecretUnavailable as error:
+        raise NoCredentials(f"{dsn.key}: {error}") from None
+
+
+def _opened_noting(
+    dsn: Dsn, open_connection: Callable[..., psycopg.Connection[Any]], **options: Any
+) -> psycopg.Connection[Any]:
+    """The same for an ordinary session; notes whether the server refuses the secrets."""
+    try:
+        conn = opened(dsn, open_connection, **options)
     except psycopg.OperationalError as error:
-        refusals.note(dsn, error)
+        if isinstance(dsn, DatabaseAccess):
+            refusals.note(dsn, error)
         raise
-    refusals.accepted(dsn)
+    if isinstance(dsn, DatabaseAccess):
+        refusals.accepted(dsn)
     return conn
 
 
@@ -236,7 +242,7 @@ def connect_as_user(dsn: Dsn, **options: Any) -> psycopg.Connection[Any]:
 
 
 def _connected(dsn: Dsn, session: str, options: Mapping[str, Any]) -> psycopg.Connection[Any]:
-    conn = opened(
+    conn = _opened_noting(
         dsn,
         psycopg.connect,
         autocommit=True,

@@ -15,7 +15,7 @@ from threading import Event, Lock
 import psycopg
 
 from relay.config.dsn import DatabaseAccess
-from relay.faults import ConfigurationError, NoCredentials, first_line, refuses_credentials
+from relay.faults import ConfigurationError, NoCredentials, first_line, refused_for_good
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ _lock = Lock()
 
 
 def note(access: DatabaseAccess, error: psycopg.OperationalError) -> None:
-    """Note a connection that has failed."""
-    if not refuses_credentials(error):
+    """Note an ordinary connection that has failed."""
+    if not refused_for_good(error):
         # An outage: nobody knows what the server would say.
         accepted(access)
         return

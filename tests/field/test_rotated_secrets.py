@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 import ssl
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -148,6 +149,31 @@ def test_a_rotated_password_is_read_again(
         wait_until(lambda: "connections to a database are opened again" in caplog.messages)
     outbox.assert_exact()
     assert not outbox.column("select 1 from relay.dead_letter_queue")
+
+
+def test_a_server_may_refuse_a_password_for_replication_alone(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """psycopg/psycopg2#1391, PeerDB-io/peerdb#4495: RDS takes IAM's tokens for other sessions, and relay polls."""
+    monkeypatch.setattr(refusals, "REFUSED_SECONDS", 0.5)
+    connect_to = psycopg.connect
+
+    def connect_as_rds(conninfo: str, **options: Any) -> Any:
+        if options.get("replication"):
+            options["user"] = "nobody"
+        return connect_to(conninfo, **options)
+
+    monkeypatch.setattr(psycopg, "connect", connect_as_rds)
+    settings = outbox.settings()
+    with relaying(settings) as service:
+        outbox.publish(host(1), event(1))
+        outbox.wait_handled()
+        wait_until(lambda: "does not exist" in (service._source.state().reason or ""))
+        threading.Event().wait(2)
+        outbox.publish(host(1), event(2))
+        outbox.wait_handled()
+    assert refusals.refusal(settings.source_dsn) is None
+    outbox.assert_exact()
 
 
 def test_a_whole_connection_string_is_read_again(login: Login, tmp_path: Path) -> None:
