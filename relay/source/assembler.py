@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -51,12 +52,15 @@ class Assembler:
         header: int = 0,
         emitted: Emitted | None = None,
         gapless: bool = False,
+        learned: Callable[[Sequence[str]], None] = lambda columns: None,
     ) -> None:
         """`header` is the size in bytes before each message. With `emitted`, logical messages give the rows.
 
-        `gapless`: a row that is moved to another partition gets another c_offset.
+        `gapless`: a row that is moved to another partition gets another c_offset. `learned` is called with the outbox's
+        columns, and may raise RelayError.
         """
         self._gapless = gapless
+        self._learned = learned
         self._emitted = emitted
         self._table = table
         self._mapping = mapping
@@ -158,6 +162,7 @@ class Assembler:
             columns = [(self._name(column.name), column.type_oid) for column in relation.columns]
             translation = Translation.needed(columns, self._mapping, self._encoding)
             names = translation.columns if translation else [name for name, _ in columns]
+            self._learned(names)
             self._layout = Layout.of(
                 names, self._mapping, ".".join(self._table), self._partitioned, self._gapless
             )

@@ -15,6 +15,7 @@ from relay.model.transactions import COMMIT_FACTS, Int64Array, Mask, Rows
 from relay.model.tuples import FEW_ROWS, Walked, columns
 
 _MOST = np.iinfo(np.int64).max
+_CONTENTS = ("id", "event_type", "payload")
 XID_MASK = 0xFFFFFFFF
 """Masks a full xid to the xid that the WAL has, which has no epoch."""
 
@@ -196,6 +197,20 @@ class Layout:
                 "whole numbers: map a column of type bigint to c_offset"
             )
         return [int(offset or 0) for offset in offsets]
+
+
+def require_contents(columns: Sequence[str], mapping: dict[str, str], table: str) -> None:
+    """Raise ConfigurationError if the outbox has lost a column without which its rows are no events.
+
+    Their fields would be null: events without a type, or without what they say.
+    """
+    for field in _CONTENTS:
+        column = mapping[field]
+        if column not in columns:
+            raise ConfigurationError(
+                f"source.table: {table} no longer has the column {column!r}: restore it, or map {field} in "
+                "source.columns"
+            )
 
 
 def _xids(values: Sequence[bytes | None]) -> list[int]:

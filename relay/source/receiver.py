@@ -9,6 +9,7 @@ import logging
 import selectors
 import time
 from contextlib import suppress
+from functools import partial
 from struct import Struct
 from threading import Condition
 
@@ -26,6 +27,7 @@ from relay.source.assembler import Assembler, OpenCommit
 from relay.source.commit_queue import CommitQueue
 from relay.source.emitted import Emitted
 from relay.source.large_rows import FatalCommit, ReceiverSuspects
+from relay.source.layout import require_contents
 from relay.source.progress import Progress
 from relay.source.replication import Replication
 from relay.source.wakeup import Wakeup
@@ -94,6 +96,7 @@ class Receiver:
             _DATA_START,
             _emitted(settings),
             settings.source.offsets == "gapless",
+            partial(require_contents, mapping=settings.source.mapping, table=settings.source.table),
         )
         self._receiver_suspects = ReceiverSuspects(settings)
         self._reported = Lsn(0)

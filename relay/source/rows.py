@@ -29,7 +29,7 @@ from relay.model.snapshots import RowCounts, Snapshot, Xids
 from relay.model.transactions import Int64Array, Rows, Transactions
 from relay.source.differences import Difference, array, condition
 from relay.source.grouping import Grouping
-from relay.source.layout import Layout, polled
+from relay.source.layout import Layout, polled, require_contents
 from relay.source.outbox_table import OutboxTable, refused
 from relay.source.pgoutput import encode_tuple
 from relay.source.server import current_position
@@ -325,6 +325,7 @@ class OutboxRows(OutboxTable):
         limits = self._settings.batch
         described = self.columns(conn)
         columns = [name for name, _ in described]
+        require_contents(columns, self._mapping, self._settings.source.table)
         encoding = Encoding.of(conn.info.parameter_status("server_encoding"))
         translation = Translation.needed(described, self._mapping, encoding)
         layout = Layout.of(

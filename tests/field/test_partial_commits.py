@@ -335,3 +335,19 @@ def test_a_copy_with_the_xid_of_another_commit_makes_none_partial(own: Outbox) -
         own.wait_drained()
         own.wait_compared()
     assert applied(own) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("mode", ["auto", "wal", "poll"])
+@pytest.mark.parametrize("column", ["payload", "event_type"])
+def test_a_column_that_is_renamed_ends_relay_before_its_field_is_null(
+    own: Outbox, mode: str, column: str
+) -> None:
+    own.conn.execute(PLAIN.encode())
+    settings = settings_of(own, mode)
+    own.install_again(settings)
+    with relaying_until_it_ends(settings, f"no longer has the column '{column}'"):
+        publish(own, 1)
+        wait_applied(own, 1)
+        own.conn.execute(f"alter table own rename column {column} to renamed".encode())
+        own.conn.execute("insert into own (host_id) values (%s)", (host(1),))
+    assert applied(own) == [1]
