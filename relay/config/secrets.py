@@ -27,6 +27,8 @@ CALL_SECONDS = 10.0
 """How long a function of `{call: …}` may take."""
 KEEP_SECONDS = 60.0
 """How long its text is used where no connection is opened, as for the headers of HTTP requests."""
+RENEW_SECONDS = 1.0
+"""How old a text has to be before a refusal makes relay call the function again: many may be refused at once."""
 _HUNG_SECONDS = 60.0
 """After so long a call that has not returned is given up, and the function called again."""
 _FORMS = "must be a text, {env: NAME}, {file: PATH} or {call: module:function}"
@@ -165,9 +167,12 @@ class _Calls:
         return time.monotonic() < (kept.until if has_term else kept.at + KEEP_SECONDS)
 
     def refused(self, text: str | None) -> None:
-        """Forget a text that was refused; None: the last one."""
+        """Forget a text that was refused; None: the last one. One that was just made is as new as the next would be."""
         with self._lock:
-            if self._kept is not None and text in (None, self._kept.text):
+            kept = self._kept
+            if kept is None or text not in (None, kept.text):
+                return
+            if time.monotonic() - kept.at >= RENEW_SECONDS:
                 self._kept = None
 
     def _start(self) -> None:

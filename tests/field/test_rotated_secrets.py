@@ -27,6 +27,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from pydantic import SecretStr
 
 from relay.admin.connections import reach
+from relay.config import secrets
 from relay.config.dsn import DatabaseAccess
 from relay.config.handlers import HttpHandler, TlsSettings
 from relay.config.secrets import CallSecret
@@ -313,6 +314,7 @@ def test_a_function_makes_a_token_again_after_a_refusal(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(callables, "PASSWORDS", ["first"])
+    monkeypatch.setattr(secrets, "RENEW_SECONDS", 0.0)
 
     def answers(headers: dict[str, str], _: bytes) -> Answer:
         return Answer(204 if headers["authorization"] == callables.PASSWORDS[-1] else 401)

@@ -50,6 +50,7 @@ def test_a_file_is_read_each_time_and_an_empty_one_is_no_secret(tmp_path: Path) 
 
 
 def test_a_function_is_called_for_each_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "RENEW_SECONDS", 0.0)
     numbers = iter(range(10))
     secret = made_by(monkeypatch, lambda: f"token {next(numbers)}")
     assert [secret.get_secret_value() for _ in range(2)] == ["token 0", "token 1"]
@@ -59,6 +60,15 @@ def test_a_function_is_called_for_each_connection(monkeypatch: pytest.MonkeyPatc
     assert secret.recent() == "token 1"
     secret.refused("token 1")
     assert secret.recent() == "token 2"
+
+
+def test_refusals_do_not_call_a_function_over_and_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lixpi/lixpi#289: tokens that were refused made a storm of requests for tokens, all of which were refused then."""
+    numbers = iter(range(10))
+    secret = made_by(monkeypatch, lambda: f"token {next(numbers)}")
+    for _ in range(5):
+        assert secret.recent() == "token 0"
+        secret.refused("token 0")
 
 
 def test_a_function_may_say_how_long_its_text_serves(monkeypatch: pytest.MonkeyPatch) -> None:
