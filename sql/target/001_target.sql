@@ -76,7 +76,7 @@ create table if not exists relay.sinks (
     polled_offset bigint      not null default -9223372036854775808,
     applied_lsn   pg_lsn      not null default '0/0',
     delivered_lsn pg_lsn      not null default '0/0',
-    state         text        not null default 'caught up',
+    state         text        not null default 'new',
     epoch         int         not null default 0,
     series        uuid        not null default gen_random_uuid(),
     paused_at     timestamptz,
@@ -100,8 +100,8 @@ comment on column relay.sinks.applied_lsn is
 comment on column relay.sinks.delivered_lsn is
     'no transaction that is delivered ends after this position: a source that ends before it has lost some of them';
 comment on column relay.sinks.state is
-    'attached (fed from the stream), lagging (polling the log), caught up (left to the instance that reads the stream) or '
-    'left out (source.mode: wal, read without the sink since updated_at)';
+    'new (not worked yet), attached (fed from the stream), lagging (polling the log), caught up (left to the instance that '
+    'reads the stream) or left out (source.mode: wal, read without the sink since updated_at)';
 comment on column relay.sinks.epoch is
     'counts how often an operator has moved the sink, or the source has changed: what was read before no longer counts';
 comment on column relay.sinks.series is
