@@ -210,7 +210,6 @@ def test_what_is_deferred_with_transactions_of_a_stopped_handler_flows(
 ) -> None:
     outbox.conn.execute("create table broken as select 1")
     retry = {"wait": 0.1, "max_wait": 0.1, "jitter": 0}
-    soon = (datetime.now(UTC) + timedelta(seconds=1)).isoformat()
     with Webhook() as webhook:
         handlers = {
             "python": {
@@ -224,20 +223,24 @@ def test_what_is_deferred_with_transactions_of_a_stopped_handler_flows(
             {"match": {"event_type": "hook"}, "handlers": ["hook"]},
             {"handlers": ["python"]},
         ]
-        for number in range(LIMIT * 2):
-            outbox.publish(host(number), event(amount, deliver_at=soon))
         with relaying(braking(outbox, handlers=handlers, routes=routes)):
+            outbox.publish(host(0), event(0, event_type="hook"))
+            wait_until(lambda: len(webhook.accepted) == 1)
+            # Not due before they are deferred, also on a slow machine.
+            soon = (datetime.now(UTC) + timedelta(seconds=2)).isoformat()
+            for number in range(LIMIT * 2):
+                outbox.publish(host(number), event(amount, deliver_at=soon))
             wait_until(lambda: stopped(outbox))
             assert dead(outbox) == LIMIT
             for number in range(3):
                 outbox.publish(host(number), event(number, event_type="hook", deliver_at=soon))
-            wait_until(lambda: len(webhook.accepted) == 3)
+            wait_until(lambda: len(webhook.accepted) == 4)
             outbox.conn.execute(
                 "truncate broken; alter table projection drop constraint projection_amount_check"
             )
             wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
             wait_until(lambda: not stopped(outbox))
-    assert len(webhook.accepted) == 3
+    assert len(webhook.accepted) == 4
     assert dead(outbox) == LIMIT
     assert outbox.value("select count(*) from projection") == LIMIT
     assert "a handler is stopped" in caplog.messages
