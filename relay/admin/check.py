@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 def examine(settings: Settings) -> Iterator[Finding]:
     """Check everything that a run needs; yields the findings in the order in which to correct them."""
     try:
-        with reach(settings.source_dsn, "source.dsn") as conn:
+        with reach(settings.source_dsn, "source.dsn", bounded=True) as conn:
             yield from check_source(conn, settings)
     except ConfigurationError as error:
         yield finding_of_error("source", error)
@@ -56,7 +56,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     if settings.needs_spark and not settings.spark.remote:
         yield finding_of("spark", "Java is installed", java_home)
     try:
-        with reach(settings.target_dsn, "target.dsn", pinned=False) as conn:
+        with reach(settings.target_dsn, "target.dsn", pinned=False, bounded=True) as conn:
             yield from _target(conn, settings, built)
     except ConfigurationError as error:
         yield finding_of_error("target", error)

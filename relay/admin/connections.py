@@ -12,18 +12,27 @@ from relay.faults import ConfigurationError, Unreachable, first_line, refused_fo
 from relay.store import migrations
 from relay.store.connections import Connection, Dsn, connect, connect_as_user, pin_reading
 
+LOCK_TIMEOUT = "10s"
+"""How long a command waits for a lock, unless the user has set a timeout: it must not hang without a word."""
+_BOUNDED = f"""
+    select set_config('lock_timeout', '{LOCK_TIMEOUT}', false) where current_setting('lock_timeout') = '0'
+""".encode()
+
 
 @contextmanager
-def reach(dsn: Dsn, key: str, pinned: bool = True) -> Iterator[Connection]:
+def reach(dsn: Dsn, key: str, pinned: bool = True, bounded: bool = False) -> Iterator[Connection]:
     """Open a connection. Raises ConfigurationError with the server's message and the configuration key.
 
-    Raises Unreachable where waiting may help, also if the connection is lost later. `pinned` fixes how the session
-    prints values and finds names; statements of handlers are checked without it, since they run without it.
+    Raises Unreachable where waiting may help, also if the connection is lost later or a statement gets no lock.
+    `pinned` fixes how the session prints values and finds names; statements of handlers are checked without it, since
+    they run without it. `bounded` statements wait for a lock for LOCK_TIMEOUT.
     """
     try:
         conn = (connect if pinned else connect_as_user)(dsn)
         if pinned:
             pin_reading(conn)
+        if bounded:
+            conn.execute(_BOUNDED)
     except psycopg.OperationalError as error:
         first = first_line(error).removeprefix("connection failed: ").removeprefix(f"{key}: ")
         if refused_for_good(error):
@@ -36,6 +45,11 @@ def reach(dsn: Dsn, key: str, pinned: bool = True) -> Iterator[Connection]:
     with conn:
         try:
             yield conn
+        except psycopg.errors.LockNotAvailable as error:
+            raise Unreachable(
+                f"{key}: a table is locked by another session ({first_line(error)}): end that session, which `relay "
+                "status` names if relay waits for it too, or try again later"
+            ) from None
         except psycopg.OperationalError as error:
             if not conn.broken:
                 raise
@@ -52,7 +66,7 @@ def source_sides(settings: Settings) -> tuple[migrations.Side, ...]:
 @contextmanager
 def reach_source(settings: Settings) -> Iterator[Connection]:
     """Open a connection to the source. Raises ConfigurationError unless it has this program's schema."""
-    with reach(settings.source_dsn, "source.dsn") as conn:
+    with reach(settings.source_dsn, "source.dsn", bounded=True) as conn:
         for side in source_sides(settings):
             migrations.require(conn, side, "source.dsn")
         yield conn
@@ -61,6 +75,6 @@ def reach_source(settings: Settings) -> Iterator[Connection]:
 @contextmanager
 def reach_target(settings: Settings) -> Iterator[Connection]:
     """Open a connection to the target. Raises ConfigurationError unless it has this program's schema."""
-    with reach(settings.target_dsn, "target.dsn") as conn:
+    with reach(settings.target_dsn, "target.dsn", bounded=True) as conn:
         migrations.require(conn, "target", "target.dsn")
         yield conn

@@ -13,7 +13,7 @@ import psycopg
 
 from relay.admin.connections import reach_source, reach_target
 from relay.config.settings import Settings
-from relay.faults import ConfigurationError, Unreachable, first_line
+from relay.faults import ConfigurationError, Unreachable
 from relay.model.snapshots import Xids
 from relay.retention import partitions, removable
 from relay.source.applied import AppliedPosition, applied_in
@@ -208,8 +208,6 @@ _Applied = tuple[list[AppliedPosition], Xids]
 
 def _without(state: Status, key: str, error: Exception) -> Status:
     text = str(error).removeprefix(f"{key}: ")
-    if isinstance(error, psycopg.errors.LockNotAvailable):
-        text = f"a table of relay is locked by another session: {first_line(error)}"
     return replace(state, faults={**state.faults, key: text.splitlines()[0]})
 
 

@@ -89,6 +89,7 @@ def status(
 
 def _print_status(state: Any, mode: str) -> None:
     facts: list[tuple[str, object]] = [(key, why) for key, why in state.faults.items()]
+    facts += [("waits", str(each)) for each in state.waits]
     if state.is_known("target.dsn"):
         facts += _group_facts(state)
     if state.is_known("source.dsn"):
@@ -144,7 +145,6 @@ def _target_facts(state: Any) -> list[tuple[str, object]]:
         facts.append((f"stopped: {each.handler}", f"{each.fault}, {since}"))
         if each.sample:
             facts.append(("", f"such as {each.sample}"))
-    facts += [("waits", str(each)) for each in state.waits]
     for each in state.parts:
         facts.append(
             (f"fails: {each.part}", f"since {moment(each.since)} on {each.instance}: {each.fault}")

@@ -15,8 +15,9 @@ import psycopg
 import pytest
 
 from relay import conditions
-from relay.admin import status
+from relay.admin import connections, sinks, status
 from relay.config.observe import ObserveSettings
+from relay.faults import Unreachable
 from relay.retention import schedule
 from relay.store import presence
 from tests.console import Visitor, console_of, served
@@ -151,13 +152,18 @@ def test_a_locked_table_of_the_target_is_named(outbox: Outbox) -> None:
         outbox.wait_handled()
 
 
-def test_a_locked_table_of_relay_does_not_hang_the_status(outbox: Outbox) -> None:
+def test_a_locked_table_of_relay_hangs_no_command(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = outbox.settings()
     with psycopg.connect(outbox.dsn) as other:
         other.execute("lock table relay.consumer_offsets in access exclusive mode")
         seen = status.read(settings)
         assert "locked by another session" in seen.faults["target.dsn"]
         assert seen.slot is not None
+        monkeypatch.setattr(connections, "_BOUNDED", b"set lock_timeout = '100ms'")
+        with pytest.raises(Unreachable, match="a table is locked by another session"):
+            sinks.listed(settings)
 
 
 def test_pages_show_what_was_read_before(outbox: Outbox, apart: SimpleNamespace) -> None:
