@@ -19,11 +19,15 @@ _BOUNDED = f"""
 """.encode()
 
 
+class TableLocked(Unreachable):
+    """A statement did not get its lock in time: another session has locked a table."""
+
+
 @contextmanager
 def reach(dsn: Dsn, key: str, pinned: bool = True, bounded: bool = False) -> Iterator[Connection]:
     """Open a connection. Raises ConfigurationError with the server's message and the configuration key.
 
-    Raises Unreachable where waiting may help, also if the connection is lost later or a statement gets no lock.
+    Raises Unreachable where waiting may help, also if the connection is lost later, and TableLocked.
     `pinned` fixes how the session prints values and finds names; statements of handlers are checked without it, since
     they run without it. `bounded` statements wait for a lock for LOCK_TIMEOUT.
     """
@@ -46,7 +50,7 @@ def reach(dsn: Dsn, key: str, pinned: bool = True, bounded: bool = False) -> Ite
         try:
             yield conn
         except psycopg.errors.LockNotAvailable as error:
-            raise Unreachable(
+            raise TableLocked(
                 f"{key}: a table is locked by another session ({first_line(error)}): end that session, which `relay "
                 "status` names if relay waits for it too, or try again later"
             ) from None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psycopg
 
-from relay.admin.connections import reach_source, reach_target
+from relay.admin.connections import TableLocked, reach_source, reach_target
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable
 from relay.model.snapshots import Xids
@@ -189,8 +189,9 @@ def read(settings: Settings, last: Status | None = None) -> Status:
             state, applied = _with_target(settings, state)
         except (Unreachable, psycopg.OperationalError) as error:
             state = _without(state, "target.dsn", error)
-            with suppress(ConfigurationError, psycopg.Error), reach_target(settings) as target:
-                state = replace(state, waits=waits.lock_waits(target))
+            if isinstance(error, TableLocked):
+                with suppress(ConfigurationError, psycopg.Error), reach_target(settings) as target:
+                    state = replace(state, waits=waits.lock_waits(target))
             errors.append(error)
         try:
             state = _with_source(settings, state, applied)

@@ -277,7 +277,8 @@ class Databases:
             log.exception("cannot observe the databases")
         took = time.monotonic() - began
         self._next_count = began + max(COUNT_SECONDS, took / COUNTING_SHARE)
-        if self._counts and counted is not None:
+        if self._counts:
+            # What could not be counted is unknown: an old lag of 0 would hide that nothing is applied.
             self.counted = counted
 
     def _counted(self) -> Counted:
@@ -325,11 +326,11 @@ class Databases:
 
 
 def _or_none(read: Callable[..., Readings], *arguments: object) -> Readings | None:
-    """Return what `read` returns; None if it takes too long, or the outbox lacks what it needs."""
+    """Return what `read` returns; None if it takes too long, a table is locked, or the outbox lacks what it needs."""
     try:
         return read(*arguments)
     except psycopg.OperationalError as error:
-        if not isinstance(error, psycopg.errors.QueryCanceled):
+        if not isinstance(error, psycopg.errors.QueryCanceled | psycopg.errors.LockNotAvailable):
             raise
     except (psycopg.Error, RelayError) as error:
         log.debug("cannot count", extra={"fault": describe(error)})

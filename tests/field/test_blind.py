@@ -18,6 +18,7 @@ from relay import conditions
 from relay.admin import connections, sinks, status
 from relay.config.observe import ObserveSettings
 from relay.faults import Unreachable
+from relay.observe import databases
 from relay.retention import schedule
 from relay.store import presence
 from tests.console import Visitor, console_of, served
@@ -181,3 +182,28 @@ def test_pages_show_what_was_read_before(outbox: Outbox, apart: SimpleNamespace)
         assert "target.dsn cannot be read: what is shown of it is of" in overview
         apart.allow(True)
         assert "these values are of" not in visitor.page("/groups/default/sinks")
+
+
+def test_a_lag_that_cannot_be_counted_is_not_zero(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table of relay is locked, nothing is applied, and the last count of 0 stayed: no alert came."""
+    monkeypatch.setattr(databases, "COUNT_SECONDS", 0.0)
+    monkeypatch.setattr(databases, "COUNTING_SHARE", 1e9)
+    settings = outbox.settings()
+    with relaying(settings):
+        outbox.publish(host(1), event(1))
+        outbox.wait_handled()
+    found = databases.Databases(settings)
+
+    def lag() -> float | None:
+        found.probe([], True)
+        return found.counted.target.seconds if found.counted and found.counted.target else None
+
+    try:
+        wait_until(lambda: lag() == 0.0)
+        with psycopg.connect(outbox.dsn) as other:
+            other.execute("lock table relay.consumer_offsets in access exclusive mode")
+            wait_until(lambda: lag() is None, 20)
+    finally:
+        found.close()
