@@ -35,7 +35,11 @@ from relay.store import (
     snapshots,
     waits,
 )
-from relay.store.connections import Connection, sessions_with
+from relay.store.connections import (
+    Connection,
+    require_writable_by_default,
+    sessions_with,
+)
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -238,6 +242,13 @@ def _with_target(settings: Settings, state: Status) -> tuple[Status, _Applied]:
             parts=part_faults.read(target, name, running),
             read_at=_read_now(state, "target.dsn"),
         )
+        try:
+            require_writable_by_default(target)
+        except psycopg.errors.ReadOnlySqlTransaction as error:
+            why = (
+                f"{error}: nothing can be applied or delivered, and running instances are not shown"
+            )
+            state = replace(state, faults={**state.faults, "target.dsn": why})
         return state, (applied_in(target, name), snapshots.noted(target, name))
 
 
@@ -253,9 +264,11 @@ def _with_source(settings: Settings, state: Status, applied: _Applied | None) ->
             slot=slot,
             slot_reader=None if reader is None else reader.removeprefix(groups.PREFIX),
             slot_waits_for=None if oldest is None else str(oldest),
-            readers=removable.readers(source, settings) if kept else [],
             read_at=_read_now(state, "source.dsn"),
         )
+        with suppress(psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable):
+            # These read the outbox, which may be locked; the slot needs no table.
+            state = replace(state, readers=removable.readers(source, settings) if kept else [])
         backlogs = Backlogs(settings)
         if applied is not None:
             positions, done = applied

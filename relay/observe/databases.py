@@ -33,7 +33,12 @@ from relay.store import (
     sinks,
     snapshots,
 )
-from relay.store.connections import Connection, connect, pin_reading
+from relay.store.connections import (
+    Connection,
+    connect,
+    pin_reading,
+    require_writable_by_default,
+)
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)
@@ -233,6 +238,7 @@ class Databases:
     def _read_target(self, pids: list[int]) -> TargetReadings:
         settings, group = self._settings, self._settings.group
         with self._connected("target") as conn:
+            require_writable_by_default(conn)
             activity = conn.execute(
                 "select pid, state in ('active', 'fastpath function call'), greatest(query_start, state_change)"
                 " from pg_stat_activity where pid = any(%s)",

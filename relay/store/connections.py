@@ -274,6 +274,18 @@ def require_writable(conn: psycopg.Connection[Any]) -> None:
         raise psycopg.errors.ReadOnlySqlTransaction("the session is read-only")
 
 
+def require_writable_by_default(conn: psycopg.Connection[Any]) -> None:
+    """Raise psycopg.errors.ReadOnlySqlTransaction if new sessions are read-only, whatever this one has set."""
+    row = conn.execute(
+        """
+        select pg_is_in_recovery()
+            or (select reset_val = 'on' from pg_settings where name = 'default_transaction_read_only')
+        """
+    ).fetchone()
+    if row and row[0]:
+        raise psycopg.errors.ReadOnlySqlTransaction("the server or the role is read-only")
+
+
 def pin_reading(conn: psycopg.Connection[Any]) -> None:
     """Fix how the session prints values, and let no policy hide rows from it. Raises psycopg.Error.
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
 from relay import conditions
 from relay.admin import connections, sinks, status
@@ -206,4 +207,40 @@ def test_a_lag_that_cannot_be_counted_is_not_zero(
             other.execute("lock table relay.consumer_offsets in access exclusive mode")
             wait_until(lambda: lag() is None, 20)
     finally:
+        found.close()
+
+
+def test_a_locked_outbox_hides_no_slot(outbox: Outbox) -> None:
+    settings = outbox.settings(retention={"keep": "7d"})
+    outbox.install_again(settings)
+    with psycopg.connect(outbox.dsn) as other:
+        other.execute("lock table outbox_message_t in access exclusive mode")
+        seen = status.read(settings)
+    assert seen.faults == {}
+    assert seen.slot is not None
+    assert seen.lag is None
+
+
+def test_a_read_only_target_is_no_target(outbox: Outbox, apart: SimpleNamespace) -> None:
+    """After a failover an address leads to a standby: sessions open, and nothing can be stored."""
+    found = databases.Databases(apart.settings)
+    name = conninfo_to_dict(apart.target)["dbname"]
+
+    def is_up() -> bool:
+        found.probe([], False)
+        return found.target.is_up(20)
+
+    try:
+        assert is_up()
+        outbox.conn.execute(
+            f"alter database {name} set default_transaction_read_only = on".encode()
+        )
+        outbox.conn.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity where datname = %s", (name,)
+        )
+        # The first one finds its session ended.
+        wait_until(lambda: not is_up() and "ReadOnly" in (found.target.fault or ""))
+        assert "read-only" in status.read(apart.settings).faults["target.dsn"]
+    finally:
+        outbox.conn.execute(f"alter database {name} reset default_transaction_read_only".encode())
         found.close()
