@@ -53,8 +53,7 @@ class SinkState:
 
     `done` are the transactions (full xids) that are delivered and not part of `position`. `paused`: an operator has
     paused it. `attached`: the WAL has what is not done. `lags`: the last process that worked it had not read all of the
-    outbox. `needs_outbox`: only the outbox has what it has not read: it lags, or had caught up and was not attached.
-    `epoch` counts its moves, those to another source too; `series` is a new text after each move by an
+    outbox. `epoch` counts its moves, those to another source too; `series` is a new text after each move by an
     operator.
     `left_out_since` is the time from which the WAL is read without it; None if it is read for it.
     """
@@ -64,7 +63,6 @@ class SinkState:
     paused: bool
     attached: bool
     lags: bool
-    needs_outbox: bool
     epoch: int
     series: str
     streaks: Mapping[str, Streak]
@@ -111,15 +109,14 @@ class Claim:
             """
             update relay.sinks set instance = %(instance)s where group_id = %(group)s and sink = %(sink)s
             returning snapshot::text, following::text, polled_offset, applied_lsn::text, delivered_lsn::text,
-                      paused_at is not null, state = 'attached', state = 'lagging', state in ('lagging', 'caught up'),
-                      epoch, series::text,
+                      paused_at is not null, state = 'attached', state = 'lagging', epoch, series::text,
                       case when state = 'left out' then updated_at end
             """,
             self._of,
         ).fetchone()
         if row is None:
             return None
-        *position, paused, attached, lags, needs_outbox, epoch, series, left_out_since = row
+        *position, paused, attached, lags, epoch, series, left_out_since = row
         group, sink = self._of["group"], self._of["sink"]
         return SinkState(
             _position(*position),
@@ -127,7 +124,6 @@ class Claim:
             paused,
             attached,
             lags,
-            needs_outbox,
             epoch,
             series,
             streaks(self.conn, group),
@@ -282,13 +278,13 @@ def give_snapshot(conn: Connection, group: str, sink: str) -> None:
     )
 
 
-def why_not_wal(sink: str, position: Position, needs_outbox: bool) -> str | None:
+def why_not_wal(sink: str, position: Position, lags: bool) -> str | None:
     """Explain why a sink cannot run in mode wal, and what to do; None if it can."""
-    if not needs_outbox or position.snapshot is None:
+    if not lags or position.snapshot is None:
         return None
     return (
-        f"handlers.{sink}: is not attached to the stream, and only the outbox has the events that it has not "
-        "delivered: run relay with source.mode: auto until `relay sink list` says that it is attached"
+        f"handlers.{sink}: lags, and only the outbox has the events that it has not delivered: run relay with "
+        "source.mode: auto until `relay sink list` says that it is attached"
     )
 
 
@@ -306,7 +302,7 @@ STOPPED = "not running"
 class StoredSink:
     """A sink as commands show it. `state` is that of its row in `relay.sinks`, `paused`, NEW or GONE.
 
-    `needs_outbox` is as in `SinkState`, independent of `state`.
+    `lags` is as in `SinkState`, independent of `state`.
     """
 
     sink: str
@@ -318,7 +314,7 @@ class StoredSink:
     fault: str | None
     fault_since: datetime | None
     instance: str | None
-    needs_outbox: bool
+    lags: bool
 
     def state_in(self, running: Collection[str]) -> str:
         """The state as commands show it, where `running` are the instances of the group that run."""
@@ -339,7 +335,7 @@ def read(conn: Connection, group: str, configured: Collection[str]) -> list[Stor
         """
         select snapshot::text, following::text, polled_offset, applied_lsn::text, delivered_lsn::text, sink,
                case when sink <> all(%s) then %s when paused_at is not null then 'paused' else state end,
-               paused_at, paused_by, reason, fault, fault_since, instance, state in ('lagging', 'caught up')
+               paused_at, paused_by, reason, fault, fault_since, instance, state = 'lagging'
           from relay.sinks where group_id = %s
         """,
         (list(configured), GONE, group),
