@@ -42,7 +42,7 @@ class Condition:
     """The condition of one part. The part reports; any thread may read.
 
     `failing` and `over` are the log lines at a fault and once the part works again. `level` is that of the first one.
-    A fault counts after `patience` attempts in a row: a session that was ended meanwhile costs a single one.
+    A fault counts after `least_attempts` attempts in a row: a session that was ended meanwhile costs a single one.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Condition:
         over: str,
         remind_seconds: float = LATE_SECONDS,
         level: int = logging.WARNING,
-        patience: int = 1,
+        least_attempts: int = 1,
     ) -> None:
         self.part = part
-        self._patience = patience
+        self._least_attempts = least_attempts
         self._attempts = 0
         self._remind_seconds = remind_seconds
         self._level = level
@@ -89,7 +89,7 @@ class Condition:
             self._attempts += 1
             if self._attempts == 1:
                 self._began, self._since = now, datetime.now(UTC)
-            if self._attempts < self._patience:
+            if self._attempts < self._least_attempts:
                 return
             before = self._fault
             self._fault = PartFault(self.part, fault, self._since, self._attempts)

@@ -132,7 +132,7 @@ class StreamSource:
             log,
             "the stream cannot be compared with the outbox",
             "the stream is compared with the outbox again",
-            patience=2,
+            least_attempts=2,
         )
         self._flows = Condition(
             "stream", log, "the stream stands still", "the stream goes on", SOON_SECONDS
