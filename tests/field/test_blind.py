@@ -1,7 +1,9 @@
 """What an operator sees while a database is away or stalls: what can be read, the last known of the rest, and why.
 
-Public reports: confluentinc/kafka-connect-jdbc#964 (the status says another thing than the state),
-thake/logminer-kafka-connect#11 (what the log says while a database is away).
+Public reports: confluentinc/kafka-connect-jdbc#964 (the status is not the state), PostgREST/postgrest#1850,
+spiceai/spiceai#11084 (when an outage began and ended is nowhere), automagik-dev/omni#581, zitadel/zitadel#10737,
+thake/logminer-kafka-connect#11 (the log is flooded meanwhile), bart-oz/solid_observer#105, flynn/flynn#3594,
+trimble-oss/dba-dash#573 (pages are errors, or old without saying so).
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """A background part that fails says so, goes on, and keeps nothing else from going on.
 
-Public reports: citusdata/pg_cron#270, brendanlong/lion-reader#1390 (retention), and those of the docstrings.
+Public reports: citusdata/pg_cron#270, brendanlong/lion-reader#1390 (retention ended), L7R7/gitlab-ci-build-statuses#1,
+chalie-ai/chalie#1594, opensiddur/opensiddur#9 (a worker that has died looks healthy, or keeps the others from working),
+and those of the docstrings.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def names(outbox: Outbox) -> list[str]:
 def test_retention_goes_on_past_a_partition_that_it_cannot_drop(
     partitioned: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One table that cannot be dropped, and maintenance stops for all of them."""
+    """One table fails, and maintenance stops for all: pgpartman/pg_partman#421, #717, propeller-heads/tycho#1323."""
     outbox = partitioned
     settings = outbox.settings(retention=KEEP)
     first, second = names(outbox)[:2]

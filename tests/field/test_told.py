@@ -1,6 +1,7 @@
 """What has happened is told when it has happened: not later, and not only if everything else went well.
 
-Public reports: see the docstrings.
+Public reports: spring-cloud/spring-cloud-stream#2672 (nothing is logged once there is a dead-letter queue),
+JSONbored/metagraphed#9731 (dead letters that nobody reads).
 """
 
 from __future__ import annotations
