@@ -35,6 +35,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts work often, and are impatient."""
     monkeypatch.setattr(presence, "CHECK_SECONDS", 0.2)
     monkeypatch.setattr(schedule, "NOTE_SECONDS", 0.2)
+    monkeypatch.setattr(status, "LOCK_SECONDS", 0.2)
 
 
 @pytest.fixture
