@@ -18,9 +18,10 @@ from types import FrameType
 import psycopg
 
 from relay.admin.check import require_when_reachable
+from relay.admin.check_process import same_target
 from relay.config.files import Configuration, require_apart
 from relay.config.settings import Settings
-from relay.faults import ConfigurationError, RelayError, Unreachable, first_line
+from relay.faults import RelayError, Unreachable, first_line
 from relay.logs import of_group
 from relay.memory import collect_rarely, return_large_blocks
 from relay.retention.removable import identity
@@ -189,10 +190,7 @@ class _SharedState:
         with self._lock:
             other = self._targets.setdefault(key, configuration)
         if other is not configuration:
-            raise ConfigurationError(
-                f"{other.name} and {configuration.name}: both have the group {settings.group!r} in the same target: "
-                "name another group in one of them"
-            )
+            raise same_target(other, configuration)
 
 
 class _GroupThread:
@@ -238,7 +236,7 @@ class _GroupThread:
     def _relay(self, named: bool) -> None:
         settings, shared = self._configuration.settings, self._shared
         try:
-            require_when_reachable(settings, shared.stopping)
+            require_when_reachable(settings, shared.stopping, shared.accept_configuration)
         except Unreachable:
             if shared.stopping.is_set():
                 return

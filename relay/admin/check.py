@@ -11,7 +11,7 @@ import psycopg
 
 from relay import handlers
 from relay.admin.check_source import check_source
-from relay.admin.connections import reach
+from relay.admin.connections import reach, reach_source
 from relay.admin.findings import Finding, Severity, finding_of, finding_of_error, schema_finding
 from relay.conditions import SOON_SECONDS, Condition
 from relay.config.effects import Effects
@@ -22,17 +22,22 @@ from relay.handlers import Sink
 from relay.model.spool import require_writable
 from relay.observe.traces import require_exporter
 from relay.pipeline.route_rules import shadowed
+from relay.retention.schedule import require_not_given_up
 from relay.retry import RetryUntilSuccess
-from relay.source.capabilities import leads_to_pooler
+from relay.source.recovery import Recognition
 from relay.spark.java import java_home
-from relay.store import admission, deferred_counts, offsets, sinks
+from relay.store import admission, deferred_counts, groups, offsets, sinks
 from relay.store.connections import Connection
 
 log = logging.getLogger(__name__)
 
 
-def examine(settings: Settings) -> Iterator[Finding]:
-    """Check everything that a run needs; yields the findings in the order in which to correct them."""
+def examine(settings: Settings, accept_configuration: bool = False) -> Iterator[Finding]:
+    """Check everything that a run needs; yields the findings in the order in which to correct them.
+
+    A run begins with the same findings, and refuses to start if one is an error. With `accept_configuration`, as with
+    the option of `relay run`, its configuration may replace that of running instances.
+    """
     try:
         with reach(settings.source_dsn, "source.dsn", bounded=True) as conn:
             yield from check_source(conn, settings)
@@ -43,6 +48,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     try:
         built = handlers.build(settings.handlers, settings.source.sql_types)
         asyncio.run(_close(sink for sink, _ in handlers.build_sinks(settings.handlers).values()))
+        _build_spark_sinks(settings)
     except ConfigurationError as error:
         yield Finding(Severity.ERROR, "handlers", str(error))
         built = {}
@@ -57,7 +63,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
         yield finding_of("spark", "Java is installed", java_home)
     try:
         with reach(settings.target_dsn, "target.dsn", pinned=False, bounded=True) as conn:
-            yield from _target(conn, settings, built)
+            yield from _target(conn, settings, built, accept_configuration)
     except ConfigurationError as error:
         yield finding_of_error("target", error)
     except psycopg.errors.InsufficientPrivilege as error:
@@ -69,16 +75,19 @@ def examine(settings: Settings) -> Iterator[Finding]:
         )
 
 
-def require(settings: Settings) -> None:
+def require(settings: Settings, accept_configuration: bool = False) -> None:
     """Raise ConfigurationError with a line for each error; Unreachable if all errors are outages."""
-    errors = [finding for finding in examine(settings) if finding.level is Severity.ERROR]
+    findings = examine(settings, accept_configuration)
+    errors = [finding for finding in findings if finding.level is Severity.ERROR]
     if not errors:
         return
     text = "\n".join(dict.fromkeys(finding.text for finding in errors))
     raise (Unreachable if all(each.passes for each in errors) else ConfigurationError)(text)
 
 
-def require_when_reachable(settings: Settings, stopping: Event) -> None:
+def require_when_reachable(
+    settings: Settings, stopping: Event, accept_configuration: bool = False
+) -> None:
     """Wait until source and target can be reached, then raise ConfigurationError with a line for each error."""
     condition = Condition(
         "start", log, "waiting for the database", "the database answers", SOON_SECONDS
@@ -86,7 +95,7 @@ def require_when_reachable(settings: Settings, stopping: Event) -> None:
     retry = RetryUntilSuccess(
         stopping, condition, retryable=lambda error: isinstance(error, Unreachable)
     )
-    retry(require, settings)
+    retry(require, settings, accept_configuration)
 
 
 def _events(settings: Settings) -> Iterator[Finding]:
@@ -95,6 +104,17 @@ def _events(settings: Settings) -> Iterator[Finding]:
         yield finding_of(
             "events", "their models and upcasters can be imported", registered, settings.events
         )
+
+
+def _build_spark_sinks(settings: Settings) -> None:
+    """Raise ConfigurationError if a Spark sink cannot be built."""
+    if not settings.spark_handlers:
+        return
+    # Its imports take long.
+    from relay.spark.sink import SparkWorker
+
+    for name in settings.spark_handlers:
+        SparkWorker(name, settings)
 
 
 async def _close(sinks: Iterable[Sink]) -> None:
@@ -127,7 +147,7 @@ def _routes(settings: Settings) -> Iterator[Finding]:
 
 
 def _target(
-    conn: Connection, settings: Settings, built: dict[str, handlers.Handler]
+    conn: Connection, settings: Settings, built: dict[str, handlers.Handler], accept: bool
 ) -> Iterator[Finding]:
     schema = schema_finding(conn, "target", "target.dsn")
     yield schema
@@ -135,30 +155,39 @@ def _target(
         yield finding_of(
             "group", f"{settings.partitions} partitions", require_group, conn, settings
         )
-        yield _configuration(conn, settings)
         yield from _open_schemas(conn)
+        yield finding_of(
+            "configuration",
+            "no instance runs with another configuration that this one may not replace",
+            admission.require_admissible,
+            *(conn, settings.group, Effects.of(settings), accept),
+        )
+        yield from _position(conn, settings)
         yield from _former_handlers(conn, settings)
         yield from _sinks(conn, settings)
-    if settings.sink_handlers and leads_to_pooler(conn):
-        yield Finding(
-            Severity.WARNING,
-            "pooler",
-            "target.dsn: a pooler answers, and relay claims each sink by a lock of its session, which stays behind in "
-            "transaction mode, so that nobody delivers: name the server itself, or set the pooler to session mode",
-        )
     for name, handler in built.items():
         yield _check_handler(conn, name, handler)
 
 
-def _configuration(conn: Connection, settings: Settings) -> Finding:
-    difference = admission.difference_from_running(conn, settings.group, Effects.of(settings))
-    if difference is None:
-        return Finding(Severity.OK, "configuration", "no instance runs with another configuration")
-    return Finding(
-        Severity.WARNING,
-        "configuration",
-        f"group: an instance of {settings.group!r} runs with another configuration: {difference}",
-    )
+def _position(target: Connection, settings: Settings) -> Iterator[Finding]:
+    """Check that the group may go on where it is: that retention has not given it up, nor the source lost events."""
+    try:
+        with reach_source(settings) as source:
+            yield finding_of(
+                "group",
+                "events are kept for the group",
+                require_not_given_up,
+                *(source, target, settings.group),
+            )
+            yield finding_of(
+                "source",
+                "it has what the group has applied",
+                Recognition(settings).require_valid,
+                *(source, groups.origin(target, settings.group)),
+            )
+    except ConfigurationError:
+        # The source's own checks have reported it.
+        return
 
 
 def _open_schemas(conn: Connection) -> Iterator[Finding]:

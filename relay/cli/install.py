@@ -71,25 +71,40 @@ def init(
     for_each(config, install)
 
 
-def check(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def check(
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    accept_configuration: Annotated[
+        bool,
+        typer.Option(
+            "--accept-configuration",
+            help="Check for `relay run` with the same option.",
+        ),
+    ] = False,
+) -> None:
     """Check everything that a run needs; each finding says what to do. Exit status 2 if there is an error."""
     from relay.admin.check import examine
+    from relay.admin.check_process import examine_process
     from relay.admin.findings import Severity
 
     def examine_group(settings: Settings) -> list[tuple[str, Finding]]:
-        findings = list(examine(settings))
+        findings = list(examine(settings, accept_configuration))
         if not as_json:
             _print_findings(findings)
         return [(settings.group, finding) for finding in findings]
 
     groups = for_each(config, examine_group, heading=not as_json)
+    of_process = list(examine_process(load_all(config)))
+    if not as_json:
+        _print_findings(of_process)
     findings = [each for group in groups for each in group]
+    findings += [("", finding) for finding in of_process]
     if as_json:
         named = len(groups) > 1
         print(
             json.dumps(
                 [
-                    ({"group": group} if named else {})
+                    ({"group": group} if named and group else {})
                     | {"level": f.level, "subject": f.subject, "text": f.text}
                     for group, f in findings
                 ],

@@ -31,34 +31,17 @@ _WORK = (CoroutineType, GeneratorType, AsyncGeneratorType)
 """What a function returns that has not run yet: nothing is done before somebody awaits or iterates it."""
 
 
-def load(key: str, path: str, *arguments: str) -> Callable[..., Any]:
-    """Import the callable that a key of the configuration names. Raises ConfigurationError.
+def load(key: str, path: str, *parameters: str) -> Callable[..., Any]:
+    """Import the callable that a key of the configuration names, and that relay calls with these `parameters`.
 
-    `arguments` are the names of what it is called with; it is refused if it cannot be called with as many.
+    Raises ConfigurationError, also for a callable that does not take that many arguments.
     A call raises RuntimeError for what the function raises that is no Exception, such as SystemExit or asyncio's
     CancelledError, and ConfigurationError if it returns a coroutine or a generator.
     """
-    function = find_function(key, path)
-    _require_callable_with(key, path, function, arguments)
-    return _contained(key, function)
+    return _contained(key, find_function(key, path, *parameters))
 
 
-def _require_callable_with(
-    key: str, path: str, function: Callable[..., Any], arguments: Sequence[str]
-) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return  # some builtins do not say what they take
-    try:
-        signature.bind(*arguments)
-    except TypeError:
-        raise ConfigurationError(
-            f"{key}: {path!r} takes {signature}, but relay calls it with ({', '.join(arguments)})"
-        ) from None
-
-
-def find_function(key: str, path: str) -> Callable[..., Any]:
+def find_function(key: str, path: str, *parameters: str) -> Callable[..., Any]:
     """Import a function as it is, for a caller that contains what it raises. Raises ConfigurationError."""
     function = find(key, path)
     if not callable(function):
@@ -66,7 +49,27 @@ def find_function(key: str, path: str) -> Callable[..., Any]:
     kind = unfinished_kind(function)
     if kind is not None:
         raise ConfigurationError(f"{key}: {path!r} is {kind}; relay calls plain functions")
+    wrong = wrong_arguments(function, parameters)
+    if wrong is not None:
+        raise ConfigurationError(f"{key}: {path!r} {wrong}")
     return function  # type: ignore[no-any-return]
+
+
+def wrong_arguments(function: Callable[..., Any], parameters: Sequence[str]) -> str | None:
+    """Describe why a function cannot be called with arguments for these parameters; None if it can."""
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        # Some functions that are written in C do not tell.
+        return None
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        # Without annotations, which may be long.
+        taken = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+        bare = signature.replace(parameters=taken, return_annotation=signature.empty)
+        return f"takes {bare}, but relay calls it with ({', '.join(parameters)}): {error}"
+    return None
 
 
 def unfinished_kind(function: Callable[..., Any]) -> str | None:

@@ -44,9 +44,9 @@ class Template:
         return event.text(field) is None
 
     @property
-    def begins_with_data(self) -> bool:
-        """Whether the text begins with what the publisher of the event chooses."""
-        return bool(self._parts) and not self._parts[0][0]
+    def beginning(self) -> str:
+        """What all texts begin with: after it comes what the publisher of the event chooses."""
+        return self._parts[0][0] if self._parts else ""
 
     @property
     def names(self) -> list[str]:

@@ -37,7 +37,7 @@ def _from_file(events: Mapping[str, EventTypeSettings], problems: list[str]) -> 
         try:
             model = None if each.model is None else find(f"{key}.model", each.model)
             upcasters = {
-                version: find_function(f"{key}.upcast.{version}", path)
+                version: find_function(f"{key}.upcast.{version}", path, "payload")
                 for version, path in sorted(each.upcast.items())
             }
         except ConfigurationError as error:

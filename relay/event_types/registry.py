@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from relay.config.event_types import VERSION_FROM, check_version_from
-from relay.config.imports import unfinished_kind
+from relay.config.imports import unfinished_kind, wrong_arguments
 
 Upcaster = Callable[[Any], Any]
 """Takes the payload of one version, as `json` reads it, and returns that of the next. It may change its argument."""
@@ -63,6 +63,9 @@ class EventType:
             kind = unfinished_kind(self.upcasters[version])
             if kind is not None:
                 yield f"{key}.upcast.{version}: is {kind}; relay calls plain functions"
+            wrong = wrong_arguments(self.upcasters[version], ["payload"])
+            if wrong is not None:
+                yield f"{key}.upcast.{version}: {wrong}"
         for version in range(self.oldest, self.current):
             if version not in self.upcasters:
                 yield (

@@ -67,8 +67,12 @@ class Publishing:
         self._series = ""
         self._topic = Template(settings.topic)
         self._key = None if key is None else Template(key)
-        # Where a text of the configuration comes first, it is not the publisher who chooses.
-        self._reserved = settings.RESERVED if self._topic.begins_with_data else ()
+        # Where the configuration says more than the mark itself, it is not the publisher who chooses. A `${event_type}`
+        # says no more.
+        own = self._topic.beginning
+        self._reserved = tuple(
+            mark for mark in settings.RESERVED if own == mark or not own.startswith(mark)
+        )
 
     async def close(self) -> None:
         """Close the connection."""

@@ -74,8 +74,15 @@ def _includes(pattern: Scalar, other: Scalar) -> bool:
     """Whether a pattern certainly matches all that another one matches."""
     if pattern == "*" or (pattern == other and type(pattern) is type(other)):
         return True
-    is_glob = isinstance(other, str) and any(sign in other for sign in "*?[")
-    return not is_glob and _matches(other, pattern)
+    if not _is_glob(other):
+        return _matches(other, pattern)
+    # Two globs: only a beginning is compared.
+    beginning = pattern[:-1] if isinstance(pattern, str) and pattern.endswith("*") else None
+    return beginning is not None and not _is_glob(beginning) and str(other).startswith(beginning)
+
+
+def _is_glob(pattern: Scalar) -> bool:
+    return isinstance(pattern, str) and any(sign in pattern for sign in "*?[")
 
 
 def _test(fields: Sequence[str], name: str, patterns: Sequence[Scalar]) -> Test:

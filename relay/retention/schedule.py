@@ -218,9 +218,8 @@ class Schedule:
     def _stop_given_up(self, source: Connection, target: Connection) -> None:
         """Pause the sinks that were given up. Raises ConfigurationError if the group itself was."""
         group = self._settings.group
+        require_not_given_up(source, target, group)
         for name in removable.given_up(source, target, group):
-            if not name:
-                raise given_up_error(group)
             if sinks.pause(target, group, name, True, GIVEN_UP):
                 log.error("a sink was paused: retention has given it up", extra={"sink": name})
 
@@ -241,9 +240,11 @@ def _is_standby(source: Connection) -> bool:
 GIVEN_UP = "given up by retention: events may be gone; choose where to go on with `relay sink seek`"
 
 
-def given_up_error(group: str) -> ConfigurationError:
-    """Return the error for a group that retention has given up."""
-    return ConfigurationError(
+def require_not_given_up(source: Connection, target: Connection, group: str) -> None:
+    """Raise ConfigurationError if retention has given up the group. Raises psycopg.Error."""
+    if "" not in removable.given_up(source, target, group):
+        return
+    raise ConfigurationError(
         f"group: {group!r} was given up by retention (max_lag), and events that it has not read may be gone: choose "
         "where to go on with `relay offsets seek --to …`"
     )

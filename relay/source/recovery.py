@@ -205,6 +205,20 @@ class Recognition:
             return True
         return False
 
+    def require_valid(self, source: Connection, origin: groups.SourceOrigin) -> None:
+        """Raise ConfigurationError if the source of a connection has lost events that were applied.
+
+        Changes nothing. While that is unknown, whoever reads the source finds out. Raises psycopg.Error.
+        """
+        try:
+            comparison = self._polled(source, origin)
+            if comparison is not None:
+                comparison.require_valid()
+        except (Unavailable, TransientFault):
+            return
+        except RelayError as error:
+            raise ConfigurationError(str(error)) from None
+
     def _polled(self, source: Connection, origin: groups.SourceOrigin) -> SourceComparison | None:
         """Compare the source that a connection polls; None for a standby that may lag, which snapshots check."""
         identifier, timeline, standby = server_of(source)

@@ -48,23 +48,14 @@ def admit(
         if digest == effects.digest:
             return
         if digest is not None:
-            difference = effects.difference(values or {})
             running = _runs(conn, group, digest)
-            if running and not accept:
-                raise ConfigurationError(
-                    f"group: an instance of {group!r} runs with another configuration: {difference}: give all "
-                    "instances the same one, or stop the others first; --accept-configuration replaces theirs"
-                )
-            if running and (keys := effects.reordered_handlers(values or {})):
-                raise ConfigurationError(
-                    f"{', '.join(keys)}: has changed, and an instance of {group!r} defers transactions by the former "
-                    "one: stop the others first; --accept-configuration cannot replace it"
-                )
+            if running:
+                _require_replaceable(group, effects, values or {}, accept)
             changed(conn, values or {})
             log.log(
                 logging.WARNING if running else logging.INFO,
                 "the group's configuration has changed",
-                extra={"group": group, "difference": difference},
+                extra={"group": group, "difference": effects.difference(values or {})},
             )
         conn.execute(
             "update relay.groups set configuration_digest = %s, configuration = %s where group_id = %s",
@@ -82,21 +73,28 @@ def require_current(conn: Connection, group: str, effects: Effects) -> None:
         )
 
 
-def difference_from_running(conn: Connection, group: str, effects: Effects) -> str | None:
-    """Describe how the configuration differs from that of running instances, and what to do.
-
-    None if it does not, or none run.
-    """
+def require_admissible(conn: Connection, group: str, effects: Effects, accept: bool) -> None:
+    """Raise ConfigurationError if `admit` would. Changes nothing."""
     stored = _replacement(conn, group, effects)
-    if stored is None or not _runs(conn, group, stored[0]):
-        return None
-    keys = effects.reordered_handlers(stored[1])
-    advice = (
-        f"stop it before this one starts, since {', '.join(keys)} has changed"
-        if keys
-        else "stop it before this one starts, or start this one with --accept-configuration"
-    )
-    return f"{effects.difference(stored[1])}: {advice}"
+    if stored is not None and _runs(conn, group, stored[0]):
+        _require_replaceable(group, effects, stored[1], accept)
+
+
+def _require_replaceable(
+    group: str, effects: Effects, running: Mapping[str, str], accept: bool
+) -> None:
+    """Raise ConfigurationError unless this configuration may replace that of a running instance."""
+    difference = effects.difference(running)
+    if keys := effects.reordered_handlers(running):
+        raise ConfigurationError(
+            f"{', '.join(keys)}: has changed, and an instance of {group!r} defers transactions by the former one: stop "
+            f"the others first; --accept-configuration cannot replace it (differences: {difference})"
+        )
+    if not accept:
+        raise ConfigurationError(
+            f"group: an instance of {group!r} runs with another configuration: {difference}: give all instances the "
+            "same one, or stop the others first; --accept-configuration replaces theirs"
+        )
 
 
 def running_handlers(conn: Connection, group: str) -> set[str]:

@@ -100,6 +100,23 @@ def sharing(conn: psycopg.Connection[Any], key: Key) -> list[str]:
     return [name for (name,) in rows]
 
 
+def holder(conn: psycopg.Connection[Any], key: Key) -> str | None:
+    """Describe the session that holds the lock exclusively; None if no session does."""
+    row = conn.execute(
+        """
+        select format('process %%s of the server, %%s%%s, since %%s', a.pid,
+                      coalesce(nullif(a.application_name, ''), 'without application_name'),
+                      ' from ' || a.client_addr, to_char(a.backend_start, 'YYYY-MM-DD HH24:MI:SSOF'))
+          from pg_locks l join pg_stat_activity a on a.pid = l.pid
+         where l.locktype = 'advisory' and l.granted and l.mode = 'ExclusiveLock'
+           and l.database = (select oid from pg_database where datname = current_database())
+           and l.classid::bigint = %s and l.objid::bigint = hashtext(%s)::bigint & 4294967295 and l.objsubid = 2
+        """,
+        key,
+    ).fetchone()
+    return str(row[0]) if row else None
+
+
 def _boolean(conn: psycopg.Connection[Any], statement: LiteralString, key: Key) -> bool:
     with conn.cursor(row_factory=scalar_row) as cursor:
         return bool(cursor.execute(statement, key).fetchone())

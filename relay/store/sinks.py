@@ -6,6 +6,8 @@ All statements on `relay.sinks` and `relay.sink_commits` are here, in more than 
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -21,6 +23,10 @@ from relay.store.connections import Connection, Dsn, connect
 from relay.store.groups import APPLICATION_NAME, INSTANCE
 from relay.store.snapshots import xids_of
 
+log = logging.getLogger(__name__)
+
+HELD_SECONDS = 10.0
+"""After how many seconds the log names the session that has the claim of a sink."""
 BEFORE_FIRST = -(1 << 63)
 """The position before the first transaction of a difference."""
 ATTACHED, LAGGING, CAUGHT_UP = "attached", "lagging", "caught up"
@@ -80,6 +86,8 @@ class Claim:
         self._conn: Connection | None = None
         self._key = advisory_locks.sink(group, sink)
         self._of = {"group": group, "sink": sink, "instance": INSTANCE}
+        self._refused_since: float | None = None
+        self._is_logged = False
 
     @property
     def conn(self) -> Connection:
@@ -92,10 +100,28 @@ class Claim:
         if self._conn is None:
             self._conn = connect(self._dsn, application_name=APPLICATION_NAME)
         try:
-            return advisory_locks.try_lock(self._conn, self._key)
+            taken = advisory_locks.try_lock(self._conn, self._key)
+            if taken:
+                self._refused_since, self._is_logged = None, False
+            else:
+                self._log_holder(self._conn)
+            return taken
         except BaseException:
             self.release()
             raise
+
+    def _log_holder(self, conn: Connection) -> None:
+        """Log once who has the claim, if it has been another session for a while: it need not be a relay that works."""
+        now = time.monotonic()
+        if self._refused_since is None:
+            self._refused_since = now
+        if self._is_logged or now - self._refused_since < HELD_SECONDS:
+            return
+        self._is_logged = True
+        log.info(
+            "another session has the claim of a sink, and works it if it is a relay",
+            extra={"handler": self._of["sink"], "holder": advisory_locks.holder(conn, self._key)},
+        )
 
     def release(self) -> None:
         """End the session, and with it the claim: another process may work the sink."""

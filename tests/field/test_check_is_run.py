@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+import re
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 from pydantic import TypeAdapter, ValidationError
 
 from relay.admin.check import examine, require
+from relay.admin.findings import Severity
+from relay.admin.install import initialise
 from relay.config.handlers import HandlerSettings
 from relay.config.imports import load
-from relay.config.settings import Route
+from relay.config.settings import Route, Settings
 from relay.config.templates import Template
 from relay.faults import ConfigurationError, Rejected
 from relay.handlers.messages import Message, Publishing
 from relay.pipeline.route_rules import shadowed
-from tests.outbox import Outbox
+from relay.store import advisory_locks, sinks
+from relay.store.presence import instances
+from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.pgbouncer import pooled
+from tests.process import relay
 from tests.sinks import make_event, transaction
 from tests.webhook import Webhook
 
 
 def one(event: Any) -> None:
     """Takes one argument."""
+
+
+def two(a: Any, b: Any) -> None:
+    """Takes too much for a transform."""
 
 
 def many(*arguments: Any, **options: Any) -> None:
@@ -56,7 +72,8 @@ def route(match: dict[str, Any], goes_on: bool = False) -> Route:
         ({"event_type": "order.*"}, {"event_type": ["order.placed", "paid"]}, False),
         ({"event_type": "a"}, {"event_type": "a", "aggregate_type": "Order"}, True),
         ({"event_type": "a", "aggregate_type": "Order"}, {"event_type": "a"}, False),
-        ({"event_type": "o*"}, {"event_type": "order.*"}, False),
+        ({"event_type": "o*"}, {"event_type": "order.*"}, True),
+        ({"event_type": "order.?"}, {"event_type": "order.*"}, False),
         ({"payload.amount": 1}, {"payload.amount": 1}, True),
         ({"payload.amount": 1}, {"payload.amount": True}, False),
     ],
@@ -106,6 +123,17 @@ class Recording:
         """Nothing is open."""
 
 
+def send(kind: str, template: str, event_type: str) -> list[str]:
+    """Send an event to a broker that takes everything; returns the topic."""
+    broker = Recording()
+    settings: Any = TypeAdapter(HandlerSettings).validate_python(
+        {"type": kind, **SERVERS[kind], "topic": template}
+    )
+    sink = Publishing("x", settings, broker)
+    asyncio.run(sink.deliver(transaction(make_event(1, event_type=event_type))))
+    return broker.topics
+
+
 @pytest.mark.parametrize(
     ("kind", "topic"),
     [
@@ -116,31 +144,228 @@ class Recording:
     ],
 )
 def test_a_publisher_does_not_reach_what_controls_the_broker(kind: str, topic: str) -> None:
-    broker = Recording()
-
-    def send(template: str) -> None:
-        settings: Any = TypeAdapter(HandlerSettings).validate_python(
-            {"type": kind, **SERVERS[kind], "topic": template}
-        )
-        sink = Publishing("x", settings, broker)
-        asyncio.run(sink.deliver(transaction(make_event(1, event_type=topic))))
-
     with pytest.raises(Rejected, match="control the broker"):
-        send("{event_type}")
-    send("shop.{event_type}")
-    assert broker.topics == [f"shop.{topic}"]
+        send(kind, "{event_type}", topic)
+    assert send(kind, "shop.{event_type}", topic) == [f"shop.{topic}"]
 
 
-def test_a_sink_behind_a_pooler_in_transaction_mode_is_named(outbox: Outbox) -> None:
-    """The lock of a claim stays in the pooler's session: the next instance never claims the sink."""
-    with Webhook() as webhook, pooled(outbox.dsn) as dsn:
-        settings = outbox.settings(
-            target={"dsn": dsn},
-            handlers={"hook": {"type": "http", "url": webhook.url}},
-            routes=[{"handlers": ["hook"]}],
+@pytest.mark.parametrize(
+    ("kind", "template", "rest"),
+    [
+        # As a shell, or a template of JavaScript, would have it.
+        ("nats", "${event_type}", "JS.API.STREAM.DELETE.ORDERS"),
+        ("nats", "_INBOX.{event_type}", "x"),
+        ("kafka", "_{event_type}", "_consumer_offsets"),
+        ("kafka", "__{event_type}", "consumer_offsets"),
+        ("rabbitmq", "amq.{event_type}", "rabbitmq.reply-to.x"),
+    ],
+)
+def test_the_first_sign_alone_does_not_make_a_topic_the_operators(
+    kind: str, template: str, rest: str
+) -> None:
+    """Subjects with $ are the server's: nats-io/nats.docs#464, rchiofalo/rustgate#616."""
+    with pytest.raises(Rejected, match="control the broker"):
+        send(kind, template, rest)
+
+
+def test_an_operator_may_write_to_a_bucket_of_nats() -> None:
+    assert send("nats", "$KV.orders.{event_type}", "a") == ["$KV.orders.a"]
+
+
+def errors(settings: Settings, accept_configuration: bool = False) -> list[str]:
+    """The texts of the errors that `relay check` finds."""
+    found = examine(settings, accept_configuration)
+    return [each.text for each in found if each.level is Severity.ERROR]
+
+
+def with_source(outbox: Outbox, **source: Any) -> Settings:
+    return outbox.settings(source={**outbox.config()["source"], **source})
+
+
+def refusal(call: Callable[[], object]) -> list[str]:
+    """The lines of the error that a call raises."""
+    with pytest.raises(ConfigurationError) as raised:
+        call()
+    return str(raised.value).splitlines()
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_pooler_that_keeps_no_session_is_refused(outbox: Outbox, side: str) -> None:
+    """Locks stay behind in its sessions, and settings reach others: goauthentik/authentik#23876,
+    pgbouncer/pgbouncer#102, pgdogdev/pgdog#1407, electric-sql/electric#2682, neondatabase/website#5482."""
+    with pooled(outbox.dsn) as dsn:
+        settings = (
+            with_source(outbox, dsn=dsn)
+            if side == "source"
+            else outbox.settings(target={"dsn": dsn})
         )
-        found = [each.text for each in examine(settings) if each.subject == "pooler"]
-        assert len(found) == 1
-        assert "session mode" in found[0]
-        direct = settings.model_copy(update={"target": outbox.settings().target})
-        assert "pooler" not in [each.subject for each in examine(direct)]
+        for said in (errors(settings), refusal(lambda: initialise(settings))):
+            assert any(
+                each.startswith(f"{side}.dsn: 127.0.0.1 is a pooler")
+                and each.endswith("connect to PostgreSQL itself, or set the pooler to session mode")
+                for each in said
+            ), said
+
+
+def test_a_pooler_in_session_mode_serves_the_target(outbox: Outbox) -> None:
+    with pooled(outbox.dsn, "session", 20) as dsn:
+        settings = outbox.settings(target={"dsn": dsn})
+        assert errors(settings) == []
+        outbox.publish(host(1), event())
+        with relaying(settings):
+            outbox.wait_handled()
+    outbox.assert_exact()
+
+
+@pytest.mark.parametrize(
+    ("handler", "said"),
+    [
+        (
+            {"type": "python", "callable": "tests.field.test_check_is_run:one"},
+            "handlers.it.callable: 'tests.field.test_check_is_run:one' takes (event), but relay calls it with "
+            "(transaction, cursor): too many positional arguments",
+        ),
+        (
+            {"type": "spark", "callable": "tests.field.test_check_is_run:one"},
+            "handlers.it.callable: 'tests.field.test_check_is_run:one' takes (event), but relay calls it with "
+            "(frame, batch): too many positional arguments",
+        ),
+        (
+            {"type": "spark", "path": "/tmp/x", "transform": "tests.field.test_check_is_run:two"},
+            "handlers.it.transform: 'tests.field.test_check_is_run:two' takes (a, b), but relay calls it with (frame): "
+            "missing a required argument: 'b'",
+        ),
+        (
+            {
+                "type": "spark",
+                "path": "/tmp/x",
+                "transform": "tests.field.test_check_is_run:missing",
+            },
+            "handlers.it.transform: 'tests.field.test_check_is_run' has no 'missing'",
+        ),
+    ],
+)
+def test_a_function_that_cannot_be_called(
+    outbox: Outbox, handler: dict[str, Any], said: str
+) -> None:
+    """It fails with every event, and each is retried as it is: calebevans/mulder#170, agronholm/apscheduler#230."""
+    settings = outbox.settings(handlers={"it": handler}, routes=[{"handlers": ["it"]}])
+    assert errors(settings) == [said]
+
+
+def test_an_upcaster_and_a_secret_that_cannot_be_called(outbox: Outbox) -> None:
+    upcast = {"order.placed": {"upcast": {1: "tests.field.test_check_is_run:two"}}}
+    (said,) = errors(outbox.settings(events=upcast))
+    assert said.startswith(
+        "events.order.placed.upcast.1: 'tests.field.test_check_is_run:two' takes (a, b), "
+    )
+    assert said.endswith("but relay calls it with (payload): missing a required argument: 'b'")
+    with pytest.raises(ValueError, match=r"missing a required argument: 'event'"):
+        with_source(outbox, password={"call": "tests.field.test_check_is_run:one"})
+
+
+def test_a_slot_of_another_database_of_the_server(outbox: Outbox, database: str) -> None:
+    """Names of slots belong to the server: estuary/connectors#779, electric-sql/electric#2220, lukashes/outboxx#152."""
+    other = Outbox(database)
+    with other:
+        settings = other.settings(
+            source={"dsn": database, "slot": outbox.slot, "publication": "relay"}
+        )
+        said = (
+            f"source.slot: the slot {outbox.slot!r} belongs to the database {outbox.slot!r}, not to {other.slot!r}: "
+            "name another slot"
+        )
+        assert refusal(lambda: initialise(settings)) == [said]
+        assert said in errors(settings)
+
+
+def test_a_group_that_retention_has_given_up(outbox: Outbox) -> None:
+    with relaying(outbox.settings()):
+        outbox.publish(host(1), event())
+        outbox.wait_handled()
+    outbox.conn.execute(
+        "update relay.readers set given_up_at = now() where group_id = 'default' and reader = ''"
+    )
+    (said,) = errors(outbox.settings())
+    assert said.startswith("group: 'default' was given up by retention (max_lag)")
+
+
+def test_a_configuration_that_a_running_instance_does_not_have(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    other = outbox.settings(unrouted="ignore")
+    file = outbox.config_file(tmp_path / "relay.yaml", unrouted="ignore")
+    with relaying(outbox.settings()):
+        outbox.publish(host(1), event())
+        outbox.wait_handled()
+        (said,) = errors(other)
+        assert said.startswith("group: an instance of 'default' runs with another configuration")
+        assert said.endswith("--accept-configuration replaces theirs")
+        refused = relay("run", "--config", str(file))
+        assert (refused.returncode, refused.stderr.strip()) == (2, f"relay: {said}")
+        assert errors(other, accept_configuration=True) == []
+        accepted = relay("check", "--config", str(file), "--accept-configuration")
+        assert accepted.returncode == 0, accepted.stderr
+
+
+def test_a_source_that_has_lost_what_was_applied(outbox: Outbox) -> None:
+    with relaying(outbox.settings()):
+        outbox.publish(host(1), event())
+        outbox.wait_handled()
+    outbox.conn.execute("update relay.consumer_offsets set applied_lsn = 'FFFFFF/0'")
+    (said,) = errors(outbox.settings())
+    assert "the source has lost events that group 'default' has applied" in said
+    # The end of the WAL moves on.
+    said = re.sub(r"0/[0-9A-F]+", "…", said)
+    (refused,) = refusal(lambda: require(outbox.settings()))
+    assert re.sub(r"0/[0-9A-F]+", "…", refused) == said
+
+
+def test_an_address_that_is_taken(outbox: Outbox, tmp_path: Path) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for section in (
+            {"listen": address},
+            {"console": {"listen": address, "token": "0123456789abcdef"}},
+        ):
+            file = outbox.config_file(tmp_path / "relay.yaml", observe=section)
+            for command in ("check", "run"):
+                done = relay(command, "--config", str(file))
+                assert done.returncode == 2, (command, done.stdout)
+                assert f"cannot listen on {address}" in done.stderr
+
+
+def test_check_beside_a_relay_that_listens(outbox: Outbox, tmp_path: Path) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    settings = outbox.settings(observe={"listen": address})
+    file = outbox.config_file(tmp_path / "relay.yaml", observe={"listen": address})
+    with relaying(settings):
+        wait_until(lambda: bool(instances(outbox.conn, "default")))
+        done = relay("check", "--config", str(file), "--json")
+        assert done.returncode == 0, done.stdout
+        assert f"{address} is in use, and relay runs on this host" in {
+            each["text"] for each in json.loads(done.stdout)
+        }
+
+
+def test_the_log_names_the_session_that_has_the_claim_of_a_sink(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session of a pooler, or of a host that is gone, keeps it: pgbouncer/pgbouncer#418, pgdogdev/pgdog#1407."""
+    monkeypatch.setattr(sinks, "HELD_SECONDS", 0.5)
+    with (
+        Webhook() as webhook,
+        psycopg.connect(make_conninfo(outbox.dsn, application_name="left behind")) as leftover,
+    ):
+        leftover.execute(
+            "select pg_advisory_lock(%s, hashtext(%s))", advisory_locks.sink("default", "hook")
+        )
+        settings = outbox.settings(
+            handlers={"hook": {"type": "http", "url": webhook.url}}, routes=[{"handlers": ["hook"]}]
+        )
+        with caplog.at_level("INFO"), relaying(settings):
+            wait_until(lambda: "another session has the claim of a sink" in caplog.text)
+            (record,) = (each for each in caplog.records if "claim of a sink" in each.message)
+            holder = getattr(record, "holder")  # noqa: B009
+            assert f"process {leftover.info.backend_pid} of the server, left behind" in holder

@@ -101,7 +101,7 @@ def test_the_command_says_how_to_go_on(outbox: Outbox, tmp_path: Path) -> None:
         assert "handlers.projection.statement: give all instances the same" in refused.stderr
         found = json.loads(relay("check", "--config", str(latter), "--json").stdout)
         (finding,) = [each for each in found if each["subject"] == "configuration"]
-        assert finding["level"] == "warning"
+        assert finding["level"] == "error"
         with running(latter, "--accept-configuration") as second:
             assert first.process.wait(30) == 2
             second.wait_said("streaming")
