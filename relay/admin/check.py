@@ -28,6 +28,7 @@ from relay.source.recovery import Recognition
 from relay.spark.java import java_home
 from relay.store import admission, deferred_counts, groups, offsets, sinks
 from relay.store.connections import Connection
+from relay.store.session_settings import SessionKind, users_schemas
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def examine(settings: Settings, accept_configuration: bool = False) -> Iterator[
     if settings.needs_spark and not settings.spark.remote:
         yield finding_of("spark", "Java is installed", java_home)
     try:
-        with reach(settings.target_dsn, "target.dsn", pinned=False, bounded=True) as conn:
+        with reach(settings.target_dsn, "target.dsn", SessionKind.HANDLER, bounded=True) as conn:
             yield from _target(conn, settings, built, accept_configuration)
     except ConfigurationError as error:
         yield finding_of_error("target", error)
@@ -195,9 +196,10 @@ def _open_schemas(conn: Connection) -> Iterator[Finding]:
     rows = conn.execute(
         """
         select quote_ident(nspname) from pg_namespace
-         where nspname = any (current_schemas(false))
+         where nspname = any (%s)
            and exists (select from aclexplode(nspacl) where grantee = 0 and privilege_type = 'CREATE')
-        """
+        """,
+        (users_schemas(conn),),
     )
     for (schema,) in rows.fetchall():
         yield Finding(

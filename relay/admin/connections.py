@@ -10,8 +10,8 @@ import psycopg
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable, first_line, refused_for_good
 from relay.store import migrations
-from relay.store.connections import Connection, Dsn, connect, connect_as_user, pin_reading
-from relay.store.poolers import require_session
+from relay.store.connections import Connection, Dsn, connect
+from relay.store.session_settings import SessionKind
 
 LOCK_TIMEOUT = "10s"
 """How long a command waits for a lock, unless the user has set a timeout: it must not hang without a word."""
@@ -25,18 +25,17 @@ class TableLocked(Unreachable):
 
 
 @contextmanager
-def reach(dsn: Dsn, key: str, pinned: bool = True, bounded: bool = False) -> Iterator[Connection]:
+def reach(
+    dsn: Dsn, key: str, kind: SessionKind = SessionKind.OWN, bounded: bool = False
+) -> Iterator[Connection]:
     """Open a connection. Raises ConfigurationError with the server's message and the configuration key.
 
     Raises Unreachable where waiting may help, also if the connection is lost later, and TableLocked; ConfigurationError
-    too where a pooler does not keep one session of the server for it. `pinned` fixes how the session prints values and
-    finds names; statements of handlers are checked without it, since they run without it. `bounded` statements wait for
-    a lock for LOCK_TIMEOUT.
+    too where a pooler does not keep one session of the server for it. Statements of handlers are checked in a session
+    of the `kind` in which they run. `bounded` statements wait for a lock for LOCK_TIMEOUT.
     """
     try:
-        conn = (connect if pinned else connect_as_user)(dsn)
-        if pinned:
-            pin_reading(conn)
+        conn = connect(dsn, kind)
         if bounded:
             conn.execute(_BOUNDED)
     except psycopg.OperationalError as error:
@@ -50,7 +49,6 @@ def reach(dsn: Dsn, key: str, pinned: bool = True, bounded: bool = False) -> Ite
         ) from None
     with conn:
         try:
-            require_session(conn, dsn, key)
             yield conn
         except psycopg.errors.LockNotAvailable as error:
             raise TableLocked(

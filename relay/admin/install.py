@@ -43,16 +43,14 @@ from relay.store.connections import Connection, Dsn
 log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT = "100ms"
-"""How long a statement waits for the lock of a table, unless the user has set another `lock_timeout`.
+"""How long a statement waits for the lock of a table.
 
 While it waits, it blocks every later publisher: so the whole transaction is tried again instead.
 """
 LOCK_SECONDS = 10.0
 """How long the installation is tried again while tables are locked."""
 
-_SET_LOCK_TIMEOUT = """
-    select set_config('lock_timeout', %s, true) where current_setting('lock_timeout') = '0'
-"""
+_SET_LOCK_TIMEOUT = "select set_config('lock_timeout', %s, true)"
 _Removal = Callable[[], object]
 
 

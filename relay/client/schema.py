@@ -4,6 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+_PIN_PATH = """
+    select pg_catalog.set_config('relay.search_path', pg_catalog.current_setting('search_path'), true),
+           pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
+"""
+"""Names without a schema mean PostgreSQL's own objects: others could run code of whoever may create objects."""
+_USERS_PATH = """
+    select pg_catalog.set_config('search_path', pg_catalog.current_setting('relay.search_path'), true);
+"""
+_REMOVE = """
+    drop function if exists relay.publish(uuid, uuid, jsonb, uuid);
+    drop function if exists relay.limit_event_bytes(bigint);
+    drop table if exists public.outbox_message_t;
+    drop function if exists relay.max_event_bytes();
+    delete from relay.migrations where name like 'outbox/%';
+"""
+
 
 def install() -> list[str]:
     """Return the scripts in order. Each has several statements, and may be run again."""
@@ -11,7 +27,7 @@ def install() -> list[str]:
     shipped = package / "sql"
     folder = shipped if shipped.is_dir() else package.parent / "sql"
     return [
-        file.read_text(encoding="utf-8")
+        _PIN_PATH + file.read_text(encoding="utf-8") + _USERS_PATH
         for side in ("source", "outbox")
         for file in sorted((folder / side).glob("*.sql"))
     ]
@@ -19,10 +35,4 @@ def install() -> list[str]:
 
 def remove() -> str:
     """Return the script that drops the outbox and its events. The tables of relay's groups stay."""
-    return """
-    drop function if exists relay.publish(uuid, uuid, jsonb, uuid);
-    drop function if exists relay.limit_event_bytes(bigint);
-    drop table if exists public.outbox_message_t;
-    drop function if exists relay.max_event_bytes();
-    delete from relay.migrations where name like 'outbox/%';
-    """
+    return _PIN_PATH + _REMOVE + _USERS_PATH

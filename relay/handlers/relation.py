@@ -26,6 +26,7 @@ from relay.handlers import copy_binary
 from relay.model.events import COMMIT_FIELDS, EVENT_FIELDS, SQL_TYPES
 from relay.model.transactions import Int64Array, Routed, Rows, Values
 from relay.store.connections import Connection
+from relay.store.session_settings import PIN_PATH_LOCALLY, USERS_PATH_LOCALLY, users_schemas
 
 CHUNK_EVENTS = 10_000
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -35,7 +36,8 @@ RESERVED = ("relay_batch", "relay_batch_rows")
 """The names of relay's temporary relations."""
 
 _CREATE_ROWS = sql.SQL(
-    "create temporary table if not exists relay_batch_rows (relay_order bigint, {}) on commit delete rows"
+    "create temporary table if not exists relay_batch_rows (relay_order bigint, {}) using heap"
+    " on commit delete rows"
 )
 _CREATE_VIEW = sql.SQL(
     "create or replace temporary view relay_batch as"
@@ -50,7 +52,8 @@ _MAY_HAVE_WITH = re.compile(
 )
 _QUERY = " batch as not materialized (select * from pg_temp.relay_batch)"
 _PROBE_PATH = """
-    select set_config('search_path', concat_ws(', ', 'pg_temp', nullif(current_setting('search_path'), '')), true)
+    select pg_catalog.set_config('search_path', pg_catalog.btrim(
+        pg_catalog.concat('pg_temp, ', pg_catalog.current_setting('search_path')), ', '), true)
 """
 _PROBE_VIEW = "create temporary view batch as select * from pg_temp.relay_batch"
 _PROBE = sql.SQL(
@@ -97,11 +100,9 @@ def create(conn: Connection, types: Types = SQL_TYPES) -> None:
 def require_reserved(conn: Connection) -> None:
     """Raise ConfigurationError if relay's temporary relations would hide a user's relation of the same name."""
     hidden = conn.execute(
-        """
-        select relnamespace::regnamespace::text, relname from pg_class
-         where relname = any(%s) and relnamespace = any(current_schemas(false)::regnamespace[])
-        """,
-        (list(RESERVED),),
+        "select nspname, relname from pg_class join pg_namespace on pg_namespace.oid = relnamespace"
+        " where relname = any(%s) and nspname = any(%s)",
+        (list(RESERVED), users_schemas(conn)),
     ).fetchone()
     if hidden:
         raise ConfigurationError(
@@ -163,9 +164,11 @@ def columns_read(
         with conn.transaction(force_rollback=True), conn.cursor(row_factory=scalar_row) as cursor:
             # A view, since the server does not record which columns of a WITH query are read. Like the WITH query, it
             # must hide a user's table, whatever the search_path says of temporary relations.
+            cursor.execute(USERS_PATH_LOCALLY)
             cursor.execute(_PROBE_PATH)
             cursor.execute(_PROBE_VIEW)
             cursor.execute(_PROBE.format(sql.SQL(statement)))
+            cursor.execute(PIN_PATH_LOCALLY)
             return tuple(cursor.execute(_READ).fetchall())
     except psycopg.Error as error:
         if is_transient(error):

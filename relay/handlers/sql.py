@@ -17,6 +17,7 @@ from relay.handlers import relation
 from relay.model.events import SQL_TYPES
 from relay.model.transactions import Routed
 from relay.store.connections import Connection
+from relay.store.session_settings import USERS_PATH_LOCALLY
 
 _PLACEHOLDER = re.compile(r"%(?:%|\((\w*)\)s|(.?))", re.DOTALL)
 _ENDS_TRANSACTION = re.compile(
@@ -185,6 +186,7 @@ def _parse(conn: Connection, name: str, statement: str, parameters: int) -> None
     Raises ConfigurationError if it refuses the statement, or finds fewer parameters: inside quotes there are none.
     """
     with conn.transaction(force_rollback=True):
+        conn.execute(USERS_PATH_LOCALLY)
         result = conn.pgconn.prepare(b"", statement.encode())
         if result.error_message:
             error = server_error(result)
@@ -207,6 +209,7 @@ def _explain(
     """Raise ConfigurationError if the role lacks a privilege, which the server checks only when execution starts."""
     try:
         with conn.transaction(force_rollback=True):
+            conn.execute(USERS_PATH_LOCALLY)
             conn.execute(b"explain " + statement, parameters)
     except psycopg.errors.InsufficientPrivilege as error:
         raise ConfigurationError(

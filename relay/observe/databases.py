@@ -33,12 +33,7 @@ from relay.store import (
     sinks,
     snapshots,
 )
-from relay.store.connections import (
-    Connection,
-    connect,
-    pin_reading,
-    require_writable_by_default,
-)
+from relay.store.connections import Connection, connect, require_writable_by_default
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)
@@ -54,7 +49,7 @@ COUNT_SECONDS = 10.0
 """Shortest interval between two counts."""
 COUNTING_SHARE = 0.05
 """Largest share of the time that counting takes."""
-_TIMEOUTS = {
+_TIMEOUTS: Mapping[str, Any] = {
     "keepalives_idle": 5,
     "keepalives_interval": 5,
     "keepalives_count": 3,
@@ -221,7 +216,6 @@ class Databases:
             dsn = self._settings.source_dsn if of == "source" else self._settings.target_dsn
             conn = connect(dsn, application_name=APPLICATION_NAME, **_TIMEOUTS)
             self._connections[of, use] = conn
-            pin_reading(conn)
             conn.execute(
                 f"set statement_timeout = '{STATEMENT_SECONDS}s'; set lock_timeout = '1s';"
                 " set default_transaction_read_only = on".encode()

@@ -13,6 +13,7 @@ from secrets import token_hex
 from typing import assert_never
 
 import psycopg
+from psycopg.pq import TransactionStatus
 
 from relay import handlers
 from relay.config.handlers import PythonHandler
@@ -27,6 +28,7 @@ from relay.faults import (
     action_for,
     describe,
     timed_out,
+    transaction_ended,
 )
 from relay.model.dispositions import (
     BLOCKED,
@@ -47,6 +49,7 @@ from relay.pipeline.routing import Assignment, Parts
 from relay.retry import LONGEST_WAIT_SECONDS
 from relay.store import suspects
 from relay.store.connections import Connection
+from relay.store.session_settings import users_path
 
 log = logging.getLogger(__name__)
 
@@ -285,6 +288,7 @@ class HandlerRunner:
             return {}
         except HandlerFailed as failure:
             reason = reason_of(failure)
+            _require_open(conn, failure.handler, reason)
             if not self.can_isolate(failure):
                 raise
             if len(assigned) == 1:
@@ -308,26 +312,29 @@ class HandlerRunner:
         return first | {middle + index: disposition for index, disposition in second.items()}
 
     def _call(self, conn: Connection, parts: Parts, check_constraints: bool = False) -> None:
-        """Run each handler, in the configuration's order, over all of its transactions.
+        """Run each handler, in the configuration's order, over all of its transactions, under the user's search_path.
 
         With `check_constraints`, deferred constraints are checked after each handler, while it is known which one
         has violated them.
         """
-        if check_constraints:
-            conn.execute("set constraints all deferred")
-        for name, handler in self._transactional.items():
-            if name not in parts:
-                continue
-            if not self._settings.handlers[name].reliable:
-                self._run_loosely(conn, handler, parts[name])
-                continue
-            try:
-                with self.active_jobs.handler(name):
-                    handler.apply(conn, parts[name])
-                if check_constraints:
-                    _check_constraints(conn)
-            except Exception as error:
-                raise HandlerFailed(handler) from _cause(conn, error)
+        if self._transactional.keys().isdisjoint(parts):
+            return
+        with users_path(conn):
+            if check_constraints:
+                conn.execute("set constraints all deferred")
+            for name, handler in self._transactional.items():
+                if name not in parts:
+                    continue
+                if not self._settings.handlers[name].reliable:
+                    self._run_loosely(conn, handler, parts[name])
+                    continue
+                try:
+                    with self.active_jobs.handler(name):
+                        handler.apply(conn, parts[name])
+                    if check_constraints:
+                        _check_constraints(conn)
+                except Exception as error:
+                    raise HandlerFailed(handler) from _cause(conn, error)
 
     def _run_loosely(self, conn: Connection, handler: handlers.Handler, routed: Routed) -> None:
         """Run a handler that is not reliable: transactions that it fails on are skipped."""
@@ -349,6 +356,7 @@ class HandlerRunner:
                 _check_constraints(conn)
         except Exception as error:
             reason = _cause(conn, error)
+            _require_open(conn, handler, reason)
             action = action_for(reason)
             of_target = isinstance(reason, psycopg.Error) and action is FaultAction.RETRY
             if action is FaultAction.STOP or of_target:
@@ -371,6 +379,12 @@ class HandlerRunner:
 def _savepoint() -> str:
     """A random name, so that no handler can roll back to the savepoint."""
     return f"relay_{token_hex(8)}"
+
+
+def _require_open(conn: Connection, handler: handlers.Handler, reason: BaseException) -> None:
+    """Raise ConfigurationError if a handler's fault has no savepoint to go back to, since it ended the transaction."""
+    if not conn.broken and conn.info.transaction_status == TransactionStatus.INERROR:
+        raise transaction_ended([handler.name]) from reason
 
 
 def reason_of(error: BaseException) -> BaseException:

@@ -162,9 +162,3 @@ def require_functions(conn: Connection) -> None:
     raise ConfigurationError(
         f"source.dsn: {'the role may not call' if exists else 'the server has no'} {name}(), which relay needs: {hint}"
     )
-
-
-def leads_to_pooler(conn: Connection) -> bool:
-    """Whether a pooler answers instead of the server: it makes up the process id that a client gets."""
-    (row,) = conn.execute("select pg_backend_pid()")
-    return bool(row[0] != conn.info.backend_pid)

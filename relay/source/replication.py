@@ -62,7 +62,7 @@ from relay.source.walsender import (
     start_replication,
 )
 from relay.store import groups
-from relay.store.connections import Connection, connect, pin_reading
+from relay.store.connections import Connection, connect
 from relay.store.presence import instances
 
 log = logging.getLogger(__name__)
@@ -213,7 +213,6 @@ class Replication:
         self.heartbeat.update("connects", Due.LATE)
         conn = self._opening = open_replication(self._settings)
         try:
-            pin_reading(conn)
             return self._start(conn)
         except BaseException as error:
             other_reader = (

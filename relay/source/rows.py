@@ -34,7 +34,7 @@ from relay.source.outbox_table import OutboxTable, refused
 from relay.source.pgoutput import encode_tuple
 from relay.source.server import current_position
 from relay.source.translation import Encoding, Translation
-from relay.store.connections import Connection, pin_reading
+from relay.store.connections import Connection
 from relay.store.snapshots import xids_of
 
 _FETCHED_AT_ONCE = 1_000
@@ -79,7 +79,6 @@ class _Raw(Loader):
 
 def prepare_reading(conn: Connection) -> None:
     """Prepare a new connection that reads rows of the outbox. Raises psycopg.Error."""
-    pin_reading(conn)
     # Rows that were inserted together are on the same pages, but the planner assumes a page for each row.
     conn.execute("set random_page_cost = 0.3")
 

@@ -13,6 +13,7 @@ import selectors
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import psycopg
 from psycopg import sql
@@ -26,8 +27,9 @@ from relay.faults import ConfigurationError, RelayError, refused_for_good, serve
 from relay.model.events import Lsn
 from relay.source.timelines import TimelineHistory
 from relay.source.translation import Encoding
-from relay.store import groups
+from relay.store import groups, session_settings
 from relay.store.connections import CLIENT_KEEPALIVE, Connection, connect, opened
+from relay.store.session_settings import SessionKind
 
 DEFAULT_SENDER_TIMEOUT = 60.0
 """The seconds to use where `wal_sender_timeout` is off."""
@@ -119,7 +121,7 @@ class WalStream:
 def open_replication(settings: Settings) -> Connection:
     """Open a connection to the source's walsender. Raises psycopg.OperationalError."""
     try:
-        return opened(
+        conn = opened(
             settings.source_dsn,
             psycopg.connect,
             replication="database",
@@ -138,18 +140,20 @@ def open_replication(settings: Settings) -> Connection:
             with suppress(psycopg.OperationalError):
                 connect(settings.source_dsn).close()
         raise
+    try:
+        session_settings.apply(conn, session_settings.statements(SessionKind.OWN))
+    except BaseException:
+        conn.close()
+        raise
+    return conn
 
 
 def open_session(settings: Settings, stream: Connection) -> Connection:
     """Open an ordinary session on the server of a replication connection. Raises psycopg.OperationalError."""
     info = stream.info
     server = {"host": info.host, "hostaddr": info.hostaddr, "port": str(info.port)}
-    given = {key: value for key, value in server.items() if value}
-    conn = connect(settings.source_dsn, **given)
-    conn.execute(
-        "select set_config(name, '0', false) from pg_settings where name = 'idle_session_timeout'"
-    )
-    return conn
+    given: dict[str, Any] = {key: value for key, value in server.items() if value}
+    return connect(settings.source_dsn, **given)
 
 
 def identify(conn: Connection) -> System:

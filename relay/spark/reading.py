@@ -22,7 +22,7 @@ from relay.source.differences import XID, Difference, condition
 from relay.source.partition import partition_of
 from relay.source.rows import require_visible
 from relay.source.translation import Encoding
-from relay.store.connections import Connection, Dsn, connect, pin_reading
+from relay.store.connections import Connection, Dsn, connect
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -112,7 +112,6 @@ def read(
     closes its connection at the end.
     """
     with connect(dsn, application_name="relay spark") as conn:
-        pin_reading(conn)
         _wait_until_visible(conn, portion.between.after)
         known = columns(conn, table)
         statement = _statement(table, known, portion, partitions, conditions).as_bytes(conn)

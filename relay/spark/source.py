@@ -51,7 +51,7 @@ from relay.spark import planning
 from relay.spark.options import Options, parse
 from relay.spark.pushdown import condition_of
 from relay.spark.reading import COLUMNS, TaskPortion, columns, read
-from relay.store.connections import connect, pin_reading
+from relay.store.connections import connect
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -129,7 +129,6 @@ class DifferenceReader(DataSourceReader):
             _one_line(options),
             connect(options.dsn, application_name="relay spark") as conn,
         ):
-            pin_reading(conn)
             columns(conn, options.table)
             seen = durable_position(conn).snapshot
             after = options.to_snapshot or seen
@@ -234,7 +233,6 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _connected(self) -> psycopg.Connection[Any]:
         if self._conn is None or self._conn.closed:
             self._conn = connect(self._options.dsn, application_name="relay spark")
-            pin_reading(self._conn)
             columns(self._conn, self._options.table)
         return self._conn
 

@@ -28,8 +28,9 @@ from relay.faults import (
     transaction_ended,
 )
 from relay.model.events import Lsn
-from relay.store import refusals, transaction_guard
-from relay.store.keep_alive import LIMITED, KeepAlive
+from relay.store import poolers, refusals, session_settings, transaction_guard
+from relay.store.keep_alive import LIMIT, KeepAlive
+from relay.store.session_settings import LOCK_TIMEOUT, SessionKind
 
 log = logging.getLogger(__name__)
 
@@ -44,40 +45,6 @@ POOL_TIMEOUT_SECONDS = 5.0
 
 _PG_LSN = 3220
 
-TEXT_FORM: Mapping[str, str] = {
-    "datestyle": "ISO, YMD",
-    "timezone": "UTC",
-    "intervalstyle": "postgres",
-    "bytea_output": "hex",
-    "extra_float_digits": "1",
-    "lc_monetary": "C",
-    "xmlbinary": "base64",
-    "quote_all_identifiers": "off",
-}
-"""Every setting that decides how PostgreSQL prints a value, with the value that relay reads.
-
-Source: PostgreSQL documentation, "Client Connection Defaults"; pg_dump and postgres_fdw pin theirs for the same reason.
-"""
-
-OWN_NAMES = "pg_catalog, pg_temp"
-"""The search_path of sessions that run relay's own statements: names without a schema mean PostgreSQL's own objects.
-
-Otherwise whoever may create functions in `public` has relay call `concat(uuid)`, which fits better than the server's
-own, with relay's rights. Source: PostgreSQL documentation, "Schemas" (secure usage); pg_dump does the same.
-"""
-
-READING: Mapping[str, str] = {**TEXT_FORM, "row_security": "off", "search_path": OWN_NAMES}
-"""The settings of a session that reads the outbox: the form of values, and an error where a policy would hide rows.
-
-Source: PostgreSQL documentation, "Row Security Policies"; pg_dump does the same.
-"""
-
-KEEPALIVE: Mapping[str, str] = {
-    "tcp_keepalives_idle": "30",
-    "tcp_keepalives_interval": "10",
-    "tcp_keepalives_count": "3",
-}
-"""After a minute without an answer the server ends the session and releases its locks."""
 CLIENT_KEEPALIVE: Mapping[str, Any] = {
     "keepalives_idle": 30,
     "keepalives_interval": 10,
@@ -87,23 +54,7 @@ CLIENT_KEEPALIVE: Mapping[str, Any] = {
 
 There is no `tcp_user_timeout`, which would also end the connection while the server works and reads nothing.
 """
-LOCK_TIMEOUT = "30s"
-"""How long a statement waits for a lock before its task is retried, unless the user has set a timeout."""
-
-_SESSION = "; ".join(
-    # A session that waits is not forgotten: it has a claim, shows that relay runs, or listens.
-    f"set {name} = {value}"
-    for name, value in {**KEEPALIVE, "idle_session_timeout": "0"}.items()
-)
-_OWN_SESSION = f"{_SESSION}; set search_path = {OWN_NAMES}"
-_DURABLE = """
-    select set_config('synchronous_commit', 'on', false)
-     where current_setting('synchronous_commit') not in ('on', 'remote_apply')
-"""
-_BOUNDED = f"""
-    select set_config('lock_timeout', '{LOCK_TIMEOUT}', false) where current_setting('lock_timeout') = '0'
-"""
-_RESET = "reset session authorization; reset role; reset all; unlisten *; close all"
+_RESET = b"reset session authorization; reset role; reset all; unlisten *; close all"
 """With `pg_advisory_unlock_all`, resets what DISCARD ALL does, except temporary relations and prepared statements.
 
 Source: PostgreSQL documentation, "DISCARD".
@@ -119,8 +70,15 @@ _CREATE_LEFT_OVER = r"""
     end $$
 """
 """A function, since planning this query for each reset would cost more than the reset itself."""
-
-
+_OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {
+        "autocommit": True,
+        "application_name": "relay",
+        "client_encoding": "UTF8",
+        "connect_timeout": CONNECT_TIMEOUT_SECONDS,
+        **CLIENT_KEEPALIVE,
+    }
+)
 Configure = Callable[[psycopg.Connection[Any]], None]
 
 
@@ -146,7 +104,7 @@ class _Pool(ConnectionPool[psycopg.Connection[Any]]):
         def prepare(conn: psycopg.Connection[Any]) -> None:
             try:
                 configure(conn)
-            except psycopg.Error as error:
+            except (psycopg.Error, ConfigurationError) as error:
                 faults[:] = [first_line(error)]
                 raise
             faults.clear()
@@ -228,36 +186,17 @@ def _opened_noting(
     return conn
 
 
-def connect(dsn: Dsn, **options: Any) -> psycopg.Connection[Any]:
+def connect(
+    dsn: Dsn, kind: SessionKind = SessionKind.OWN, **options: Any
+) -> psycopg.Connection[Any]:
     """Open a connection in autocommit mode, whose commits are durable. Raises psycopg.OperationalError.
 
-    Names without a schema mean PostgreSQL's own objects.
+    Raises ConfigurationError for a session that lacks the right to a setting that relay needs.
     """
-    return _connected(dsn, _OWN_SESSION, options)
-
-
-def connect_as_user(dsn: Dsn, **options: Any) -> psycopg.Connection[Any]:
-    """Open a connection like `connect`, where names without a schema mean what they mean to the user."""
-    return _connected(dsn, _SESSION, options)
-
-
-def _connected(dsn: Dsn, session: str, options: Mapping[str, Any]) -> psycopg.Connection[Any]:
-    conn = _opened_noting(
-        dsn,
-        psycopg.connect,
-        autocommit=True,
-        connect_timeout=CONNECT_TIMEOUT_SECONDS,
-        **{
-            "application_name": "relay",
-            "client_encoding": "UTF8",
-            **CLIENT_KEEPALIVE,
-            **options,
-        },
-    )
+    conn = _opened_noting(dsn, psycopg.connect, **{**_OPTIONS, **options})
     try:
-        conn.execute(f"{session}; {_DURABLE}".encode())
-        if settings := _session_settings.get():
-            _set(conn, settings)
+        _require_session(dsn, conn)
+        session_settings.apply(conn, session_settings.statements(kind, _session_settings.get()))
     except BaseException:
         conn.close()
         raise
@@ -286,24 +225,6 @@ def require_writable_by_default(conn: psycopg.Connection[Any]) -> None:
         raise psycopg.errors.ReadOnlySqlTransaction("the server or the role is read-only")
 
 
-def pin_reading(conn: psycopg.Connection[Any]) -> None:
-    """Fix how the session prints values, and let no policy hide rows from it. Raises psycopg.Error.
-
-    Every connection that reads events needs it: a query that row-level security would filter fails with 42501.
-
-    A SET in the session overrides the defaults of server, database and role, the `options` of the connection string,
-    and PGDATESTYLE and PGTZ, which libpq sends after those options. Handlers' connections keep what the user has set.
-    """
-    _set(conn, READING)
-
-
-def _set(conn: psycopg.Connection[Any], settings: Mapping[str, str]) -> None:
-    calls = sql.SQL(", ").join(
-        sql.SQL("set_config({}, {}, false)").format(name, value) for name, value in settings.items()
-    )
-    conn.execute(sql.SQL("select {}").format(calls))
-
-
 def open_pool(
     dsn: Dsn, size: int, configure: Configure | None = None
 ) -> ConnectionPool[psycopg.Connection[Any]]:
@@ -311,7 +232,8 @@ def open_pool(
 
     Commits are durable, and no statement waits for a lock longer than `LOCK_TIMEOUT`.
     """
-    return _pool(dsn, size, f"{_OWN_SESSION}; {_DURABLE}; {_BOUNDED}", configure)
+    session = session_settings.statements(SessionKind.OWN, {"lock_timeout": LOCK_TIMEOUT})
+    return _pool(dsn, size, session, configure)
 
 
 class HandlerPool:
@@ -338,10 +260,12 @@ class HandlerPool:
         self._reset = b""
         self._keep_alive = keep_alive
         self.mark: str | None = None
-        commit = _DURABLE if durable else "set synchronous_commit = off"
-        session = f"{_SESSION}; {commit}; {_BOUNDED}"
+        defaults = {"lock_timeout": LOCK_TIMEOUT}
         if keep_alive is not None:
-            session += f"; {LIMITED}"
+            defaults["idle_in_transaction_session_timeout"] = LIMIT
+        session = session_settings.statements(
+            SessionKind.HANDLER, defaults=defaults, durable=durable
+        )
         self._pool = _pool(dsn, size, session, self._prepare)
 
     def connection(self) -> AbstractContextManager[psycopg.Connection[Any]]:
@@ -389,10 +313,12 @@ class HandlerPool:
         raise error
 
     def _commit(self, conn: psycopg.Connection[Any]) -> bool:
+        # Deferred triggers of the user's tables run at the commit.
+        end = session_settings.USERS_PATH_LOCALLY + b"; commit; " + self._reset
         if not self._code_of:
-            return _run(conn, b"commit; " + self._reset)
+            return _run(conn, end)
         try:
-            return _run(conn, transaction_guard.CLOSE + b"commit; " + self._reset)
+            return _run(conn, transaction_guard.CLOSE + end)
         except psycopg.errors.InvalidCursorName:
             raise transaction_ended(self._code_of) from None
 
@@ -403,21 +329,11 @@ class HandlerPool:
             self._keep_alive.close()
 
     def _prepare(self, conn: psycopg.Connection[Any]) -> None:
-        # The reset has literals, since a query for each setting would double its cost.
-        row = conn.execute(
-            "select current_setting('synchronous_commit'), current_setting('lock_timeout'),"
-            " current_setting('idle_in_transaction_session_timeout')"
-        ).fetchone()
-        commit, timeout, idle = row or ("on", LOCK_TIMEOUT, "0")
-        limit = f"; set idle_in_transaction_session_timeout = '{idle}'" if self._keep_alive else ""
-        last = "pg_temp.relay_left_over()" if self._code_of else "pg_advisory_unlock_all()"
+        last = b"pg_temp.relay_left_over()" if self._code_of else b"pg_advisory_unlock_all()"
         if self._code_of:
             conn.execute(_CREATE_LEFT_OVER)
             conn.execute(transaction_guard.CREATE)
-        self._reset = (
-            f"{_RESET}; {_SESSION}; set synchronous_commit = {commit}; set lock_timeout = '{timeout}'{limit};"
-            f" select {last}"
-        ).encode()
+        self._reset = b"; ".join((_RESET, session_settings.restoring(conn), b"select " + last))
         self._configure(conn)
         conn.autocommit = False
 
@@ -462,16 +378,23 @@ def _close(conn: psycopg.Connection[Any]) -> None:
     conn.close()
 
 
+def _require_session(dsn: Dsn, conn: psycopg.Connection[Any]) -> None:
+    """Raise ConfigurationError if a pooler lends the session to others, who would get relay's settings."""
+    key = "dsn" if isinstance(dsn, str) else dsn.key
+    poolers.require_session(conn, lambda: opened(dsn, psycopg.connect, **_OPTIONS), key)
+
+
 def _pool(
     dsn: Dsn,
     size: int,
-    session: str,
+    session: bytes,
     configure: Configure | None,
 ) -> ConnectionPool[psycopg.Connection[Any]]:
     def prepare(conn: psycopg.Connection[Any]) -> None:
         conn.adapters.register_dumper(dict, JsonbDumper)
         conn.adapters.register_dumper(Lsn, _LsnDumper)
-        conn.execute(session.encode())
+        _require_session(dsn, conn)
+        session_settings.apply(conn, session)
         if configure is not None:
             configure(conn)
 
@@ -484,11 +407,5 @@ def _pool(
         # The next task tries again after a failed attempt; the pool's own backoff would delay the recovery.
         reconnect_timeout=1.0,
         configure=prepare,
-        kwargs={
-            "autocommit": True,
-            "application_name": "relay",
-            "client_encoding": "UTF8",
-            "connect_timeout": CONNECT_TIMEOUT_SECONDS,
-            **CLIENT_KEEPALIVE,
-        },
+        kwargs=_OPTIONS,
     )

@@ -19,11 +19,8 @@ from psycopg.pq import PipelineStatus, TransactionStatus
 
 SECONDS = 5.0
 """Seconds between two signs of life."""
-LIMITED = """
-    select set_config('idle_in_transaction_session_timeout', '30s', false)
-     where current_setting('idle_in_transaction_session_timeout') = '0'
-"""
-"""Tells the server to end the session after so long without one, unless the user has set another limit."""
+LIMIT = "30s"
+"""The `idle_in_transaction_session_timeout` of such a session, unless the user has set another one."""
 
 _WAITING = (TransactionStatus.INTRANS, TransactionStatus.INERROR)
 

@@ -24,6 +24,7 @@ FORMER = {
     "source/001_source.sql": frozenset(
         {
             "7c273b1b3e11920400ab3ffd8942b4541fc4a4549c77e8e32c8f9c1c7a378a20",  # policies could hide rows
+            "ca8758880362105d1ee75e421dfc905896fcfc564f8573212c3938cfdf2edf48",  # any search_path
         }
     ),
     "source/002_retention.sql": frozenset(
@@ -41,6 +42,12 @@ FORMER = {
             "78431c67d907e4e8e177c2bd4837a67758854a118f279f74ef47d157f97af705",  # transactions not counted
             "9e35b6512d93254102c38670f4f84c0a43283b928874d6543d9eb576aaff5a9b",  # short transaction ids
             "515de2d899f88916f944ee2be0dbf412313e0cae0024a5caf4a44e56ea4ffcb7",  # no series, no counts
+            "07573dfb1a7abad91ba4503747a0615219ca4b06fce0d4a7b3703bc946d4135a",  # any search_path
+        }
+    ),
+    "outbox/001_outbox.sql": frozenset(
+        {
+            "7640cc536759a5ac588db9e4769b7f0a155da31e4403b084994aec146b668ac5",  # any search_path
         }
     ),
 }

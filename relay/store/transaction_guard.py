@@ -24,11 +24,13 @@ CREATE = r"""
 BEGIN = (
     b"begin; declare relay_transaction cursor with hold for select pg_temp.relay_refuse_commit()"
 )
+_IS_OPEN = "select from pg_catalog.pg_cursors where name operator(pg_catalog.=) 'relay_transaction'"
+"""Asked under the user's search_path."""
 CLOSE = b"close relay_transaction; "
 """Run before the commit, in its round trip. Raises InvalidCursorName if the open transaction is not relay's."""
 
 
 def is_open(conn: psycopg.Connection[Any]) -> bool:
     """Whether the open transaction is still the one that relay began."""
-    cursor = conn.execute("select from pg_cursors where name = 'relay_transaction'")
+    cursor = conn.execute(_IS_OPEN)
     return cursor.rowcount == 1

@@ -49,7 +49,7 @@ comment on column public.outbox_message_t.c_xid is
 -- 1e131071 has a few bytes as jsonb and 131,072 as text. The constraint makes the text of each value, which costs a single
 -- insert some 30 to 45 microseconds, and 100 kB no more than 1.2 times as much as without.
 create or replace function relay.limit_event_bytes(bytes bigint) returns void
-language plpgsql
+language plpgsql set search_path = pg_catalog, pg_temp
 as $limit$
 begin
     execute format('create or replace function relay.max_event_bytes() returns bigint language sql immutable '

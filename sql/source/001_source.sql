@@ -29,7 +29,7 @@ grant usage on sequence relay.offsets to public;
 
 -- Fails where the numbers after the greatest one would soon end: then nobody could publish.
 create or replace function relay.require_room(outbox regclass, offset_column text, newest bigint) returns void
-language plpgsql
+language plpgsql set search_path = pg_catalog, pg_temp
 as $$
 begin
     if newest >= 4611686018427387904 then
@@ -43,7 +43,7 @@ $$;
 -- Gives an outbox table, relay's own or one that was there before, the columns that polling needs, without rewriting it: of
 -- the rows that are there, a column that is new stays null. Changes nothing that is there already, and locks nothing then.
 create or replace function relay.attach(outbox regclass, offset_column text default 'c_offset') returns void
-language plpgsql set row_security = off
+language plpgsql set search_path = pg_catalog, pg_temp set row_security = off
 as $$
 declare
     found  pg_attribute;
@@ -75,7 +75,7 @@ $$;
 -- Without gaps, numbers come from a counter of the table's own, whose row is locked from a publisher's first insert to the
 -- end of its transaction: publishers take turns. relay has no use for it.
 create or replace function relay.set_gapless(outbox regclass, offset_column text, wanted boolean) returns boolean
-language plpgsql set row_security = off
+language plpgsql set search_path = pg_catalog, pg_temp set row_security = off
 as $set$
 declare
     state   "char";
@@ -142,7 +142,7 @@ $set$;
 -- The server sends notifications in commit order: commits of all databases that notify take turns, and PREPARE TRANSACTION
 -- is refused after one.
 create or replace function relay.set_notify(outbox regclass, wanted boolean) returns boolean
-language plpgsql
+language plpgsql set search_path = pg_catalog, pg_temp
 as $set$
 declare
     state "char" := (select tgenabled from pg_trigger
@@ -156,7 +156,7 @@ begin
         if to_regprocedure('relay.notify_event()') is null then
             create function relay.notify_event() returns trigger language plpgsql
             as $$ begin
-                perform pg_notify('event_channel', '');
+                perform pg_catalog.pg_notify('event_channel', '');
                 return null;
             end $$;
             revoke all on function relay.notify_event() from public;

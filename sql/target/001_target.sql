@@ -452,7 +452,7 @@ comment on table relay.deferred_keys is
     'the keys of the rows of relay.deferred that hold them, kept by triggers';
 
 create or replace function relay.hold_keys() returns trigger
-language plpgsql
+language plpgsql set search_path = pg_catalog, pg_temp
 as $$
 begin
     insert into relay.deferred_keys (group_id, sink, key, deferred_id)
@@ -465,7 +465,7 @@ $$;
 
 -- Each row is looked up by index, whatever the tables looked like when the plan was made: OFFSET 0 keeps subqueries apart.
 create or replace function relay.release_keys() returns trigger
-language plpgsql
+language plpgsql set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 as $$
 begin
@@ -583,7 +583,7 @@ comment on column relay.spark_batches.files is
 create or replace function relay.lock_partitions(the_group text, the_topic int, partitions int[], asked text[])
 returns table (partition_id int, applied_lsn text, snapshot_id bigint, polled_offset bigint, next_offset bigint,
                snapshot text, holding text[], streaks jsonb, source_epoch int)
-language plpgsql
+language plpgsql set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 as $$
 begin

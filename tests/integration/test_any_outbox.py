@@ -20,7 +20,7 @@ from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError
 from relay.retention.erasure import erase
 from relay.spark.session import Session
-from relay.store.connections import connect_as_user
+from relay.store.connections import connect
 from relay.store.dead_letter_selection import DeadLetterSelection
 from tests.outbox import Outbox, event, relaying, wait_until
 from tests.postgres import Server
@@ -390,7 +390,8 @@ def test_keys_that_the_target_cannot_spell_are_held_in_order(
     create, publish, _ = PROJECTS["debezium"]
     outbox.conn.execute(create.encode())
     name = f"{outbox.slot}_other"
-    with closing(connect_as_user(narrow)) as target:
+    with closing(connect(narrow)) as target:
+        target.execute("set search_path to default")
         target.execute("create table relayed (seq bigserial, n int check (n <> 0))")
         hook = {
             **{

@@ -24,7 +24,7 @@ from relay.model.tuples import RowDecoder
 from relay.source.assembler import Assembler
 from relay.source.slot import ensure_publication, ensure_slot
 from relay.source.wal import WalSource
-from relay.store.connections import pin_reading
+from relay.store.connections import connect
 from tests.postgres import Server
 
 UNLIMITED = 1 << 40
@@ -54,8 +54,8 @@ class Decoded:
         self.mapping = self.settings.source.mapping
         self.table = sql.Identifier(*self.settings.source.table_name)
         # The session that decodes is set up as relay's replication connection is.
-        self.conn = psycopg.connect(dsn, autocommit=True, client_encoding="UTF8")
-        pin_reading(self.conn)
+        self.conn = connect(dsn)
+        self.conn.execute("set search_path to default")
         self.assembler = Assembler(self.settings.source.table_name, self.mapping, UNLIMITED)
 
     def __enter__(self) -> Self:

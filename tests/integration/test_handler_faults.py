@@ -176,6 +176,7 @@ def test_a_handler_may_close_its_cursor(outbox: Outbox) -> None:
         "commit",
         "rollback;insert into projection (amount) values (99)",
         "rollback;begin",
+        "rollback;begin;select 1/0",
         "commit and chain",
         "set constraints all immediate;commit;begin",
         "connection.commit",

@@ -95,16 +95,18 @@ def test_a_session_that_a_handler_filled_is_not_used_again(pool: HandlerPool, ch
 
 def test_a_task_is_committed_whole_or_not_at_all(pool: HandlerPool) -> None:
     with pool.connection() as conn:
-        conn.execute("create table effects (n int primary key deferrable initially deferred)")
+        conn.execute(
+            "create table public.effects (n int primary key deferrable initially deferred)"
+        )
     with pool.transaction() as conn:
-        conn.execute("insert into effects values (1)")
+        conn.execute("insert into public.effects values (1)")
     with pytest.raises(psycopg.errors.UniqueViolation), pool.transaction() as conn:
-        conn.execute("insert into effects values (2), (1)")
+        conn.execute("insert into public.effects values (2), (1)")
     with pool.transaction() as conn, suppress(psycopg.errors.DivisionByZero), conn.transaction():
-        conn.execute("insert into effects values (3)")
+        conn.execute("insert into public.effects values (3)")
         conn.execute("select 1 / 0")
     with pool.connection() as conn:
-        assert conn.execute("select n from effects").fetchall() == [(1,)]
+        assert conn.execute("select n from public.effects").fetchall() == [(1,)]
 
 
 def test_a_connection_that_is_lost_at_the_commit_is_an_outage(pool: HandlerPool) -> None:

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pyarrow.dataset
 import pyarrow.parquet
 import pytest
@@ -22,7 +21,7 @@ from relay.spark.session import Session
 from relay.spark.sink import SparkWorker
 from relay.spark.writers import BATCH_COLUMN, BatchId, writer
 from relay.store import groups, spark_batches
-from relay.store.connections import pin_reading
+from relay.store.connections import connect
 from relay.store.dead_letter_selection import DeadLetterSelection
 from relay.store.sinks import SinkMoved
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
@@ -317,8 +316,7 @@ def test_a_replayed_dead_letter_comes_with_a_batch(
     assert not has_files(tmp_path / "lake")
     with relayed(outbox, "inline", session, **lake(tmp_path / "lake")):
         settings = outbox.settings(**lake(tmp_path / "lake"))
-        with psycopg.connect(outbox.dsn, autocommit=True) as conn:
-            pin_reading(conn)
+        with connect(outbox.dsn) as conn:
             dead_letters = DeadLetters(settings, conn)
             dead_letters.replay(dead_letters.find(DeadLetterSelection()), None)
         wait_until(lambda: has_files(tmp_path / "lake"))
@@ -848,8 +846,7 @@ def test_what_was_unrouted_and_is_read_with_new_routes_is_not_replayed_too(
     settings = outbox.settings(**lake(tmp_path / "lake"))
     with relayed(outbox, "inline", session, **lake(tmp_path / "lake")):
         written_all(outbox)
-        with psycopg.connect(outbox.dsn, autocommit=True) as conn:
-            pin_reading(conn)
+        with connect(outbox.dsn) as conn:
             dead_letters = DeadLetters(settings, conn)
             dead_letters.replay(dead_letters.find(DeadLetterSelection()), None)
         wait_until(

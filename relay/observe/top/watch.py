@@ -31,14 +31,14 @@ from relay.store import (
     sinks,
     snapshots,
 )
-from relay.store.connections import Connection, Dsn, connect, pin_reading
+from relay.store.connections import Connection, Dsn, connect
 
 T = TypeVar("T")
 
 STATEMENT_TIMEOUT = "2s"
 REST_FACTOR = 20
 """A query that reads many rows rests for so many times its duration, and so takes a twentieth of the time at most."""
-_SHORT_TIMEOUTS = {
+_SHORT_TIMEOUTS: Mapping[str, Any] = {
     "tcp_user_timeout": 5_000,
     "keepalives_idle": 5,
     "keepalives_interval": 2,
@@ -226,7 +226,6 @@ def _opened(dsn: Dsn, sides: Sequence[migrations.Side], key: str) -> Connection:
     """
     conn = connect(dsn, **_SHORT_TIMEOUTS)
     try:
-        pin_reading(conn)
         conn.execute(
             f"set statement_timeout = '{STATEMENT_TIMEOUT}'; set default_transaction_read_only = on".encode()
         )

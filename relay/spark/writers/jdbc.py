@@ -25,7 +25,8 @@ from relay.faults import ConfigurationError, TransientFault
 from relay.spark.writers import BatchId
 from relay.spark.writers.columns import arrow_schema
 from relay.spark.writers.tasks import gathered
-from relay.store.connections import connect_as_user
+from relay.store.connections import connect
+from relay.store.session_settings import USERS_PATH_LOCALLY, SessionKind, users_path
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -38,14 +39,15 @@ _LEDGER = "relay_batches"
 _DROP_LOCK_TIMEOUT = "1s"
 """How long a drop waits for a task of an earlier attempt that still copies."""
 
+_RESOLVE = "select pg_catalog.to_regclass(%s)::pg_catalog.oid"
 _FIND_TABLE = """
-    select nspname, relname
+    select pg_class.oid, nspname, relname
       from pg_class join pg_namespace on pg_namespace.oid = relnamespace
-     where pg_class.oid = to_regclass(%s) and relkind in ('r', 'p')
+     where pg_class.oid = %s and relkind in ('r', 'p')
 """
 _COLUMNS = """
     select attname from pg_attribute
-     where attrelid = to_regclass(%s) and attnum > 0 and not attisdropped and attgenerated = ''
+     where attrelid = %s and attnum > 0 and not attisdropped and attgenerated = ''
 """
 _STAGING_TABLES = r"""
     select relname from pg_class join pg_namespace on pg_namespace.oid = relnamespace
@@ -71,8 +73,10 @@ _CLAIM = """
 """A batch that was given up, since the sink was moved, is not inserted after a later one."""
 _IS_CLAIMED = "select from {ledger} where application = %s and number >= %s limit 1"
 _MOVE = """
-    insert into {target} ({columns}) select {columns} from {staging} where {attempt} = any(%s)
+    insert into {target} ({columns})
+    select {columns} from {staging} where {attempt} operator(pg_catalog.=) any(%s::pg_catalog.uuid[])
 """
+"""Run under the user's search_path, since triggers of the table may count on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,7 @@ class JdbcWriter:
 
     def check(self, session: SparkSession) -> None:
         """Raise ConfigurationError if there is no such table, psycopg.Error if the database cannot be queried."""
-        with connect_as_user(self._dsn) as conn:
+        with connect(self._dsn, SessionKind.HANDLER) as conn:
             self._find(conn)
 
     def write(self, frame: DataFrame, batch: BatchId) -> None:
@@ -112,9 +116,9 @@ class JdbcWriter:
         Raises ConfigurationError if the table lacks a column of the frame, TransientFault if staged rows are missing,
         and psycopg.Error.
         """
-        with connect_as_user(self._dsn) as conn:
-            schema_name, table = self._find(conn)
-            schema = self._columns(conn, arrow_schema(frame))
+        with connect(self._dsn, SessionKind.HANDLER) as conn:
+            oid, schema_name, table = self._find(conn)
+            schema = self._columns(conn, oid, arrow_schema(frame))
             target = sql.Identifier(schema_name, table)
             ledger = sql.Identifier(schema_name, _LEDGER)
             conn.execute(sql.SQL(_CREATE_LEDGER).format(ledger=ledger))
@@ -138,21 +142,23 @@ class JdbcWriter:
             finally:
                 _drop(conn, staging.name)
 
-    def _find(self, conn: psycopg.Connection[Any]) -> tuple[str, str]:
-        """The schema and the name of the table."""
+    def _find(self, conn: psycopg.Connection[Any]) -> tuple[int, str, str]:
+        """The oid, the schema and the name of the table."""
         try:
-            row = conn.execute(_FIND_TABLE, [self._table]).fetchone()
+            with conn.transaction(), users_path(conn):
+                found = conn.execute(_RESOLVE, [self._table]).fetchone()
+            row = conn.execute(_FIND_TABLE, found).fetchone()
         except psycopg.errors.InvalidName:
             row = None
         if row is None:
             raise ConfigurationError(
                 f"{self._key}: there is no table {self._table}: create it, with the columns that the batches have"
             )
-        return row[0], row[1]
+        return row[0], row[1], row[2]
 
-    def _columns(self, conn: psycopg.Connection[Any], frame: pa.Schema) -> pa.Schema:
+    def _columns(self, conn: psycopg.Connection[Any], oid: int, frame: pa.Schema) -> pa.Schema:
         """The frame's columns that the table has: all, or all but `relay_batch`."""
-        known = {name for (name,) in conn.execute(_COLUMNS, [self._table])}
+        known = {name for (name,) in conn.execute(_COLUMNS, [oid])}
         for field in frame:
             if field.name not in known and field.name != "relay_batch":
                 raise ConfigurationError(
@@ -189,6 +195,7 @@ def _move(
         if not claimed.rowcount:
             return
         attempts = [UUID(attempt) for attempt in counts]
+        conn.execute(USERS_PATH_LOCALLY)
         moved = conn.execute(sql.SQL(_MOVE).format(**names), [attempts])
         if moved.rowcount != sum(counts.values()):
             # An unlogged table is empty after a crash of the server.
@@ -216,7 +223,7 @@ def copy_rows(staging: Staging, batches: Iterator[pa.RecordBatch]) -> Iterator[p
     attempt, number = str(uuid4()), 0
     columns = sql.SQL(", ").join(map(sql.Identifier, [*staging.schema.names, _ATTEMPT]))
     statement = sql.SQL("copy {} ({}) from stdin (format csv)").format(staging.name, columns)
-    with connect_as_user(staging.dsn) as conn, conn.cursor().copy(statement) as copy:
+    with connect(staging.dsn) as conn, conn.cursor().copy(statement) as copy:
         for table in gathered(staging.schema, batches):
             number += _send(copy, table, attempt)
     yield pa.RecordBatch.from_pylist(
