@@ -44,8 +44,9 @@ from typing import Any
 
 import psycopg
 from psycopg import sql
+from psycopg.pq import ExecStatus
 
-from relay.faults import ConfigurationError
+from relay.faults import ConfigurationError, server_error
 
 SEARCH_PATH = "pg_catalog, pg_temp"
 """Names without a schema mean PostgreSQL's own objects: others could run code of whoever may create objects.
@@ -210,9 +211,17 @@ def users_path(conn: psycopg.Connection[Any]) -> Iterator[None]:
     If the block raises, its caller rolls back, at least to a savepoint, which ends the user's path too. Raises
     psycopg.Error.
     """
-    conn.execute(USERS_PATH_LOCALLY)
+    _run(conn, USERS_PATH_LOCALLY)
     yield
-    conn.execute(PIN_PATH_LOCALLY)
+    _run(conn, PIN_PATH_LOCALLY)
+
+
+def _run(conn: psycopg.Connection[Any], command: bytes) -> None:
+    """Run a command without a cursor, which would cost as much again: each task runs two."""
+    with conn.lock:
+        result = conn.pgconn.exec_(command)
+    if result.status != ExecStatus.COMMAND_OK:
+        raise server_error(result)
 
 
 def users_schemas(conn: psycopg.Connection[Any]) -> list[str]:

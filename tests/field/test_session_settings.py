@@ -17,10 +17,12 @@ from relay.admin import check, status
 from relay.admin.findings import Severity
 from relay.admin.install import initialise
 from relay.client import schema
+from relay.config.handlers import JdbcSettings
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.events import Transaction
 from relay.retention.schedule import Schedule
+from relay.spark.writers.jdbc import JdbcWriter
 from relay.store import session_settings
 from relay.store.connections import connect
 from relay.store.session_settings import SessionKind
@@ -396,3 +398,25 @@ def test_a_setting_without_the_right_to_it_is_named_with_its_cure(outbox: Outbox
             ConfigurationError, match=f"session_replication_role.*alter role {name} reset"
         ):
             connect(dsn)
+
+
+def test_every_function_of_relay_has_a_path_of_its_own(outbox: Outbox) -> None:
+    """Also behind pg_temp, where anybody may create a table pg_class: vibhorkum/pg_background#115."""
+    outbox.install_again(
+        outbox.settings(source={**outbox.config()["source"], "offsets": "gapless"})
+    )
+    assert outbox.column(
+        """
+        select proname from pg_proc where pronamespace = 'relay'::regnamespace
+           and 'search_path=pg_catalog, pg_temp' <> all (coalesce(proconfig, '{}'))
+        """
+    ) == ["max_event_bytes"]  # It returns a number.
+
+
+def test_a_table_of_the_jdbc_writer_is_found_as_the_user_names_it(outbox: Outbox) -> None:
+    outbox.conn.execute("create schema lake; create table lake.events (id uuid)")
+    dsn = make_conninfo(outbox.dsn, options="-c search_path=lake")
+    writer = JdbcWriter("lake", JdbcSettings.model_validate({"dsn": dsn, "table": "events"}))
+    with connect(dsn) as conn:
+        assert writer._find(conn)[1:] == ("lake", "events")
+        assert conn.execute("show search_path").fetchone() == ("pg_catalog, pg_temp",)
