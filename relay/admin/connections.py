@@ -14,7 +14,7 @@ from relay.store.connections import Connection, Dsn, connect
 from relay.store.session_settings import SessionKind
 
 LOCK_TIMEOUT = "10s"
-"""How long a command waits for a lock: it must not hang without a word. For handlers' sessions the user's goes first."""
+"""How long a command waits for a lock: it must not hang without a word. In handlers' sessions the user's goes first."""
 _BOUNDED = f"""
     select set_config('lock_timeout', '{LOCK_TIMEOUT}', false) where current_setting('lock_timeout') = '0'
 """.encode()
