@@ -173,7 +173,13 @@ class StreamSource:
     @property
     def conditions(self) -> Sequence[Condition]:
         """The conditions of polling, of the audit, and of a stream that may stand still without a fault."""
-        return self._poller.condition, self._wal.condition, self._audited, self._flows
+        return (
+            self._poller.condition,
+            self._interval.condition,
+            self._wal.condition,
+            self._audited,
+            self._flows,
+        )
 
     def state(self) -> SourceState:
         """How the source is read now. Safe in any thread."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
+from relay.conditions import Condition
 from relay.config.settings import Settings
 from relay.source.listener import Listener
 from relay.source.wakeup import Wakeup
+
+log = logging.getLogger(__name__)
 
 FIRST_SECONDS = 0.01
 """The first wait after events."""
@@ -23,11 +28,18 @@ class Interval:
         self._next = FIRST_SECONDS
         self._wakeup = Wakeup()
         self._listener: Listener | None = None
+        self.condition = Condition(
+            "listener",
+            log,
+            "cannot listen: events are polled",
+            "notifications come again",
+            least_attempts=2,
+        )
 
     def wait(self) -> None:
         """Wait, and make the next wait longer."""
         if self._listens and self._listener is None:
-            self._listener = Listener(self._dsn, self._wakeup.wake)
+            self._listener = Listener(self._dsn, self._wakeup.wake, self.condition)
         if self._wakeup.wait(min(self._next, self._longest)):
             self._wakeup.clear()
         self._next = min(self._next * 2, self._longest)
@@ -46,6 +58,7 @@ class Interval:
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.stop()
+        self.condition.clear()
 
     def close(self) -> None:
         """Close the connection that listens."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import selectors
 from collections.abc import Callable
 
 import psycopg
 
+from relay.conditions import Condition
 from relay.faults import describe
 from relay.source.wakeup import Wakeup
 from relay.store.connections import Dsn, connect
 from relay.threads import Thread
-
-log = logging.getLogger(__name__)
 
 LISTEN = "listen event_channel"
 RETRY_SECONDS = 1.0
@@ -27,9 +25,10 @@ class Listener:
     is no connection are missed.
     """
 
-    def __init__(self, dsn: Dsn, notified: Callable[[], None]) -> None:
+    def __init__(self, dsn: Dsn, notified: Callable[[], None], condition: Condition) -> None:
         self._dsn = dsn
         self._notified = notified
+        self._condition = condition
         self._stopped = Wakeup()
         self._thread = Thread(target=self._run, name="listener", daemon=True)
         self._thread.start()
@@ -48,8 +47,8 @@ class Listener:
             while not self._stopped.wait(0):
                 try:
                     self._listen()
-                except psycopg.Error as error:
-                    log.debug("cannot listen", extra={"fault": describe(error)})
+                except Exception as error:
+                    self._condition.fails(describe(error))
                     self._stopped.wait(RETRY_SECONDS)
         finally:
             self._stopped.close()
@@ -57,6 +56,7 @@ class Listener:
     def _listen(self) -> None:
         with connect(self._dsn) as conn, selectors.DefaultSelector() as selector:
             conn.execute(LISTEN)
+            self._condition.works()
             # Notifications from before LISTEN were missed.
             self._notified()
             selector.register(self._stopped, selectors.EVENT_READ)

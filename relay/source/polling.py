@@ -475,8 +475,8 @@ class PollSource:
 
     @property
     def conditions(self) -> Sequence[Condition]:
-        """The condition of polling."""
-        return (self._poller.condition,)
+        """The conditions of polling and of listening."""
+        return self._poller.condition, self._interval.condition
 
     def state(self) -> SourceState:
         """How the source is read now. Safe in any thread."""

@@ -7,6 +7,7 @@ and those of the docstrings.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
@@ -17,6 +18,7 @@ from psycopg.conninfo import make_conninfo
 from relay import conditions
 from relay.admin import status
 from relay.admin.partitioning import partition_new
+from relay.conditions import Condition
 from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
 from relay.demo.embedded import free_port
@@ -26,7 +28,7 @@ from relay.model.transactions import Transactions
 from relay.observe.engines import EngineCounts
 from relay.retention.partitions import partitions
 from relay.retention.schedule import Schedule
-from relay.source import hybrid
+from relay.source import hybrid, listener
 from relay.store import engines, presence
 from tests.observing import Scrape, ask
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -151,6 +153,17 @@ def test_counts_of_engines_are_stored_after_a_defect(
     wait_until(lambda: len(stored) > 1)
     counts.close()
     assert counts.condition.fault is None
+
+
+def test_a_listener_that_cannot_listen_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events came at the poll interval, and nothing said why."""
+    monkeypatch.setattr(listener, "RETRY_SECONDS", 0.01)
+    condition = Condition("listener", logging.getLogger("relay"), "cannot listen", "listens again")
+    listens = listener.Listener("host=/nowhere", lambda: None, condition)
+    try:
+        wait_until(lambda: condition.fault is not None, 5)
+    finally:
+        listens.close()
 
 
 def test_an_audit_that_is_cancelled_again_and_again_is_shown(
