@@ -243,7 +243,7 @@ def _sinks(conn: Connection, settings: Settings) -> Iterator[Finding]:
                 f"and it continues at its position, or run `relay sink drop {each.sink}`",
             )
         elif settings.source.mode == "wal":
-            why = sinks.why_not_wal(each.sink, each.position, each.lags)
+            why = sinks.why_not_wal(each.sink, each.position, each.needs_outbox)
             if why is not None:
                 yield Finding(Severity.ERROR, "sinks", why)
 

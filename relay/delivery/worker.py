@@ -214,7 +214,7 @@ class Worker:
         state = claim.load()
         assert state is not None  # noqa: S101
         if not self._polls:
-            why = sinks.why_not_wal(self.name, state.position, state.lags)
+            why = sinks.why_not_wal(self.name, state.position, state.needs_outbox)
             if why is not None:
                 raise RelayError(why)
             if self.hold.lacks(state.position.applied_lsn):

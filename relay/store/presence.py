@@ -6,6 +6,7 @@ Source: PostgreSQL documentation, "Advisory Locks".
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -21,6 +22,8 @@ from relay.store.groups import APPLICATION_NAME, PREFIX
 log = logging.getLogger(__name__)
 
 
+ENDING_SECONDS = 0.5
+"""How long the server may take to release the locks of an instance that has just ended."""
 CHECK_SECONDS = 5.0
 """How often the connection that holds the locks is checked."""
 
@@ -146,7 +149,9 @@ def instances(conn: Connection, group: str) -> list[str]:
 def stopped(conn: Connection, group: str) -> Iterator[bool]:
     """Yield whether no instance runs; if so, none can start until the end of the block."""
     key = advisory_locks.instance(group)
-    free = advisory_locks.try_lock(conn, key)
+    ends = time.monotonic() + ENDING_SECONDS
+    while not (free := advisory_locks.try_lock(conn, key)) and time.monotonic() < ends:
+        time.sleep(0.05)
     try:
         yield free
     finally:

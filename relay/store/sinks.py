@@ -59,8 +59,8 @@ class SinkState:
 
     `done` are the transactions (full xids) that are delivered and not part of `position`. `paused`: an operator has
     paused it. `attached`: the WAL has what is not done. `lags`: the last process that worked it had not read all of the
-    outbox. `epoch` counts its moves, those to another source too; `series` is a new text after each move by an
-    operator.
+    outbox. `needs_outbox`: only the outbox has what it has not read: it lags, or had caught up and was not attached.
+    `epoch` counts its moves, those to another source too; `series` is a new text after each move by an operator.
     `left_out_since` is the time from which the WAL is read without it; None if it is read for it.
     """
 
@@ -69,6 +69,7 @@ class SinkState:
     paused: bool
     attached: bool
     lags: bool
+    needs_outbox: bool
     epoch: int
     series: str
     streaks: Mapping[str, Streak]
@@ -135,14 +136,15 @@ class Claim:
             """
             update relay.sinks set instance = %(instance)s where group_id = %(group)s and sink = %(sink)s
             returning snapshot::text, following::text, polled_offset, applied_lsn::text, delivered_lsn::text,
-                      paused_at is not null, state = 'attached', state = 'lagging', epoch, series::text,
+                      paused_at is not null, state = 'attached', state = 'lagging', state in ('lagging', 'caught up'),
+                      epoch, series::text,
                       case when state = 'left out' then updated_at end
             """,
             self._of,
         ).fetchone()
         if row is None:
             return None
-        *position, paused, attached, lags, epoch, series, left_out_since = row
+        *position, paused, attached, lags, needs_outbox, epoch, series, left_out_since = row
         group, sink = self._of["group"], self._of["sink"]
         return SinkState(
             _position(*position),
@@ -150,6 +152,7 @@ class Claim:
             paused,
             attached,
             lags,
+            needs_outbox,
             epoch,
             series,
             streaks(self.conn, group),
@@ -304,13 +307,13 @@ def give_snapshot(conn: Connection, group: str, sink: str) -> None:
     )
 
 
-def why_not_wal(sink: str, position: Position, lags: bool) -> str | None:
+def why_not_wal(sink: str, position: Position, needs_outbox: bool) -> str | None:
     """Explain why a sink cannot run in mode wal, and what to do; None if it can."""
-    if not lags or position.snapshot is None:
+    if not needs_outbox or position.snapshot is None:
         return None
     return (
-        f"handlers.{sink}: lags, and only the outbox has the events that it has not delivered: run relay with "
-        "source.mode: auto until `relay sink list` says that it is attached"
+        f"handlers.{sink}: is not attached to the stream, and only the outbox has the events that it has not "
+        "delivered: run relay with source.mode: auto until `relay sink list` says that it is attached"
     )
 
 
@@ -328,7 +331,7 @@ STOPPED = "not running"
 class StoredSink:
     """A sink as commands show it. `state` is that of its row in `relay.sinks`, `paused`, NEW or GONE.
 
-    `lags` is as in `SinkState`, independent of `state`.
+    `needs_outbox` is as in `SinkState`, independent of `state`.
     """
 
     sink: str
@@ -340,7 +343,7 @@ class StoredSink:
     fault: str | None
     fault_since: datetime | None
     instance: str | None
-    lags: bool
+    needs_outbox: bool
 
     def state_in(self, running: Collection[str]) -> str:
         """The state as commands show it, where `running` are the instances of the group that run."""
@@ -361,7 +364,7 @@ def read(conn: Connection, group: str, configured: Collection[str]) -> list[Stor
         """
         select snapshot::text, following::text, polled_offset, applied_lsn::text, delivered_lsn::text, sink,
                case when sink <> all(%s) then %s when paused_at is not null then 'paused' else state end,
-               paused_at, paused_by, reason, fault, fault_since, instance, state = 'lagging'
+               paused_at, paused_by, reason, fault, fault_since, instance, state in ('lagging', 'caught up')
           from relay.sinks where group_id = %s
         """,
         (list(configured), GONE, group),

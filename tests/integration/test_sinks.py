@@ -395,8 +395,9 @@ def test_sinks_are_listed_while_the_source_is_away(
         sinks.listed(outbox.settings(**overrides))
 
 
-def test_a_change_to_mode_wal_is_refused_while_a_sink_lags(
-    outbox: Outbox, webhooks: list[Webhook]
+@pytest.mark.parametrize("stored", ["lagging", "caught up"])
+def test_a_change_to_mode_wal_is_refused_while_a_sink_is_not_attached(
+    outbox: Outbox, webhooks: list[Webhook], stored: str
 ) -> None:
     settings = outbox.settings(**posting(webhooks[0]))
     with relaying(settings):
@@ -404,9 +405,9 @@ def test_a_change_to_mode_wal_is_refused_while_a_sink_lags(
     only_wal = outbox.settings(**posting(webhooks[0]), source=reading(outbox, "wal"))
     require(only_wal)
     sinks.set_paused(settings, "hook0", True, None)
-    outbox.conn.execute("update relay.sinks set state = 'lagging'")
+    outbox.conn.execute("update relay.sinks set state = %s", (stored,))
     require(settings)
-    why = "hook0: lags, and only the outbox has the events"
+    why = "hook0: is not attached to the stream, and only the outbox has the events"
     with pytest.raises(ConfigurationError, match=why):
         require(only_wal)
     assert why in run_until_fault(only_wal)
