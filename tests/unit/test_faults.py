@@ -444,7 +444,7 @@ def test_an_error_without_a_message_is_reported_by_its_kind_once(
 def test_only_a_server_that_does_not_answer_is_to_be_started(
     monkeypatch: pytest.MonkeyPatch, refusal: str, hint: str
 ) -> None:
-    def connect(_: str) -> None:
+    def connect(*_: object) -> None:
         raise psycopg.OperationalError(refusal)
 
     monkeypatch.setattr(connections, "connect", connect)
