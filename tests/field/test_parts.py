@@ -40,6 +40,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts work often."""
     monkeypatch.setattr(presence, "CHECK_SECONDS", 0.2)
     monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.2)
+    monkeypatch.setattr(status, "LOCK_SECONDS", 0.1)
     monkeypatch.setattr(conditions, "FIRST_PAUSE_SECONDS", 0.1)
 
 
