@@ -308,6 +308,8 @@ def test_relay_slot_lost(running_shop: Shop) -> None:
 @pytest.mark.long
 def test_relay_part_failing(running_shop: Shop) -> None:
     shop = running_shop
+    shop.publish()
+    shop.assert_applied()
     with session(shop.source, "report of March") as report:
         report.execute("lock table outbox_message_t in access exclusive mode")
         # The audit waits for the lock until its timeout, twice.
