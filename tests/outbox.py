@@ -40,7 +40,7 @@ WATCH = """
     create table moved_back (former pg_lsn);
     create function note_moved_back() returns trigger language plpgsql as $$
     begin
-        insert into moved_back values (old.applied_lsn);
+        insert into public.moved_back values (old.applied_lsn);
         return null;
     end $$;
     create trigger note_moved_back after update on relay.consumer_offsets

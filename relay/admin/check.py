@@ -77,13 +77,19 @@ def examine(settings: Settings, accept_configuration: bool = False) -> Iterator[
 
 
 def require(settings: Settings, accept_configuration: bool = False) -> None:
-    """Raise ConfigurationError with a line for each error; Unreachable if all errors are outages."""
+    """Raise ConfigurationError with a line for each error.
+
+    Raises Unreachable if all errors are outages, and RelayError if none is one of the configuration.
+    """
     findings = examine(settings, accept_configuration)
     errors = [finding for finding in findings if finding.level is Severity.ERROR]
     if not errors:
         return
     text = "\n".join(dict.fromkeys(finding.text for finding in errors))
-    raise (Unreachable if all(each.passes for each in errors) else ConfigurationError)(text)
+    if all(each.passes for each in errors):
+        raise Unreachable(text)
+    of_configuration = any(each.exit_status == ConfigurationError.exit_status for each in errors)
+    raise (ConfigurationError if of_configuration else RelayError)(text)
 
 
 def require_when_reachable(

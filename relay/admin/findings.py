@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from relay.faults import ConfigurationError, Unreachable
+from relay.faults import ConfigurationError, RelayError, Unreachable
 from relay.store import migrations
 from relay.store.connections import Connection
 
@@ -21,24 +21,29 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check. `text` says what is wrong, where, and what to do. `passes` is true for an outage."""
+    """The result of one check. `text` says what is wrong, where, and what to do. `passes` is true for an outage.
+
+    `exit_status` is that of a relay which ends for it.
+    """
 
     level: Severity
     subject: str
     text: str
     passes: bool = False
+    exit_status: int = ConfigurationError.exit_status
 
 
-def finding_of_error(subject: str, error: ConfigurationError) -> Finding:
+def finding_of_error(subject: str, error: RelayError) -> Finding:
     """Make a finding of an error."""
-    return Finding(Severity.ERROR, subject, str(error), passes=isinstance(error, Unreachable))
+    passes = isinstance(error, Unreachable)
+    return Finding(Severity.ERROR, subject, str(error), passes, error.exit_status)
 
 
 def finding_of(subject: str, passed: str, check: Any, *arguments: Any) -> Finding:
-    """Call a check; returns an error if it raises ConfigurationError, otherwise OK with the text `passed`."""
+    """Call a check; returns an error if it raises RelayError, otherwise OK with the text `passed`."""
     try:
         check(*arguments)
-    except ConfigurationError as error:
+    except RelayError as error:
         return finding_of_error(subject, error)
     return Finding(Severity.OK, subject, passed)
 

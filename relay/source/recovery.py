@@ -206,7 +206,7 @@ class Recognition:
         return False
 
     def require_valid(self, source: Connection, origin: groups.SourceOrigin) -> None:
-        """Raise ConfigurationError if the source of a connection has lost events that were applied.
+        """Raise RelayError if the source of a connection has lost events that were applied.
 
         Changes nothing. While that is unknown, whoever reads the source finds out. Raises psycopg.Error.
         """
@@ -216,8 +216,6 @@ class Recognition:
                 comparison.require_valid()
         except (Unavailable, TransientFault):
             return
-        except RelayError as error:
-            raise ConfigurationError(str(error)) from None
 
     def _polled(self, source: Connection, origin: groups.SourceOrigin) -> SourceComparison | None:
         """Compare the source that a connection polls; None for a standby that may lag, which snapshots check."""

@@ -164,7 +164,7 @@ def swap(outbox: Outbox) -> str:
     [
         ("wal", swap, "does not publish public.own"),
         ("wal", spoil_table, "does not publish public.own"),
-        ("wal", drop, "there is no publication"),
+        ("wal", drop, "there is no publication|does not publish"),
         ("wal", spoil_publish, "does not publish inserts"),
         ("wal", spoil_filter, "has a row filter"),
         ("auto", swap, ""),

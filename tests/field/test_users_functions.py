@@ -107,7 +107,7 @@ def test_a_function_whose_call_does_nothing_is_refused(path: str, kind: str) -> 
 def test_an_upcaster_that_is_registered_in_code_is_a_plain_function() -> None:
     lazy: Any = callables.record_lazily
     found = EventType("order.placed", upcasters={1: lazy})
-    (problem,) = found.problems()
+    problem, *_ = found.problems()
     assert problem.startswith("events.order.placed.upcast.1: is a generator")
 
 

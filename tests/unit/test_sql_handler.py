@@ -151,7 +151,7 @@ def test_handlers_are_built_in_their_order_by_their_kind() -> None:
     built = handlers.build(
         {
             "b": SqlHandler(type="sql", each="batch", statement="select 1"),
-            "p": PythonHandler(type="python", callable="json:dumps"),
+            "p": PythonHandler(type="python", callable="tests.callables:record"),
             "a": SqlHandler(type="sql", statement="select 1"),
         },
         SQL_TYPES,
