@@ -23,7 +23,7 @@ from relay.config.handlers import HandlerSettings
 from relay.config.imports import load
 from relay.config.settings import Route, Settings
 from relay.config.templates import Template
-from relay.faults import ConfigurationError, Rejected
+from relay.faults import ConfigurationError, Rejected, RelayError
 from relay.handlers.messages import Message, Publishing
 from relay.pipeline.route_rules import shadowed
 from relay.store import advisory_locks, sinks
@@ -184,7 +184,7 @@ def with_source(outbox: Outbox, **source: Any) -> Settings:
 
 def refusal(call: Callable[[], object]) -> list[str]:
     """The lines of the error that a call raises."""
-    with pytest.raises(ConfigurationError) as raised:
+    with pytest.raises(RelayError) as raised:
         call()
     return str(raised.value).splitlines()
 
