@@ -252,7 +252,18 @@ class Session:
             session.stop()
         except Exception as error:
             log.debug("the Spark session did not stop", extra={"fault": kind_and_first_line(error)})
+        if self._settings.remote:
+            _close_client(session)
         _clear_remains()
+
+
+def _close_client(session: Any) -> None:
+    """Close the channel of a Connect session whose server may be gone, while the channel's threads run.
+
+    Left to the finalizer at the end of the process, it would wait for threads that have ended, for ever.
+    """
+    with suppress(Exception):
+        session.client.close()
 
 
 def _open(spark: SparkSettings) -> SparkSession:
