@@ -32,6 +32,7 @@ FORMER = {
             "129cbc2d69d777965775096525441969fe52fe052c11de1f548b753c4b28bb4d",  # policies could hide rows
             "2381b8ef519f94687e56e7b4971b5ec920415b6451c77902b179eab6a03a0035",  # one outbox
             "8ad56f143c0408108a767a87293b984f2d72460dc03fa62b82e1159d5e9b5777",  # rights lost by a migration
+            "675298a7fb7b7632d5130b88313dea443b49fe42ab8c47b4f11ada711b92e640",  # PostgreSQL 15 or later
         }
     ),
     "target/001_target.sql": frozenset(
@@ -42,11 +43,12 @@ FORMER = {
             "78431c67d907e4e8e177c2bd4837a67758854a118f279f74ef47d157f97af705",  # transactions not counted
             "9e35b6512d93254102c38670f4f84c0a43283b928874d6543d9eb576aaff5a9b",  # short transaction ids
             "515de2d899f88916f944ee2be0dbf412313e0cae0024a5caf4a44e56ea4ffcb7",  # no series, no counts
-            "07573dfb1a7abad91ba4503747a0615219ca4b06fce0d4a7b3703bc946d4135a",  # any search_path
+            "0c652b0ea5b34da4910e196e887d7a2e9fd93d85091337ee2cfad0320d11e0be",  # any search_path, no activity
         }
     ),
     "outbox/001_outbox.sql": frozenset(
         {
+            "49c831b682c4b6cd0d373bb56e3767b54ae543b3f7622b26610eb87a5b44a555",  # events of any size
             "7640cc536759a5ac588db9e4769b7f0a155da31e4403b084994aec146b668ac5",  # any search_path
         }
     ),

@@ -172,6 +172,8 @@ begin
         grant usage on schema public to relay_owner;
     end if;
     grant insert on public.outbox_message_t to relay_owner;
+    -- To the role that calls it: a file of the source that is applied again takes the functions from PUBLIC.
+    grant execute on function relay.max_event_bytes() to relay_owner;
     grant create on schema relay to relay_owner;
     -- A function's new owner must have the right to create in its schema.
     alter function relay.publish(uuid, uuid, jsonb, uuid) owner to relay_owner;

@@ -91,6 +91,10 @@ create table if not exists relay.sinks (
 
 alter table relay.sinks add column if not exists series uuid not null default gen_random_uuid();
 
+-- A schema of the edition in which a sink that nobody had worked counted as caught up.
+alter table relay.sinks alter column state set default 'new';
+update relay.sinks set state = 'new' where state = 'caught up' and instance is null;
+
 comment on column relay.sinks.snapshot is
     'everything that it sees is delivered, deferred or dead-lettered; null where only the WAL is read (source.mode: wal)';
 comment on column relay.sinks.following is
