@@ -18,7 +18,6 @@ from relay.model.events import FIELDS
 from relay.retention import partitions, removable
 from relay.source import columns
 from relay.source.capabilities import (
-    POOLER_HINT,
     require_functions,
     require_logical_wal,
     require_replication_right,
@@ -38,7 +37,7 @@ from relay.source.slot import (
 from relay.source.walsender import open_replication, require_asynchronous
 from relay.store import dead_letters, streams
 from relay.store.connections import Connection, connect
-from relay.store.poolers import leads_to_pooler
+from relay.store.poolers import POOLER_HINT, leads_to_pooler
 
 REQUIRED_FIELDS = ("id", "host_id", "event_type", "payload")
 """The fields for which an outbox must have a column. relay's own outbox has a column for each field."""

@@ -60,7 +60,7 @@ def wrong_arguments(function: Callable[..., Any], parameters: Sequence[str]) -> 
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):
-        # Some functions that are written in C do not tell.
+        # Some functions that are written in C have none.
         return None
     try:
         signature.bind(*parameters)

@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from relay.config.settings import Settings
-from relay.delivery.activity import Activity
 from relay.delivery.hold import WalHold
 from relay.delivery.outcomes import Outcome, Recorder
 from relay.delivery.progress import SinkProgress
@@ -22,6 +21,7 @@ from relay.model.dispositions import APPLIED, Applied, Blocked, DeadLetter, Disp
 from relay.pipeline.brake import Brake
 from relay.source.server import SourcePosition
 from relay.store import brakes, sink_activity
+from relay.store.sink_activity import Attempts
 from relay.store.sinks import ATTACHED, BEFORE_FIRST, LAGGING, Claim, Position, SinkMoved, SinkState
 
 log = logging.getLogger(__name__)
@@ -64,12 +64,12 @@ class Checkpoint:
         in_target: Blocking,
         fault: Callable[[], str | None],
         stored: Callable[[bool], None],
-        activity: Callable[[], Activity],
+        attempts: Callable[[], Attempts],
         meter: Meter,
     ) -> None:
         """`fault` returns why nothing is delivered; `stored` is called after each store, with whether to pause.
 
-        `activity` returns what was attempted since its last call.
+        `attempts` returns what was attempted since its last call.
         """
         self._name = name
         self._settings = settings
@@ -82,7 +82,7 @@ class Checkpoint:
         self._in_target = in_target
         self._fault = fault
         self._stored = stored
-        self._activity = activity
+        self._attempts = attempts
         self._next_activity = 0.0
         self._outcomes: list[tuple[Delivery, Outcome]] = []
         self._recorded = asyncio.Event()
@@ -185,10 +185,10 @@ class Checkpoint:
             reached = self._progress.reached
             position, done = self._progress.to_store()
             state = self._row_state
-            activity = self._due_activity()
+            attempts = self._due_attempts()
             try:
                 paused = await self._in_target(
-                    self._write, outcomes, position, done, state, activity
+                    self._write, outcomes, position, done, state, attempts
                 )
             except Exception as error:
                 self._failure = error
@@ -211,12 +211,12 @@ class Checkpoint:
             return LAGGING
         return self.state
 
-    def _due_activity(self) -> Activity | None:
+    def _due_attempts(self) -> Attempts | None:
         """What was attempted since it was stored last; None before it is due again."""
         if time.monotonic() < self._next_activity:
             return None
         self._next_activity = time.monotonic() + ACTIVITY_SECONDS
-        taken = self._activity()
+        taken = self._attempts()
         return taken if taken.confirmed or taken.failed else None
 
     def _finish_commit(self, delivery: Delivery) -> None:
@@ -241,7 +241,7 @@ class Checkpoint:
         position: Position,
         done: Sequence[int],
         state: str,
-        activity: Activity | None,
+        attempts: Attempts | None,
     ) -> bool:
         """Write outcomes and position in one database transaction; returns whether to pause. Raises SinkMoved."""
         changed = (position, state) != self._written or bool(done)
@@ -254,8 +254,8 @@ class Checkpoint:
             )
             if paused is None:
                 raise SinkMoved
-            if activity is not None:
-                self._write_activity(activity, position)
+            if attempts is not None:
+                self._write_attempts(attempts, position)
             self._write_streak()
             fault = self._fault()
             if fault != self._reported_fault:
@@ -263,21 +263,11 @@ class Checkpoint:
         self._written, self._reported_fault = (position, state), fault
         return paused
 
-    def _write_activity(self, activity: Activity, position: Position) -> None:
+    def _write_attempts(self, attempts: Attempts, position: Position) -> None:
         is_polling = position.following is not None and position.polled_offset > BEFORE_FIRST
+        polled_offset = position.polled_offset if is_polling else None
         sink_activity.add(
-            self._claim.conn,
-            self._settings.group,
-            self._name,
-            sink_activity.Attempts(
-                activity.confirmed,
-                activity.events,
-                activity.failed,
-                activity.seconds,
-                activity.slowest,
-                activity.fault,
-            ),
-            position.polled_offset if is_polling else None,
+            self._claim.conn, self._settings.group, self._name, attempts, polled_offset
         )
 
     def _write_streak(self) -> None:

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable
 
 from relay.config.handlers import DeliveryHandler
-from relay.delivery.activity import Activity
 from relay.delivery.breaker import Breaker
 from relay.delivery.pace import ProcessorShare, RateLimit
 from relay.delivery.queues import Delivery, Queues
@@ -29,6 +28,7 @@ from relay.model.dispositions import (
 )
 from relay.pipeline.brake import Brake
 from relay.retry import LONGEST_WAIT_SECONDS
+from relay.store.sink_activity import Attempts
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Dispatcher:
         self._paused = self._spills = False
         self._changed = asyncio.Event()
         self._last_fault: str | None = None
-        self._activity = Activity()
+        self._attempts = Attempts()
         self._timer: asyncio.TimerHandle | None = None
         self._share: ProcessorShare | None = None
 
@@ -88,9 +88,9 @@ class Dispatcher:
         """The last fault while the circuit breaker is open; None while it is closed."""
         return self._last_fault if self.breaker.is_open else None
 
-    def take_activity(self) -> Activity:
+    def take_attempts(self) -> Attempts:
         """Return what was attempted since the last call."""
-        taken, self._activity = self._activity, Activity()
+        taken, self._attempts = self._attempts, Attempts()
         return taken
 
     @property
@@ -288,10 +288,10 @@ class Dispatcher:
                 await self._sink.deliver(delivery.events)
             except Exception as error:
                 attempts += 1
-                self._activity.fail(describe(error))
+                self._attempts.fail(describe(error))
                 wait = self._after_failure(delivery, error, attempts, started, is_trial)
             else:
-                self._activity.confirm(time.monotonic() - began, len(delivery.rows.tuples))
+                self._attempts.confirm(time.monotonic() - began, len(delivery.rows.tuples))
                 self._confirmed(delivery)
                 return
             if wait is None:

@@ -90,7 +90,7 @@ class SinkSession:
             self._in_target,
             lambda: self._dispatcher.fault,
             self._stored,
-            lambda: self._dispatcher.take_activity(),
+            lambda: self._dispatcher.take_attempts(),
             meter,
         )
         self._dispatcher: Dispatcher = Dispatcher(

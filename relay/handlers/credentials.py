@@ -1,4 +1,4 @@
-"""Reads a sink's secrets for a new connection, and tells when a connection was made with others than there are now."""
+"""Reads a sink's secrets for a new connection. Errors name the key."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class Kafka:
         """A producer with the newest secrets; with a function for tokens this waits for the first one."""
         conf = self._conf(read)
         if _TOKEN in conf:
-            # The client would tell nothing of a fault, after ten seconds.
+            # The client would report a fault only after ten seconds, and not which.
             read(f"conf.{_TOKEN}", self._settings.conf[_TOKEN])
         return _Producer({**conf, **more}, marks)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import datetime, timedelta
 
@@ -218,8 +218,9 @@ class Schedule:
     def _stop_given_up(self, source: Connection, target: Connection) -> None:
         """Pause the sinks that were given up. Raises ConfigurationError if the group itself was."""
         group = self._settings.group
-        require_not_given_up(source, target, group)
-        for name in removable.given_up(source, target, group):
+        names = removable.given_up(source, target, group)
+        _require_other_than_group(names, group)
+        for name in names:
             if sinks.pause(target, group, name, True, GIVEN_UP):
                 log.error("a sink was paused: retention has given it up", extra={"sink": name})
 
@@ -242,7 +243,12 @@ GIVEN_UP = "given up by retention: events may be gone; choose where to go on wit
 
 def require_not_given_up(source: Connection, target: Connection, group: str) -> None:
     """Raise ConfigurationError if retention has given up the group. Raises psycopg.Error."""
-    if "" not in removable.given_up(source, target, group):
+    _require_other_than_group(removable.given_up(source, target, group), group)
+
+
+def _require_other_than_group(given_up: Collection[str], group: str) -> None:
+    """Raise ConfigurationError if the group itself is among the readers that were given up, and not only sinks."""
+    if "" not in given_up:
         return
     raise ConfigurationError(
         f"group: {group!r} was given up by retention (max_lag), and events that it has not read may be gone: choose "

@@ -3,7 +3,7 @@
 Managed servers differ from PostgreSQL: they show settings of their own, and give rights by other ways.
 
 Sources: PostgreSQL 19 documentation, `effective_wal_level`; documentation of logical replication on Amazon RDS, Cloud
-SQL, AlloyDB, Azure and Neon; PgBouncer, "Features".
+SQL, AlloyDB, Azure and Neon.
 """
 
 from __future__ import annotations
@@ -37,13 +37,6 @@ _FUNCTIONS = (
     "pg_logical_emit_message",
 )
 """Functions that relay calls when it needs them, and that cannot be tried without an effect."""
-
-
-POOLER_HINT = (
-    "a pooler such as PgBouncer cannot stream the WAL: name the server itself, which has another address or port "
-    "(Neon: the host without -pooler; Supabase: db.<project>.supabase.co, port 5432)"
-)
-"""What to do where a pooler answers."""
 
 
 def decodes(version: int, level: str, effective: str | None) -> bool:

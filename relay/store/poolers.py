@@ -20,6 +20,12 @@ from psycopg.pq import ExecStatus
 
 from relay.faults import ConfigurationError
 
+POOLER_HINT = (
+    "a pooler such as PgBouncer cannot stream the WAL: name the server itself, which has another address or port "
+    "(Neon: the host without -pooler; Supabase: db.<project>.supabase.co, port 5432)"
+)
+"""What to do where a pooler answers."""
+
 _TRIES = 3
 """How often the two sessions are compared: a pooler may hand out its sessions in turn."""
 _ANSWER_SECONDS = 2.0
@@ -86,12 +92,12 @@ def _no_session(host: str | None, key: str) -> ConfigurationError:
     host = host or ""
     if "-pooler." in host:
         # Neon's pooled addresses.
-        cure = f"use the host {host.replace('-pooler.', '.', 1)}"
+        hint = f"use the host {host.replace('-pooler.', '.', 1)}"
     elif ".pooler.supabase." in host:
-        cure = "use the direct connection, db.<project>.supabase.co on port 5432"
+        hint = "use the direct connection, db.<project>.supabase.co on port 5432"
     else:
-        cure = "connect to PostgreSQL itself, or set the pooler to session mode"
+        hint = "connect to PostgreSQL itself, or set the pooler to session mode"
     return ConfigurationError(
         f"{key}: {host or 'the address'} is a pooler that gives each transaction to another session of the server, and "
-        f"relay's locks and settings belong to a session: {cure}"
+        f"relay's locks and settings belong to a session: {hint}"
     )

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 REFUSED_SECONDS = 120.0
 """How long a database may refuse relay's credentials before relay ends: kubelet takes a minute and a half to write a
 secret that has changed."""
-_LOOK_SECONDS = 1.0
+_CHECK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class RefusalWatch:
         self._closing.set()
 
     def _watch(self) -> None:
-        while not self._closing.wait(_LOOK_SECONDS):
+        while not self._closing.wait(_CHECK_SECONDS):
             for access in self._accesses:
                 found = refusal(access)
                 self._log_change(access, found)

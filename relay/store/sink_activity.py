@@ -11,16 +11,28 @@ MINUTES = 5
 _KEPT_MINUTES = 15
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Attempts:
-    """Delivery attempts: how many succeeded, with how many events, and failed; seconds are of those that succeeded."""
+    """Delivery attempts of a while: how many succeeded, with how many events and in how many seconds, and failed."""
 
-    confirmed: int
-    events: int
-    failed: int
-    seconds: float
-    slowest: float
-    fault: str | None
+    confirmed: int = 0
+    events: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    slowest: float = 0.0
+    fault: str | None = None
+
+    def confirm(self, seconds: float, events: int) -> None:
+        """Count an attempt that has delivered so many events after so many seconds."""
+        self.confirmed += 1
+        self.events += events
+        self.seconds += seconds
+        self.slowest = max(self.slowest, seconds)
+
+    def fail(self, fault: str) -> None:
+        """Count an attempt that has failed; the text is safe in a log."""
+        self.failed += 1
+        self.fault = fault
 
 
 @dataclass(frozen=True, slots=True)
