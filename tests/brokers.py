@@ -20,6 +20,7 @@ from typing import Any, Protocol, Self
 import confluent_kafka
 import nats
 import pika
+import psutil
 import pytest
 import redis
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
@@ -93,8 +94,9 @@ class _Process:
     def freeze(self) -> None:
         """Stop the process until `thaw`, so that it does not answer, like an unreachable machine."""
         assert self._process is not None
-        os.killpg(self._process.pid, signal.SIGSTOP)
-        os.waitpid(self._process.pid, os.WUNTRACED)
+        group = self._process.pid
+        os.killpg(group, signal.SIGSTOP)
+        wait_until(lambda: _is_stopped(group))
 
     def thaw(self) -> None:
         assert self._process is not None
@@ -105,6 +107,18 @@ class _Process:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
+
+
+def _is_stopped(group: int) -> bool:
+    """Whether all threads of a process group are; on a busy machine one may answer for some time after the signal."""
+    leader = psutil.Process(group)
+    members = [
+        each.pid for each in leader.children(recursive=True) if os.getpgid(each.pid) == group
+    ]
+    threads = [
+        each for pid in [group, *members] for each in Path(f"/proc/{pid}/task").glob("*/stat")
+    ]
+    return all(each.read_text().rpartition(")")[2].split()[0] == "T" for each in threads)
 
 
 def _program(name: str, *folders: str) -> str:
