@@ -34,9 +34,9 @@ from relay.source.hybrid import open_source
 from relay.spark.session import Session
 from relay.store import groups
 from relay.store.connections import connect
+from relay.store.positions.unflushed import Unflushed
 from relay.store.presence import Presence, instances
 from relay.store.refusals import RefusalWatch
-from relay.store.unflushed import Unflushed
 
 if TYPE_CHECKING:
     from relay.observe.observer import Observer

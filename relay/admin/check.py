@@ -26,8 +26,13 @@ from relay.retention.schedule import require_not_given_up
 from relay.retry import RetryUntilSuccess
 from relay.source.recovery import Recognition
 from relay.spark.java import java_home
-from relay.store import admission, deferred_counts, groups, offsets, sinks
+from relay.store import (
+    admission,
+    groups,
+)
 from relay.store.connections import Connection
+from relay.store.deferred import counts as deferred_counts
+from relay.store.positions import offsets, sinks
 from relay.store.session_settings import SessionKind, users_schemas
 
 log = logging.getLogger(__name__)

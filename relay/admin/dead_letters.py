@@ -22,10 +22,16 @@ from relay.pipeline.deferral import DeferralRules
 from relay.pipeline.routing import BatchRouter
 from relay.reporting import ProgressReport, silent
 from relay.source.pgoutput import encode_tuple
-from relay.store import dead_letter_edits, dead_letter_selection, dead_letters, deferred, presence
+from relay.store import (
+    dead_letters,
+    deferred,
+    presence,
+)
 from relay.store.connections import Connection
-from relay.store.dead_letter_selection import Dead, DeadLetterSelection, FoundDeadLetters
 from relay.store.dead_letters import FIELD_OF, STORED, DeadLetterRow
+from relay.store.dead_letters import edits as dead_letter_edits
+from relay.store.dead_letters import selection as dead_letter_selection
+from relay.store.dead_letters.selection import Dead, DeadLetterSelection, FoundDeadLetters
 from relay.store.deferred import Deferral
 
 _STORED_FIELDS = [name for name in STORED if FIELD_OF[name] not in (*COMMIT_FIELDS, headers.FIELD)]

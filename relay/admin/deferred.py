@@ -14,14 +14,14 @@ from relay.store import (
     actions,
     dead_letters,
     deferred,
-    deferred_rows,
-    deferred_selection,
     presence,
-    sinks,
 )
 from relay.store.connections import Connection
-from relay.store.deferred_due import DueTransaction
-from relay.store.deferred_selection import DeferredSelection, FoundDeferred
+from relay.store.deferred import rows as deferred_rows
+from relay.store.deferred import selection as deferred_selection
+from relay.store.deferred.due import DueTransaction
+from relay.store.deferred.selection import DeferredSelection, FoundDeferred
+from relay.store.positions import sinks
 
 _CANCELLED_AT_ONCE = 500
 

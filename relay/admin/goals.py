@@ -17,8 +17,8 @@ from relay.source.outbox_table import OutboxTable
 from relay.source.server import durable_position
 from relay.source.slot import slot_state
 from relay.source.wal import commits_after
-from relay.store import offsets
 from relay.store.connections import Connection
+from relay.store.positions import offsets
 
 _ROWS_AT_ONCE = 10_000
 _BYTES_AT_ONCE = 4 * 1024 * 1024

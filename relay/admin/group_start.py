@@ -9,8 +9,8 @@ from relay.faults import ConfigurationError
 from relay.model.snapshots import BEGINNING, Snapshot
 from relay.source.outbox_table import OutboxTable
 from relay.source.server import current_position
-from relay.store import offsets
 from relay.store.connections import Connection
+from relay.store.positions import offsets
 
 
 @dataclass(frozen=True, slots=True)

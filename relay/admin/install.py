@@ -37,8 +37,14 @@ from relay.source.slot import (
     require_streamable,
     slot_state,
 )
-from relay.store import groups, index_builds, migrations, offsets, sinks, snapshots, streams
+from relay.store import (
+    groups,
+    index_builds,
+    migrations,
+    streams,
+)
 from relay.store.connections import Connection, Dsn
+from relay.store.positions import offsets, sinks, snapshots
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,15 @@ from relay.source.applied import AppliedPosition, applied_in
 from relay.source.outbox_table import OutboxTable
 from relay.source.recovery import Recognition
 from relay.source.unread import UnreadRows
-from relay.store import actions, groups, offsets, presence, rewind, sinks, snapshots
+from relay.store import (
+    actions,
+    groups,
+    presence,
+)
 from relay.store.connections import Connection
-from relay.store.rewind import GivenUp
-from relay.store.sinks import Position
+from relay.store.positions import offsets, rewind, sinks, snapshots
+from relay.store.positions.rewind import GivenUp
+from relay.store.positions.sinks import Position
 
 
 @dataclass(frozen=True, slots=True)

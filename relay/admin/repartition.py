@@ -15,7 +15,8 @@ from relay.source.polling import Poller
 from relay.source.server import durable_position
 from relay.source.slot import slot_state
 from relay.spark.session import Session
-from relay.store import groups, offsets, snapshots
+from relay.store import groups
+from relay.store.positions import offsets, snapshots
 
 
 def repartition(settings: Settings, partitions: int, report: ProgressReport = silent) -> None:

@@ -26,14 +26,13 @@ from relay.store import (
     admission,
     clock,
     deferred,
-    deferred_counts,
-    offsets,
     presence,
     sink_activity,
-    sinks,
 )
 from relay.store.connections import Connection
-from relay.store.rewind import GivenUp
+from relay.store.deferred import counts as deferred_counts
+from relay.store.positions import offsets, sinks
+from relay.store.positions.rewind import GivenUp
 
 
 @dataclass(frozen=True, slots=True)

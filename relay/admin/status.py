@@ -25,14 +25,10 @@ from relay.store import (
     brakes,
     clock,
     dead_letters,
-    deferred_counts,
     engines,
     groups,
-    offsets,
     part_faults,
     presence,
-    sinks,
-    snapshots,
     waits,
 )
 from relay.store.connections import (
@@ -40,6 +36,8 @@ from relay.store.connections import (
     require_writable_by_default,
     sessions_with,
 )
+from relay.store.deferred import counts as deferred_counts
+from relay.store.positions import offsets, sinks, snapshots
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

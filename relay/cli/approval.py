@@ -12,9 +12,9 @@ from relay.cli.options import AllOption, DryRunOption, ReasonOption, YesOption
 from relay.observe.phrases import with_events
 
 if TYPE_CHECKING:
-    from relay.store.dead_letter_selection import FoundDeadLetters
-    from relay.store.deferred_selection import FoundDeferred
-    from relay.store.rewind import GivenUp
+    from relay.store.dead_letters.selection import FoundDeadLetters
+    from relay.store.deferred.selection import FoundDeferred
+    from relay.store.positions.rewind import GivenUp
 
 DRY_RUN_SHOWS = 1_000
 """How many transactions `--dry-run` prints at most."""

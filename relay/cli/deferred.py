@@ -21,7 +21,7 @@ from relay.observe.phrases import counted, due, moment
 from relay.observe.terminal import printable
 
 if TYPE_CHECKING:
-    from relay.store.deferred_selection import Deferred, DeferredSelection, FoundDeferred
+    from relay.store.deferred.selection import Deferred, DeferredSelection, FoundDeferred
 
 deferred = typer.Typer(
     help="Deferred transactions: scheduled, to be retried, or blocked by an earlier one of their key.",
@@ -58,7 +58,7 @@ class DeferredSelectionOptions:
 
     def selection(self) -> DeferredSelection:
         """Return the filter. Raises ConfigurationError if there is no such kind."""
-        from relay.store.deferred_selection import KINDS, DeferredSelection
+        from relay.store.deferred.selection import KINDS, DeferredSelection
 
         if self.kind is not None and self.kind not in KINDS:
             raise ConfigurationError(f"--kind: {self.kind!r} is none of {', '.join(KINDS)}")
@@ -77,7 +77,7 @@ class _OpenedDeferred(NamedTuple):
         return bool(self.wanted.as_json())
 
     def listed(self, limit: int) -> list[Deferred]:
-        from relay.store import deferred_selection
+        from relay.store.deferred import selection as deferred_selection
 
         return deferred_selection.listed(self.conn, self.group, self.wanted, limit)
 
@@ -181,7 +181,7 @@ def deferred_list(
     as_json: JsonOption = False,
 ) -> None:
     """List deferred transactions, oldest first."""
-    from relay.store.deferred_selection import as_json as described
+    from relay.store.deferred.selection import as_json as described
 
     with _opened(options) as opened:
         transactions = opened.listed(limit)

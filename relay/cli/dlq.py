@@ -37,8 +37,12 @@ from relay.faults import ConfigurationError
 from relay.observe.phrases import counted, moment
 from relay.observe.terminal import printable, printable_json
 from relay.reporting import silent
-from relay.store import dead_letter_selection
-from relay.store.dead_letter_selection import DeadLetterSelection, DeadTransaction, FoundDeadLetters
+from relay.store.dead_letters import selection as dead_letter_selection
+from relay.store.dead_letters.selection import (
+    DeadLetterSelection,
+    DeadTransaction,
+    FoundDeadLetters,
+)
 
 dlq = typer.Typer(
     help="Dead letters: transactions that could not be applied. Each command acts on whole transactions.",
@@ -252,7 +256,8 @@ def dlq_show(
     as_json: JsonOption = False,
 ) -> None:
     """Show every event of the dead transaction to which dead letter ID belongs, and the actions on it."""
-    from relay.store import dead_letter_export, dead_letters
+    from relay.store import dead_letters
+    from relay.store.dead_letters import export as dead_letter_export
 
     with _opened(SelectionOptions(config)) as opened:
         number = dead_letters.transaction_of(opened.conn, opened.group, dead_letter_id)
@@ -373,7 +378,7 @@ def dlq_export(
     ] = None,
 ) -> None:
     """Write dead letters with their payloads, a JSON object on each line, in the order of publishing."""
-    from relay.store import dead_letter_export
+    from relay.store.dead_letters import export as dead_letter_export
 
     with _opened(options) as opened:
         exported = dead_letter_export.exported(opened.conn, opened.group, opened.wanted)

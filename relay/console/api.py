@@ -18,8 +18,8 @@ from relay.console.models import Changed, Count, Moved, Problem
 from relay.faults import ConfigurationError
 from relay.store.actions import Action
 from relay.store.brakes import BrakedHandler
-from relay.store.dead_letter_pages import ActedOnDead, Kind, Listed
-from relay.store.deferred_selection import Deferred
+from relay.store.dead_letters.pages import ActedOnDead, Kind, Listed
+from relay.store.deferred.selection import Deferred
 
 DESCRIPTION = """
 Every action takes a `reason`, which is stored with the operator: the user that a reverse proxy names, or the header

@@ -30,17 +30,17 @@ from relay.observe.phrases import moment
 from relay.store import (
     actions,
     brakes,
-    dead_letter_pages,
     dead_letters,
-    deferred_selection,
-    offsets,
     presence,
 )
 from relay.store.actions import Action
-from relay.store.dead_letter_pages import ActedOnDead, Kind, Listed
-from relay.store.dead_letter_selection import DeadLetterSelection, FoundDeadLetters
 from relay.store.dead_letters import DeadLetterAction
-from relay.store.deferred_selection import Deferred, DeferredSelection, FoundDeferred
+from relay.store.dead_letters import pages as dead_letter_pages
+from relay.store.dead_letters.pages import ActedOnDead, Kind, Listed
+from relay.store.dead_letters.selection import DeadLetterSelection, FoundDeadLetters
+from relay.store.deferred import selection as deferred_selection
+from relay.store.deferred.selection import Deferred, DeferredSelection, FoundDeferred
+from relay.store.positions import offsets
 
 Row = TypeVar("Row")
 

@@ -18,9 +18,9 @@ from pydantic import (
 from relay.admin.status import Status
 from relay.console.group import MOST, PAGE
 from relay.faults import ConfigurationError
-from relay.store.dead_letter_selection import DeadLetterSelection
 from relay.store.dead_letters import DeadLetterAction
-from relay.store.deferred_selection import DeferredSelection
+from relay.store.dead_letters.selection import DeadLetterSelection
+from relay.store.deferred.selection import DeferredSelection
 
 REASON_CHARACTERS = 1_000
 

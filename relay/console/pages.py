@@ -23,8 +23,8 @@ from relay.console.models import DeadLetterFilter, DeferredFilter
 from relay.console.views import address
 from relay.faults import ConfigurationError
 from relay.observe.phrases import counted
-from relay.store.dead_letter_pages import SHOWN_CHARACTERS
-from relay.store.deferred_selection import KINDS
+from relay.store.dead_letters.pages import SHOWN_CHARACTERS
+from relay.store.deferred.selection import KINDS
 
 router = APIRouter(include_in_schema=False)
 

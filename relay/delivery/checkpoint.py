@@ -21,8 +21,16 @@ from relay.model.dispositions import APPLIED, Applied, Blocked, DeadLetter, Disp
 from relay.pipeline.brake import Brake
 from relay.source.server import SourcePosition
 from relay.store import brakes, sink_activity
+from relay.store.positions.sinks import (
+    ATTACHED,
+    BEFORE_FIRST,
+    LAGGING,
+    Claim,
+    Position,
+    SinkMoved,
+    SinkState,
+)
 from relay.store.sink_activity import Attempts
-from relay.store.sinks import ATTACHED, BEFORE_FIRST, LAGGING, Claim, Position, SinkMoved, SinkState
 
 log = logging.getLogger(__name__)
 

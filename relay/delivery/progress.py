@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from relay.model.events import Lsn
 from relay.model.snapshots import Snapshot, Xids
-from relay.store.sinks import BEFORE_FIRST, Position
+from relay.store.positions.sinks import BEFORE_FIRST, Position
 
 
 @dataclass(slots=True, eq=False)

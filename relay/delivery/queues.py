@@ -12,7 +12,7 @@ from relay.delivery.progress import SinkCommit
 from relay.model.dispositions import NEW, AttemptHistory
 from relay.model.events import Transaction
 from relay.model.transactions import Undecoded
-from relay.store.deferred_due import DueTransaction
+from relay.store.deferred.due import DueTransaction
 
 
 @dataclass(slots=True, eq=False)

@@ -32,8 +32,8 @@ from relay.model.transactions import Routed
 from relay.pipeline.brake import Brake
 from relay.pipeline.routing import BatchRouter
 from relay.source.server import SourcePosition
+from relay.store.positions.sinks import ATTACHED, CAUGHT_UP, LAGGING, Claim, SinkState
 from relay.store.presence import instances
-from relay.store.sinks import ATTACHED, CAUGHT_UP, LAGGING, Claim, SinkState
 from relay.threads import pool
 
 log = logging.getLogger(__name__)

@@ -34,8 +34,8 @@ from relay.pipeline.routing import BatchRouter
 from relay.source.server import SourcePosition
 from relay.spark.session import Session
 from relay.spark.sink import SparkWorker
-from relay.store import sinks, snapshots
 from relay.store.connections import connect
+from relay.store.positions import sinks, snapshots
 
 log = logging.getLogger(__name__)
 

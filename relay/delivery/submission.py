@@ -19,8 +19,13 @@ from relay.model.transactions import Routed, Transactions, Undecoded
 from relay.pipeline.dead_lettering import large_offsets, not_received
 from relay.pipeline.deferral import Ordering, delivery_times
 from relay.pipeline.routing import BatchRouter
-from relay.store import clock, deferred, deferred_due, deferred_rows
-from relay.store.sinks import Claim
+from relay.store import (
+    clock,
+    deferred,
+)
+from relay.store.deferred import due as deferred_due
+from relay.store.deferred import rows as deferred_rows
+from relay.store.positions.sinks import Claim
 
 RETRY_SECONDS = 0.5
 """How often deferred transactions that are due are queried."""

@@ -21,8 +21,8 @@ from relay.heartbeat import Due, Heartbeat
 from relay.meter import Meter
 from relay.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.source.server import SourcePosition
-from relay.store import sinks
-from relay.store.sinks import Claim, SinkMoved, SinkState
+from relay.store.positions import sinks
+from relay.store.positions.sinks import Claim, SinkMoved, SinkState
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)

@@ -27,13 +27,12 @@ from relay.store import (
     brakes,
     clock,
     dead_letters,
-    deferred_counts,
     groups,
     presence,
-    sinks,
-    snapshots,
 )
 from relay.store.connections import Connection, connect, require_writable_by_default
+from relay.store.deferred import counts as deferred_counts
+from relay.store.positions import sinks, snapshots
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)

@@ -52,16 +52,15 @@ from relay.store import (
     brakes,
     dead_letters,
     deferred,
-    deferred_due,
-    deferred_rows,
-    offsets,
-    snapshots,
 )
 from relay.store.connections import Connection, HandlerPool
 from relay.store.deferred import Deferral
-from relay.store.deferred_due import DueTransaction
+from relay.store.deferred import due as deferred_due
+from relay.store.deferred import rows as deferred_rows
+from relay.store.deferred.due import DueTransaction
 from relay.store.keep_alive import KeepAlive
-from relay.store.unflushed import require_kept
+from relay.store.positions import offsets, snapshots
+from relay.store.positions.unflushed import require_kept
 
 log = logging.getLogger(__name__)
 

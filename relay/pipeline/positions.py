@@ -12,7 +12,7 @@ from relay.model.events import Lsn
 from relay.model.snapshots import Xids, full_xids
 from relay.model.transactions import Int64Array, Mask, Transactions
 from relay.source.rows import Wanted
-from relay.store import offsets
+from relay.store.positions import offsets
 
 _NONE = "{}"
 

@@ -13,8 +13,10 @@ from relay.config.effects import Effects
 from relay.config.settings import Settings
 from relay.pipeline.deferral import DeferralRules
 from relay.pipeline.routing import BatchRouter
-from relay.store import deferred, deferred_due, deferred_rows
+from relay.store import deferred
 from relay.store.connections import Connection
+from relay.store.deferred import due as deferred_due
+from relay.store.deferred import rows as deferred_rows
 
 log = logging.getLogger(__name__)
 

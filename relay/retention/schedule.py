@@ -14,9 +14,14 @@ from relay.conditions import Condition, Recurring
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, describe
 from relay.retention import partitions, removable
-from relay.store import actions, advisory_locks, clock, sinks
+from relay.store import (
+    actions,
+    advisory_locks,
+    clock,
+)
 from relay.store.connections import Connection, connect
 from relay.store.groups import APPLICATION_NAME
+from relay.store.positions import sinks
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 
 from relay.model.snapshots import Snapshot
-from relay.store import offsets
+from relay.store.positions import offsets
 
 
 @dataclass(frozen=True, slots=True)

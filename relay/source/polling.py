@@ -36,9 +36,13 @@ from relay.source.rows import OutboxRows, Portion, prepare_reading
 from relay.source.server import SourcePosition, current_position, durable_position
 from relay.source.slot import membership, reader_activity, require_published
 from relay.source.state import POLLS, SourceState
-from relay.store import dead_letters, groups, offsets, snapshots
+from relay.store import (
+    dead_letters,
+    groups,
+)
 from relay.store.connections import connect, open_pool
-from relay.store.snapshots import ChainLink
+from relay.store.positions import offsets, snapshots
+from relay.store.positions.snapshots import ChainLink
 
 log = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from relay.source.pgoutput import encode_tuple
 from relay.source.server import current_position
 from relay.source.translation import Encoding, Translation
 from relay.store.connections import Connection
-from relay.store.snapshots import xids_of
+from relay.store.positions.snapshots import xids_of
 
 _FETCHED_AT_ONCE = 1_000
 _FETCHED_BYTES = 1 << 20

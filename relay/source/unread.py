@@ -18,7 +18,7 @@ from relay.source.differences import Difference, array, condition
 from relay.source.outbox_table import OutboxTable
 from relay.source.server import current_position
 from relay.store.connections import Connection
-from relay.store.sinks import Position
+from relay.store.positions.sinks import Position
 
 UNMARKED = "2"
 """The xid of rows that have no c_xid: FrozenTransactionId, which every snapshot sees."""

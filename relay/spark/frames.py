@@ -23,8 +23,8 @@ from relay.source.differences import XID, Difference, array, condition
 from relay.spark import planning
 from relay.spark.reading import PARTITION, MappedTable, TaskPortion, map_type, read
 from relay.spark.writers import BATCH_COLUMN
-from relay.store.sinks import BEFORE_FIRST
-from relay.store.spark_batches import Contents, OpenBatch
+from relay.store.positions.sinks import BEFORE_FIRST
+from relay.store.positions.spark_batches import Contents, OpenBatch
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -11,10 +11,10 @@ from relay.source.differences import Difference, condition, cut
 from relay.source.server import durable_position
 from relay.spark import frames, replays
 from relay.spark.reading import MappedTable
-from relay.store import deferred_due
 from relay.store.connections import Connection
-from relay.store.sinks import BEFORE_FIRST, SinkState
-from relay.store.spark_batches import Contents
+from relay.store.deferred import due as deferred_due
+from relay.store.positions.sinks import BEFORE_FIRST, SinkState
+from relay.store.positions.spark_batches import Contents
 
 
 @dataclass(frozen=True, slots=True)

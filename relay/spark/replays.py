@@ -11,8 +11,10 @@ from relay.model.events import EVENT_FIELDS, SQL_TYPES, Event
 from relay.model.transactions import Routed
 from relay.pipeline.routing import BatchRouter
 from relay.spark.frames import columns, pack
-from relay.store import deferred_due, deferred_rows, spark_batches
 from relay.store.connections import Connection
+from relay.store.deferred import due as deferred_due
+from relay.store.deferred import rows as deferred_rows
+from relay.store.positions import spark_batches
 
 AT_ONCE = 1_000
 """The most deferred transactions in a batch."""

@@ -18,7 +18,7 @@ from relay.spark.reading import MappedTable, columns
 from relay.store import clock
 from relay.store.connections import Connection
 from relay.store.deferred import Deferral
-from relay.store.spark_batches import Contents
+from relay.store.positions.spark_batches import Contents
 
 
 def commits(

@@ -35,9 +35,13 @@ from relay.spark.writers import (
     Writer,
     writer,
 )
-from relay.store import dead_letters, deferred, sinks, spark_batches
+from relay.store import (
+    dead_letters,
+    deferred,
+)
 from relay.store.connections import Connection, connect
-from relay.store.sinks import (
+from relay.store.positions import sinks, spark_batches
+from relay.store.positions.sinks import (
     BEFORE_FIRST,
     CAUGHT_UP,
     LAGGING,
@@ -46,7 +50,7 @@ from relay.store.sinks import (
     SinkMoved,
     SinkState,
 )
-from relay.store.spark_batches import Contents, OpenBatch
+from relay.store.positions.spark_batches import Contents, OpenBatch
 from relay.threads import Thread
 
 if TYPE_CHECKING:

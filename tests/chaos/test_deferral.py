@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from relay.admin.dead_letters import DeadLetters
-from relay.store.dead_letter_selection import DeadLetterSelection
+from relay.store.dead_letters.selection import DeadLetterSelection
 from tests.outbox import APPEND, Outbox, host, relaying, wait_until
 from tests.process import running
 from tests.webhook import Answer, Webhook

@@ -18,8 +18,8 @@ from psycopg.conninfo import make_conninfo
 from relay.admin.offsets import plan_seek, seek
 from relay.config.settings import Settings
 from relay.model.snapshots import Snapshot
-from relay.store import spark_batches
-from relay.store.spark_batches import Contents, OpenBatch
+from relay.store.positions import spark_batches
+from relay.store.positions.spark_batches import Contents, OpenBatch
 from tests.outbox import (
     PROJECTION,
     Outbox,

@@ -20,8 +20,8 @@ from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
 from relay.retention.partitions import partitions
 from relay.retention.schedule import Schedule
-from relay.store import sinks
 from relay.store.connections import connect
+from relay.store.positions import sinks
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.webhook import Answer, Answers, Webhook
 

@@ -26,7 +26,8 @@ from relay.config.templates import Template
 from relay.faults import ConfigurationError, Rejected, RelayError
 from relay.handlers.messages import Message, Publishing
 from relay.pipeline.route_rules import shadowed
-from relay.store import advisory_locks, sinks
+from relay.store import advisory_locks
+from relay.store.positions import sinks
 from relay.store.presence import instances
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.pgbouncer import pooled

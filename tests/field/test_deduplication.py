@@ -16,7 +16,7 @@ import pytest
 from relay.admin import sinks
 from relay.config.handlers import NatsHandler
 from relay.handlers import build_sinks
-from relay.store import sinks as positions
+from relay.store.positions import sinks as positions
 from tests.brokers import NatsServer, sending, started
 from tests.jetstream import JetStream, jetstream
 from tests.outbox import Outbox, event, host, relaying, wait_until

@@ -13,7 +13,7 @@ from psycopg.types.json import Jsonb
 from relay.config.settings import Settings
 from relay.spark.session import Session
 from relay.spark.sink import SparkWorker
-from relay.store.sinks import SinkMoved
+from relay.store.positions.sinks import SinkMoved
 from tests.outbox import Outbox, event, host
 
 

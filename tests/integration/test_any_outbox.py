@@ -21,7 +21,7 @@ from relay.faults import ConfigurationError
 from relay.retention.erasure import erase
 from relay.spark.session import Session
 from relay.store.connections import connect
-from relay.store.dead_letter_selection import DeadLetterSelection
+from relay.store.dead_letters.selection import DeadLetterSelection
 from tests.outbox import Outbox, event, relaying, wait_until
 from tests.postgres import Server
 from tests.process import relay

@@ -142,7 +142,7 @@ def test_poison_between_good_transactions_never_stops_a_handler(outbox: Outbox) 
 
 def test_replayed_dead_letters_die_again_without_stopping_anything(outbox: Outbox) -> None:
     from relay.admin.dead_letters import DeadLetters
-    from relay.store.dead_letter_selection import DeadLetterSelection
+    from relay.store.dead_letters.selection import DeadLetterSelection
 
     break_the_handler(outbox)
     for number in range(LIMIT * 2):

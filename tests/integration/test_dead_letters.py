@@ -15,8 +15,8 @@ from relay.admin.dead_letters import DeadLetters
 from relay.admin.status import read
 from relay.faults import ConfigurationError
 from relay.spark.session import Session
-from relay.store.dead_letter_selection import DeadLetterSelection
-from relay.store.deferred_counts import Reason
+from relay.store.dead_letters.selection import DeadLetterSelection
+from relay.store.deferred.counts import Reason
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay as command
 from tests.process import running

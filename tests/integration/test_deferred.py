@@ -21,9 +21,16 @@ from relay.faults import ConfigurationError, Rejected, RelayError
 from relay.model.transactions import Rows, Undecoded
 from relay.pipeline.apply import Applier
 from relay.pipeline.routing import BatchRouter
-from relay.store import actions, dead_letters, deferred, deferred_due, deferred_rows, migrations
-from relay.store.dead_letter_selection import DeadLetterSelection
+from relay.store import (
+    actions,
+    dead_letters,
+    deferred,
+    migrations,
+)
+from relay.store.dead_letters.selection import DeadLetterSelection
 from relay.store.deferred import Deferral
+from relay.store.deferred import due as deferred_due
+from relay.store.deferred import rows as deferred_rows
 from tests.deferrals import undecoded
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.process import relay, running

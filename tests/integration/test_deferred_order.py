@@ -22,10 +22,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from relay.store import deferred, deferred_counts, deferred_due, deferred_selection
+from relay.store import deferred
 from relay.store.deferred import Deferral
-from relay.store.deferred_due import DueTransaction
-from relay.store.deferred_selection import DeferredSelection
+from relay.store.deferred import counts as deferred_counts
+from relay.store.deferred import due as deferred_due
+from relay.store.deferred import selection as deferred_selection
+from relay.store.deferred.due import DueTransaction
+from relay.store.deferred.selection import DeferredSelection
 from tests.deferrals import undecoded
 from tests.outbox import Outbox
 

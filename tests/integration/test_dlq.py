@@ -11,7 +11,7 @@ import pytest
 
 from relay.admin.dead_letters import DeadLetters
 from relay.spark.session import Session
-from relay.store.dead_letter_selection import DeadLetterSelection
+from relay.store.dead_letters.selection import DeadLetterSelection
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay, running
 from tests.webhook import Answer, Webhook

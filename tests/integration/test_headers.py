@@ -21,7 +21,7 @@ from relay.faults import ConfigurationError
 from relay.model.events import FIELDS
 from relay.spark import register
 from relay.spark.session import Session
-from relay.store.dead_letter_selection import DeadLetterSelection
+from relay.store.dead_letters.selection import DeadLetterSelection
 from tests.integration.test_restoration import BEGIN, END, archiving, past
 from tests.integration.test_retention import KEEP, turn
 from tests.outbox import Outbox, event, host, relaying, wait_until

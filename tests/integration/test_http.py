@@ -18,7 +18,7 @@ import trustme
 from relay.admin.dead_letters import DeadLetters
 from relay.spark.session import Session
 from relay.store.connections import connect
-from relay.store.dead_letter_selection import DeadLetterSelection
+from relay.store.dead_letters.selection import DeadLetterSelection
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.process import running
 from tests.webhook import Answer, Webhook

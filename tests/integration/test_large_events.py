@@ -20,7 +20,7 @@ from relay.source.large_rows import FatalCommit, ReceiverSuspects
 from relay.source.receiver import Receiver
 from relay.spark.session import Session
 from relay.store.connections import connect
-from relay.store.dead_letter_selection import DeadLetterSelection
+from relay.store.dead_letters.selection import DeadLetterSelection
 from tests.outbox import Outbox, event, host, relaying, run_until_fault, wait_until
 
 LIMIT = 50_000

@@ -12,7 +12,7 @@ from relay.admin.dead_letters import DeadLetters
 from relay.admin.publish import business_transactions, publish
 from relay.retention.erasure import erase
 from relay.spark.package import build
-from relay.store.dead_letter_selection import DeadLetterSelection
+from relay.store.dead_letters.selection import DeadLetterSelection
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay
 from tests.terminal import at_terminal

@@ -16,8 +16,8 @@ from relay.faults import FaultAction, RelayError, action_for
 from relay.model.events import Lsn
 from relay.spark.session import Session
 from relay.store.connections import HandlerPool, connect, open_pool
-from relay.store.offsets import PartitionPosition
-from relay.store.unflushed import require_kept
+from relay.store.positions.offsets import PartitionPosition
+from relay.store.positions.unflushed import require_kept
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
 

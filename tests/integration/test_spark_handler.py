@@ -20,10 +20,11 @@ from relay.config.settings import Settings
 from relay.spark.session import Session
 from relay.spark.sink import SparkWorker
 from relay.spark.writers import BATCH_COLUMN, BatchId, writer
-from relay.store import groups, spark_batches
+from relay.store import groups
 from relay.store.connections import connect
-from relay.store.dead_letter_selection import DeadLetterSelection
-from relay.store.sinks import SinkMoved
+from relay.store.dead_letters.selection import DeadLetterSelection
+from relay.store.positions import spark_batches
+from relay.store.positions.sinks import SinkMoved
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
 from tests.process import running

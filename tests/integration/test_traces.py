@@ -20,7 +20,7 @@ from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_tra
 from relay.admin.dead_letters import DeadLetters
 from relay.observe import spans as module
 from relay.spark.session import Session
-from relay.store.dead_letter_selection import DeadLetterSelection
+from relay.store.dead_letters.selection import DeadLetterSelection
 from tests.brokers import KafkaCluster, started
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.process import relay, running

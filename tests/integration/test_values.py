@@ -29,8 +29,8 @@ from relay.source.rows import OutboxRows, Wanted
 from relay.source.server import current_position
 from relay.source.translation import CODECS
 from relay.spark.session import Session
-from relay.store.dead_letter_selection import DeadLetterSelection
-from relay.store.offsets import FIRST
+from relay.store.dead_letters.selection import DeadLetterSelection
+from relay.store.positions.offsets import FIRST
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
 from tests.process import relay

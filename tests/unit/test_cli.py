@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from relay.cli.app import app
 from relay.cli.deferred import deferred
-from relay.store.deferred_selection import KINDS
+from relay.store.deferred.selection import KINDS
 from tests.process import ROOT
 
 

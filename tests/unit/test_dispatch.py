@@ -31,7 +31,7 @@ from relay.model.dispositions import (
 from relay.model.events import Commit, Lsn, Transaction
 from relay.model.transactions import Undecoded
 from relay.pipeline.brake import Brake
-from relay.store.deferred_due import DueTransaction
+from relay.store.deferred.due import DueTransaction
 
 Behave = Callable[[int], Awaitable[None]]
 

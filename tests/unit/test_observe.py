@@ -248,7 +248,7 @@ def test_an_age_does_not_grow_until_the_next_count(monkeypatch: pytest.MonkeyPat
     looking: Any = Databases(Settings(handlers={}))
     monkeypatch.setattr(databases, "applied_in", lambda *_: [1])
     monkeypatch.setattr("relay.store.clock.present", lambda *_: now)
-    monkeypatch.setattr("relay.store.snapshots.noted", lambda *_: [])
+    monkeypatch.setattr("relay.store.positions.snapshots.noted", lambda *_: [])
     monkeypatch.setattr(looking._rows, "unread", lambda *_: {0: (3, now - timedelta(seconds=7))})
     found = looking._unread(None, None)
     assert found is not None

@@ -16,7 +16,7 @@ from relay.delivery.progress import Prefix, SinkCommit, SinkProgress
 from relay.model.events import Lsn
 from relay.model.snapshots import Snapshot
 from relay.model.transactions import Routed, Transactions
-from relay.store.sinks import BEFORE_FIRST, Position
+from relay.store.positions.sinks import BEFORE_FIRST, Position
 
 NOTHING = np.zeros(0, np.int64)
 

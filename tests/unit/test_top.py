@@ -15,10 +15,10 @@ from relay.observe.top.watch import Observation
 from relay.source.backlog import Backlog
 from relay.source.slot import SlotState
 from relay.store.brakes import BrakedHandler
-from relay.store.deferred_counts import DeferredSummary, Reason
+from relay.store.deferred.counts import DeferredSummary, Reason
 from relay.store.engines import EngineTotals
-from relay.store.offsets import PartitionPosition
-from relay.store.sinks import Position, StoredSink
+from relay.store.positions.offsets import PartitionPosition
+from relay.store.positions.sinks import Position, StoredSink
 
 NOW = datetime.now(UTC)
 SLOT = SlotState("s", "pgoutput", "db", True, 1, "reserved", "0/1", 2_500, 31_000_000, None, False)

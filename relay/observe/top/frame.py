@@ -16,7 +16,7 @@ from relay.observe.top.rates import RATE, Trends
 from relay.observe.top.watch import Observation
 from relay.source.backlog import Backlog
 from relay.source.slot import SlotState
-from relay.store.sinks import StoredSink
+from relay.store.positions.sinks import StoredSink
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.:-=+*#"

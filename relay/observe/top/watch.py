@@ -22,16 +22,14 @@ from relay.source.slot import SlotState, slot_reader, slot_state
 from relay.store import (
     brakes,
     dead_letters,
-    deferred_counts,
     engines,
     groups,
     migrations,
-    offsets,
     presence,
-    sinks,
-    snapshots,
 )
 from relay.store.connections import Connection, Dsn, connect
+from relay.store.deferred import counts as deferred_counts
+from relay.store.positions import offsets, sinks, snapshots
 
 T = TypeVar("T")
 

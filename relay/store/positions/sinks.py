@@ -17,11 +17,15 @@ import psycopg
 
 from relay.model.events import Lsn
 from relay.model.snapshots import BEGINNING, Snapshot, Xids
-from relay.store import advisory_locks, arrays, snapshots
+from relay.store import (
+    advisory_locks,
+    arrays,
+)
 from relay.store.brakes import Streak, streaks
 from relay.store.connections import Connection, Dsn, connect
 from relay.store.groups import APPLICATION_NAME, INSTANCE
-from relay.store.snapshots import xids_of
+from relay.store.positions import snapshots
+from relay.store.positions.snapshots import xids_of
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,11 @@ from relay.faults import ConfigurationError
 from relay.model.events import Lsn
 from relay.model.ordering_keys import host_part
 from relay.model.snapshots import RowCounts, Snapshot
-from relay.store import arrays, snapshots
+from relay.store import arrays
 from relay.store.brakes import Streak, streaks_of
 from relay.store.encodings import codec_of, writable
-from relay.store.snapshots import ChainLink
+from relay.store.positions import snapshots
+from relay.store.positions.snapshots import ChainLink
 
 TOPIC = 1
 """The topic_id of every row: an outbox is one topic."""

@@ -18,7 +18,7 @@ from relay.model.spool import Spool, SpooledTuples
 from relay.model.transactions import FACTS, Rows, Transactions, Undecoded
 from relay.store import arrays
 from relay.store.connections import Connection
-from relay.store.deferred_due import DueTransaction
+from relay.store.deferred.due import DueTransaction
 
 _PORTION_EVENTS = 10_000
 _PORTION_BYTES = 1024 * 1024

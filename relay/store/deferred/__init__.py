@@ -24,8 +24,8 @@ from relay.model.events import Tuples
 from relay.model.transactions import Undecoded
 from relay.store import advisory_locks, arrays
 from relay.store.connections import Connection
-from relay.store.deferred_copy import COLUMNS, END, START, DeferredEncoder
-from relay.store.deferred_rows import inline, write_rows
+from relay.store.deferred.copy import COLUMNS, END, START, DeferredEncoder
+from relay.store.deferred.rows import inline, write_rows
 from relay.store.encodings import codec_of, writable
 
 _DEFERRED_AT_ONCE = 5_000

@@ -21,8 +21,8 @@ from relay.conditions import Condition as PartCondition
 from relay.faults import RelayError, TaskFault, TransientFault
 from relay.model.events import Lsn
 from relay.retry import RetryUntilSuccess
-from relay.store import offsets
 from relay.store.connections import Dsn, connect
+from relay.store.positions import offsets
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from psycopg import sql
 from psycopg.rows import class_row
 
 from relay.store.connections import Connection
-from relay.store.deferred_counts import KIND
-from relay.store.deferred_due import DUE_COLUMNS, DueTransaction
+from relay.store.deferred.counts import KIND
+from relay.store.deferred.due import DUE_COLUMNS, DueTransaction
 
 KINDS = ("retry", "holding", "replay", "scheduled", "blocked")
 

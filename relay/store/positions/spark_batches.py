@@ -12,7 +12,7 @@ from relay.model.events import Lsn
 from relay.model.snapshots import Snapshot
 from relay.store import arrays
 from relay.store.connections import Connection
-from relay.store.sinks import BEFORE_FIRST
+from relay.store.positions.sinks import BEFORE_FIRST
 
 
 @dataclass(frozen=True, slots=True)

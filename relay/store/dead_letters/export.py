@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from psycopg import sql
 from psycopg.rows import dict_row, scalar_row
 
-from relay.store.dead_letter_selection import DeadLetterSelection
 from relay.store.dead_letters import DeadLetterRow
+from relay.store.dead_letters.selection import DeadLetterSelection
 
 if TYPE_CHECKING:
     # The module imports the connection pool, which `relay --help` does not need.

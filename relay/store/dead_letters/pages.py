@@ -11,7 +11,7 @@ from psycopg.rows import class_row, dict_row, scalar_row
 
 from relay.store.actions import Acted
 from relay.store.connections import Connection
-from relay.store.dead_letter_selection import DeadLetterSelection
+from relay.store.dead_letters.selection import DeadLetterSelection
 
 SHOWN_CHARACTERS = 16_000
 """How much of a payload and of an exception is shown, in characters."""
