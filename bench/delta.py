@@ -14,7 +14,7 @@ from bench.environment import ROOT
 from bench.outbox import Outbox
 from bench.results import Measurement
 from relay.model.snapshots import BEGINNING
-from relay.source.differences import Difference
+from relay.source.outbox.differences import Difference
 from relay.source.server import current_position
 from relay.spark.options import parse
 from relay.spark.reading import TaskPortion, read

@@ -26,7 +26,7 @@ from relay.pipeline.apply import Applier
 from relay.pipeline.plan import Planner
 from relay.service import Service
 from relay.source.hybrid import open_source
-from relay.source.wal import WalSource
+from relay.source.stream.wal import WalSource
 from relay.spark.session import Session
 from relay.store.connections import connect
 

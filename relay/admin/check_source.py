@@ -16,25 +16,25 @@ from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError, Unreachable, first_line, refused_for_good
 from relay.model.events import FIELDS
 from relay.retention import partitions, removable
-from relay.source import columns
 from relay.source.capabilities import (
     require_functions,
     require_logical_wal,
     require_replication_right,
 )
-from relay.source.gapless import TRIGGER as COUNTING
-from relay.source.gapless import is_gapless, require_numbered
-from relay.source.index import has_index
-from relay.source.notify import TRIGGER, sends_notify
-from relay.source.open_transactions import oldest_open
-from relay.source.outbox_table import OutboxTable, no_table
-from relay.source.slot import (
+from relay.source.outbox import columns
+from relay.source.outbox.gapless import TRIGGER as COUNTING
+from relay.source.outbox.gapless import is_gapless, require_numbered
+from relay.source.outbox.index import has_index
+from relay.source.outbox.notify import TRIGGER, sends_notify
+from relay.source.outbox.table import OutboxTable, no_table
+from relay.source.stream.open_transactions import oldest_open
+from relay.source.stream.slot import (
     require_ours,
     require_published,
     require_streamable,
     slot_state,
 )
-from relay.source.walsender import open_replication, require_asynchronous
+from relay.source.stream.walsender import open_replication, require_asynchronous
 from relay.store import dead_letters, streams
 from relay.store.connections import Connection, connect
 from relay.store.poolers import POOLER_HINT, leads_to_pooler

@@ -13,10 +13,10 @@ from relay.model.events import INSERTED_BY, Lsn
 from relay.model.snapshots import BEGINNING, Snapshot, Xids, full_xids
 from relay.model.transactions import Transactions
 from relay.model.tuples import Walked
-from relay.source.outbox_table import OutboxTable
+from relay.source.outbox.table import OutboxTable
 from relay.source.server import durable_position
-from relay.source.slot import slot_state
-from relay.source.wal import commits_after
+from relay.source.stream.slot import slot_state
+from relay.source.stream.wal import commits_after
 from relay.store.connections import Connection
 from relay.store.positions import offsets
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.snapshots import BEGINNING, Snapshot
-from relay.source.outbox_table import OutboxTable
+from relay.source.outbox.table import OutboxTable
 from relay.source.server import current_position
 from relay.store.connections import Connection
 from relay.store.positions import offsets

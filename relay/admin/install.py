@@ -23,14 +23,14 @@ from relay.model.events import Lsn
 from relay.reporting import ProgressReport, silent
 from relay.retention import removable
 from relay.source.capabilities import give_replication_right, require_logical_wal
-from relay.source.columns import require_readable
-from relay.source.gapless import require_numbered, set_gapless
-from relay.source.index import drop_index, ensure_index, has_index
-from relay.source.notify import TRIGGER, set_notify
-from relay.source.open_transactions import reporting_blockers
-from relay.source.outbox_table import OutboxTable
+from relay.source.outbox.columns import require_readable
+from relay.source.outbox.gapless import require_numbered, set_gapless
+from relay.source.outbox.index import drop_index, ensure_index, has_index
+from relay.source.outbox.notify import TRIGGER, set_notify
+from relay.source.outbox.table import OutboxTable
 from relay.source.server import durable_position
-from relay.source.slot import (
+from relay.source.stream.open_transactions import reporting_blockers
+from relay.source.stream.slot import (
     drop_publication,
     ensure_publication,
     ensure_slot,

@@ -15,7 +15,7 @@ from relay.model.events import Lsn
 from relay.model.snapshots import BEGINNING
 from relay.retention import removable
 from relay.source.applied import AppliedPosition, applied_in
-from relay.source.outbox_table import OutboxTable
+from relay.source.outbox.table import OutboxTable
 from relay.source.recovery import Recognition
 from relay.source.unread import UnreadRows
 from relay.store import (

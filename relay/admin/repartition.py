@@ -11,9 +11,9 @@ from relay.faults import ConfigurationError
 from relay.model.events import Lsn
 from relay.pipeline.runner import Pipeline
 from relay.reporting import ProgressReport, silent
-from relay.source.polling import Poller
+from relay.source.outbox.polling import Poller
 from relay.source.server import durable_position
-from relay.source.slot import slot_state
+from relay.source.stream.slot import slot_state
 from relay.spark.session import Session
 from relay.store import groups
 from relay.store.positions import offsets, snapshots

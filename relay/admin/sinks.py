@@ -19,7 +19,7 @@ from relay.admin.offsets import move_sink
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable
 from relay.retention import removable
-from relay.source.outbox_table import OutboxTable
+from relay.source.outbox.table import OutboxTable
 from relay.source.unread import UnreadRows
 from relay.store import (
     actions,

@@ -18,8 +18,8 @@ from relay.model.snapshots import Xids
 from relay.retention import partitions, removable
 from relay.source.applied import AppliedPosition, applied_in
 from relay.source.backlog import Backlog, Backlogs
-from relay.source.open_transactions import oldest_open
-from relay.source.slot import SlotState, slot_reader, slot_state
+from relay.source.stream.open_transactions import oldest_open
+from relay.source.stream.slot import SlotState, slot_reader, slot_state
 from relay.source.unread import UnreadRows
 from relay.store import (
     brakes,

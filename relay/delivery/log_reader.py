@@ -16,8 +16,8 @@ from relay.model.batch import Share
 from relay.model.snapshots import Snapshot, Xids, full_xids
 from relay.model.transactions import Routed, Transactions
 from relay.pipeline.routing import BatchRouter
-from relay.source.differences import Difference
-from relay.source.rows import OutboxRows, Wanted, prepare_reading
+from relay.source.outbox.differences import Difference
+from relay.source.outbox.rows import OutboxRows, Wanted, prepare_reading
 from relay.source.server import SourcePosition, current_position, durable_position
 from relay.store.connections import open_pool
 

@@ -21,7 +21,7 @@ from relay.config.settings import Settings
 from relay.faults import RelayError, describe, kind_of, spoils_session
 from relay.model.events import Lsn
 from relay.source.applied import applied_in
-from relay.source.slot import SlotState, slot_state
+from relay.source.stream.slot import SlotState, slot_state
 from relay.source.unread import UnreadRows
 from relay.store import (
     brakes,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from relay.admin.status import Status
 from relay.observe.phrases import counted
-from relay.source.slot import SlotState
+from relay.source.stream.slot import SlotState
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from relay.observe.databases import Databases
 from relay.observe.parts import Parts
 from relay.pipeline.activity import Job
 from relay.pipeline.runner import APPLIES_HERE, WAITS_FOR_SPARK
-from relay.source import receiver
 from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS
+from relay.source.stream import receiver
 from relay.store import refusals
 
 UP_SECONDS = 20.0

@@ -11,7 +11,7 @@ from relay.model.batch import Range, Share, Task
 from relay.model.events import Lsn
 from relay.model.snapshots import Xids, full_xids
 from relay.model.transactions import Int64Array, Mask, Transactions
-from relay.source.rows import Wanted
+from relay.source.outbox.rows import Wanted
 from relay.store.positions import offsets
 
 _NONE = "{}"

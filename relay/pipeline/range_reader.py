@@ -15,7 +15,7 @@ from relay.model.batch import Range
 from relay.model.snapshots import Xids
 from relay.model.transactions import Transactions
 from relay.pipeline.positions import wanted_of
-from relay.source.rows import OutboxRows, prepare_reading
+from relay.source.outbox.rows import OutboxRows, prepare_reading
 from relay.store.connections import Connection, open_pool
 
 

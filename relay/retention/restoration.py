@@ -23,7 +23,7 @@ from relay.model.events import FIELDS, INSERTED_BY
 from relay.reporting import ProgressReport, silent
 from relay.retention import archive
 from relay.retention.partitions import RESTORED, Partition, partitions, retained, with_short_lock
-from relay.source.columns import columns as table_columns
+from relay.source.outbox.columns import columns as table_columns
 from relay.store.connections import Connection
 
 _TIME = "c_ts"

@@ -12,8 +12,8 @@ from relay.config.settings import Settings
 from relay.model.events import INSERTED_BY
 from relay.model.snapshots import Xids
 from relay.source.applied import AppliedPosition
-from relay.source.differences import array
-from relay.source.partition import partition_of
+from relay.source.outbox.differences import array
+from relay.source.outbox.partition import partition_of
 from relay.store.connections import Connection
 
 MOST_ROWS = 10_000

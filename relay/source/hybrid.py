@@ -18,13 +18,13 @@ from relay.heartbeat import Due, Heartbeat
 from relay.model.batch import Batch, Outcome
 from relay.model.events import Lsn
 from relay.model.snapshots import full_xids
-from relay.source.assembler import OpenCommit
-from relay.source.interval import Interval
-from relay.source.polling import BUSY_SECONDS, Follower, Poller, PollSource, note_mode
+from relay.source.decode.assembler import OpenCommit
+from relay.source.outbox.interval import Interval
+from relay.source.outbox.polling import BUSY_SECONDS, Follower, Poller, PollSource, note_mode
 from relay.source.recovery import Recognition, Recovery
 from relay.source.server import SourcePosition
 from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS, SourceState
-from relay.source.wal import WalSource
+from relay.source.stream.wal import WalSource
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from psycopg import sql
 from relay.model.events import INSERTED_BY
 from relay.model.snapshots import BEGINNING, Xids
 from relay.source.applied import AppliedPosition
-from relay.source.differences import Difference, array, condition
-from relay.source.outbox_table import OutboxTable
+from relay.source.outbox.differences import Difference, array, condition
+from relay.source.outbox.table import OutboxTable
 from relay.source.server import current_position
 from relay.store.connections import Connection
 from relay.store.positions.sinks import Position

@@ -19,7 +19,7 @@ from relay.faults import Unrouted
 from relay.model import headers
 from relay.model.events import FIELDS, INSERTED_BY, SQL_TYPES, timestamp
 from relay.pipeline.route_rules import RouteRules, Values
-from relay.source.differences import XID, Difference, array, condition
+from relay.source.outbox.differences import XID, Difference, array, condition
 from relay.spark import planning
 from relay.spark.reading import PARTITION, MappedTable, TaskPortion, map_type, read
 from relay.spark.writers import BATCH_COLUMN

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from psycopg import sql
 
 from relay.config.settings import Settings
-from relay.source.differences import Difference, condition, cut
+from relay.source.outbox.differences import Difference, condition, cut
 from relay.source.server import durable_position
 from relay.spark import frames, replays
 from relay.spark.reading import MappedTable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from psycopg import sql
 
-from relay.source.differences import XID, Difference, condition
+from relay.source.outbox.differences import XID, Difference, condition
 from relay.spark.reading import MappedTable, TaskPortion
 from relay.store.connections import Connection
 

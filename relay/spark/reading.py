@@ -18,10 +18,10 @@ from relay.faults import RelayError, TransientFault, first_line, is_transient
 from relay.model import headers
 from relay.model.events import FIELDS, INSERTED_BY, SQL_TYPES
 from relay.model.snapshots import Snapshot
-from relay.source.differences import XID, Difference, condition
-from relay.source.partition import partition_of
-from relay.source.rows import require_visible
-from relay.source.translation import Encoding
+from relay.source.decode.translation import Encoding
+from relay.source.outbox.differences import XID, Difference, condition
+from relay.source.outbox.partition import partition_of
+from relay.source.outbox.rows import require_visible
 from relay.store.connections import Connection, Dsn, connect
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from relay.config.settings import Settings
 from relay.model.transactions import Undecoded
 from relay.pipeline.deferral import Ordering, delivery_times
 from relay.pipeline.routing import BatchRouter
-from relay.source.differences import XID, Difference, condition
-from relay.source.rows import OutboxRows, Wanted
+from relay.source.outbox.differences import XID, Difference, condition
+from relay.source.outbox.rows import OutboxRows, Wanted
 from relay.spark.frames import left_out
 from relay.spark.reading import MappedTable, columns
 from relay.store import clock

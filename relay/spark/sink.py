@@ -21,7 +21,7 @@ from relay.config.settings import Settings
 from relay.faults import TransientFault
 from relay.meter import Meter
 from relay.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
-from relay.source.rows import prepare_reading
+from relay.source.outbox.rows import prepare_reading
 from relay.spark import frames, pending, replays, scheduled
 from relay.spark.faults import safe_description
 from relay.spark.reading import MappedTable

@@ -45,7 +45,7 @@ from relay.model import headers
 from relay.model.events import SQL_TYPES
 from relay.model.snapshots import Snapshot
 from relay.retention.removable import note_reader
-from relay.source.differences import Difference, cut
+from relay.source.outbox.differences import Difference, cut
 from relay.source.server import durable_position
 from relay.spark import planning
 from relay.spark.options import Options, parse

@@ -14,8 +14,8 @@ import pytest
 from relay.demo.embedded import free_port
 from relay.model.events import Transaction
 from relay.observe import databases, gauges, liveness, observer
-from relay.source import receiver
-from relay.source.rows import OutboxRows
+from relay.source.outbox.rows import OutboxRows
+from relay.source.stream import receiver
 from relay.spark import session as spark_session_module
 from tests.chaos.proxy import through_proxy
 from tests.observing import Poller, Scrape, ask, is_good

@@ -22,8 +22,8 @@ from relay.config.settings import Settings
 from relay.faults import RelayError
 from relay.model.events import Lsn
 from relay.service import Service
-from relay.source import replication
-from relay.source.walsender import open_replication
+from relay.source.stream import replication
+from relay.source.stream.walsender import open_replication
 from relay.store import advisory_locks
 from relay.store.connections import Connection
 from tests.outbox import Outbox, event, host, relaying, wait_until

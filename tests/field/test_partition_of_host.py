@@ -19,8 +19,8 @@ from relay.config.settings import Settings
 from relay.model.host_hash import hashes
 from relay.pipeline.plan import partition_of
 from relay.source import hybrid
-from relay.source.partition import partition_of as sql_partition_of
-from relay.source.polling import Poller
+from relay.source.outbox.partition import partition_of as sql_partition_of
+from relay.source.outbox.polling import Poller
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
 
@@ -160,7 +160,7 @@ def watch_reconnects(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lists the reconnections because commits are missing in the stream."""
     found: list[str] = []
     monkeypatch.setattr(
-        "relay.source.wal.WalSource.reconnect", lambda self: found.append("reconnect")
+        "relay.source.stream.wal.WalSource.reconnect", lambda self: found.append("reconnect")
     )
     return found
 
@@ -206,8 +206,8 @@ def test_a_host_that_changes_after_the_delivery_is_not_delivered_again(
 def test_a_host_that_changes_between_plan_and_read_is_not_left_out(outbox: Outbox) -> None:
     """Of a commit one partition has applied its part; the host of the other part moves after the plan."""
     from relay.pipeline.positions import wanted_of
-    from relay.source.differences import Difference
-    from relay.source.rows import OutboxRows
+    from relay.source.outbox.differences import Difference
+    from relay.source.outbox.rows import OutboxRows
     from relay.source.server import current_position
 
     settings = outbox.settings()

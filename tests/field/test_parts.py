@@ -27,7 +27,8 @@ from relay.model.transactions import Transactions
 from relay.observe.engines import EngineCounts
 from relay.retention.partitions import partitions
 from relay.retention.schedule import Schedule
-from relay.source import hybrid, listener
+from relay.source import hybrid
+from relay.source.outbox import listener
 from relay.store import connections, engines, presence
 from tests.observing import Scrape, ask
 from tests.outbox import Outbox, event, host, relaying, wait_until

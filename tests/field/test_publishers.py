@@ -32,8 +32,8 @@ from relay.client.alembic import include_name
 from relay.client.schema import install as scripts
 from relay.client.testing import collect
 from relay.faults import ConfigurationError
-from relay.source.wal import WalSource
-from relay.source.walsender import _means_every_standby
+from relay.source.stream.wal import WalSource
+from relay.source.stream.walsender import _means_every_standby
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
 

@@ -20,7 +20,7 @@ from relay.admin.findings import Severity
 from relay.faults import ConfigurationError, RelayError
 from relay.model.snapshots import BEGINNING
 from relay.source import hybrid
-from relay.source.differences import Difference
+from relay.source.outbox.differences import Difference
 from relay.source.server import current_position
 from relay.spark.options import parse
 from relay.spark.reading import TaskPortion, read

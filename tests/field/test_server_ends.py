@@ -17,8 +17,8 @@ import pytest
 
 from relay.admin.install import initialise
 from relay.model.events import Lsn
-from relay.source.assembler import OpenCommit
-from relay.source.large_rows import ReceiverSuspects
+from relay.source.decode.assembler import OpenCommit
+from relay.source.stream.large_rows import ReceiverSuspects
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import EmbeddedServer, Server
 

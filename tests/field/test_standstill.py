@@ -17,7 +17,7 @@ import pytest
 
 from relay.admin import status
 from relay.source import hybrid
-from relay.source.wal import WalSource
+from relay.source.stream.wal import WalSource
 from relay.store import groups, presence
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import Server

@@ -14,7 +14,7 @@ from relay.config.effects import Effects
 from relay.faults import FaultAction, action_for
 from relay.pipeline.rekeying import rekey
 from relay.retention.schedule import Schedule
-from relay.source.walsender import open_replication
+from relay.source.stream.walsender import open_replication
 from relay.store import presence
 from relay.store.connections import HandlerPool, connect, open_pool
 from relay.store.presence import Presence

@@ -21,9 +21,9 @@ from relay.config.settings import Settings
 from relay.model.events import FIELDS, Event, Lsn
 from relay.model.transactions import Transactions, Undecoded
 from relay.model.tuples import RowDecoder
-from relay.source.assembler import Assembler
-from relay.source.slot import ensure_publication, ensure_slot
-from relay.source.wal import WalSource
+from relay.source.decode.assembler import Assembler
+from relay.source.stream.slot import ensure_publication, ensure_slot
+from relay.source.stream.wal import WalSource
 from relay.store.connections import connect
 from tests.postgres import Server
 

@@ -9,7 +9,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from relay.source import recovery, walsender
+from relay.source import recovery
+from relay.source.stream import walsender
 from tests.outbox import Outbox, event, host, relaying, run_until_fault, wait_for_fault, wait_until
 from tests.process import relay
 

@@ -13,9 +13,10 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from relay.faults import RelayError
-from relay.source import hybrid, receiver, replication, walsender
+from relay.source import hybrid
 from relay.source.hybrid import StreamSource
-from relay.source.receiver import Receiver
+from relay.source.stream import receiver, replication, walsender
+from relay.source.stream.receiver import Receiver
 from tests.outbox import Outbox, event, host, relaying, stream_and_crash, wait_until
 from tests.postgres import start_server
 

@@ -15,9 +15,9 @@ from relay.admin.dead_letters import DeadLetters
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.events import Lsn
-from relay.source.assembler import OpenCommit
-from relay.source.large_rows import FatalCommit, ReceiverSuspects
-from relay.source.receiver import Receiver
+from relay.source.decode.assembler import OpenCommit
+from relay.source.stream.large_rows import FatalCommit, ReceiverSuspects
+from relay.source.stream.receiver import Receiver
 from relay.spark.session import Session
 from relay.store.connections import connect
 from relay.store.dead_letters.selection import DeadLetterSelection

@@ -15,10 +15,11 @@ from relay.admin.findings import Severity
 from relay.admin.install import initialise
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.source import hybrid, interval
-from relay.source.listener import LISTEN
-from relay.source.notify import TRIGGER
-from relay.source.receiver import Receiver
+from relay.source import hybrid
+from relay.source.outbox import interval
+from relay.source.outbox.listener import LISTEN
+from relay.source.outbox.notify import TRIGGER
+from relay.source.stream.receiver import Receiver
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import Server, start_server
 

@@ -25,9 +25,9 @@ from relay.faults import ConfigurationError, RelayError
 from relay.pipeline.apply import Applier
 from relay.pipeline.plan import Planner
 from relay.pipeline.runner import Pipeline
-from relay.source.differences import Difference, condition
-from relay.source.polling import Poller
-from relay.source.rows import OutboxRows, prepare_reading
+from relay.source.outbox.differences import Difference, condition
+from relay.source.outbox.polling import Poller
+from relay.source.outbox.rows import OutboxRows, prepare_reading
 from relay.source.server import current_position
 from relay.spark.session import Session
 from tests.outbox import Outbox, event, host, relaying, wait_until

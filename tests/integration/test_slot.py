@@ -17,7 +17,7 @@ from relay.admin.findings import Severity
 from relay.admin.install import initialise
 from relay.admin.status import read
 from relay.observe.health import Limits, failures
-from relay.source import open_transactions
+from relay.source.stream import open_transactions
 from tests.outbox import PROJECTION, Outbox, event, host, relaying, wait_until
 from tests.postgres import Server, start_server
 from tests.process import relay

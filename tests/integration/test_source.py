@@ -156,7 +156,7 @@ def test_copies_of_rows_are_left_out_and_said(
         == "the stream has copies of rows, whose c_xid is that of another transaction; polling applies them unless "
         "that transaction is applied"
     ]
-    assert {each[:2] for each in said} == {("relay.source.receiver", "WARNING")}
+    assert {each[:2] for each in said} == {("relay.source.stream.receiver", "WARNING")}
     assert sum(rows for _, _, rows in said) == 4
 
 

@@ -18,7 +18,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from relay.faults import RelayError
 from relay.model.snapshots import Snapshot
-from relay.source.differences import Difference, cut
+from relay.source.outbox.differences import Difference, cut
 from relay.spark import register
 from relay.spark.options import parse
 from relay.spark.reading import COLUMNS, TaskPortion, read

@@ -23,11 +23,11 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.events import NEEDED_FIELDS, SQL_TYPES
 from relay.model.snapshots import BEGINNING
-from relay.source.columns import PUBLISHES_GENERATED
-from relay.source.differences import Difference
-from relay.source.rows import OutboxRows, Wanted
+from relay.source.decode.translation import CODECS
+from relay.source.outbox.columns import PUBLISHES_GENERATED
+from relay.source.outbox.differences import Difference
+from relay.source.outbox.rows import OutboxRows, Wanted
 from relay.source.server import current_position
-from relay.source.translation import CODECS
 from relay.spark.session import Session
 from relay.store.dead_letters.selection import DeadLetterSelection
 from relay.store.positions.offsets import FIRST

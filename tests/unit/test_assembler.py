@@ -19,8 +19,8 @@ from relay.model import tuples
 from relay.model.events import FIELDS, Commit, Event, Lsn
 from relay.model.transactions import Transactions, Undecoded
 from relay.model.tuples import ProtocolError, RowDecoder
-from relay.source import layout
-from relay.source.assembler import Assembler
+from relay.source.decode import layout
+from relay.source.decode.assembler import Assembler
 from tests.unit import wire
 
 TABLE = ("public", "outbox_message_t")

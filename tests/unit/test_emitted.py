@@ -18,9 +18,9 @@ from relay.config.source import SourceSettings
 from relay.model.events import FIELDS, NOTE, Event
 from relay.model.transactions import Rows, Transactions, Undecoded
 from relay.model.tuples import ProtocolError, RowDecoder
-from relay.source.assembler import Assembler
-from relay.source.emitted import Emitted
-from relay.source.translation import Encoding
+from relay.source.decode.assembler import Assembler
+from relay.source.decode.emitted import Emitted
+from relay.source.decode.translation import Encoding
 from tests.unit import wire
 
 PREFIX = "shop.outbox"

@@ -25,8 +25,8 @@ from relay.model.headers import ATTRIBUTES, as_json, from_json
 from relay.model.transactions import Rows
 from relay.model.tuples import RowDecoder
 from relay.pipeline.route_rules import RouteRules
-from relay.source.grouping import Grouping
-from relay.source.layout import Layout, polled
+from relay.source.decode.grouping import Grouping
+from relay.source.decode.layout import Layout, polled
 from tests.unit import wire
 
 COMMIT = ("0/10", "2000-01-01 00:00:00+00", "7")

@@ -19,7 +19,7 @@ from relay.logs import LogFormat
 from relay.model.batch import DeadLettered
 from relay.model.events import Lsn
 from relay.source.recovery import Unavailable
-from relay.source.replication import Replication
+from relay.source.stream.replication import Replication
 
 log = logging.getLogger("relay.test")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from relay.model.events import Lsn, timestamp
 from relay.model.tuples import ProtocolError
-from relay.source.pgoutput import (
+from relay.source.decode.pgoutput import (
     Begin,
     Column,
     LogicalMessage,

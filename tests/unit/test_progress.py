@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from relay.model.events import Lsn
-from relay.source.progress import Progress
+from relay.source.stream.progress import Progress
 
 STEPS = st.integers(0, 1000)
 

@@ -13,7 +13,7 @@ from relay.observe.top.frame import Size, lines, sparkline
 from relay.observe.top.rates import Trends
 from relay.observe.top.watch import Observation
 from relay.source.backlog import Backlog
-from relay.source.slot import SlotState
+from relay.source.stream.slot import SlotState
 from relay.store.brakes import BrakedHandler
 from relay.store.deferred.counts import DeferredSummary, Reason
 from relay.store.engines import EngineTotals

@@ -6,8 +6,8 @@ import pytest
 
 from relay.model.events import FIELDS, NOTE
 from relay.model.transactions import Rows
-from relay.source.pgoutput import decode_tuple
-from relay.source.translation import TIMESTAMPTZ, Encoding, Translation
+from relay.source.decode.pgoutput import decode_tuple
+from relay.source.decode.translation import TIMESTAMPTZ, Encoding, Translation
 from tests.unit import wire
 
 MAPPING = {name: name for name in FIELDS}

@@ -14,9 +14,9 @@ from relay.model import tuples
 from relay.model.events import FIELDS, Commit, Event, Lsn
 from relay.model.transactions import Rows
 from relay.model.tuples import ProtocolError, RowDecoder, Walked, values
-from relay.source import layout
-from relay.source.grouping import Grouping
-from relay.source.layout import Layout, polled
+from relay.source.decode import layout
+from relay.source.decode.grouping import Grouping
+from relay.source.decode.layout import Layout, polled
 from tests.unit import wire
 
 COMMIT_FIELDS = ("0/10", "2000-01-01 00:00:00+00", "7")

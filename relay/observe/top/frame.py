@@ -15,7 +15,7 @@ from relay.observe.terminal import printable
 from relay.observe.top.rates import RATE, Trends
 from relay.observe.top.watch import Observation
 from relay.source.backlog import Backlog
-from relay.source.slot import SlotState
+from relay.source.stream.slot import SlotState
 from relay.store.positions.sinks import StoredSink
 
 _BARS = "▁▂▃▄▅▆▇█"

@@ -18,7 +18,7 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line
 from relay.source.applied import AppliedPosition, applied_in
 from relay.source.backlog import Backlog, Backlogs
-from relay.source.slot import SlotState, slot_reader, slot_state
+from relay.source.stream.slot import SlotState, slot_reader, slot_state
 from relay.store import (
     brakes,
     dead_letters,

@@ -19,8 +19,8 @@ from uuid import UUID, uuid5
 from relay.model import exact_json
 from relay.model.events import FIELDS, NOTE, microseconds, timestamp
 from relay.model.tuples import ProtocolError
-from relay.source.pgoutput import Begin, Column, LogicalMessage, Relation, encode_tuple
-from relay.source.translation import Encoding
+from relay.source.decode.pgoutput import Begin, Column, LogicalMessage, Relation, encode_tuple
+from relay.source.decode.translation import Encoding
 
 if TYPE_CHECKING:
     from psycopg.abc import Buffer

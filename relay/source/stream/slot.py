@@ -15,7 +15,7 @@ from psycopg.rows import args_row, class_row, scalar_row
 from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError
 from relay.model.events import Lsn
-from relay.source.columns import PUBLISHES_GENERATED, mapped
+from relay.source.outbox.columns import PUBLISHES_GENERATED, mapped
 
 PLUGIN = "pgoutput"
 

@@ -29,13 +29,13 @@ from relay.model.events import Lsn
 from relay.model.snapshots import RowCounts, Xids
 from relay.model.transactions import Transactions
 from relay.retry import RetryUntilSuccess
-from relay.source.differences import Difference
-from relay.source.interval import Interval
+from relay.source.outbox.differences import Difference
+from relay.source.outbox.interval import Interval
+from relay.source.outbox.rows import OutboxRows, Portion, prepare_reading
 from relay.source.recovery import Recognition
-from relay.source.rows import OutboxRows, Portion, prepare_reading
 from relay.source.server import SourcePosition, current_position, durable_position
-from relay.source.slot import membership, reader_activity, require_published
 from relay.source.state import POLLS, SourceState
+from relay.source.stream.slot import membership, reader_activity, require_published
 from relay.store import (
     dead_letters,
     groups,

@@ -17,7 +17,7 @@ from struct import Struct
 from relay.model.events import NOTE
 from relay.model.transactions import Rows
 from relay.model.tuples import zoned
-from relay.source.pgoutput import decode_tuple, encode_tuple
+from relay.source.decode.pgoutput import decode_tuple, encode_tuple
 
 TIMESTAMPTZ = 1184
 """The oid of `timestamptz`."""

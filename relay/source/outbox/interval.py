@@ -6,7 +6,7 @@ import logging
 
 from relay.conditions import Condition
 from relay.config.settings import Settings
-from relay.source.listener import Listener
+from relay.source.outbox.listener import Listener
 from relay.source.wakeup import Wakeup
 
 log = logging.getLogger(__name__)

@@ -17,13 +17,13 @@ from relay.config.settings import Settings
 from relay.model.batch import Batch
 from relay.model.events import POSTGRES_EPOCH, Lsn
 from relay.model.transactions import Transactions
-from relay.source.assembler import OpenCommit
-from relay.source.commit_queue import CommitQueue
-from relay.source.progress import Progress
-from relay.source.receiver import Receiver
+from relay.source.decode.assembler import OpenCommit
 from relay.source.recovery import Recognition, Recovery
-from relay.source.replication import Outage, Replication
 from relay.source.state import Received
+from relay.source.stream.commit_queue import CommitQueue
+from relay.source.stream.progress import Progress
+from relay.source.stream.receiver import Receiver
+from relay.source.stream.replication import Outage, Replication
 
 _EPOCH_SECONDS = POSTGRES_EPOCH.timestamp()
 

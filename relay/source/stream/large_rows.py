@@ -11,7 +11,7 @@ import psycopg
 
 from relay.config.settings import Settings
 from relay.faults import describe
-from relay.source.assembler import OpenCommit
+from relay.source.decode.assembler import OpenCommit
 from relay.store.suspects import Suspects
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from relay.config.settings import Settings
 from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError, RelayError, refused_for_good, server_error
 from relay.model.events import Lsn
-from relay.source.timelines import TimelineHistory
-from relay.source.translation import Encoding
+from relay.source.decode.translation import Encoding
+from relay.source.stream.timelines import TimelineHistory
 from relay.store import groups, session_settings
 from relay.store.connections import CLIENT_KEEPALIVE, Connection, connect, opened
 from relay.store.session_settings import SessionKind

@@ -23,15 +23,15 @@ from relay.logs import RepeatedLines
 from relay.model.events import POSTGRES_EPOCH, Lsn
 from relay.model.transactions import Transactions
 from relay.model.tuples import ProtocolError
-from relay.source.assembler import Assembler, OpenCommit
-from relay.source.commit_queue import CommitQueue
-from relay.source.emitted import Emitted
-from relay.source.large_rows import FatalCommit, ReceiverSuspects
-from relay.source.layout import require_contents
-from relay.source.progress import Progress
-from relay.source.replication import Replication
+from relay.source.decode.assembler import Assembler, OpenCommit
+from relay.source.decode.emitted import Emitted
+from relay.source.decode.layout import require_contents
+from relay.source.stream.commit_queue import CommitQueue
+from relay.source.stream.large_rows import FatalCommit, ReceiverSuspects
+from relay.source.stream.progress import Progress
+from relay.source.stream.replication import Replication
+from relay.source.stream.walsender import WalStream, end_of_stream
 from relay.source.wakeup import Wakeup
-from relay.source.walsender import WalStream, end_of_stream
 from relay.threads import Thread
 
 log = logging.getLogger(__name__)

@@ -34,24 +34,24 @@ from relay.faults import (
 )
 from relay.heartbeat import Due, Heartbeat
 from relay.model.events import Lsn
-from relay.source.columns import is_partitioned
-from relay.source.partition import require_same_hash
-from relay.source.progress import Progress
+from relay.source.decode.translation import Encoding, codec_of
+from relay.source.outbox.columns import is_partitioned
+from relay.source.outbox.partition import require_same_hash
 from relay.source.recovery import (
     Recognition,
     Recovery,
     SourceComparison,
     Unavailable,
 )
-from relay.source.slot import (
+from relay.source.stream.progress import Progress
+from relay.source.stream.slot import (
     reader_activity,
     require_ours,
     require_published,
     slot_reader,
     slot_state,
 )
-from relay.source.translation import Encoding, codec_of
-from relay.source.walsender import (
+from relay.source.stream.walsender import (
     System,
     WalStream,
     identify,

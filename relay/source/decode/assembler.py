@@ -12,12 +12,12 @@ import numpy as np
 from relay.model.events import Lsn, microseconds
 from relay.model.transactions import Int64Array, Transactions
 from relay.model.tuples import ProtocolError
-from relay.source.emitted import Emitted
-from relay.source.grouping import Grouping
-from relay.source.layout import ENDS, Ends, Layout
-from relay.source.messages import BEGIN, COMMIT, INSERT, MessageBuffer
-from relay.source.pgoutput import KINDS, Relation
-from relay.source.translation import Encoding, Translation
+from relay.source.decode.emitted import Emitted
+from relay.source.decode.grouping import Grouping
+from relay.source.decode.layout import ENDS, Ends, Layout
+from relay.source.decode.messages import BEGIN, COMMIT, INSERT, MessageBuffer
+from relay.source.decode.pgoutput import KINDS, Relation
+from relay.source.decode.translation import Encoding, Translation
 
 if TYPE_CHECKING:
     from psycopg.abc import Buffer

@@ -27,13 +27,13 @@ from relay.model.batch import Share
 from relay.model.events import INSERTED_BY
 from relay.model.snapshots import RowCounts, Snapshot, Xids
 from relay.model.transactions import Int64Array, Rows, Transactions
-from relay.source.differences import Difference, array, condition
-from relay.source.grouping import Grouping
-from relay.source.layout import Layout, polled, require_contents
-from relay.source.outbox_table import OutboxTable, refused
-from relay.source.pgoutput import encode_tuple
+from relay.source.decode.grouping import Grouping
+from relay.source.decode.layout import Layout, polled, require_contents
+from relay.source.decode.pgoutput import encode_tuple
+from relay.source.decode.translation import Encoding, Translation
+from relay.source.outbox.differences import Difference, array, condition
+from relay.source.outbox.table import OutboxTable, refused
 from relay.source.server import current_position
-from relay.source.translation import Encoding, Translation
 from relay.store.connections import Connection
 from relay.store.positions.snapshots import xids_of
 

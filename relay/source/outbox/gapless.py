@@ -12,8 +12,8 @@ from psycopg import sql
 
 from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError
-from relay.source.columns import columns
-from relay.source.triggers import fires
+from relay.source.outbox.columns import columns
+from relay.source.outbox.triggers import fires
 
 TRIGGER = "relay_fill_offset"
 

@@ -25,8 +25,8 @@ from relay.model.snapshots import full_xids
 from relay.model.spool import Spool, SpooledTuples
 from relay.model.transactions import COMMIT_FACTS, FACTS, Mask, Rows, Transactions, text
 from relay.model.tuples import ProtocolError
-from relay.source.layout import XID_MASK, Ends, Layout, Survey
-from relay.source.pgoutput import decode_tuple, encode_tuple
+from relay.source.decode.layout import XID_MASK, Ends, Layout, Survey
+from relay.source.decode.pgoutput import decode_tuple, encode_tuple
 
 _GROUPED_AT_ONCE = 1_000
 _GROUPED_BYTES = 1 << 18

@@ -16,7 +16,7 @@ from psycopg import sql
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line, is_of_row_security
 from relay.model.events import INSERTED_BY
-from relay.source.partition import partition_of
+from relay.source.outbox.partition import partition_of
 from relay.store.connections import Connection
 
 _MOST_FORGED = 1_000

@@ -11,7 +11,7 @@ import psycopg
 from psycopg import sql
 
 from relay.config.source import SourceSettings
-from relay.source.triggers import fires
+from relay.source.outbox.triggers import fires
 
 TRIGGER = "relay_notify_event"
 
