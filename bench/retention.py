@@ -89,7 +89,7 @@ def _rotate(settings: Settings, first_day: int) -> Callable[[Event], object]:
             moment = datetime.now(UTC) + timedelta(days=first_day)
             while time.monotonic() < until:
                 moment += timedelta(days=1)
-                Schedule(settings, lambda: None, lambda now=moment: now).turn(source, target)  # type: ignore[misc]
+                Schedule(settings, lambda: None, lambda now=moment: now).retain(source, target)  # type: ignore[misc]
                 stopping.wait(0.1)
         with connect(settings.source_dsn) as conn:
             (left,) = conn.execute(

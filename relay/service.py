@@ -5,32 +5,32 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import psycopg
 
-from relay.conditions import Condition, faults
 from relay.config.effects import Effects
 from relay.config.settings import Settings
 from relay.delivery.sinks import Sinks
-from relay.faults import Interrupted
+from relay.faults import Interrupted, RelayError
 from relay.logs import BATCH
-from relay.meter import Meter
-from relay.model.batch import Batch, Outcome, TaskOutcome
+from relay.model.batch import Batch, Outcome
 from relay.model.events import Lsn
+from relay.observe.batch_log import BatchLog, Summary
 from relay.observe.catchup import CatchUp
 from relay.observe.engines import EngineCounts
 from relay.observe.long_tasks import LongTasks
-from relay.observe.summary import Summary
+from relay.observe.parts import Parts
 from relay.observe.traces import open_traces
-from relay.pipeline.apply import Redelivery
+from relay.pipeline.listeners import Listeners, Meter
 from relay.pipeline.rekeying import rekey
 from relay.pipeline.retries import RetryWorker
 from relay.pipeline.runner import Pipeline
 from relay.retention.schedule import Schedule
-from relay.source.hybrid import open_source
+from relay.runtime.parts import Condition, Part, faults
+from relay.source.hybrid import Source, open_source
 from relay.spark.session import Session
 from relay.store import groups
 from relay.store.connections import connect
@@ -56,163 +56,170 @@ class Service:
         session: Session | None = None,
         accept_configuration: bool = False,
     ) -> None:
-        self._settings = settings
-        self._observer = _observer(settings)
-        self._meter = self._observer.meter if self._observer else Meter()
+        dsn, group = settings.target_dsn, settings.group
         self._relays = False
+        own_session = None if session else Session(settings.spark, settings)
+        session = session or own_session
+        assert session is not None  # noqa: S101
+        observer, traces = _observer(settings), open_traces(settings)
+        meter = observer.meter if observer else Meter()
+        summary, engines, catch_up = Summary(), EngineCounts(dsn, group), CatchUp()
+        self._listeners = Listeners(
+            [BatchLog(), *([traces] if traces else []), meter, catch_up, summary, engines]
+        )
         self._source = open_source(settings)
-        self._traces = open_traces(settings)
-        around = self._traces.around if self._traces else None
-        self._sinks = Sinks(settings, self._source.confirm, self.stop, around, self._meter)
+        around = traces.around if traces else None
+        self._sinks = Sinks(settings, self._source.confirm, self.stop, around, meter, session)
         self._unflushed = (
             None
             if settings.target.durable or settings.source.mode == "poll"
-            else Unflushed(settings.target_dsn, settings.group, self._sinks.durable, self.stop)
+            else Unflushed(dsn, group, self._sinks.durable, self.stop)
         )
         lower_bounds = self._unflushed.lower_bounds if self._unflushed else None
-        self._owns_session = session is None
-        self._session = session or Session(settings.spark, settings)
-        self._pipeline = Pipeline(
-            settings, self._session, lower_bounds, self._meter, self._note_committed
-        )
-        self._presence = Presence(
-            settings.target_dsn,
-            settings.group,
+        self._pipeline = Pipeline(settings, session, lower_bounds, meter, self._listeners.committed)
+        applier, timeout = self._pipeline.applier, settings.shutdown_timeout
+        retry_worker = RetryWorker(applier, timeout, self.stop, self._listeners.redelivered)
+        presence = Presence(
+            dsn,
+            group,
             Effects.of(settings),
             accept_configuration,
             partial(rekey, settings),
             self.stop,
-            lambda: faults(self._conditions),
+            lambda: faults(self.conditions),
         )
-        self._refusals = RefusalWatch([settings.source_dsn, settings.target_dsn], self.stop)
-        self._summary = Summary()
-        self._engines = EngineCounts(settings.target_dsn, settings.group)
-        self._long_tasks = LongTasks(settings.target_dsn, self._pipeline.applier.active_jobs)
-        self._retry_worker = RetryWorker(
-            self._pipeline.applier,
-            settings.shutdown_timeout,
-            self.stop,
-            self._note_retried,
-        )
-        self._retention = Schedule(settings, self.stop)
-        self._catch_up = CatchUp()
-        self._conditions: list[Condition] = [
-            self._presence.condition,
-            self._pipeline.condition,
-            *self._source.conditions,
-            self._retry_worker.condition,
-            self._retention.condition,
-            *self._sinks.conditions,
-            self._engines.condition,
-            self._long_tasks.condition,
+        parts: list[Part | Source | None] = [
+            observer,
+            traces,
+            RefusalWatch([settings.source_dsn, dsn], self.stop),
+            presence,
+            catch_up,
+            summary,
+            engines,
+            LongTasks(dsn, applier.active_jobs),
+            _GroupRun(settings, [self._pipeline, self._source, retry_worker]),
+            _OwnSession(own_session) if own_session else None,
+            self._pipeline,
+            retry_worker,
+            Schedule(settings, self.stop),
+            self._source,
+            # Closed before the source, to which they confirm.
+            self._sinks,
+            self._unflushed,
         ]
-        if self._unflushed:
-            self._conditions.append(self._unflushed.condition)
+        self._parts = [each for each in parts if each is not None]
+        if observer:
+            observer.watch(
+                Parts(
+                    self._source,
+                    self._pipeline,
+                    self._sinks,
+                    retry_worker,
+                    self.conditions,
+                    lambda: self._relays,
+                )
+            )
 
     def stop(self) -> None:
         """End `run` after the batch in flight."""
         self._relays = False
-        self._source.stop()
-        self._pipeline.interrupt()
-        self._retry_worker.stop()
-        self._retention.stop()
-        self._sinks.stop()
+        for part in self._parts:
+            part.stop()
 
     def run(self) -> None:
         """Relay until `stop`. Raises RelayError if the group cannot go on."""
         try:
-            self._observe()
-            self._refusals.start()
-            self._presence.start()
-            self._summary.start()
-            self._engines.start()
-            self._long_tasks.start()
-            died = self._begin()
-            if died:
-                self._pipeline.guard()
-                self._source.guard()
-            self._pipeline.start()
-            self._retry_worker.start(guarded=died)
-            if self._unflushed:
-                self._unflushed.start()
-            self._retention.start()
-            self._sinks.start(self._session)
-            self._source.start()
-            self._relays = True
-            for batch in self._source.batches(self._sinks):
-                self._relay(batch)
-            self._raise_faults()
+            with ExitStack() as closing:
+                for part in self._parts:
+                    closing.callback(part.close)
+                closing.callback(self._note_end)
+                self._relay()
         except Interrupted:
             log.warning("stopping with the batch in flight unfinished; it will be delivered again")
-        finally:
-            self._relays = False
-            if self._unflushed:
-                self._unflushed.close()
-            self._sinks.close()
-            self._retention.close()
-            self._source.close()
-            self._retry_worker.close()
-            self._pipeline.close()
-            if self._owns_session:
-                self._session.close()
-            self._end()
-            self._presence.close()
-            self._refusals.close()
-            self._catch_up.close()
-            self._summary.close()
-            self._engines.close()
-            self._long_tasks.close()
-            if self._traces:
-                self._traces.close()
-            if self._observer:
-                self._observer.close()
         self._raise_faults()
         flushed = self._source.flushed
         log.info("stopped", extra={"lsn": str(flushed)} if flushed else {})
 
-    def _observe(self) -> None:
-        if self._observer is None:
-            return
-        # These import prometheus_client.
-        from relay.observe.parts import Parts
+    def _relay(self) -> None:
+        for part in self._parts:
+            part.start()
+        self._relays = True
+        for batch in self._source.batches(self._sinks):
+            BATCH.set(batch.number)
+            started = time.monotonic()
+            outcome = self._apply(batch)
+            self._listeners.durable(batch, outcome, time.monotonic() - started)
+            BATCH.set(None)
+        self._raise_faults()
 
-        self._observer.start(
-            Parts(
-                self._source,
-                self._pipeline,
-                self._sinks,
-                self._retry_worker,
-                self._conditions,
-                lambda: self._relays,
-            )
-        )
+    def _apply(self, batch: Batch) -> Outcome:
+        """Make a batch durable, and acknowledge it."""
+        self._sinks.offer(batch)
+        outcome = self._pipeline.run(batch, self._source.ahead)
+        self._sinks.note_applied()
+        self._source.ack(batch, outcome)
+        if batch.window is not None or outcome.busy:
+            return outcome
+        if self._unflushed:
+            self._unflushed.add(batch.end, outcome.reached)
+        else:
+            self._sinks.durable(batch.end)
+        return outcome
 
-    def _note_committed(self, task: TaskOutcome) -> None:
-        """Report what a task has committed, also if other tasks of its batch are retried for hours."""
-        for fault in task.braked:
-            log.error("a handler is stopped", extra={"fault": fault})
-        for dead in task.dead:
-            log.warning("dead letter", extra={"partition": _partitions([task]), **dead.fields})
-        self._meter.dead_lettered(task.dead)
-
-    def _note_retried(self, redelivery: Redelivery) -> None:
-        if self._traces:
-            self._traces.redelivered(redelivery.trace_record)
-        self._summary.note_redelivered(redelivery.applied)
-        self._meter.retried("", redelivery.tried, redelivery.dead)
+    def _note_end(self) -> None:
+        self._relays = False
 
     def _raise_faults(self) -> None:
-        """Raise the error that ended a thread beside the loop, if any."""
-        lost = self._unflushed.error if self._unflushed else None
-        threads = (
-            *(self._retry_worker, self._sinks, self._presence, self._retention),
-            self._refusals,
-        )
-        for error in (*(thread.error for thread in threads), lost):
-            if error is not None:
-                raise error
+        if self.error is not None:
+            raise self.error
 
-    def _begin(self) -> bool:
+    @property
+    def error(self) -> RelayError | None:
+        """Why a part has ended, and relay with it; None if none has."""
+        return next((part.error for part in self._parts if part.error is not None), None)
+
+    @property
+    def conditions(self) -> list[Condition]:
+        """The conditions of all parts."""
+        return [condition for part in self._parts for condition in part.conditions]
+
+    @property
+    def flushed(self) -> Lsn:
+        """The position up to which PostgreSQL may recycle the WAL."""
+        return self._source.flushed
+
+    def note_orderly_exit(self) -> None:
+        """Record that the process ends itself, so that the batch in flight is not suspected of a crash."""
+        with suppress(psycopg.Error):
+            self._pipeline.applier.note_orderly_exit()
+
+
+class _Guarded(Protocol):
+    """What a crash may have come from: it tries again with care what was in flight."""
+
+    def guard(self) -> None:
+        """Guard what is delivered again. Called before `start`."""
+
+
+class _GroupRun(Part):
+    """Records that the group runs. If an instance may have died, what it had in flight is guarded."""
+
+    def __init__(self, settings: Settings, guarded: Sequence[_Guarded]) -> None:
+        self._settings = settings
+        self._guarded = guarded
+
+    def start(self) -> None:
+        """Record the start, and guard what is delivered again after a crash."""
+        if self._may_have_died():
+            for each in self._guarded:
+                each.guard()
+
+    def close(self) -> None:
+        """Record the orderly end."""
+        with suppress(psycopg.Error), connect(self._settings.target_dsn) as conn:
+            groups.end(conn, self._settings.group)
+
+    def _may_have_died(self) -> bool:
         """Record that the group runs; return whether an instance may have died with the next batch in flight."""
         try:
             with connect(self._settings.target_dsn) as conn:
@@ -221,41 +228,16 @@ class Service:
         except psycopg.OperationalError:
             return True
 
-    def _end(self) -> None:
-        with suppress(psycopg.Error), connect(self._settings.target_dsn) as conn:
-            groups.end(conn, self._settings.group)
 
-    @property
-    def flushed(self) -> Lsn:
-        """The position up to which PostgreSQL may recycle the WAL."""
-        return self._source.flushed
+class _OwnSession(Part):
+    """The Spark session of this service alone, which the first large batch starts."""
 
-    def _relay(self, batch: Batch) -> None:
-        started = time.monotonic()
-        BATCH.set(batch.number)
-        self._sinks.offer(batch)
-        outcome = self._pipeline.run(batch, self._source.ahead)
-        self._sinks.note_applied()
-        self._source.ack(batch, outcome)
-        if batch.window is None and not outcome.busy:
-            if self._unflushed:
-                self._unflushed.add(batch.end, outcome.reached)
-            else:
-                self._sinks.durable(batch.end)
-        seconds = time.monotonic() - started
-        _report(batch, outcome, seconds)
-        if self._traces:
-            self._traces.note(batch, outcome, seconds)
-        BATCH.set(None)
-        self._meter.batch(batch, outcome, seconds)
-        self._catch_up.note(batch)
-        self._summary.note(batch, outcome)
-        self._engines.note(batch, outcome)
+    def __init__(self, session: Session) -> None:
+        self._session = session
 
-    def note_orderly_exit(self) -> None:
-        """Record that the process ends itself, so that the batch in flight is not suspected of a crash."""
-        with suppress(psycopg.Error):
-            self._pipeline.applier.note_orderly_exit()
+    def close(self) -> None:
+        """End the session."""
+        self._session.close()
 
 
 def _observer(settings: Settings) -> Observer | None:
@@ -265,31 +247,3 @@ def _observer(settings: Settings) -> Observer | None:
     from relay.observe.observer import Observer
 
     return Observer(settings)
-
-
-def _report(batch: Batch, outcome: Outcome, seconds: float) -> None:
-    if not log.isEnabledFor(logging.DEBUG):
-        return
-    log.debug(
-        "batch",
-        extra={
-            "batch": batch.number,
-            "engine": outcome.engine,
-            "reason": outcome.reason,
-            "partition": _partitions(outcome.tasks),
-            "lsn": None if batch.window else str(batch.end),
-            "upto": batch.window.upto if batch.window else None,
-            "events": batch.events,
-            "spooled": batch.spooled,
-            "transactions": len(batch.transactions),
-            "applied": outcome.applied,
-            "skipped": outcome.skipped,
-            "deferred": outcome.deferred,
-            "dead": sum(dead.events for dead in outcome.dead),
-            "ms": round(seconds * 1000, 1),
-        },
-    )
-
-
-def _partitions(tasks: Sequence[TaskOutcome]) -> str:
-    return ",".join(str(p) for p in sorted(p for task in tasks for p in task.partitions))

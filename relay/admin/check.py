@@ -13,7 +13,6 @@ from relay import handlers
 from relay.admin.check_source import check_source
 from relay.admin.connections import reach, reach_source
 from relay.admin.findings import Finding, Severity, finding_of, finding_of_error, schema_finding
-from relay.conditions import SOON_SECONDS, Condition
 from relay.config.effects import Effects
 from relay.config.settings import Settings
 from relay.event_types.loading import registered
@@ -23,7 +22,8 @@ from relay.model.spool import require_writable
 from relay.observe.traces import require_exporter
 from relay.pipeline.route_rules import shadowed
 from relay.retention.schedule import require_not_given_up
-from relay.retry import RetryUntilSuccess
+from relay.runtime.parts import SOON_SECONDS, Condition
+from relay.runtime.retry import RetryUntilSuccess
 from relay.source.recovery import Recognition
 from relay.spark.java import java_home
 from relay.store import (

@@ -20,7 +20,7 @@ from relay.model.events import COMMIT_FIELDS, Commit, Lsn, Tuples, microseconds
 from relay.model.transactions import FACTS, Rows, Transactions
 from relay.pipeline.deferral import DeferralRules
 from relay.pipeline.routing import BatchRouter
-from relay.reporting import ProgressReport, silent
+from relay.runtime.reporting import ProgressReport, silent
 from relay.source.decode.pgoutput import encode_tuple
 from relay.store import (
     dead_letters,

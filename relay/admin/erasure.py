@@ -8,8 +8,8 @@ from relay.admin.administrators import administrators
 from relay.admin.check import require_group
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line
-from relay.reporting import ProgressReport, silent
 from relay.retention import erasure
+from relay.runtime.reporting import ProgressReport, silent
 from relay.store import migrations
 
 

@@ -20,8 +20,8 @@ from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
 from relay.faults import ConfigurationError, first_line
 from relay.model.events import Lsn
-from relay.reporting import ProgressReport, silent
 from relay.retention import removable
+from relay.runtime.reporting import ProgressReport, silent
 from relay.source.capabilities import give_replication_right, require_logical_wal
 from relay.source.outbox.columns import require_readable
 from relay.source.outbox.gapless import require_numbered, set_gapless

@@ -10,9 +10,9 @@ from relay.admin.connections import reach
 from relay.config.retention import duration
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line
-from relay.reporting import ProgressReport, silent
 from relay.retention.conversion import convert
 from relay.retention.partitions import retained
+from relay.runtime.reporting import ProgressReport, silent
 from relay.store import migrations
 
 

@@ -14,7 +14,7 @@ import psycopg
 from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
 from relay.faults import ConfigurationError, first_line
-from relay.reporting import ProgressReport, silent
+from relay.runtime.reporting import ProgressReport, silent
 from relay.store.connections import Connection
 
 _IDS = ("host_id", "user_id", "transaction_id")

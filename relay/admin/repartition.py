@@ -10,7 +10,7 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.events import Lsn
 from relay.pipeline.runner import Pipeline
-from relay.reporting import ProgressReport, silent
+from relay.runtime.reporting import ProgressReport, silent
 from relay.source.outbox.polling import Poller
 from relay.source.server import durable_position
 from relay.source.stream.slot import slot_state

@@ -10,8 +10,8 @@ from relay.admin.check_source import require_table
 from relay.admin.connections import reach
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line
-from relay.reporting import ProgressReport, silent
 from relay.retention import restoration
+from relay.runtime.reporting import ProgressReport, silent
 from relay.store import migrations
 
 

@@ -36,7 +36,7 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.observe.phrases import counted, moment
 from relay.observe.terminal import printable, printable_json
-from relay.reporting import silent
+from relay.runtime.reporting import silent
 from relay.store.dead_letters import selection as dead_letter_selection
 from relay.store.dead_letters.selection import (
     DeadLetterSelection,

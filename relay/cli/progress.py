@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from relay.reporting import ProgressReport, silent
+from relay.runtime.reporting import ProgressReport, silent
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, SecretStr
 
 from relay.config import imports
 from relay.faults import ConfigurationError, SecretUnavailable, first_line
-from relay.threads import Thread
+from relay.runtime.threads import Thread
 
 CALL_SECONDS = 10.0
 """How long a function of `{call: …}` may take."""

@@ -16,9 +16,9 @@ from relay.delivery.progress import SinkProgress
 from relay.delivery.queues import Delivery
 from relay.faults import describe
 from relay.logs import RepeatedLines
-from relay.meter import Meter
 from relay.model.dispositions import APPLIED, Applied, Blocked, DeadLetter, Disposition, RetryLater
 from relay.pipeline.brake import Brake
+from relay.pipeline.listeners import Meter
 from relay.source.server import SourcePosition
 from relay.store import brakes, sink_activity
 from relay.store.positions.sinks import (

@@ -27,7 +27,7 @@ from relay.model.dispositions import (
     retry_delay,
 )
 from relay.pipeline.brake import Brake
-from relay.retry import LONGEST_WAIT_SECONDS
+from relay.runtime.retry import LONGEST_WAIT_SECONDS
 from relay.store.sink_activity import Attempts
 
 log = logging.getLogger(__name__)

@@ -11,12 +11,12 @@ from relay.config.settings import Settings
 from relay.delivery.queues import Delivery
 from relay.faults import NotReceived, describe, kind_of
 from relay.logs import RepeatedLines
-from relay.meter import Meter
 from relay.model.batch import DeadLettered
 from relay.model.dispositions import Applied, DeadLetter, Disposition, RetryLater, holds_keys
 from relay.model.trace_context import trace_id
 from relay.model.transactions import Undecoded
 from relay.pipeline.deferral import deferral_of
+from relay.pipeline.listeners import Meter
 from relay.store import dead_letters, deferred
 from relay.store.connections import Connection
 from relay.store.deferred import Deferral

@@ -15,9 +15,9 @@ from relay.delivery.log_reader import LogReader, Polled
 from relay.delivery.progress import SinkCommit, SinkProgress, commits_of
 from relay.delivery.submission import Submission
 from relay.model.snapshots import Xids
+from relay.runtime.threads import pool
 from relay.source.outbox.differences import Difference
 from relay.store.positions.sinks import BEFORE_FIRST
-from relay.threads import pool
 
 Done = TypeVar("Done")
 

@@ -25,16 +25,16 @@ from relay.delivery.progress import SinkCommit, SinkProgress, commits_of
 from relay.delivery.queues import rests_of_partial_commits
 from relay.delivery.submission import Submission
 from relay.handlers import Sink
-from relay.meter import Meter
 from relay.model.dispositions import BLOCKED
 from relay.model.snapshots import full_xids
 from relay.model.transactions import Routed
 from relay.pipeline.brake import Brake
+from relay.pipeline.listeners import Meter
 from relay.pipeline.routing import BatchRouter
+from relay.runtime.threads import pool
 from relay.source.server import SourcePosition
 from relay.store.positions.sinks import ATTACHED, CAUGHT_UP, LAGGING, Claim, SinkState
 from relay.store.presence import instances
-from relay.threads import pool
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ import numpy as np
 import psycopg
 
 from relay import handlers
-from relay.conditions import Condition
 from relay.config.handlers import DeliveryHandler
 from relay.config.settings import Settings
 from relay.delivery.feed import Feed, JoinPoint, Streamed
@@ -24,13 +23,13 @@ from relay.event_types.loading import registered
 from relay.event_types.upcasting import Upcasting
 from relay.faults import RelayError
 from relay.handlers import Sink
-from relay.heartbeat import Due, Heartbeat
-from relay.meter import Meter
 from relay.model.batch import Batch
 from relay.model.events import Lsn
 from relay.model.snapshots import Xids, full_xids
 from relay.model.transactions import Routed
+from relay.pipeline.listeners import Meter
 from relay.pipeline.routing import BatchRouter
+from relay.runtime.parts import Condition, Due, Heartbeat, Part
 from relay.source.server import SourcePosition
 from relay.spark.session import Session
 from relay.spark.sink import SparkWorker
@@ -55,7 +54,7 @@ class SinkWorker(Protocol):
         """Stop, and wait up to `timeout` seconds for the deliveries in flight."""
 
 
-class Sinks:
+class Sinks(Part):
     """The configured sinks, each with a worker. Raises ConfigurationError when one cannot be built.
 
     The source calls `streaming`, `polling` or `on_standby` when its mode changes. The service offers each batch of the
@@ -70,8 +69,9 @@ class Sinks:
         failed: Callable[[], None],
         wrap: Callable[[str, Sink, DeliveryHandler], Sink] | None = None,
         meter: Meter | None = None,
+        session: Session | None = None,
     ) -> None:
-        """`wrap` returns, for each sink, the sink that delivers instead of it."""
+        """`wrap` returns, for each sink, the sink that delivers instead of it. Spark sinks need the `session`."""
         meter = meter or Meter()
         self.heartbeat = Heartbeat()
         self._settings = settings
@@ -100,17 +100,19 @@ class Sinks:
             for name, (sink, configured) in built.items()
         }
         self._spark = [SparkWorker(name, settings, meter) for name in settings.spark_handlers]
+        self._session = session
         self._all: Sequence[SinkWorker] = [*self._workers.values(), *self._spark]
 
-    def start(self, session: Session) -> None:
+    def start(self) -> None:
         """Start the workers. The process that reads the source works the sinks that do not lag.
 
         Spark sinks poll the outbox, and never use the stream.
         """
         for worker in self._workers.values():
             worker.start()
-        for spark in self._spark:
-            spark.start(session)
+        if self._session is not None:
+            for spark in self._spark:
+                spark.start(self._session)
 
     def streaming(self) -> None:
         """Let the sinks join the stream, which this process reads from now on; waits up to `sinks.attach_seconds`."""

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from threading import Event
 
-from relay.conditions import Condition
 from relay.config.handlers import DeliveryHandler
 from relay.config.settings import Settings
 from relay.delivery.feed import Feed, Stream
@@ -17,13 +16,13 @@ from relay.delivery.hold import WalHold
 from relay.delivery.session import SinkSession
 from relay.faults import RelayError, TaskFault, describe, is_transient
 from relay.handlers import Sink
-from relay.heartbeat import Due, Heartbeat
-from relay.meter import Meter
-from relay.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
+from relay.pipeline.listeners import Meter
+from relay.runtime.parts import Condition, Due, Heartbeat
+from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
+from relay.runtime.threads import Thread
 from relay.source.server import SourcePosition
 from relay.store.positions import sinks
 from relay.store.positions.sinks import Claim, SinkMoved, SinkState
-from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from relay.faults import (
 from relay.handlers.credentials import read
 from relay.handlers.messages import Message
 from relay.handlers.window import Sending, SendWindow
-from relay.threads import Thread
+from relay.runtime.threads import Thread
 
 _OF_BATCH = frozenset(
     {

@@ -16,7 +16,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from relay.model.batch import Batch
+from relay.model.batch import Batch, Outcome
+from relay.pipeline.listeners import BatchListener
+from relay.runtime.parts import Part
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ MINIMUM_EVENTS = 50_000
 LOG_SECONDS = 10.0
 
 
-class CatchUp:
+class CatchUp(BatchListener, Part):
     """The progress of catching up by polling: rows, rows per second, time left.
 
     Rows count as done when they are planned, also if another instance applies them.
@@ -39,7 +41,7 @@ class CatchUp:
         self._done = 0
         self._last_logged = 0.0
 
-    def note(self, batch: Batch) -> None:
+    def durable(self, batch: Batch, outcome: Outcome, seconds: float) -> None:
         """Add a batch that is done."""
         window = batch.window
         left = window.left if window else 0
@@ -75,7 +77,7 @@ class CatchUp:
             self._task = self._bar.add_task("", total=left, rate=0.0)
             self._bar.start()
         else:
-            log.info("catching up", extra={"left": left})
+            log.info("catching up", extra={"left": left, "batch": None})
 
     def _show(self, left: int) -> None:
         now = time.monotonic()
@@ -87,6 +89,7 @@ class CatchUp:
             log.info(
                 "catching up",
                 extra={
+                    "batch": None,
                     "rows": self._done,
                     "left": left,
                     "rows_per_second": round(rate),
@@ -103,6 +106,7 @@ class CatchUp:
         log.info(
             "caught up",
             extra={
+                "batch": None,
                 "rows": self._done,
                 "seconds": round(seconds, 1),
                 "rows_per_second": round(self._done / max(seconds, 0.001)),

@@ -20,6 +20,7 @@ import psycopg
 from relay.config.settings import Settings
 from relay.faults import RelayError, describe, kind_of, spoils_session
 from relay.model.events import Lsn
+from relay.runtime.threads import Thread
 from relay.source.applied import applied_in
 from relay.source.stream.slot import SlotState, slot_state
 from relay.source.unread import UnreadRows
@@ -33,7 +34,6 @@ from relay.store import (
 from relay.store.connections import Connection, connect, require_writable_by_default
 from relay.store.deferred import counts as deferred_counts
 from relay.store.positions import sinks, snapshots
-from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 

@@ -2,62 +2,75 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from threading import Lock
 
-from relay.conditions import Condition
+from relay.faults import describe
 from relay.model.batch import Batch, Outcome
-from relay.observe.flushing import FlushThread
+from relay.pipeline.listeners import BatchListener
+from relay.runtime.parts import Condition, Recurring
 from relay.store import engines
 from relay.store.connections import Dsn, connect
+
+log = logging.getLogger(__name__)
 
 STORE_SECONDS = 5.0
 """Shortest interval between two writes of the counts."""
 
 
-class EngineCounts:
+class EngineCounts(BatchListener, Recurring):
     """Counts batches, events and transactions by engine and reason; a thread of its own adds them to `relay.engines`.
 
     Counts that cannot be stored are stored later; those of a process that dies are lost.
     """
 
     def __init__(self, dsn: Dsn, group: str, interval: float = STORE_SECONDS) -> None:
+        super().__init__(
+            Condition(
+                "counts of the engines",
+                log,
+                "cannot write counts of the engines",
+                "counts of the engines are written again",
+                level=logging.DEBUG,
+            ),
+            close_seconds=STORE_SECONDS,
+        )
         self._dsn = dsn
         self._group = group
+        self._interval = interval
         self._batches: Counter[tuple[str, str]] = Counter()
         self._events: Counter[tuple[str, str]] = Counter()
         self._transactions: Counter[tuple[str, str]] = Counter()
         self._lock = Lock()
-        self._thread = FlushThread(self._store, "counts of the engines", interval)
 
-    @property
-    def condition(self) -> Condition:
-        """Whether the counts can be stored."""
-        return self._thread.condition
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def note(self, batch: Batch, outcome: Outcome) -> None:
+    def durable(self, batch: Batch, outcome: Outcome, seconds: float) -> None:
         """Add a batch that is durable."""
         key = (outcome.engine, outcome.reason)
         with self._lock:
             self._batches[key] += 1
             self._events[key] += batch.events
             self._transactions[key] += _transactions(batch)
-        self._thread.note()
+
+    def turn(self) -> float:
+        """Store the counts, if there are any."""
+        self._store()
+        self.condition.works()
+        return self._interval
 
     def close(self) -> None:
         """Store the remaining counts and end the thread."""
-        self._thread.close()
+        super().close()
+        try:
+            self._store()
+        except Exception as error:
+            self.condition.fails(describe(error))
 
     def _store(self) -> None:
         with self._lock:
             batches, self._batches = self._batches, Counter()
             events, self._events = self._events, Counter()
             transactions, self._transactions = self._transactions, Counter()
-            self._thread.clear()
         if not batches:
             return
         try:
@@ -69,7 +82,6 @@ class EngineCounts:
                 self._batches.update(batches)
                 self._events.update(events)
                 self._transactions.update(transactions)
-            self._thread.note()
             raise
 
 

@@ -17,14 +17,13 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 
-from relay.conditions import faults
 from relay.config.dsn import DatabaseAccess
 from relay.config.settings import Settings
-from relay.heartbeat import Due, Heartbeat
 from relay.observe.databases import Databases
 from relay.observe.parts import Parts
 from relay.pipeline.activity import Job
 from relay.pipeline.runner import APPLIES_HERE, WAITS_FOR_SPARK
+from relay.runtime.parts import Due, Heartbeat, faults
 from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS
 from relay.source.stream import receiver
 from relay.store import refusals

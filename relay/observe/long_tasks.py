@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import psycopg
 
-from relay.conditions import Condition, Recurring
 from relay.faults import describe
 from relay.pipeline.activity import ActiveJobs, Job
+from relay.runtime.parts import Condition, Recurring
 from relay.store.connections import Dsn, connect
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _WAITS = """
 """
 
 
-class LongTasks:
+class LongTasks(Recurring):
     """A thread that logs the tasks of this process which make no progress, and what their sessions wait for."""
 
     def __init__(self, dsn: Dsn, jobs: ActiveJobs, long: float = LONG_SECONDS) -> None:
@@ -36,20 +36,12 @@ class LongTasks:
         self._jobs = jobs
         self._long = long
         self._logged: Mapping[Job, float] = {}
-        self.condition = Condition(
-            "long tasks", log, "cannot look after tasks", "tasks are looked after again"
+        super().__init__(
+            Condition("long tasks", log, "cannot look after tasks", "tasks are looked after again")
         )
-        self._part = Recurring(self._turn, self.condition)
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._part.start()
-
-    def close(self) -> None:
-        """End the thread; a statement in flight may end later."""
-        self._part.stop()
-
-    def _turn(self) -> float:
+    def turn(self) -> float:
+        """Log the tasks that make no progress, and those that have ended since."""
         self._check(time.monotonic())
         self.condition.works()
         return self._long / 2

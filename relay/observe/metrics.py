@@ -15,10 +15,11 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from relay.config.settings import Settings
 from relay.handlers import Sink
-from relay.meter import Meter
-from relay.model.batch import Batch, DeadLettered, Outcome
+from relay.model.batch import Batch, DeadLettered, Outcome, TaskOutcome
 from relay.model.events import POSTGRES_EPOCH, Transaction
 from relay.observe.series import SERIES, MetricFamily
+from relay.pipeline.apply import Redelivery
+from relay.pipeline.listeners import Meter
 
 GROUP = "group"
 NOT_CONFIGURED = "(not configured)"
@@ -103,7 +104,7 @@ class Metrics(Meter):
 
     # Reports
 
-    def batch(self, batch: Batch, outcome: Outcome, seconds: float) -> None:
+    def durable(self, batch: Batch, outcome: Outcome, seconds: float) -> None:
         """Count a durable batch, and time it since it was taken from the source."""
         engine, dead = outcome.engine, outcome.dead
         counts = {
@@ -127,14 +128,14 @@ class Metrics(Meter):
                 self._histogram("relay_handler_duration_seconds", handler).observe(took)
         self._sums["events"] += outcome.applied
 
-    def dead_lettered(self, dead: Iterable[DeadLettered]) -> None:
+    def committed(self, task: TaskOutcome) -> None:
         """Count what a task of a batch has dead-lettered."""
-        self._dead(dead)
+        self._dead(task.dead)
 
-    def retried(self, sink: str, tried: int, dead: Iterable[DeadLettered]) -> None:
+    def redelivered(self, redelivery: Redelivery) -> None:
         """Count retries of deferred transactions, and those that are dead now."""
-        self._counter("relay_retried_transactions_total").inc(tried)
-        self._dead(dead)
+        self._counter("relay_retried_transactions_total").inc(redelivery.tried)
+        self._dead(redelivery.dead)
 
     def stored(self, sink: str, deferred: int, dead: Iterable[DeadLettered]) -> None:
         """Count the deferred and the dead deliveries that a sink has stored."""

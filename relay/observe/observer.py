@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from threading import Event
 
 from relay.config.settings import Settings
-from relay.meter import Meter
 from relay.observe import history
 from relay.observe.databases import Databases
 from relay.observe.gauges import ServiceGauges
@@ -16,58 +14,66 @@ from relay.observe.liveness import Liveness
 from relay.observe.metrics import Metrics
 from relay.observe.parts import Parts
 from relay.observe.server import HttpListener, listen
+from relay.pipeline.listeners import Meter
+from relay.runtime.parts import Condition, Recurring
 from relay.source.state import POLLS, STREAMS
-from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 5.0
 """Interval between two probes of the databases and the jobs."""
+_CLOSE_SECONDS = 1.0
 
 
-class Observer:
+class Observer(Recurring):
     """Metrics, health and history of one service, from `start` to `close`.
 
     The parts of the service report to `meter`.
     """
 
     def __init__(self, settings: Settings) -> None:
+        super().__init__(
+            Condition(
+                "observe", log, "cannot observe the service", "the service is observed again"
+            ),
+            longest_pause=PROBE_SECONDS,
+            close_seconds=_CLOSE_SECONDS,
+        )
         self._settings = settings
         self._metrics = Metrics(settings)
         self.meter: Meter = self._metrics
-        self._closing = Event()
         self._listener: HttpListener | None = None
         self._next_sample = 0.0
-        self._thread = Thread(target=self._run, name="observe", daemon=True)
 
-    def start(self, parts: Parts) -> None:
-        """Start probing, and serve `observe.listen`. Raises ConfigurationError if relay cannot listen there."""
+    def watch(self, parts: Parts) -> None:
+        """Observe these parts. Call before `start`."""
         self._parts = parts
         self._databases = Databases(self._settings)
         self._liveness = Liveness(self._settings, parts, self._databases)
         self._metrics.supply(ServiceGauges(self._settings, parts, self._databases, self._liveness))
+
+    def start(self) -> None:
+        """Start probing, and serve `observe.listen`. Raises ConfigurationError if relay cannot listen there."""
         if self._settings.observe.listen is not None:
             self._listener = listen(self._settings.observe.listen)
             self._listener.add(self._metrics, self._liveness.health)
-        self._thread.start()
+        super().start()
 
     def close(self) -> None:
         """Stop. A statement in flight may end later."""
-        self._closing.set()
+        super().close()
+        if not self.is_alive:
+            self._databases.close()
         if self._listener is not None:
             self._listener.remove(self._metrics, self._liveness.health)
             self._listener.close()
             self._listener = None
 
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            try:
-                self._probe()
-            except Exception:
-                # A failure to observe must not stop the thread, which would make relay look unhealthy.
-                log.exception("cannot observe the service")
-            self._closing.wait(PROBE_SECONDS)
-        self._databases.close()
+    def turn(self) -> float:
+        """Probe the databases and the jobs."""
+        self._probe()
+        self.condition.works()
+        return PROBE_SECONDS
 
     def _probe(self) -> None:
         pids = [job.pid for job in self._parts.pipeline.applier.active_jobs.jobs() if job.pid]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from relay.conditions import Condition
 from relay.delivery.sinks import Sinks
 from relay.pipeline.retries import RetryWorker
 from relay.pipeline.runner import Pipeline
+from relay.runtime.parts import Condition
 from relay.source.hybrid import Source
 
 

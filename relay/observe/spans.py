@@ -51,7 +51,10 @@ from relay.model.trace_context import (
     parse,
 )
 from relay.observe.otlp import Reporting, exporter
+from relay.pipeline.apply import Redelivery
+from relay.pipeline.listeners import BatchListener
 from relay.pipeline.tracing import add
+from relay.runtime.parts import Part
 from relay.store.groups import INSTANCE
 
 log = logging.getLogger(__name__)
@@ -67,7 +70,7 @@ _EPOCH = POSTGRES_EPOCH.timestamp()
 Attributes = dict[str, AttributeValue]
 
 
-class Traces:
+class Traces(BatchListener, Part):
     """Creates spans, and sends them in a thread of its own. Spans that cannot be sent are dropped.
 
     Only events whose publisher's trace is sampled have spans; OTEL_TRACES_SAMPLER can exclude more.
@@ -87,7 +90,7 @@ class Traces:
             "messaging.consumer.group.name": group,
         }
 
-    def note(self, batch: Batch, outcome: Outcome, seconds: float) -> None:
+    def durable(self, batch: Batch, outcome: Outcome, seconds: float) -> None:
         """Create the spans of a batch that is durable now, `seconds` after it was taken from the source."""
         trace_records = [
             task.trace_record for task in outcome.tasks if task.trace_record is not None
@@ -130,8 +133,9 @@ class Traces:
             self._processed(trace_record, more, links)
         span.end(now)
 
-    def redelivered(self, trace_record: TraceRecord | None) -> None:
+    def redelivered(self, redelivery: Redelivery) -> None:
         """Create the spans of retried transactions of `relay.deferred`."""
+        trace_record = redelivery.trace_record
         if trace_record is not None:
             with _harmless():
                 self._processed(trace_record, {"relay.redelivery": True}, [])

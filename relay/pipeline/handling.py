@@ -46,7 +46,7 @@ from relay.pipeline.activity import ActiveJobs
 from relay.pipeline.brake import Brake
 from relay.pipeline.deferral import DeferralRules
 from relay.pipeline.routing import Assignment, Parts
-from relay.retry import LONGEST_WAIT_SECONDS
+from relay.runtime.retry import LONGEST_WAIT_SECONDS
 from relay.store import suspects
 from relay.store.connections import Connection
 from relay.store.session_settings import users_path

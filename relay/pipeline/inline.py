@@ -8,7 +8,7 @@ from contextvars import copy_context
 from relay.faults import TaskFault
 from relay.model.batch import JobName, TaskOutcome, Work
 from relay.pipeline.apply import Applier
-from relay.threads import pool
+from relay.runtime.threads import pool
 
 Result = TaskOutcome | TaskFault
 """The result of one task; after a fault the target is unchanged."""

@@ -15,7 +15,6 @@ from functools import cached_property
 from threading import Event
 from typing import TYPE_CHECKING, Protocol
 
-from relay.conditions import SOON_SECONDS, Condition
 from relay.config.settings import Settings
 from relay.faults import (
     Braked,
@@ -26,16 +25,16 @@ from relay.faults import (
     describe,
     is_transient,
 )
-from relay.heartbeat import Due, Heartbeat
-from relay.meter import Meter
 from relay.model.batch import Batch, JobName, Outcome, Task, TaskOutcome, Work
 from relay.model.events import Lsn
 from relay.pipeline.apply import Applier
 from relay.pipeline.in_flight import BatchInFlight, ends, following
 from relay.pipeline.inline import Committed, InlineEngine, Result
+from relay.pipeline.listeners import Meter
 from relay.pipeline.plan import Planner
-from relay.retry import RetryUntilSuccess
-from relay.threads import pool
+from relay.runtime.parts import SOON_SECONDS, Condition, Due, Heartbeat, Part
+from relay.runtime.retry import RetryUntilSuccess
+from relay.runtime.threads import pool
 
 if TYPE_CHECKING:
     from relay.spark.session import Session
@@ -91,7 +90,7 @@ Ahead = Callable[[int], Batch | None]
 LowerBounds = Callable[[Iterable[int]], Mapping[int, Lsn]]
 
 
-class Pipeline:
+class Pipeline(Part):
     """Applies batches: large ones on Spark, small ones in threads of this process.
 
     `close` leaves the Spark session open. `lower_bounds` returns, for partitions whose last commits the target may have
@@ -151,9 +150,14 @@ class Pipeline:
         in_flight = IN_FLIGHT if self._settings.needs_spark else 1
         self._guarded_events = in_flight * self._batch_events
 
-    def interrupt(self) -> None:
+    def stop(self) -> None:
         """Stop retrying: the first batch ends or raises Interrupted, and no other one is started."""
         self._stopping.set()
+
+    @property
+    def conditions(self) -> Sequence[Condition]:
+        """Whether batches are applied."""
+        return (self.condition,)
 
     def close(self) -> None:
         """Stop the engines and close the connections."""

@@ -18,10 +18,10 @@ from psycopg import sql
 from relay.config.retention import written
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.reporting import ProgressReport, silent
 from relay.retention import removable
 from relay.retention.attachments import Attachments, obstacles
 from relay.retention.partitions import aligned, create_ahead, retained, with_short_lock
+from relay.runtime.reporting import ProgressReport, silent
 from relay.store import clock, index_builds
 from relay.store.connections import Connection
 

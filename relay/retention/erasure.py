@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from psycopg import sql
 
-from relay import reporting
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.retention import removable
+from relay.runtime import reporting
 from relay.store import actions
 from relay.store.connections import Connection
 from relay.store.suspects import shortened

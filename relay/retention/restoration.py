@@ -20,9 +20,9 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model import headers
 from relay.model.events import FIELDS, INSERTED_BY
-from relay.reporting import ProgressReport, silent
 from relay.retention import archive
 from relay.retention.partitions import RESTORED, Partition, partitions, retained, with_short_lock
+from relay.runtime.reporting import ProgressReport, silent
 from relay.source.outbox.columns import columns as table_columns
 from relay.store.connections import Connection
 

@@ -10,15 +10,11 @@ from datetime import datetime, timedelta
 
 import psycopg
 
-from relay.conditions import Condition, Recurring
 from relay.config.settings import Settings
-from relay.faults import ConfigurationError, RelayError, describe
+from relay.faults import ConfigurationError, describe
 from relay.retention import partitions, removable
-from relay.store import (
-    actions,
-    advisory_locks,
-    clock,
-)
+from relay.runtime.parts import Condition, Recurring
+from relay.store import actions, advisory_locks, clock
 from relay.store.connections import Connection, connect
 from relay.store.groups import APPLICATION_NAME
 from relay.store.positions import sinks
@@ -33,7 +29,7 @@ ROTATE_SECONDS = 60.0
 _PRUNE_PORTION = 10_000
 
 
-class Schedule:
+class Schedule(Recurring):
     """Runs retention in a thread, with connections of its own. After a fault it goes on with the next step or turn.
 
     `failed` is called once, with `error` set, if the group was given up. `clock` returns the time of the source.
@@ -55,18 +51,13 @@ class Schedule:
         self._connections: tuple[Connection, Connection] | None = None
         self._faults: list[str] = []
         self._on_standby = False
-        self.condition = Condition(
+        condition = Condition(
             "retention",
             log,
             "retention fails and is retried",
             "retention works again",
         )
-        self._part = Recurring(self._connected, self.condition, failed)
-
-    @property
-    def error(self) -> RelayError | None:
-        """Why the group cannot go on; None if it can."""
-        return self._part.error
+        super().__init__(condition, failed, close_seconds=5.0)
 
     def start(self) -> None:
         """Start the thread; pause sinks that were given up. Raises ConfigurationError if the group was given up."""
@@ -77,18 +68,19 @@ class Schedule:
             closing(connect(of.target_dsn)) as target,
         ):
             self._stop_given_up(source, target)
-        self._part.start()
+        super().start()
 
     def stop(self) -> None:
-        """Ask the thread to end after the statement in flight. Safe in a signal handler."""
-        self._part.stop()
+        """End after the statement in flight."""
+        self.stopping.set()
 
     def close(self) -> None:
         """Stop, and wait up to five seconds for the thread to end."""
-        self._part.close(5.0)
+        super().close()
         self._disconnect()
 
-    def _connected(self) -> float:
+    def turn(self) -> float:
+        """Run retention once, on connections that are kept until a fault."""
         of = self._settings
         try:
             if self._connections is None:
@@ -99,7 +91,7 @@ class Schedule:
                     source.close()
                     raise
                 self._connections = source, target
-            self.turn(*self._connections)
+            self.retain(*self._connections)
         except psycopg.errors.ReadOnlySqlTransaction:
             if self._connections is None or not _is_standby(self._connections[0]):
                 self._disconnect()
@@ -122,7 +114,7 @@ class Schedule:
         for each in connections or ():
             each.close()
 
-    def turn(self, source: Connection, target: Connection) -> None:
+    def retain(self, source: Connection, target: Connection) -> None:
         """Note positions; each minute, remove what all readers are past. Raises psycopg.Error, RelayError."""
         of = self._settings
         noted = removable.note(source, target, of.group, of.source.table)
@@ -183,7 +175,7 @@ class Schedule:
             if dropped:
                 log.info("partitions dropped", extra={"partitions": ", ".join(dropped)})
         with self._step("deleting events", source):
-            deleted = partitions.delete_read(source, table, older_than, self._part.stopping.is_set)
+            deleted = partitions.delete_read(source, table, older_than, self.stopping.is_set)
             if deleted:
                 log.info("events deleted", extra={"events": deleted})
 

@@ -11,13 +11,12 @@ from typing import Protocol
 import numpy as np
 import psycopg
 
-from relay.conditions import SOON_SECONDS, Condition
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, describe, is_transient
-from relay.heartbeat import Due, Heartbeat
 from relay.model.batch import Batch, Outcome
 from relay.model.events import Lsn
 from relay.model.snapshots import full_xids
+from relay.runtime.parts import SOON_SECONDS, Condition, Due, Heartbeat, Part
 from relay.source.decode.assembler import OpenCommit
 from relay.source.outbox.interval import Interval
 from relay.source.outbox.polling import BUSY_SECONDS, Follower, Poller, PollSource, note_mode
@@ -83,6 +82,10 @@ class Source(Protocol):
         """The reader of the slot, with a thread of its own."""
 
     @property
+    def error(self) -> RelayError | None:
+        """None: `batches` raises what no retry can repair."""
+
+    @property
     def conditions(self) -> Sequence[Condition]:
         """The conditions of its background parts."""
 
@@ -95,7 +98,7 @@ def open_source(settings: Settings) -> Source:
     return PollSource(settings) if settings.source.mode == "poll" else StreamSource(settings)
 
 
-class StreamSource:
+class StreamSource(Part):
     """Reads the WAL and, in mode `auto`, polls what it does not have: older rows, and all rows during an outage.
 
     Both modes move the same positions. A snapshot whose commits have all come from the WAL replaces the previous one;

@@ -22,10 +22,10 @@ from pyspark.sql.types import StructType
 
 from relay.config.settings import Settings
 from relay.faults import FaultAction, SecretUnavailable, TaskFault
-from relay.meter import Meter
 from relay.model.batch import JobName, Task, Work
 from relay.model.events import Lsn
 from relay.pipeline.inline import Result
+from relay.pipeline.listeners import Meter
 from relay.spark.executor import CODEC, PackedSettings, apply_rows
 from relay.spark.faults import safe_description
 from relay.spark.session import POOL

@@ -15,10 +15,10 @@ from relay.config import secrets
 from relay.config.settings import Settings
 from relay.faults import RelayError, TaskFault
 from relay.logs import quiet_libraries
-from relay.memory import collect_rarely, return_arrow_blocks, return_large_blocks
 from relay.model.batch import Work
 from relay.pipeline.apply import Applier
 from relay.pipeline.inline import Result, attempt
+from relay.runtime.memory import collect_rarely, return_arrow_blocks, return_large_blocks
 
 CODEC = "lz4"
 """The codec of a pickled task."""

@@ -22,7 +22,7 @@ from relay.config.event_types import EventTypeSettings
 from relay.config.handlers import PythonHandler
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.reporting import ProgressReport, silent
+from relay.runtime.reporting import ProgressReport, silent
 
 FOLDER = "executors"
 """The folder on an executor into which Spark unpacks the archive."""

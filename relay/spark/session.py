@@ -23,14 +23,14 @@ from tenacity import (
 
 from relay.config.settings import Settings, SparkSettings
 from relay.faults import ConfigurationError, first_line
-from relay.memory import return_arrow_blocks
+from relay.runtime.memory import return_arrow_blocks
 from relay.spark.gateway import start_gateway
 from relay.spark.java import java_home
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from relay.meter import Meter
+    from relay.pipeline.listeners import Meter
     from relay.spark.engine import SparkEngine
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,9 @@ import psycopg
 from relay.config.handlers import SparkHandler
 from relay.config.settings import Settings
 from relay.faults import TransientFault
-from relay.meter import Meter
-from relay.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
+from relay.pipeline.listeners import Meter
+from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
+from relay.runtime.threads import Thread
 from relay.source.outbox.rows import prepare_reading
 from relay.spark import frames, pending, replays, scheduled
 from relay.spark.faults import safe_description
@@ -51,7 +52,6 @@ from relay.store.positions.sinks import (
     SinkState,
 )
 from relay.store.positions.spark_batches import Contents, OpenBatch
-from relay.threads import Thread
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -15,7 +15,7 @@ import psycopg
 from psycopg.conninfo import make_conninfo
 
 from relay.faults import describe
-from relay.reporting import ProgressReport, silent
+from relay.runtime.reporting import ProgressReport, silent
 from relay.store.connections import connect
 
 log = logging.getLogger(__name__)

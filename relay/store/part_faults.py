@@ -8,7 +8,7 @@ from datetime import datetime
 
 from psycopg.rows import class_row
 
-from relay.conditions import PartFault
+from relay.runtime.parts import PartFault
 from relay.store.connections import Connection
 from relay.store.groups import INSTANCE
 

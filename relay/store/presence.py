@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 import psycopg
 
-from relay.conditions import SOON_SECONDS, Condition, PartFault, Recurring
 from relay.config.effects import Effects
-from relay.faults import RelayError, describe
+from relay.faults import describe
+from relay.runtime.parts import SOON_SECONDS, Condition, PartFault, Recurring
 from relay.store import admission, advisory_locks, part_faults
 from relay.store.connections import Connection, Dsn, connect, require_writable
 from relay.store.groups import APPLICATION_NAME, PREFIX
@@ -28,7 +28,7 @@ CHECK_SECONDS = 5.0
 """How often the connection that holds the locks is checked."""
 
 
-class Presence:
+class Presence(Recurring):
     """Holds this instance's shared locks on its group and its configuration, on a connection of its own.
 
     `accept` lets its configuration replace that of running instances. `changed` is called as `admission.admit` does,
@@ -55,14 +55,16 @@ class Presence:
         self._admitted = False
         self._conn: Connection | None = None
         self._stored: Sequence[PartFault] = ()
-        self.condition = Condition(
+        condition = Condition(
             "presence",
             log,
             "the target cannot be used",
             "the target can be used again",
             SOON_SECONDS,
         )
-        self._part = Recurring(self._keep, self.condition, replaced, CHECK_SECONDS)
+        super().__init__(
+            condition, replaced, longest_pause=CHECK_SECONDS, close_seconds=CHECK_SECONDS
+        )
 
     def start(self) -> None:
         """Take the locks, again whenever the connection was lost.
@@ -74,19 +76,15 @@ class Presence:
         except psycopg.Error as error:
             # Not raised: the task that applies a batch handles an outage of the target.
             self.condition.fails(describe(error))
-        self._part.start()
-
-    @property
-    def error(self) -> RelayError | None:
-        """Why this instance must end: another configuration has replaced its own."""
-        return self._part.error
+        super().start()
 
     def close(self) -> None:
         """Release the locks."""
-        self._part.close(CHECK_SECONDS)
+        super().close()
         self._drop()
 
-    def _keep(self) -> float:
+    def turn(self) -> float:
+        """Check the connection that holds the locks, and store the faults of the parts."""
         self._ensure()
         self._store_faults()
         return CHECK_SECONDS

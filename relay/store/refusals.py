@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from threading import Event, Lock
+from threading import Lock
 
 import psycopg
 
 from relay.config.dsn import DatabaseAccess
 from relay.faults import ConfigurationError, NoCredentials, first_line, refused_for_good
-from relay.threads import Thread
+from relay.runtime.parts import Condition, Recurring
 
 log = logging.getLogger(__name__)
 
@@ -75,37 +75,35 @@ def refusal(access: DatabaseAccess) -> Refusal | None:
     return _refusals.get(access)
 
 
-class RefusalWatch:
-    """Calls `failed` once a database has refused the credentials for REFUSED_SECONDS; `error` is set then."""
+class RefusalWatch(Recurring):
+    """Ends with a ConfigurationError once a database has refused the credentials for REFUSED_SECONDS."""
 
     def __init__(self, accesses: list[DatabaseAccess], failed: Callable[[], None]) -> None:
-        self.error: ConfigurationError | None = None
+        super().__init__(
+            Condition(
+                "refusals", log, "cannot watch for refusals", "refusals are watched for again"
+            ),
+            failed,
+        )
         self._accesses = set(accesses)
         self._logged: set[DatabaseAccess] = set()
-        self._failed = failed
-        self._closing = Event()
-        self._thread = Thread(self._watch, name="refusals", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+    @property
+    def conditions(self) -> Sequence[Condition]:
+        """None of its own: it reads what connections note, and those that are refused say so themselves."""
+        return ()
 
-    def close(self) -> None:
-        """End the thread."""
-        self._closing.set()
-
-    def _watch(self) -> None:
-        while not self._closing.wait(_CHECK_SECONDS):
-            for access in self._accesses:
-                found = refusal(access)
-                self._log_change(access, found)
-                if found is not None and found.seconds > REFUSED_SECONDS:
-                    self.error = ConfigurationError(
-                        f"{access.key}: {found.text} (for {REFUSED_SECONDS:g} s): correct the address or the "
-                        "credentials"
-                    )
-                    self._failed()
-                    return
+    def turn(self) -> float:
+        """Raise ConfigurationError if a database has refused the credentials for too long."""
+        for access in self._accesses:
+            found = refusal(access)
+            self._log_change(access, found)
+            if found is not None and found.seconds > REFUSED_SECONDS:
+                raise ConfigurationError(
+                    f"{access.key}: {found.text} (for {REFUSED_SECONDS:g} s): correct the address or the "
+                    "credentials"
+                )
+        return _CHECK_SECONDS
 
     def _log_change(self, access: DatabaseAccess, found: Refusal | None) -> None:
         """Log that a database begins to refuse the credentials, and that it accepts them again."""

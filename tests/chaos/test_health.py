@@ -14,6 +14,7 @@ import pytest
 from relay.demo.embedded import free_port
 from relay.model.events import Transaction
 from relay.observe import databases, gauges, liveness, observer
+from relay.observe.batch_log import BatchLog
 from relay.source.outbox.rows import OutboxRows
 from relay.source.stream import receiver
 from relay.spark import session as spark_session_module
@@ -209,7 +210,7 @@ def test_a_loop_that_hangs(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> N
     released.clear()
     with asked(outbox) as poller:
         try:
-            monkeypatch.setattr("relay.service._report", lambda *_: released.wait())
+            monkeypatch.setattr(BatchLog, "durable", lambda *_: released.wait())
             outbox.publish(host(1), event(1))
             wait_until(lambda: bool(poller.bad), 30)
             assert "loop: hangs: no heartbeat for" in poller.bad[0]

@@ -137,7 +137,7 @@ def _turn(outbox: Outbox, settings: Settings, day: int, dice: random.Random) -> 
             closing(connect(outbox.dsn, application_name="rotation")) as source,
             closing(connect(outbox.dsn, application_name="rotation")) as target,
         ):
-            Schedule(settings, lambda: None, lambda _: moment).turn(source, target)
+            Schedule(settings, lambda: None, lambda _: moment).retain(source, target)
 
     def kill() -> None:
         with psycopg.connect(outbox.dsn, autocommit=True) as conn:

@@ -17,12 +17,12 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from relay import conditions
 from relay.admin import connections, sinks, status
 from relay.config.observe import ObserveSettings
 from relay.faults import Unreachable
 from relay.observe import databases
 from relay.retention import schedule
+from relay.runtime import parts
 from relay.store import presence
 from tests.console import Visitor, console_of, served
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -122,7 +122,7 @@ def test_an_outage_of_the_target_is_logged_again_and_its_end_too(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(conditions, "SOON_SECONDS", 0.5)
+    monkeypatch.setattr(parts, "SOON_SECONDS", 0.5)
     monkeypatch.setattr(presence, "SOON_SECONDS", 0.5)
     caplog.set_level("INFO")
     with relaying(apart.settings):

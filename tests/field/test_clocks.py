@@ -141,7 +141,7 @@ def retention(settings: Settings) -> None:
         closing(connect(settings.source_dsn)) as source,
         closing(connect(settings.target_dsn)) as target,
     ):
-        Schedule(settings, lambda: None).turn(source, target)
+        Schedule(settings, lambda: None).retain(source, target)
 
 
 @pytest.mark.parametrize("days", [100, -100])

@@ -14,10 +14,8 @@ from datetime import UTC, datetime, timedelta
 import psycopg
 import pytest
 
-from relay import conditions
 from relay.admin import status
 from relay.admin.partitioning import partition_new
-from relay.conditions import Condition
 from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
 from relay.demo.embedded import free_port
@@ -27,6 +25,8 @@ from relay.model.transactions import Transactions
 from relay.observe.engines import EngineCounts
 from relay.retention.partitions import partitions
 from relay.retention.schedule import Schedule
+from relay.runtime import parts
+from relay.runtime.parts import Condition
 from relay.source import hybrid
 from relay.source.outbox import listener
 from relay.store import connections, engines, presence
@@ -42,7 +42,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presence, "CHECK_SECONDS", 0.2)
     monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.2)
     monkeypatch.setattr(status, "LOCK_SECONDS", 0.1)
-    monkeypatch.setattr(conditions, "FIRST_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(parts, "FIRST_PAUSE_SECONDS", 0.1)
 
 
 def failing(settings: Settings) -> dict[str, str]:
@@ -108,7 +108,7 @@ def turned(outbox: Outbox, settings: Settings, later: datetime) -> Schedule:
         outbox.wait_compared()
     retention = Schedule(settings, lambda: None, lambda _: later)
     with psycopg.connect(outbox.dsn, autocommit=True) as source:
-        retention.turn(source, source)
+        retention.retain(source, source)
     return retention
 
 
@@ -124,8 +124,8 @@ def test_retention_outlives_every_kind_of_fault(
         if len(turns) == 1:
             raise KeyError("a defect")
 
-    monkeypatch.setattr(Schedule, "turn", turn)
-    monkeypatch.setattr(conditions, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(Schedule, "retain", turn)
+    monkeypatch.setattr(parts, "FIRST_PAUSE_SECONDS", 0.01)
     retention = Schedule(settings, lambda: None, note_seconds=0.01)
     retention.start()
     try:
@@ -150,7 +150,7 @@ def test_counts_of_engines_are_stored_after_a_defect(
     counts = EngineCounts(outbox.dsn, "default", 0.01)
     counts.start()
     batch = Batch(1, Transactions.none(), Lsn(0), 1, 1)
-    counts.note(batch, Outcome("inline", (), "small"))
+    counts.durable(batch, Outcome("inline", (), "small"), 0.1)
     wait_until(lambda: len(stored) > 1)
     counts.close()
     assert counts.condition.fault is None

@@ -151,7 +151,7 @@ def test_what_a_role_sets_changes_nothing(
             "select amount from projection where host_id = %s order by seq", [host(1)]
         ) == [1, 4]
         with closing(connect(dsn)) as source, closing(connect(dsn)) as target:
-            Schedule(settings, lambda: None).turn(source, target)
+            Schedule(settings, lambda: None).retain(source, target)
         told = {
             record.getMessage()
             for record in caplog.records
@@ -275,7 +275,7 @@ def test_no_code_of_another_role_runs_as_relay(outbox: Outbox, path: str, mode: 
             status.read(settings)
         outbox.assert_exact()
         with closing(connect(outbox.dsn)) as source, closing(connect(outbox.dsn)) as target:
-            Schedule(settings, lambda: None).turn(source, target)
+            Schedule(settings, lambda: None).retain(source, target)
         found = outbox.conn.execute(
             "select distinct who::text, what from caught where application <> 'the test'"
         )

@@ -9,8 +9,8 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from relay.meter import Meter
 from relay.model.batch import DeadLettered
+from relay.pipeline.listeners import Meter
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
 
@@ -18,7 +18,7 @@ def test_dead_letters_are_told_while_another_task_of_their_batch_waits(
     outbox: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[DeadLettered] = []
-    monkeypatch.setattr(Meter, "dead_lettered", lambda _, dead: counted.extend(dead), raising=False)
+    monkeypatch.setattr(Meter, "committed", lambda _, task: counted.extend(task.dead))
     settings = outbox.settings(batch={"inline_workers": 2})
     held = (
         "select from relay.consumer_offsets"

@@ -63,7 +63,7 @@ def test_an_accepted_configuration_ends_the_instances_that_have_the_former(outbo
         outbox.publish(host(1), event(1))
         outbox.wait_handled()
         with relaying(latter, accept_configuration=True):
-            wait_until(lambda: first._presence.error is not None)
+            wait_until(lambda: first.error is not None)
             with pytest.raises(
                 ConfigurationError,
                 match="another instance has replaced the configuration of 'default'",

@@ -13,7 +13,7 @@ from relay.observe.engines import EngineCounts
 from relay.spark.session import Session
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay
-from tests.unit.test_summary import OUTCOME, batch
+from tests.unit.test_batch_log import OUTCOME, batch
 
 
 def applied(outbox: Outbox) -> dict[tuple[str, str], int]:
@@ -85,7 +85,7 @@ def test_counts_are_stored_together_and_kept_while_the_target_is_away(
     group = outbox.settings().group
     away = EngineCounts("host=/nowhere dbname=none", group, interval=0.01)
     away.start()
-    away.note(batch(1, 0), OUTCOME)
+    away.durable(batch(1, 0), OUTCOME, 0.1)
     wait_until(lambda: "cannot write counts of the engines" in caplog.messages)
     away._dsn = outbox.dsn
     wait_until(lambda: applied(outbox) == {("inline", ""): 3})
@@ -93,9 +93,9 @@ def test_counts_are_stored_together_and_kept_while_the_target_is_away(
     counts = EngineCounts(outbox.dsn, group, interval=0.01)
     counts.start()
     for number in range(3):
-        counts.note(batch(number, 0), OUTCOME)
+        counts.durable(batch(number, 0), OUTCOME, 0.1)
     wait_until(lambda: applied(outbox) == {("inline", ""): 12})
-    counts.note(batch(4, 0), OUTCOME)
+    counts.durable(batch(4, 0), OUTCOME, 0.1)
     counts.close()
     assert applied(outbox) == {("inline", ""): 15}
 

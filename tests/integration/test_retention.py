@@ -41,7 +41,7 @@ def turn(settings: Settings, days: float = 0.0, dsn: str | None = None) -> None:
         closing(connect(dsn or settings.source_dsn)) as source,
         closing(connect(dsn or settings.target_dsn)) as target,
     ):
-        Schedule(settings, lambda: None, lambda _: moment).turn(source, target)
+        Schedule(settings, lambda: None, lambda _: moment).retain(source, target)
 
 
 @pytest.fixture

@@ -233,7 +233,7 @@ def test_retention_of_a_table_does_not_wait_for_the_readers_of_another(
         wait_until(lambda: not outbox.column("select 1 from relay.applied_commits limit 1"))
     later = datetime.now(UTC) + timedelta(days=9)
     with closing(connect(outbox.dsn)) as source, closing(connect(outbox.dsn)) as target:
-        Schedule(settings, lambda: None, lambda _: later).turn(source, target)
+        Schedule(settings, lambda: None, lambda _: later).retain(source, target)
     assert outbox.value("select count(*) from orders_outbox") == 0
     assert outbox.value("select count(*) from payments_outbox") == 3
     assert not outbox.column("select 1 from relay.readers where given_up_at is not null")

@@ -12,12 +12,13 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import format_span_id, format_trace_id
 
-from relay import logs, threads
+from relay import logs
 from relay.cli.options import fail
-from relay.conditions import Condition
 from relay.logs import LogFormat
 from relay.model.batch import DeadLettered
 from relay.model.events import Lsn
+from relay.runtime import threads
+from relay.runtime.parts import Condition
 from relay.source.recovery import Unavailable
 from relay.source.stream.replication import Replication
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from relay.conditions import Condition
 from relay.config.settings import Settings
+from relay.runtime.parts import Condition
 from relay.source.outbox.listener import Listener
 from relay.source.wakeup import Wakeup
 

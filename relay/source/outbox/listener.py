@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import psycopg
 
-from relay.conditions import Condition
 from relay.faults import describe
+from relay.runtime.parts import Condition
+from relay.runtime.threads import Thread
 from relay.source.wakeup import Wakeup
 from relay.store.connections import Dsn, connect
-from relay.threads import Thread
 
 LISTEN = "listen event_channel"
 RETRY_SECONDS = 1.0

@@ -20,15 +20,14 @@ from typing import Any, Protocol
 import psycopg
 from psycopg_pool import ConnectionPool
 
-from relay.conditions import SOON_SECONDS, Condition
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, TransientFault, describe
-from relay.heartbeat import Due, Heartbeat
 from relay.model.batch import Batch, Outcome, Window
 from relay.model.events import Lsn
 from relay.model.snapshots import RowCounts, Xids
 from relay.model.transactions import Transactions
-from relay.retry import RetryUntilSuccess
+from relay.runtime.parts import SOON_SECONDS, Condition, Due, Heartbeat, Part
+from relay.runtime.retry import RetryUntilSuccess
 from relay.source.outbox.differences import Difference
 from relay.source.outbox.interval import Interval
 from relay.source.outbox.rows import OutboxRows, Portion, prepare_reading
@@ -423,7 +422,7 @@ class Follower(Protocol):
         """Called when the WAL has brought everything that a snapshot sees, and all of it is confirmed."""
 
 
-class PollSource:
+class PollSource(Part):
     """The outbox as a source of batches, without logical replication.
 
     Other instances may get the same window: each applies the partitions that it can claim.

@@ -16,8 +16,8 @@ import psycopg
 from psycopg.rows import class_row
 
 from relay.faults import describe
+from relay.runtime.threads import Thread
 from relay.store.connections import Dsn, connect
-from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,12 @@ from psycopg.abc import Buffer
 
 from relay.config.settings import Settings
 from relay.faults import RelayError, TransientFault, describe, exceeds_limits
-from relay.heartbeat import Due
 from relay.logs import RepeatedLines
 from relay.model.events import POSTGRES_EPOCH, Lsn
 from relay.model.transactions import Transactions
 from relay.model.tuples import ProtocolError
+from relay.runtime.parts import Due
+from relay.runtime.threads import Thread
 from relay.source.decode.assembler import Assembler, OpenCommit
 from relay.source.decode.emitted import Emitted
 from relay.source.decode.layout import require_contents
@@ -32,7 +33,6 @@ from relay.source.stream.progress import Progress
 from relay.source.stream.replication import Replication
 from relay.source.stream.walsender import WalStream, end_of_stream
 from relay.source.wakeup import Wakeup
-from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 

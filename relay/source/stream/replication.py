@@ -22,7 +22,6 @@ from tenacity import (
     wait_exponential_jitter,
 )
 
-from relay.conditions import LATE_SECONDS, SOON_SECONDS, Condition
 from relay.config.settings import Settings
 from relay.faults import (
     ConfigurationError,
@@ -32,8 +31,8 @@ from relay.faults import (
     first_line,
     is_transient,
 )
-from relay.heartbeat import Due, Heartbeat
 from relay.model.events import Lsn
+from relay.runtime.parts import LATE_SECONDS, SOON_SECONDS, Condition, Due, Heartbeat
 from relay.source.decode.translation import Encoding, codec_of
 from relay.source.outbox.columns import is_partitioned
 from relay.source.outbox.partition import require_same_hash

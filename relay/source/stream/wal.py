@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from relay.conditions import Condition
 from relay.config.settings import Settings
 from relay.model.batch import Batch
 from relay.model.events import POSTGRES_EPOCH, Lsn
 from relay.model.transactions import Transactions
+from relay.runtime.parts import Condition
 from relay.source.decode.assembler import OpenCommit
 from relay.source.recovery import Recognition, Recovery
 from relay.source.state import Received

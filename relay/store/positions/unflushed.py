@@ -12,18 +12,18 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from threading import Condition, Event
+from threading import Condition
 from typing import Any
 
 import psycopg
 
-from relay.conditions import Condition as PartCondition
-from relay.faults import RelayError, TaskFault, TransientFault
+from relay.faults import RelayError, TransientFault, is_transient
 from relay.model.events import Lsn
-from relay.retry import RetryUntilSuccess
+from relay.runtime.parts import Condition as PartCondition
+from relay.runtime.parts import Recurring
+from relay.runtime.retry import LONGEST_WAIT_SECONDS
 from relay.store.connections import Dsn, connect
 from relay.store.positions import offsets
-from relay.threads import Thread
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def require_kept(
             )
 
 
-class Unflushed:
+class Unflushed(Recurring):
     """Keeps the commits of this process that are not confirmed to the source yet, oldest first.
 
     `confirm` is called with a position once everything up to it is durable, `failed` once when the target has lost
@@ -56,35 +56,34 @@ class Unflushed:
     def __init__(
         self, dsn: Dsn, group: str, confirm: Callable[[Lsn], None], failed: Callable[[], None]
     ) -> None:
-        self._dsn = dsn
-        self._group = group
-        self._confirm = confirm
-        self._failed = failed
-        self._conn: psycopg.Connection[Any] | None = None
-        self._pending: deque[tuple[Lsn, Mapping[int, Lsn]]] = deque()
-        self._changed = Condition()
-        self._stopping = Event()
-        self._thread = Thread(target=self._run, name="flushed", daemon=True)
-        self.error: RelayError | None = None
-        self.condition = PartCondition(
+        condition = PartCondition(
             "flushed",
             log,
             "cannot read yet what the target has flushed",
             "what the target has flushed is read again",
         )
-
-    def start(self) -> None:
-        """Start the thread that checks."""
-        self._thread.start()
+        super().__init__(
+            condition,
+            failed,
+            longest_pause=LONGEST_WAIT_SECONDS,
+            is_final=lambda error: not is_transient(error),
+            close_seconds=CLOSE_SECONDS,
+        )
+        self._dsn = dsn
+        self._group = group
+        self._confirm = confirm
+        self._conn: psycopg.Connection[Any] | None = None
+        self._pending: deque[tuple[Lsn, Mapping[int, Lsn]]] = deque()
+        self._changed = Condition()
 
     def close(self) -> None:
         """Wait up to CLOSE_SECONDS for the last commits, then end the thread."""
         with self._changed:
             self._changed.wait_for(lambda: not self._pending or self.error, CLOSE_SECONDS)
-            self._stopping.set()
+            self.stopping.set()
             self._changed.notify_all()
-        if self._thread.is_alive():
-            self._thread.join(CLOSE_SECONDS)
+        super().close()
+        self._disconnect()
 
     def add(self, end: Lsn, reached: Mapping[int, Lsn]) -> None:
         """Add a commit of everything up to the source position `end`; `reached` has the positions of its partitions."""
@@ -100,27 +99,20 @@ class Unflushed:
                 last.update(reached)
         return {partition: last[partition] for partition in partitions if partition in last}
 
-    def _run(self) -> None:
-        retrying = RetryUntilSuccess(self._stopping, self.condition)
-        try:
-            while self._wait_for_work():
-                retrying(self._check)
-        except Exception as error:
-            if isinstance(error, RelayError) or not self._stopping.is_set():
-                self._fail(error)
-        finally:
-            self._disconnect()
-
-    def _fail(self, error: Exception) -> None:
+    def turn(self) -> float:
+        """Wait for commits, and confirm those that are pending once they are flushed."""
         with self._changed:
-            self.error = TaskFault.of(error).as_error()
+            self._changed.wait_for(lambda: self._pending or self.stopping.is_set())
+        if not self.stopping.is_set():
+            self._check()
+            self.condition.works()
+        return 0.0
+
+    def _end(self, error: Exception) -> None:
+        super()._end(error)
+        # What is pending stays: tasks must not go on from positions that the target has lost.
+        with self._changed:
             self._changed.notify_all()
-        self._failed()
-
-    def _wait_for_work(self) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._pending or self._stopping.is_set())
-        return not self._stopping.is_set()
 
     def _check(self) -> None:
         """Wait until the commits that are pending now are flushed, and confirm them."""
@@ -132,7 +124,7 @@ class Unflushed:
             for _, reached in pending:
                 require_kept(reached, positions)
             while not offsets.is_flushed(self._conn, position):
-                if self._stopping.wait(CHECK_SECONDS):
+                if self.stopping.wait(CHECK_SECONDS):
                     raise TransientFault("stopping")
         except psycopg.Error:
             self._disconnect()

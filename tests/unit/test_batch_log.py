@@ -13,7 +13,8 @@ from relay.logs import BATCH, _Text
 from relay.model.batch import Batch, DeadLettered, Outcome, TaskOutcome, Window
 from relay.model.events import POSTGRES_EPOCH, Lsn
 from relay.model.transactions import FACTS, Rows, Transactions
-from relay.observe.summary import Summary
+from relay.observe.batch_log import Summary
+from relay.pipeline.apply import Redelivery
 
 
 def batch(number: int, seconds_ago: float) -> Batch:
@@ -38,8 +39,8 @@ def test_the_sums_of_all_batches_are_one_line(caplog: pytest.LogCaptureFixture) 
     caplog.set_level(logging.INFO, "relay")
     summary = Summary()
     summary.start()
-    summary.note(batch(1, seconds_ago=90), OUTCOME)
-    summary.note(batch(2, seconds_ago=60), OUTCOME)
+    summary.durable(batch(1, seconds_ago=90), OUTCOME, 0.1)
+    summary.durable(batch(2, seconds_ago=60), OUTCOME, 0.1)
     summary.close()
     (line,) = lines(caplog)
     sums = {"batches": 2, "events": 6, "transactions": 2, "applied": 2, "deferred": 0, "dead": 4}
@@ -50,7 +51,7 @@ def test_the_sums_of_all_batches_are_one_line(caplog: pytest.LogCaptureFixture) 
 def test_the_sums_do_not_name_the_batch_in_flight(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "relay")
     summary = Summary()
-    summary.note(batch(1, seconds_ago=0), OUTCOME)
+    summary.durable(batch(1, seconds_ago=0), OUTCOME, 0.1)
     token = BATCH.set(2)
     try:
         summary.close()
@@ -65,7 +66,7 @@ def test_polled_rows_tell_what_is_left(caplog: pytest.LogCaptureFixture) -> None
     caplog.set_level(logging.INFO, "relay")
     summary = Summary()
     window = Window(snapshot_id=1, upto=9, shares=[], lower_bounds={}, left=70)
-    summary.note(Batch(1, Transactions.none(), Lsn(0), 9, 0, window=window), OUTCOME)
+    summary.durable(Batch(1, Transactions.none(), Lsn(0), 9, 0, window=window), OUTCOME, 0.1)
     summary.close()
     (line,) = lines(caplog)
     assert (line["events"], line["lag_rows"], line["transactions"]) == (9, 70, None)
@@ -74,11 +75,11 @@ def test_polled_rows_tell_what_is_left(caplog: pytest.LogCaptureFixture) -> None
 def test_redeliveries_are_summed_up_beside_no_batch(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "relay")
     summary = Summary()
-    summary.note_redelivered(0)
+    summary.redelivered(Redelivery(0, 0, []))
     summary.close()
     assert not lines(caplog)
-    summary.note_redelivered(3)
-    summary.note_redelivered(4)
+    summary.redelivered(Redelivery(3, 3, []))
+    summary.redelivered(Redelivery(4, 4, []))
     summary.close()
     (line,) = lines(caplog)
     assert (line["redelivered"], line.get("batches"), line.get("lag_seconds")) == (7, None, None)
@@ -89,13 +90,13 @@ def test_a_line_comes_by_itself_and_none_while_idle(caplog: pytest.LogCaptureFix
     said = Event()
     watcher = logging.Handler()
     watcher.emit = lambda record: said.set()  # type: ignore[method-assign]
-    logging.getLogger("relay.observe.summary").addHandler(watcher)
+    logging.getLogger("relay.observe.batch_log").addHandler(watcher)
     try:
         summary = Summary(interval=0.01)
         summary.start()
-        summary.note(batch(1, seconds_ago=0), OUTCOME)
+        summary.durable(batch(1, seconds_ago=0), OUTCOME, 0.1)
         assert said.wait(30)
         summary.close()
     finally:
-        logging.getLogger("relay.observe.summary").removeHandler(watcher)
+        logging.getLogger("relay.observe.batch_log").removeHandler(watcher)
     assert len(lines(caplog)) == 1

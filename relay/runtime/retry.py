@@ -15,8 +15,8 @@ from tenacity import (
     wait_exponential_jitter,
 )
 
-from relay.conditions import Condition
 from relay.faults import describe, is_transient
+from relay.runtime.parts import Condition
 
 FIRST_WAIT_SECONDS = 0.1
 LONGEST_WAIT_SECONDS = 5.0

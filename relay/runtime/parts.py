@@ -1,7 +1,8 @@
-"""The condition of each background part: whether it does its work, and if not, since when and why.
+"""The parts of a running service: their start and end, their condition, and their heartbeat.
 
 A part goes on by itself after a fault and ends with the process only. It reports each success and each fault to its
-condition, which `relay status`, health and metrics show. No I/O but the log.
+condition (whether it does its work, and if not, since when and why), which `relay status`, health and metrics show.
+No I/O but the log.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import Enum
 from threading import Event, Lock
 
 from relay.faults import RelayError, TaskFault
-from relay.threads import Thread
+from relay.runtime.threads import Thread
 
 SOON_SECONDS = 30.0
 LATE_SECONDS = 600.0
@@ -115,41 +117,112 @@ class Condition:
             self._log.log(min(self._level, logging.INFO), self._over, extra={"seconds": seconds})
 
 
-class Recurring:
-    """A part that calls `turn` again and again in a thread; `turn` returns the seconds until the next call.
+class Due(Enum):
+    """When a healthy thread makes its next step."""
 
-    After a fault of whatever kind it goes on, later each time. Only a RelayError, which no retry can repair, ends it:
-    it is `error` then, and `failed` is called once.
+    SOON = "soon"
+    """Within seconds: everything that it waits for has a short timeout."""
+    LATE = "late"
+    """Within minutes: it may read or write something large first."""
+    OPEN = "open"
+    """Unknown: it waits for another system, or another check watches it."""
+
+
+class Heartbeat:
+    """The last step of a thread: when it was (`at`, monotonic clock in seconds), what follows, when the next is due.
+
+    The thread itself updates it; any thread may read it.
+    """
+
+    __slots__ = ("at", "doing", "due")
+
+    def __init__(self) -> None:
+        self.at = time.monotonic()
+        self.doing = "starts"
+        self.due = Due.OPEN
+
+    def update(self, doing: str, due: Due = Due.SOON) -> None:
+        """Record a step, and what the thread does from now on."""
+        self.doing, self.due = doing, due
+        self.at = time.monotonic()
+
+
+class Part:
+    """A part of a service, which starts its parts in order and closes them in reverse; by default it does nothing.
+
+    `close` is called once, also if `start` was not.
+    """
+
+    def start(self) -> None:
+        """Begin to work. Raises RelayError if the group cannot go on."""
+
+    def stop(self) -> None:
+        """Begin nothing new; what is in flight may end. Safe in a signal handler's thread."""
+
+    def close(self) -> None:
+        """Stop, and release what the part holds."""
+
+    @property
+    def error(self) -> RelayError | None:
+        """Why the group cannot go on; None if it can."""
+        return None
+
+    @property
+    def conditions(self) -> Sequence[Condition]:
+        """Whether what the part does in the background works."""
+        return ()
+
+
+class Recurring(Part):
+    """A part that calls `turn` again and again in a thread, until `close`.
+
+    After a fault it goes on, later each time, up to `longest_pause` seconds. Only a fault that `is_final` ends it, by
+    default a RelayError: it is `error` then, and `failed` is called once. `close` waits `close_seconds` for the call in
+    flight.
     """
 
     def __init__(
         self,
-        turn: Callable[[], float],
         condition: Condition,
         failed: Callable[[], None] = lambda: None,
+        *,
         longest_pause: float = LONGEST_PAUSE_SECONDS,
+        is_final: Callable[[Exception], bool] = lambda error: isinstance(error, RelayError),
+        close_seconds: float = 0.0,
     ) -> None:
         self.condition = condition
-        self.error: RelayError | None = None
         self.stopping = Event()
-        self._turn = turn
+        self.heartbeat = Heartbeat()
         self._failed = failed
         self._longest_pause = longest_pause
+        self._is_final = is_final
+        self._close_seconds = close_seconds
+        self._error: RelayError | None = None
         self._thread = Thread(target=self._run, name=condition.part, daemon=True)
+
+    def turn(self) -> float:
+        """Do the work once; returns the seconds until the next call. It reports to `condition` that it works."""
+        raise NotImplementedError
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ask the thread to end after the call in flight. Safe in a signal handler."""
+    def close(self) -> None:
+        """Let the thread end after the call in flight, and wait for that."""
         self.stopping.set()
-
-    def close(self, timeout: float) -> None:
-        """Stop, and wait for the call in flight, `timeout` seconds at most."""
-        self.stop()
         if self._thread.is_alive():
-            self._thread.join(timeout)
+            self._thread.join(self._close_seconds)
+
+    @property
+    def error(self) -> RelayError | None:
+        """The fault that has ended the thread."""
+        return self._error
+
+    @property
+    def conditions(self) -> Sequence[Condition]:
+        """The condition of the thread."""
+        return (self.condition,)
 
     @property
     def is_alive(self) -> bool:
@@ -159,15 +232,20 @@ class Recurring:
     def _run(self) -> None:
         while not self.stopping.is_set():
             try:
-                pause = self._turn()
-            except RelayError as error:
-                self.error = error
-                self._failed()
-                return
+                pause = self.turn()
             except Exception as error:
+                if self._is_final(error):
+                    self._end(error)
+                    return
                 self.condition.fails(TaskFault.of(error).text)
                 pause = min(self.condition.pause, self._longest_pause)
             self.stopping.wait(pause)
+
+    def _end(self, error: Exception) -> None:
+        if self.stopping.is_set() and not isinstance(error, RelayError):
+            return  # what the end of others may cause
+        self._error = error if isinstance(error, RelayError) else TaskFault.of(error).as_error()
+        self._failed()
 
 
 def faults(conditions: Sequence[Condition]) -> list[PartFault]:
