@@ -219,3 +219,19 @@ def test_architecture_names_every_module_and_no_other() -> None:
         and not re.search(rf"[`/]{re.escape(module.rpartition('/')[2])}`", text)
     ]
     assert missing == []
+
+
+def test_the_page_of_threads_has_every_thread() -> None:
+    """A name is a literal, of a thread or the condition of a recurring part; names of sinks and groups stand in <>."""
+    page = (ROOT / "docs/explanation/threads.md").read_text()
+    code = "\n".join(each.read_text() for each in (ROOT / "relay").rglob("*.py"))
+    threads = re.findall(r'Thread\([^()]*?\bname=f?"([^"]+)"', code, re.DOTALL)
+    pools = re.findall(r'(?<!_)\bpool\(\w+, f?"([^"]+)"', code)
+    assert len(threads) > 10
+    assert len(pools) > 2
+    # Progress on a terminal, in the process of a command.
+    names = {re.sub(r"\{.*?\}", "<>", each) for each in [*threads, *pools]} - {
+        "view",
+        "index build",
+    }
+    assert [name for name in sorted(names) if f"`{name}`" not in re.sub("<.*?>", "<>", page)] == []
