@@ -128,7 +128,7 @@ def _sqlalchemy_connection(conn: Any, statement: Statement, text: str) -> None:
 
 
 async def _sqlalchemy_async_session(session: Any, statement: Statement, text: str) -> None:
-    bind = _sqlalchemy_bind(_registered(session).sync_session)
+    bind = await _registered(session).run_sync(_sqlalchemy_bind)
     await _sqlalchemy_async_connection(
         await session.connection(bind_arguments=bind), statement, text
     )
@@ -169,9 +169,28 @@ def _sqlalchemy_bind(session: Any) -> dict[str, Any]:
 
 
 def _binds_of_changes(session: Any) -> set[Any]:
-    """Return the engines of the objects that the session has yet to flush."""
+    """Return where the session has written, and where it will: an engine, or its connection if the session has one."""
     kinds = {type(each) for each in (*session.new, *session.dirty, *session.deleted)}
-    return {session.get_bind(mapper=kind, clause=_a_write()) for kind in kinds}
+    unflushed = {session.get_bind(mapper=kind, clause=_a_write()) for kind in kinds}
+    connections = _connections(session)
+    written = {each for each in connections.values() if _has_written(each)}
+    return written | {connections.get(bind, bind) for bind in unflushed}
+
+
+def _connections(session: Any) -> dict[Any, Any]:
+    """Return the connections that the session's transaction has opened, by engine."""
+    transaction = session.get_transaction()
+    # SQLAlchemy has no public name for it.
+    opened = getattr(transaction, "_connections", {})
+    return {bind: connection for bind, (connection, *_) in opened.items()}
+
+
+def _has_written(conn: Any) -> bool:
+    """Return whether a connection's transaction has changed anything; one of another database has no outbox."""
+    if conn.dialect.name != "postgresql":
+        return False
+    asked = "select pg_catalog.pg_current_xact_id_if_assigned() is not null"
+    return bool(conn.exec_driver_sql(asked).scalar())
 
 
 def _a_write() -> Any:

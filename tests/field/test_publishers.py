@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -14,8 +16,10 @@ import sqlalchemy
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
+from psycopg.conninfo import make_conninfo
 from psycopg.types.json import Jsonb
 from sqlalchemy import Delete, Engine, Update
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import (
     DeclarativeBase,
     Mapped,
@@ -119,6 +123,69 @@ def test_a_session_of_which_nobody_can_tell_the_engine_is_refused(
         session.commit()
     with Session() as session, pytest.raises(UnknownSession, match="0 engines"):
         Client().publish(session, placed(2), host_id=host(1))
+    assert outbox.column("select aggregate_id from outbox_message_t") == ["1"]
+
+
+def test_what_was_flushed_before_counts_among_the_changes(
+    outbox: Outbox, engines: tuple[Engine, Engine]
+) -> None:
+    """pallets-eco/flask-sqlalchemy#1017: a flush gives a row its id; the event went with what was added after it."""
+    ours, theirs = engines
+    with Session(binds={Order: ours, Bill: theirs}) as session:
+        order = Order()
+        session.add(order)
+        session.flush()
+        session.add(Bill())
+        with pytest.raises(UnknownSession, match="2 engines for its changes"):
+            Client().publish(session, placed(order.id), host_id=host(1))
+        session.rollback()
+        session.execute(sqlalchemy.insert(Order))
+        assert session.scalars(sqlalchemy.select(Bill)).all() == []
+        with session.begin_nested():
+            Client().publish(session, placed(1), host_id=host(1))
+        session.commit()
+    assert outbox.column("select aggregate_id from outbox_message_t") == ["1"]
+
+
+def test_a_routing_session_that_has_written_elsewhere_is_refused(
+    engines: tuple[Engine, Engine],
+) -> None:
+    """The event would go where the session writes what belongs to no class: sqlalchemy/sqlalchemy#7936."""
+    leader, bills = engines
+
+    class Routing(Session):
+        def get_bind(self, mapper: Any = None, *, clause: Any = None, **_: Any) -> Engine:
+            of_bill = mapper is not None and sqlalchemy.inspect(mapper).class_ is Bill
+            return bills if of_bill else leader
+
+    with Routing() as session:
+        session.add(Order())
+        session.add(Bill())
+        session.flush()
+        with pytest.raises(UnknownSession, match="2 engines for its changes"):
+            Client().publish(session, placed(1), host_id=host(1))
+
+
+def test_an_asynchronous_session_with_binds(outbox: Outbox, engines: tuple[Engine, Engine]) -> None:
+    async def publish() -> None:
+        ours, theirs = (
+            create_async_engine(
+                "postgresql+psycopg://",
+                async_creator=partial(psycopg.AsyncConnection.connect, dsn),
+                poolclass=NullPool,
+            )
+            for dsn in (outbox.dsn, make_conninfo(outbox.dsn, dbname=f"{outbox.slot}_other"))
+        )
+        async with AsyncSession(binds={Order: ours, Bill: theirs}) as session:
+            session.add(Order())
+            await session.flush()
+            await Client().publish_async(session, placed(1), host_id=host(1))
+            session.add(Bill())
+            with pytest.raises(UnknownSession, match="2 engines for its changes"):
+                await Client().publish_async(session, placed(2), host_id=host(1))
+            await session.commit()
+
+    asyncio.run(publish())
     assert outbox.column("select aggregate_id from outbox_message_t") == ["1"]
 
 
