@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 from relay.admin.connections import reach_source, reach_target
 from relay.admin.goals import Goal, find_goal
@@ -16,8 +15,8 @@ from relay.model.snapshots import BEGINNING
 from relay.retention import removable
 from relay.source.applied import AppliedPosition, applied_in
 from relay.source.outbox.table import OutboxTable
+from relay.source.outbox.unread import Backlog, ReadPosition, UnreadRows, position_of_target
 from relay.source.recovery import Recognition
-from relay.source.unread import UnreadRows
 from relay.store import (
     actions,
     groups,
@@ -65,21 +64,19 @@ def positions(settings: Settings) -> list[PartitionStatus]:
     """
     with reach_target(settings) as target:
         positions = offsets.initialised(target, settings.group)
-        applied = applied_in(target, settings.group)
-        noted = snapshots.noted(target, settings.group)
-    unread: dict[int, Any] = {}
-    if applied:
-        rows = UnreadRows(settings.model_copy(update={"partitions": len(positions)}))
+        applied = position_of_target(target, settings.group)
+    unread: dict[int, Backlog] = {}
+    if applied.positions:
         with reach_source(settings) as source:
-            unread = rows.unread(source, applied, noted)
-    snapshot_of = {each.partition: str(each.snapshot) for each in applied}
+            unread = UnreadRows(settings).by_partition(source, applied)
+    snapshot_of = {each.partition: str(each.snapshot) for each in applied.positions}
     return [
         PartitionStatus(
             position.partition_id,
             position.next_offset,
             str(position.applied_lsn),
             snapshot_of.get(position.partition_id),
-            unread.get(position.partition_id, (0,))[0] if applied else None,
+            unread.get(position.partition_id, Backlog()).events if applied.positions else None,
         )
         for position in positions
     ]
@@ -95,8 +92,7 @@ def plan_seek(settings: Settings, to: str, partition: int | None) -> OffsetsMove
         positions = offsets.initialised(target, group)
         offsets.require_partition_count(len(positions), group, settings.partitions)
         chosen = _chosen(settings, positions, partition)
-        before = applied_in(target, group, partition)
-        noted = snapshots.noted(target, group)
+        before = ReadPosition(applied_in(target, group, partition), snapshots.noted(target, group))
         with reach_source(settings) as source:
             goal = find_goal(settings, source, OutboxTable(settings), to)
             moved_sinks = (
@@ -104,13 +100,13 @@ def plan_seek(settings: Settings, to: str, partition: int | None) -> OffsetsMove
             )
             with target.transaction(force_rollback=True):
                 given_up = _move(target, settings, positions, chosen, goal, moved_sinks)
-            if goal.snapshot is None or not before:
+            if goal.snapshot is None or not before.positions:
                 return OffsetsMove(goal, None, None, given_up, moved_sinks)
             after = [
                 AppliedPosition(position.partition_id, goal.snapshot, goal.now, goal.polled_offset)
                 for position in chosen
             ]
-            again, skipped = UnreadRows(settings).moved(source, before, noted, after)
+            again, skipped = UnreadRows(settings).moved(source, before, after)
     return OffsetsMove(goal, again, skipped, given_up, moved_sinks)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -16,15 +16,15 @@ import psycopg
 from relay.admin.connections import reach_source, reach_target
 from relay.admin.goals import Goal, find_goal
 from relay.admin.offsets import move_sink
+from relay.admin.status import reading_outbox
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable
 from relay.retention import removable
 from relay.source.outbox.table import OutboxTable
-from relay.source.unread import UnreadRows
+from relay.source.outbox.unread import Backlog, ReadPosition, UnreadRows, position_of_sink
 from relay.store import (
     actions,
     admission,
-    clock,
     deferred,
     presence,
     sink_activity,
@@ -90,20 +90,12 @@ def listed(
         offsets.initialised(target, settings.group)
         stored = sinks.read(target, settings.group, settings.sink_handlers)
         counts = deferred_counts.count_by_sink(target, settings.group)
-        done = {each.sink: sinks.done(target, settings.group, each.sink) for each in stored}
         running = presence.instances(target, settings.group)
+        positions = _positions(target, settings, stored, running)
         recent = sink_activity.recent(target, settings.group)
-    unread: dict[str, tuple[int, datetime | None]] = {}
+    unread: dict[str, Backlog] = {}
     try:
-        with reach_source(settings) as source:
-            rows = UnreadRows(settings)
-            for each in stored:
-                if each.position.snapshot is None or each.is_fed(running):
-                    continue
-                if time.monotonic() > deadline:
-                    break
-                with suppress(psycopg.errors.QueryCanceled):
-                    unread[each.sink] = rows.unread_after(source, each.position, done[each.sink])
+        unread = _count(settings, positions, deadline)
     except Unreachable as error:
         if away is None:
             raise
@@ -112,8 +104,8 @@ def listed(
         SinkStatus(
             name=each.sink,
             state=each.state_in(running),
-            unread=unread[each.sink][0] if each.sink in unread else None,
-            oldest=unread[each.sink][1] if each.sink in unread else None,
+            unread=unread[each.sink].events if each.sink in unread else None,
+            oldest=unread[each.sink].oldest if each.sink in unread else None,
             deferred=counts.get(each.sink, 0),
             fault=each.fault,
             since=each.paused_at or each.fault_since,
@@ -128,6 +120,31 @@ def listed(
     ]
 
 
+def _positions(
+    target: Connection, settings: Settings, stored: Sequence[sinks.StoredSink], running: list[str]
+) -> dict[str, ReadPosition]:
+    """Read the positions of the sinks that read the outbox themselves."""
+    return {
+        each.sink: position_of_sink(target, settings.group, each)
+        for each in reading_outbox(stored, running)
+    }
+
+
+def _count(
+    settings: Settings, positions: Mapping[str, ReadPosition], deadline: float = math.inf
+) -> dict[str, Backlog]:
+    """Count what sinks have not read. A count is missing if it would begin after `deadline`, or is ended in time."""
+    unread: dict[str, Backlog] = {}
+    with reach_source(settings) as source:
+        rows = UnreadRows(settings)
+        for name, position in positions.items():
+            if time.monotonic() > deadline:
+                break
+            with suppress(psycopg.errors.QueryCanceled):
+                unread[name] = rows.count(source, position)
+    return unread
+
+
 def _destination(settings: Settings, sink: str) -> str | None:
     """The type of a sink, and the host of its URL: user, path and query may be secret."""
     if sink not in settings.sink_handlers:
@@ -140,14 +157,14 @@ def _destination(settings: Settings, sink: str) -> str | None:
 
 def _seconds_left(
     sink: sinks.StoredSink,
-    unread: tuple[int, datetime | None] | None,
+    unread: Backlog | None,
     recent: sink_activity.RecentActivity | None,
 ) -> float | None:
-    if sink.state != sinks.LAGGING or sink.fault or not unread or not unread[0]:
+    if sink.state != sinks.LAGGING or sink.fault or not unread or not unread.events:
         return None
     if recent is None or not recent.rows_per_second:
         return None
-    return unread[0] / recent.rows_per_second
+    return unread.events / recent.rows_per_second
 
 
 def lag_seconds(settings: Settings) -> dict[str, float]:
@@ -155,12 +172,14 @@ def lag_seconds(settings: Settings) -> dict[str, float]:
 
     Raises ConfigurationError like `listed`.
     """
-    oldest = {each.name: each.oldest for each in listed(settings) if each.oldest}
-    if not oldest:
-        return {}
-    with reach_source(settings) as source:
-        now = clock.present(source)
-    return {name: max(0.0, (now - moment).total_seconds()) for name, moment in oldest.items()}
+    with reach_target(settings) as target:
+        offsets.initialised(target, settings.group)
+        stored = sinks.read(target, settings.group, settings.sink_handlers)
+        running = presence.instances(target, settings.group)
+        positions = _positions(target, settings, stored, running)
+    unread = _count(settings, positions)
+    ages = {name: backlog.oldest_seconds for name, backlog in unread.items()}
+    return {name: max(0.0, age) for name, age in ages.items() if age is not None}
 
 
 def set_paused(settings: Settings, name: str, paused: bool, reason: str | None) -> bool:

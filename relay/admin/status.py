@@ -1,52 +1,80 @@
-"""Reads the state of a group from its databases: slot, partitions, deferred transactions, dead letters, sinks."""
+"""Reads the state of a group from its two databases, for `relay status`, `relay top`, metrics and the console.
+
+`read` opens sessions and reads everything once. `Watch` keeps its sessions, and bounds the time of each statement and
+the share of the time that counting takes. `relay.observe.databases` reads for metrics and health, in threads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import psycopg
 
-from relay.admin.connections import TableLocked, reach_source, reach_target
+from relay.admin.connections import TableLocked, reach_source, reach_target, source_sides
 from relay.config.settings import Settings
-from relay.faults import ConfigurationError, Unreachable
-from relay.model.snapshots import Xids
+from relay.faults import ConfigurationError, RelayError, Unreachable, describe, first_line
 from relay.retention import partitions, removable
-from relay.source.applied import AppliedPosition, applied_in
-from relay.source.backlog import Backlog, Backlogs
+from relay.source.applied import AppliedPosition
+from relay.source.outbox.unread import (
+    Backlog,
+    ReadPosition,
+    UnreadRows,
+    position_of_sink,
+    position_of_target,
+)
 from relay.source.stream.open_transactions import oldest_open
 from relay.source.stream.slot import SlotState, slot_reader, slot_state
-from relay.source.unread import UnreadRows
 from relay.store import (
     brakes,
-    clock,
     dead_letters,
     engines,
     groups,
+    migrations,
     part_faults,
     presence,
     waits,
 )
 from relay.store.connections import (
     Connection,
+    Dsn,
+    connect,
     require_writable_by_default,
     sessions_with,
 )
 from relay.store.deferred import counts as deferred_counts
-from relay.store.positions import offsets, sinks, snapshots
+from relay.store.positions import offsets, sinks
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+SOURCE, TARGET = "source.dsn", "target.dsn"
+"""The keys of `Status.faults` and `Status.read_at`."""
 LOCK_SECONDS = 2.0
 """How long a statement of `read` waits for a lock: a table that another session has locked is then the result."""
 COUNT_SECONDS = 2.0
 """How long the count of unread events may take."""
+STATEMENT_TIMEOUT = "2s"
+"""`statement_timeout` of `Watch`."""
+REST_FACTOR = 20
+"""A query of `Watch` that reads many rows rests for so many times its duration: it takes a twentieth of the time."""
+_SHORT_TIMEOUTS: Mapping[str, Any] = {
+    "tcp_user_timeout": 5_000,
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+}
+"""Options of libpq by which a connection to a server that does not answer fails within seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +91,17 @@ class Status:
     """The state of the group at one moment.
 
     `faults` says by configuration key why a database could not be read. What it has then keeps the value of an earlier
-    `read`, of `read_at`, or is empty; None stands for a number that is not known. `noted` is what the source knows of
-    the group's readers while the target cannot be read.
+    read, of `read_at`, or is empty; None stands for a number that is not known. `noted` is what the source knows of the
+    group's readers while the target cannot be read. `completed` is when the read ended, by this machine's clock.
 
-    `lag` counts the events that the target has not applied, None if it cannot be counted in time. `waits` are sessions
-    of relay that wait for a lock of the target. `parts` are background parts that fail. `slot_waits_for` describes the
-    oldest open transaction while the slot is being created. `readers` has the readers of the outbox, if retention
-    removes events.
+    `unread` counts the events that readers have not read: the target (''), and sinks that read the outbox themselves,
+    which only `Watch` counts; a number that cannot be counted in time is missing. `waits` are sessions of relay that
+    wait for a lock of the target. `parts` are background parts that fail. `slot_waits_for` describes the oldest open
+    transaction while the slot is being created. `readers` has the readers of the outbox, if retention removes events.
+    `dead_letters` counts events; `dead` counts transactions by sink and handler, which only `Watch` reads.
     """
 
+    group: str
     source_mode: str
     source_reason: str | None = None
     source_since: datetime | None = None
@@ -82,17 +112,24 @@ class Status:
     slot_waits_for: str | None = None
     partitions: Sequence[offsets.PartitionPosition] = ()
     dead_letters: int | None = None
+    dead: Mapping[tuple[str, str], int] | None = None
     deferred: deferred_counts.DeferredSummary | None = None
     braked: Sequence[brakes.BrakedHandler] = ()
     sinks: Sequence[sinks.StoredSink] = ()
     engines: Sequence[engines.EngineTotals] = ()
     readers: Sequence[removable.OutboxReader] = ()
-    lag: Backlog | None = None
+    unread: Mapping[str, Backlog] = field(default_factory=dict)
     waits: Sequence[waits.Wait] = ()
     parts: Sequence[part_faults.StoredPartFault] = ()
     noted: Sequence[NotedReader] = ()
     faults: Mapping[str, str] = field(default_factory=dict)
     read_at: Mapping[str, datetime] = field(default_factory=dict)
+    completed: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    @property
+    def lag(self) -> Backlog | None:
+        """The events that the target has not applied; None if they cannot be counted in time."""
+        return self.unread.get("")
 
     def is_known(self, key: str) -> bool:
         """Return whether a database was read, now or earlier: `source.dsn` or `target.dsn`."""
@@ -119,7 +156,12 @@ class Status:
                 for position in self.partitions
             ],
             "dead_letters": self.dead_letters,
-            "deferred": self.deferred and _deferred_as_json(self.deferred),
+            "deferred": self.deferred
+            and {
+                "transactions": self.deferred.transactions,
+                "holding": self.deferred.holding,
+                "reasons": [_as_json(each) for each in self.deferred.reasons],
+            },
             "braked": [_as_json(each) for each in self.braked],
             "sinks": [_sink_as_json(each, self.instances) for each in self.sinks],
             "engines": [_as_json(each) for each in self.engines],
@@ -168,12 +210,98 @@ def _as_json(item: DataclassInstance) -> dict[str, Any]:
     }
 
 
-def _deferred_as_json(summary: deferred_counts.DeferredSummary) -> dict[str, Any]:
-    return {
-        "transactions": summary.transactions,
-        "holding": summary.holding,
-        "reasons": [_as_json(each) for each in summary.reasons],
-    }
+# What each reader of the state asks
+
+
+@dataclass(frozen=True, slots=True)
+class TargetState:
+    """What the target has of a group in a few rows: one for each instance, sink and stopped handler."""
+
+    group: groups.GroupState | None
+    instances: list[str]
+    sinks: list[sinks.StoredSink]
+    braked: list[brakes.BrakedHandler]
+
+
+def target_state(target: Connection, settings: Settings) -> TargetState:
+    """Read the state of a group from the target, in four statements. Raises psycopg.Error."""
+    name = settings.group
+    return TargetState(
+        groups.read(target, name),
+        presence.instances(target, name),
+        sinks.read(target, name, settings.sink_handlers),
+        brakes.braked(target, name),
+    )
+
+
+def reading_outbox(
+    stored: Sequence[sinks.StoredSink], running: Collection[str]
+) -> list[sinks.StoredSink]:
+    """Return the sinks that have a position in the outbox, and that the stream does not feed."""
+    return [
+        each for each in stored if each.position.snapshot is not None and not each.is_fed(running)
+    ]
+
+
+def if_countable(count: Callable[..., T], *arguments: object) -> T | None:
+    """Return what `count` returns; None if it takes too long, a table is locked, or the outbox lacks what it needs.
+
+    Raises psycopg.OperationalError where the session is the problem.
+    """
+    try:
+        return count(*arguments)
+    except psycopg.OperationalError as error:
+        if not isinstance(error, psycopg.errors.QueryCanceled | psycopg.errors.LockNotAvailable):
+            raise
+    except (psycopg.Error, RelayError) as error:
+        log.debug("cannot count", extra={"fault": describe(error)})
+    return None
+
+
+def mode_of(settings: Settings, group: groups.GroupState | None) -> str:
+    """Return the mode in which a group reads the source or will read it: `wal` or `poll`."""
+    configured = "poll" if settings.source.mode == "poll" else "wal"
+    return (group and group.source_mode) or configured
+
+
+def _with_target(state: Status, target: Connection, settings: Settings) -> Status:
+    """Return the state with what both `read` and `Watch` ask the target. Raises ConfigurationError, psycopg.Error."""
+    found = target_state(target, settings)
+    group = found.group
+    return replace(
+        state,
+        source_mode=mode_of(settings, group),
+        source_reason=group.source_reason if group else None,
+        source_since=group.source_since if group else None,
+        active=group.active(found.instances) if group else None,
+        instances=found.instances,
+        partitions=offsets.initialised(target, settings.group),
+        sinks=found.sinks,
+        engines=engines.read(target, settings.group),
+        braked=found.braked,
+        read_at={**state.read_at, TARGET: datetime.now(UTC)},
+    )
+
+
+def _with_slot(state: Status, source: Connection, settings: Settings) -> Status:
+    """Return the state with what both ask the source. Raises psycopg.Error."""
+    name = settings.source.slot
+    reader = slot_reader(source, name)
+    return replace(
+        state,
+        slot=slot_state(source, name),
+        slot_reader=None if reader is None else reader.removeprefix(groups.PREFIX),
+        read_at={**state.read_at, SOURCE: datetime.now(UTC)},
+    )
+
+
+def _without(state: Status, key: str, error: Exception) -> Status:
+    """Return the state with the reason why a database could not be read."""
+    why = first_line(error).removeprefix("connection failed: ").removeprefix(f"{key}: ")
+    return replace(state, faults={**state.faults, key: why})
+
+
+# Once
 
 
 def read(settings: Settings, last: Status | None = None) -> Status:
@@ -182,63 +310,39 @@ def read(settings: Settings, last: Status | None = None) -> Status:
     Raises ConfigurationError if neither can be read and there is no `last`, if one has another schema, or if the group
     is not initialised.
     """
-    state = last or Status(mode_of(settings, None))
-    state = replace(state, faults={}, noted=(), waits=(), lag=None)
+    state = last or Status(settings.group, mode_of(settings, None))
+    state = replace(state, faults={}, noted=(), waits=(), unread={})
     errors: list[Exception] = []
-    applied: _Applied | None = None
+    applied: ReadPosition | None = None
     with sessions_with({"lock_timeout": f"{LOCK_SECONDS * 1000:.0f}"}):
         try:
-            state, applied = _with_target(settings, state)
+            state, applied = _read_target(settings, state)
         except (Unreachable, psycopg.OperationalError) as error:
-            state = _without(state, "target.dsn", error)
+            state = _without(state, TARGET, error)
             if isinstance(error, TableLocked):
                 with suppress(ConfigurationError, psycopg.Error), reach_target(settings) as target:
                     state = replace(state, waits=waits.lock_waits(target))
             errors.append(error)
         try:
-            state = _with_source(settings, state, applied)
+            state = _read_source(settings, state, applied)
         except (Unreachable, psycopg.OperationalError) as error:
-            state = _without(state, "source.dsn", error)
+            state = _without(state, SOURCE, error)
             errors.append(error)
     if len(errors) == 2 and not state.read_at:
         raise errors[0]
-    return state
+    return replace(state, completed=datetime.now(UTC))
 
 
-_Applied = tuple[list[AppliedPosition], Xids]
-"""What the target has applied: the positions of its partitions, and the transactions after these."""
-
-
-def _without(state: Status, key: str, error: Exception) -> Status:
-    text = str(error).removeprefix(f"{key}: ")
-    return replace(state, faults={**state.faults, key: text.splitlines()[0]})
-
-
-def _read_now(state: Status, key: str) -> dict[str, datetime]:
-    return {**state.read_at, key: datetime.now(UTC)}
-
-
-def _with_target(settings: Settings, state: Status) -> tuple[Status, _Applied]:
+def _read_target(settings: Settings, state: Status) -> tuple[Status, ReadPosition]:
     name = settings.group
     with reach_target(settings) as target:
-        group = groups.read(target, name)
-        running = presence.instances(target, name)
+        state = _with_target(state, target, settings)
         state = replace(
             state,
-            source_mode=mode_of(settings, group),
-            source_reason=group.source_reason if group else None,
-            source_since=group.source_since if group else None,
-            active=group.active(running) if group else None,
-            instances=running,
-            partitions=offsets.initialised(target, name),
             dead_letters=dead_letters.count(target, name),
             deferred=deferred_counts.count(target, name),
-            braked=brakes.braked(target, name),
-            sinks=sinks.read(target, name, settings.sink_handlers),
-            engines=engines.read(target, name),
             waits=waits.lock_waits(target),
-            parts=part_faults.read(target, name, running),
-            read_at=_read_now(state, "target.dsn"),
+            parts=part_faults.read(target, name, state.instances),
         )
         try:
             require_writable_by_default(target)
@@ -246,96 +350,65 @@ def _with_target(settings: Settings, state: Status) -> tuple[Status, _Applied]:
             why = (
                 f"{error}: nothing can be applied or delivered, and running instances are not shown"
             )
-            state = replace(state, faults={**state.faults, "target.dsn": why})
-        return state, (applied_in(target, name), snapshots.noted(target, name))
+            state = replace(state, faults={**state.faults, TARGET: why})
+        return state, position_of_target(target, name)
 
 
-def _with_source(settings: Settings, state: Status, applied: _Applied | None) -> Status:
-    slot_name, table = settings.source.slot, settings.source.table
+def _read_source(settings: Settings, state: Status, applied: ReadPosition | None) -> Status:
+    table = settings.source.table
     with reach_source(settings) as source:
-        slot = slot_state(source, slot_name)
-        reader = slot_reader(source, slot_name)
-        oldest = oldest_open(source) if slot and slot.creating else None
+        state = _with_slot(state, source, settings)
+        oldest = oldest_open(source) if state.slot and state.slot.creating else None
+        state = replace(state, slot_waits_for=None if oldest is None else str(oldest))
         kept = partitions.retained(source, table)
-        state = replace(
-            state,
-            slot=slot,
-            slot_reader=None if reader is None else reader.removeprefix(groups.PREFIX),
-            slot_waits_for=None if oldest is None else str(oldest),
-            read_at=_read_now(state, "source.dsn"),
-        )
         with suppress(psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable):
             # These read the outbox, which may be locked; the slot needs no table.
             state = replace(state, readers=removable.readers(source, settings) if kept else [])
-        backlogs = Backlogs(settings)
+        rows = UnreadRows(settings)
         if applied is not None:
-            positions, done = applied
-            return replace(state, lag=_counted(source, backlogs, positions, np.sort(done)))
+            lag = _estimated(rows, source, applied)
+            return state if lag is None else replace(state, unread={"": lag})
         nothing = np.zeros(0, np.int64)
-        return replace(
-            state,
-            noted=[
-                NotedReader(
-                    name,
-                    noted_at,
-                    _counted(
-                        source,
-                        backlogs,
-                        [AppliedPosition(0, snapshot, snapshot, sinks.BEFORE_FIRST)],
-                        nothing,
-                    ),
-                )
-                for name, snapshot, noted_at in removable.noted(source, settings.group, table)
-            ],
-        )
+        noted = []
+        for name, snapshot, noted_at in removable.noted(source, settings.group, table):
+            at = AppliedPosition(0, snapshot, snapshot, sinks.BEFORE_FIRST)
+            backlog = _estimated(rows, source, ReadPosition([at], nothing))
+            noted.append(NotedReader(name, noted_at, backlog))
+        return replace(state, noted=noted)
 
 
-def _counted(
-    source: Connection, backlogs: Backlogs, positions: Sequence[AppliedPosition], done: Xids
-) -> Backlog | None:
-    """Count the events after positions; None if that takes too long, or the outbox cannot be polled."""
-    if not positions:
-        return None
-    try:
+def _estimated(rows: UnreadRows, source: Connection, position: ReadPosition) -> Backlog | None:
+    """Count the events after a position; None if that takes too long, or the outbox cannot be polled."""
+
+    def count() -> Backlog:
         with source.transaction():
             source.execute(
                 "select set_config('statement_timeout', %s, true)", (f"{COUNT_SECONDS * 1000:.0f}",)
             )
-            return backlogs.count(source, positions, done)
-    except (
-        psycopg.errors.QueryCanceled,
-        psycopg.errors.LockNotAvailable,
-        psycopg.errors.InsufficientPrivilege,
-        psycopg.errors.UndefinedColumn,
-        psycopg.errors.UndefinedTable,
-    ):
-        return None
+            return rows.estimate(source, position)
+
+    return if_countable(count) if position.positions else None
 
 
-def lag_seconds(settings: Settings, positions: Sequence[offsets.PartitionPosition]) -> float:
+def lag_seconds(settings: Settings) -> float:
     """Return the age in seconds of the oldest event that is not applied, by its event_ts; 0 if there is none.
 
     Raises ConfigurationError if a database cannot be reached, or the outbox has no event_ts or cannot be polled.
     """
-    if not positions:
-        return 0.0
-    rows = UnreadRows(settings.model_copy(update={"partitions": len(positions)}))
     with reach_target(settings) as target:
-        applied = applied_in(target, settings.group)
-        noted = snapshots.noted(target, settings.group)
-    if not applied:
+        applied = position_of_target(target, settings.group)
+    if not applied.positions:
         raise _unknown_lag(settings, "c_xid")
     with reach_source(settings) as source:
         try:
-            unread = rows.unread(source, applied, noted)
-            now = clock.present(source)
+            unread = UnreadRows(settings).by_partition(source, applied)
         except psycopg.errors.UndefinedColumn:
             raise _unknown_lag(settings, "c_offset") from None
-    moments = [moment for _, moment in unread.values()]
-    oldest = [moment for moment in moments if moment is not None]
-    if len(oldest) < len(moments):
+    ages = [each.oldest_seconds for each in unread.values()]
+    known = [age for age in ages if age is not None]
+    if len(known) < len(ages):
         raise _unknown_lag(settings, "event_ts")
-    return max((max(0.0, (now - moment).total_seconds()) for moment in oldest), default=0.0)
+    return max([0.0, *known])
 
 
 def _unknown_lag(settings: Settings, field: str) -> ConfigurationError:
@@ -345,7 +418,109 @@ def _unknown_lag(settings: Settings, field: str) -> ConfigurationError:
     )
 
 
-def mode_of(settings: Settings, group: groups.GroupState | None) -> str:
-    """Return the mode in which a group reads the source or will read it: `wal` or `poll`."""
-    configured = "poll" if settings.source.mode == "poll" else "wal"
-    return (group and group.source_mode) or configured
+# Again and again
+
+
+class _Throttled(Generic[T]):
+    """A query that reads many rows: it is repeated only after its rest; until then its last result is returned."""
+
+    def __init__(self, query: Callable[..., T]) -> None:
+        self._query = query
+        self._due = 0.0
+        self._result: T | None = None
+
+    def __call__(self, *arguments: Any) -> T | None:
+        """Return the result; None if it cannot be counted in time. Raises psycopg.Error."""
+        begun = time.monotonic()
+        if begun >= self._due:
+            self._result = if_countable(self._query, *arguments)
+            ended = time.monotonic()
+            self._due = ended + REST_FACTOR * (ended - begun)
+        return self._result
+
+
+class Watch:
+    """Polls a group on a connection to each of its databases. For one thread at a time."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._state = Status(settings.group, mode_of(settings, None))
+        self._connections: dict[str, Connection] = {}
+        self._deferred = _Throttled(deferred_counts.count)
+        self._dead = _Throttled(dead_letters.count_by_handler)
+        self._rows = UnreadRows(settings)
+        self._unread: dict[str, _Throttled[Backlog | None]] = {}
+
+    def read(self) -> Status:
+        """Query both databases. A fault of one is part of the result; the next poll connects again."""
+        state = replace(self._state, faults={})
+        for key, poll in ((TARGET, self._poll_target), (SOURCE, self._poll_source)):
+            try:
+                state = poll(state)
+            except (psycopg.Error, ConfigurationError) as error:
+                state = _without(state, key, error)
+                if key in self._connections:
+                    self._connections.pop(key).close()
+        self._state = replace(state, completed=datetime.now(UTC))
+        return self._state
+
+    def close(self) -> None:
+        """Close the connections."""
+        while self._connections:
+            self._connections.popitem()[1].close()
+
+    def _connected(self, key: str, dsn: Dsn, sides: Sequence[migrations.Side]) -> Connection:
+        if key not in self._connections:
+            self._connections[key] = _opened(key, dsn, sides)
+        return self._connections[key]
+
+    def _poll_target(self, state: Status) -> Status:
+        target = self._connected(TARGET, self._settings.target_dsn, ("target",))
+        state = _with_target(state, target, self._settings)
+        return replace(
+            state,
+            deferred=self._deferred(target, state.group),
+            dead=self._dead(target, state.group),
+        )
+
+    def _poll_source(self, state: Status) -> Status:
+        source = self._connected(SOURCE, self._settings.source_dsn, source_sides(self._settings))
+        state = _with_slot(state, source, self._settings)
+        # While the target cannot be read, nothing says what is unread.
+        target = self._connections.get(TARGET)
+        if target is None:
+            return replace(state, unread={})
+        lagging = {each.sink: each for each in reading_outbox(state.sinks, state.instances)}
+        names = ["", *lagging]
+        self._unread = {name: self._unread.get(name) or _Throttled(self._count) for name in names}
+        counts = {name: self._unread[name](source, target, lagging.get(name)) for name in names}
+        return replace(
+            state, unread={name: count for name, count in counts.items() if count is not None}
+        )
+
+    def _count(
+        self, source: Connection, target: Connection, sink: sinks.StoredSink | None
+    ) -> Backlog | None:
+        if sink is None:
+            position = position_of_target(target, self._settings.group)
+        else:
+            position = position_of_sink(target, self._settings.group, sink)
+        return self._rows.estimate(source, position) if position.positions else None
+
+
+def _opened(key: str, dsn: Dsn, sides: Sequence[migrations.Side]) -> Connection:
+    """Return a read-only connection to a database whose schema is this program's.
+
+    Raises ConfigurationError, psycopg.Error.
+    """
+    conn = connect(dsn, **_SHORT_TIMEOUTS)
+    try:
+        conn.execute(
+            f"set statement_timeout = '{STATEMENT_TIMEOUT}'; set default_transaction_read_only = on".encode()
+        )
+        for side in sides:
+            migrations.require(conn, side, key)
+    except BaseException:
+        conn.close()
+        raise
+    return conn

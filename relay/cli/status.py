@@ -68,11 +68,11 @@ def status(
             away.extend(f"{key}: {why}" for key, why in state.faults.items())
         if not checks or state.faults:
             return document, []
-        lag = None if max_lag_seconds is None else lag_seconds(settings, state.partitions)
+        lag = None if max_lag_seconds is None else lag_seconds(settings)
         sink_lags = {}
         if max_sink_lag_seconds is not None:
             sink_lags = sinks.lag_seconds(settings)
-        failed = failures(state, settings.group, limits, lag, sink_lags)
+        failed = failures(state, limits, lag, sink_lags)
         return document, [f"group {settings.group}: {line}" if several else line for line in failed]
 
     several = len(load_all(config)) > 1

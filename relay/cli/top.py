@@ -49,9 +49,9 @@ def top(
 
 
 def _print(settings: Settings) -> None:
+    from relay.admin.status import Watch
     from relay.observe.top.frame import Size, lines
     from relay.observe.top.rates import Trends
-    from relay.observe.top.watch import Watch
 
     watch, trends = Watch(settings), Trends()
     try:

@@ -174,7 +174,7 @@ class GroupView:
             for key in current.faults
             if key in current.read_at
         ]
-        lines += failures(current, self.name, Limits(), None, {})
+        lines += failures(current, Limits(), None, {})
         lines += [
             f"handler {each.handler} is stopped with {each.fault}, after {each.count}"
             for each in current.braked

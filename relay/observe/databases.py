@@ -17,15 +17,14 @@ from typing import Any, Generic, TypeVar
 
 import psycopg
 
+from relay.admin.status import TargetState, if_countable, reading_outbox, target_state
 from relay.config.settings import Settings
-from relay.faults import RelayError, describe, kind_of, spoils_session
+from relay.faults import describe, kind_of, spoils_session
 from relay.model.events import Lsn
 from relay.runtime.threads import Thread
-from relay.source.applied import applied_in
+from relay.source.outbox.unread import Backlog, UnreadRows, position_of_sink, position_of_target
 from relay.source.stream.slot import SlotState, slot_state
-from relay.source.unread import UnreadRows
 from relay.store import (
-    brakes,
     clock,
     dead_letters,
     groups,
@@ -33,7 +32,7 @@ from relay.store import (
 )
 from relay.store.connections import Connection, connect, require_writable_by_default
 from relay.store.deferred import counts as deferred_counts
-from relay.store.positions import sinks, snapshots
+from relay.store.positions import sinks
 
 log = logging.getLogger(__name__)
 
@@ -65,11 +64,8 @@ class TargetReadings:
     statement of each began or ended.
     """
 
-    group: groups.GroupState | None
+    state: TargetState
     recreations: int
-    instances: list[str]
-    sinks: list[sinks.StoredSink]
-    stopped: list[str]
     active: frozenset[int]
     began: Mapping[int, datetime]
 
@@ -84,22 +80,14 @@ class SourceReadings:
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
-    """How many events a reader has not read, and the age of the oldest when they were counted, in seconds.
+class Counted:
+    """Counts; None, or missing, if a count takes too long or is not possible.
 
-    The age does not grow until the next count, since the event may be read meanwhile.
+    The age of the oldest unread event does not grow until the next count, since the event may be read meanwhile.
     """
 
-    events: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """Counts; None, or missing, if a count takes too long or is not possible."""
-
-    target: Unread | None = None
-    sinks: Mapping[str, Unread] = field(default_factory=dict)
+    target: Backlog | None = None
+    sinks: Mapping[str, Backlog] = field(default_factory=dict)
     deferred: list[deferred_counts.DeferredCount] | None = None
     keys: Mapping[str, int] | None = None
     dead: Mapping[tuple[str, str], int] | None = None
@@ -229,7 +217,6 @@ class Databases:
             raise
 
     def _read_target(self, pids: list[int]) -> TargetReadings:
-        settings, group = self._settings, self._settings.group
         with self._connected("target") as conn:
             require_writable_by_default(conn)
             activity = conn.execute(
@@ -238,11 +225,8 @@ class Databases:
                 (pids,),
             ).fetchall()
             return TargetReadings(
-                groups.read(conn, group),
-                groups.recreations(conn, group),
-                presence.instances(conn, group),
-                sinks.read(conn, group, settings.sink_handlers),
-                [each.handler for each in brakes.braked(conn, group)],
+                target_state(conn, self._settings),
+                groups.recreations(conn, self._settings.group),
                 frozenset(pid for pid, works, _ in activity if works),
                 {pid: began for pid, _, began in activity if began is not None},
             )
@@ -288,58 +272,29 @@ class Databases:
             self._connected("source", "counts") as source,
         ):
             return Counted(
-                _or_none(self._unread, source, target),
-                _or_none(self._unread_of_sinks, source, target) or {},
-                _or_none(deferred_counts.count_by_kind, target, group),
-                _or_none(deferred_counts.count_keys, target, group),
-                _or_none(dead_letters.count_by_handler, target, group),
+                if_countable(self._unread, source, target),
+                if_countable(self._unread_of_sinks, source, target) or {},
+                if_countable(deferred_counts.count_by_kind, target, group),
+                if_countable(deferred_counts.count_keys, target, group),
+                if_countable(dead_letters.count_by_handler, target, group),
                 clock.present(target),
             )
 
-    def _unread(self, source: Connection, target: Connection) -> Unread | None:
-        group = self._settings.group
-        applied = applied_in(target, group)
-        if not applied:
-            return None
-        partitions = self._rows.unread(source, applied, snapshots.noted(target, group))
-        oldest = [moment for _, moment in partitions.values() if moment is not None]
-        events = sum(count for count, _ in partitions.values())
-        return Unread(events, age(min(oldest, default=None), clock.present(source)))
+    def _unread(self, source: Connection, target: Connection) -> Backlog | None:
+        applied = position_of_target(target, self._settings.group)
+        return self._rows.count(source, applied) if applied.positions else None
 
-    def _unread_of_sinks(self, source: Connection, target: Connection) -> dict[str, Unread]:
+    def _unread_of_sinks(self, source: Connection, target: Connection) -> dict[str, Backlog]:
         """Count the unread events of each configured sink that the stream does not feed."""
-        counts: dict[str, Unread] = {}
-        configured = self._settings.sink_handlers
-        running = presence.instances(target, self._settings.group)
-        for each in sinks.read(target, self._settings.group, configured):
-            if each.sink not in configured or each.position.snapshot is None:
-                continue
-            if each.is_fed(running):
-                continue
-            done = sinks.done(target, self._settings.group, each.sink)
-            unread = _or_none(self._rows.unread_after, source, each.position, done)
-            if unread is not None:
-                events, oldest = unread
-                counts[each.sink] = Unread(events, age(oldest, clock.present(source)))
-        return counts
-
-
-def _or_none(read: Callable[..., Readings], *arguments: object) -> Readings | None:
-    """Return what `read` returns; None if it takes too long, a table is locked, or the outbox lacks what it needs."""
-    try:
-        return read(*arguments)
-    except psycopg.OperationalError as error:
-        if not isinstance(error, psycopg.errors.QueryCanceled | psycopg.errors.LockNotAvailable):
-            raise
-    except (psycopg.Error, RelayError) as error:
-        log.debug("cannot count", extra={"fault": describe(error)})
-    return None
+        group, configured = self._settings.group, self._settings.sink_handlers
+        stored = sinks.read(target, group, configured)
+        counts = {
+            each.sink: if_countable(self._rows.count, source, position_of_sink(target, group, each))
+            for each in reading_outbox(stored, presence.instances(target, group))
+            if each.sink in configured
+        }
+        return {sink: count for sink, count in counts.items() if count is not None}
 
 
 def _runs(thread: Thread | None) -> bool:
     return thread is not None and thread.is_alive()
-
-
-def age(moment: datetime | None, now: datetime | None) -> float:
-    """Return the seconds from a moment to now, by the clock of the database that has it; 0 for None."""
-    return 0.0 if moment is None or now is None else max(0.0, (now - moment).total_seconds())

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 
 from relay.config.settings import Settings
 from relay.model.events import Lsn
-from relay.observe.databases import Databases, age
+from relay.observe.databases import Databases
 from relay.observe.liveness import UP_SECONDS, Liveness
 from relay.observe.metrics import NOT_CONFIGURED, Values
 from relay.observe.parts import Parts
@@ -130,14 +130,16 @@ class ServiceGauges:
         target = self._databases.target_readings
         if target is None:
             return
-        gauges["relay_source_epoch"][()] = target.group.epoch if target.group else 0
-        if target.group and target.group.timeline is not None:
-            gauges["relay_source_timeline"][()] = target.group.timeline
+        state, group = target.state, target.state.group
+        gauges["relay_source_epoch"][()] = group.epoch if group else 0
+        if group and group.timeline is not None:
+            gauges["relay_source_timeline"][()] = group.timeline
         gauges["relay_slot_recreations"][()] = target.recreations
-        gauges["relay_instances"][()] = len(target.instances)
+        gauges["relay_instances"][()] = len(state.instances)
+        stopped = {each.handler for each in state.braked}
         for handler in self._settings.handlers:
-            gauges["relay_handler_stopped"][(handler,)] = handler in target.stopped
-        for each in target.sinks:
+            gauges["relay_handler_stopped"][(handler,)] = handler in stopped
+        for each in target.state.sinks:
             if each.sink not in self._settings.sink_handlers:
                 continue
             key = (each.sink,)
@@ -152,13 +154,13 @@ class ServiceGauges:
         sinks, handlers = self._settings.sink_handlers, self._settings.handlers
         if counted.target is not None:
             gauges["relay_target_lag_events"][()] = counted.target.events
-            gauges["relay_target_lag_seconds"][()] = counted.target.seconds
+            gauges["relay_target_lag_seconds"][()] = _age(counted.target.oldest_seconds)
         for sink, unread in counted.sinks.items():
             if (sink,) in gauges["relay_sink_lag_events"]:
                 # The sink has been attached since the count.
                 continue
             gauges["relay_sink_lag_events"][(sink,)] = unread.events
-            gauges["relay_sink_lag_seconds"][(sink,)] = unread.seconds
+            gauges["relay_sink_lag_seconds"][(sink,)] = _age(unread.oldest_seconds)
         self._sink_bytes(gauges, source.end if source else None)
         self._deferred(gauges)
         if counted.keys is not None:
@@ -171,7 +173,7 @@ class ServiceGauges:
         target = self._databases.target_readings
         if end is None or target is None:
             return
-        for each in target.sinks:
+        for each in target.state.sinks:
             key = (each.sink,)
             events = gauges["relay_sink_lag_events"].get(key)
             if events is not None:
@@ -199,7 +201,12 @@ class ServiceGauges:
             )
             numbers[key] = numbers.get(key, 0) + each.transactions
             if each.kind != "scheduled":
-                ages[(sink,)] = max(ages.get((sink,), 0.0), age(each.since, counted.at))
+                age = _age((counted.at - each.since).total_seconds() if counted.at else None)
+                ages[(sink,)] = max(ages.get((sink,), 0.0), age)
+
+
+def _age(seconds: float | None) -> float:
+    return max(0.0, seconds or 0.0)
 
 
 def _by_handler(

@@ -23,7 +23,6 @@ class Limits:
 
 def failures(
     status: Status,
-    group: str,
     limits: Limits,
     lag_seconds: float | None,
     sink_lag_seconds: Mapping[str, float],
@@ -31,9 +30,9 @@ def failures(
     """Yield a line for each fault. The lags, in seconds, are only needed if they are limited."""
     yield from (f"{key}: {why}" for key, why in status.faults.items())
     if status.is_known("target.dsn") and not status.instances:
-        yield f"no instance of group {group!r} runs: start `relay run`"
+        yield f"no instance of group {status.group!r} runs: start `relay run`"
     if status.source_mode != "poll" and status.is_known("source.dsn"):
-        yield from _slot(status, group)
+        yield from _slot(status)
     if limits.lag_bytes is not None and status.slot is not None:
         yield from _lag_bytes(status.slot, limits.lag_bytes)
     count = status.deferred.transactions if status.deferred else 0
@@ -56,7 +55,7 @@ def failures(
         yield f"there {verb} {found}, the limit is {limits.dead}: see `relay dlq list`"
 
 
-def _slot(status: Status, group: str) -> Iterator[str]:
+def _slot(status: Status) -> Iterator[str]:
     slot = status.slot
     if slot is None:
         yield "the replication slot is missing: run `relay init`"
@@ -71,7 +70,7 @@ def _slot(status: Status, group: str) -> Iterator[str]:
     elif status.is_known("target.dsn") and status.slot_reader not in status.instances:
         yield (
             f"the slot {slot.name!r} is read by {status.slot_reader or 'a client without a name'}, "
-            f"which is not an instance of group {group!r}"
+            f"which is not an instance of group {status.group!r}"
         )
 
 

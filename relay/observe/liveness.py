@@ -247,7 +247,7 @@ class Liveness:
 
     def _sinks(self) -> Iterator[PartState]:
         target = self._databases.target_readings
-        for each in target.sinks if target else ():
+        for each in target.state.sinks if target else ():
             part = f"sink {each.sink}"
             if each.fault:
                 yield PartState(part, Level.NOTE, f"nothing is delivered: {each.fault}")
@@ -265,9 +265,9 @@ class Liveness:
 
     def _stopped(self) -> Iterator[PartState]:
         target = self._databases.target_readings
-        for handler in target.stopped if target else ():
+        for each in target.state.braked if target else ():
             text = "stopped: too many transactions in a row failed"
-            yield PartState(f"handler {handler}", Level.NOTE, text)
+            yield PartState(f"handler {each.handler}", Level.NOTE, text)
 
 
 def _refused(access: DatabaseAccess) -> str | None:

@@ -16,7 +16,7 @@ from relay.admin import check
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.source import hybrid
-from relay.source.unread import UnreadRows
+from relay.source.outbox.unread import UnreadRows
 from tests.outbox import Outbox, host, relaying, wait_until
 from tests.webhook import Webhook
 

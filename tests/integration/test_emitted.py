@@ -15,7 +15,7 @@ from relay.admin.install import initialise
 from relay.admin.offsets import positions
 from relay.admin.partitioning import partition_new
 from relay.admin.publish import require_own_outbox
-from relay.admin.status import lag_seconds, read
+from relay.admin.status import lag_seconds
 from relay.client import Event as Placed
 from relay.client import Outbox as Client
 from relay.client.errors import EventInvalid
@@ -174,7 +174,7 @@ def test_commands_know_an_outbox_without_a_table(shop: Outbox, tmp_path: Path) -
     with pytest.raises(
         ConfigurationError, match=r"messages with the prefix 'shop\.outbox': without"
     ):
-        lag_seconds(settings, read(settings).partitions)
+        lag_seconds(settings)
     assert len(positions(settings)) == 8
     with pytest.raises(ConfigurationError, match=r"source\.message_prefix: `relay publish`"):
         require_own_outbox(settings)

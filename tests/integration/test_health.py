@@ -25,8 +25,8 @@ def failed(outbox: Outbox, limits: Limits | None = None, **overrides: Any) -> li
     """What a health check says."""
     settings = outbox.settings(**overrides)
     found = read(settings)
-    seconds = lag_seconds(settings, found.partitions)
-    return list(failures(found, settings.group, limits or Limits(), seconds, {}))
+    seconds = lag_seconds(settings)
+    return list(failures(found, limits or Limits(), seconds, {}))
 
 
 @contextmanager

@@ -110,7 +110,7 @@ def test_a_slot_that_is_being_made_is_shown_as_such(
         assert oldest in finding.text
         # Until relay polls, the slot that is missing is a failure too.
         wait_until(lambda: read(settings).source_mode == "poll")
-        lag = list(failures(read(settings), settings.group, Limits(lag_bytes=1), None, {}))
+        lag = list(failures(read(settings), Limits(lag_bytes=1), None, {}))
         assert lag == ["the lag in bytes is unknown: the slot is still being created"]
         outbox.publish(host(1), event(1))
         outbox.wait_handled()

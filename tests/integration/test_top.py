@@ -15,10 +15,10 @@ from rich.console import Console
 
 from relay.admin.install import initialise
 from relay.admin.sinks import listed
+from relay.admin.status import Watch
 from relay.demo.screen import Screen
 from relay.observe.top.rates import Trends
-from relay.observe.top.watch import Watch
-from relay.source.backlog import MOST_ROWS
+from relay.source.outbox.unread import MOST_ROWS
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay
 from tests.terminal import at_terminal
@@ -46,7 +46,7 @@ def test_a_read_shows_target_sinks_and_throughput(outbox: Outbox) -> None:
             trends.note(picture)
             rates = trends.rates()
     assert picture.faults == {}
-    assert picture.mode == "wal"
+    assert picture.source_mode == "wal"
     assert picture.active in picture.instances
     assert picture.slot is not None
     assert picture.slot.active
@@ -94,7 +94,7 @@ def test_polling_lets_the_backlog_fall_to_nothing(outbox: Outbox) -> None:
         with relaying(settings):
             wait_until(lambda: outbox.value("select count(*) from projection") == 90)
             wait_until(lambda: watch.read().unread[""].events == 0)
-        assert watch.read().mode == "poll"
+        assert watch.read().source_mode == "poll"
 
 
 def test_a_database_that_goes_away_is_a_line_and_comes_back(outbox: Outbox) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -26,11 +27,13 @@ from relay.model.batch import DeadLettered
 from relay.model.events import Lsn
 from relay.observe import databases, metrics, server
 from relay.observe.databases import Counted, Databases
+from relay.observe.gauges import ServiceGauges
 from relay.observe.liveness import Level, Liveness
 from relay.observe.metrics import OTHER, Metrics
 from relay.observe.series import SERIES, table
 from relay.observe.server import HttpListener, listen
 from relay.pipeline.activity import ActiveJobs
+from relay.source.outbox.unread import Backlog
 from tests.observing import DASHBOARD, LABELS, RULES, ask, used
 from tests.process import ROOT
 
@@ -242,17 +245,17 @@ def test_counting_keeps_no_probe_waiting(monkeypatch: pytest.MonkeyPatch) -> Non
     assert looking.counted is found
 
 
-def test_an_age_does_not_grow_until_the_next_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_age_does_not_grow_until_the_next_count() -> None:
     """Where counting takes long the next one comes late: the event is applied by then, and the lag would be false."""
-    now = datetime.now(UTC)
+    parts: Any = None
     looking: Any = Databases(Settings(handlers={}))
-    monkeypatch.setattr(databases, "applied_in", lambda *_: [1])
-    monkeypatch.setattr("relay.store.clock.present", lambda *_: now)
-    monkeypatch.setattr("relay.store.positions.snapshots.noted", lambda *_: [])
-    monkeypatch.setattr(looking._rows, "unread", lambda *_: {0: (3, now - timedelta(seconds=7))})
-    found = looking._unread(None, None)
-    assert found is not None
-    assert (found.events, round(found.seconds)) == (3, 7)
+    gauges = ServiceGauges(Settings(handlers={}), parts, looking, parts)
+    before = datetime.now(UTC) - timedelta(hours=1)
+    looking.counted = Counted(Backlog(3, oldest_seconds=7.0, oldest=before))
+    values: Any = defaultdict(dict)
+    gauges._counts(values)
+    assert values["relay_target_lag_events"] == {(): 3}
+    assert values["relay_target_lag_seconds"] == {(): 7.0}
 
 
 def test_a_service_that_stops_and_does_not_end_hangs() -> None:

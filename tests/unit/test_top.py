@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from relay.admin.status import Status
 from relay.model.events import Lsn
 from relay.observe.top.frame import Size, lines, sparkline
 from relay.observe.top.rates import Trends
-from relay.observe.top.watch import Observation
-from relay.source.backlog import Backlog
+from relay.source.outbox.unread import Backlog
 from relay.source.stream.slot import SlotState
 from relay.store.brakes import BrakedHandler
 from relay.store.deferred.counts import DeferredSummary, Reason
@@ -30,20 +30,19 @@ def sink(name: str, state: str = "attached", fault: str | None = None) -> Stored
     return StoredSink(name, state, Position(None), None, None, None, fault, since, "host:1", lags)
 
 
-def picture(**more: Any) -> Observation:
-    given = {"mode": "wal", "active": "host:1", "instances": ["host:1"], "slot": SLOT, **more}
-    return Observation("main", NOW, **given)
+def picture(**more: Any) -> Status:
+    given = {"source_mode": "wal", "active": "host:1", "instances": ["host:1"], "slot": SLOT}
+    read_at = dict.fromkeys(("source.dsn", "target.dsn"), NOW)
+    return Status("main", **{**given, "read_at": read_at, "completed": NOW, **more})
 
 
-def shown(
-    found: Observation, width: int = 100, height: int = 40, ascii_only: bool = False
-) -> list[str]:
+def shown(found: Status, width: int = 100, height: int = 40, ascii_only: bool = False) -> list[str]:
     trends = Trends()
     trends.note(found)
     return [line.plain for line in lines(found, trends, Size(width, height, ascii_only))]
 
 
-def crowded() -> Observation:
+def crowded() -> Status:
     partitions = [PartitionPosition(number, Lsn(0), 1, 0, 1) for number in range(1_000)]
     sinks = [sink(f"sink{number}", "lagging") for number in range(50)]
     sinks[33] = sink("broken", "lagging", "HTTP 503")
@@ -89,13 +88,13 @@ def test_everything_that_is_wrong_is_named() -> None:
     text = "\n".join(
         shown(
             picture(
-                mode="poll",
-                reason="the slot is lost",
+                source_mode="poll",
+                source_reason="the slot is lost",
                 active=None,
                 slot=lost,
                 deferred=waiting,
                 dead={("", "orders"): 3, ("shop", "shop"): 9},
-                stopped=[BrakedHandler("orders", "KeyError", 100, NOW, 0, None, None, None)],
+                braked=[BrakedHandler("orders", "KeyError", 100, NOW, 0, None, None, None)],
                 faults={"source.dsn": "connection refused"},
             ),
             160,
@@ -115,7 +114,7 @@ def test_everything_that_is_wrong_is_named() -> None:
 
 def test_what_was_never_read_is_unknown() -> None:
     faults = {"target.dsn": "connection refused", "source.dsn": "connection refused"}
-    found = shown(Observation("main", NOW, faults))
+    found = shown(Status("main", "wal", faults=faults, completed=NOW))
     assert found[1:5] == [
         "target.dsn: connection refused",
         "source.dsn: connection refused",
@@ -161,7 +160,7 @@ def test_rates_are_taken_over_several_observations() -> None:
         stored = second // 5 * 5
         engines = [EngineTotals("inline", "small", 1, stored * 100, stored * 10, NOW)]
         taken = NOW + timedelta(seconds=second)
-        trends.note(Observation("main", taken, engines=engines))
+        trends.note(Status("main", "wal", engines=engines, completed=taken))
     rates = trends.rates()
     assert rates is not None
     assert 60 <= rates.events <= 140

@@ -10,11 +10,11 @@ from math import ceil
 
 from rich.text import Text
 
+from relay.admin.status import SOURCE, TARGET, Status
 from relay.observe.phrases import moment
 from relay.observe.terminal import printable
 from relay.observe.top.rates import RATE, Trends
-from relay.observe.top.watch import Observation
-from relay.source.backlog import Backlog
+from relay.source.outbox.unread import Backlog
 from relay.source.stream.slot import SlotState
 from relay.store.positions.sinks import StoredSink
 
@@ -27,10 +27,7 @@ _WORST_PARTITIONS = 5
 _REASONS = 3
 _LABEL = 12
 _OLD_SECONDS = 10.0
-"""An older observation is marked as such, whatever the interval is."""
-
-_SOURCE, _TARGET = "source.dsn", "target.dsn"
-"""The keys of `Observation.faults`."""
+"""An older status is marked as such, whatever the interval is."""
 
 GOOD, BAD, WEAK = "green", "bold red", "dim"
 
@@ -44,62 +41,61 @@ class Size:
     ascii_only: bool = False
 
 
-def lines(observation: Observation, trends: Trends, size: Size) -> list[Text]:
+def lines(status: Status, trends: Trends, size: Size) -> list[Text]:
     """Return the lines of a group, at most `size.height`: faults come first, and the last lines are dropped."""
     head = [
-        _title(observation),
-        *_faults(observation),
-        _source(observation),
-        _slot(observation),
+        _title(status),
+        *_faults(status),
+        _source(status),
+        _slot(status),
         _rate(trends, size),
     ]
     tail = [
-        *_deferred(observation),
-        *_dead(observation),
-        *_stopped(observation),
-        *_engines(observation, trends),
-        *_partitions(observation),
+        *_deferred(status),
+        *_dead(status),
+        *_stopped(status),
+        *_engines(status, trends),
+        *_partitions(status),
     ]
     # On a small terminal, three lines of readers matter more than the lines after them.
     room = max(3, size.height - len(head) - len(tail))
-    shown = [*head, *_readers(observation, trends, size, room), *tail][: size.height]
+    shown = [*head, *_readers(status, trends, size, room), *tail][: size.height]
     for line in shown:
         line.no_wrap = True
         line.truncate(size.width, overflow="ellipsis" if not size.ascii_only else "crop")
     return shown
 
 
-def _title(observation: Observation) -> Text:
+def _title(status: Status) -> Text:
     line = Text.assemble(
         ("relay", "bold"),
-        f"  group {_plain(observation.group)}  {observation.completed.astimezone():%H:%M:%S}",
+        f"  group {_plain(status.group)}  {status.completed.astimezone():%H:%M:%S}",
     )
-    age = (datetime.now(UTC) - observation.completed).total_seconds()
+    age = (datetime.now(UTC) - status.completed).total_seconds()
     if age > _OLD_SECONDS:
         line.append(f"  no answer for {_age(age)}", BAD)
     return line
 
 
-def _faults(observation: Observation) -> list[Text]:
-    has_values = {
-        _TARGET: observation.mode is not None,
-        _SOURCE: observation.slot is not None or bool(observation.unread),
-    }
+def _faults(status: Status) -> list[Text]:
     return [
-        Text(f"{key}: {_plain(why)}{': its values are old' if has_values[key] else ''}", style=BAD)
-        for key, why in observation.faults.items()
+        Text(
+            f"{key}: {_plain(why)}{': its values are old' if status.is_known(key) else ''}",
+            style=BAD,
+        )
+        for key, why in status.faults.items()
     ]
 
 
-def _source(observation: Observation) -> Text:
-    since = f" since {moment(observation.since)}" if observation.since else ""
-    line = _labelled("source", f"{observation.mode or '-'}{since}")
-    if observation.reason:
-        line.append(f": {_plain(observation.reason)}", "yellow")
-    standby = [name for name in observation.instances if name != observation.active]
-    if observation.active:
-        line.append(f"  active {_plain(observation.active)}")
-    elif _TARGET in observation.faults:
+def _source(status: Status) -> Text:
+    since = f" since {moment(status.source_since)}" if status.source_since else ""
+    line = _labelled("source", f"{_mode(status)}{since}")
+    if status.source_reason:
+        line.append(f": {_plain(status.source_reason)}", "yellow")
+    standby = [name for name in status.instances if name != status.active]
+    if status.active:
+        line.append(f"  active {_plain(status.active)}")
+    elif TARGET in status.faults:
         line.append("  active unknown", WEAK)
     else:
         line.append("  no instance is active", BAD)
@@ -108,12 +104,16 @@ def _source(observation: Observation) -> Text:
     return line
 
 
-def _slot(observation: Observation) -> Text:
-    slot = observation.slot
-    if slot is None and _SOURCE in observation.faults:
+def _mode(status: Status) -> str:
+    return status.source_mode if status.is_known(TARGET) else "-"
+
+
+def _slot(status: Status) -> Text:
+    slot = status.slot
+    if slot is None and SOURCE in status.faults:
         return _labelled("slot", "unknown", WEAK)
     if slot is None:
-        return _labelled("slot", "none", WEAK if observation.mode == "poll" else BAD)
+        return _labelled("slot", "none", WEAK if status.source_mode == "poll" else BAD)
     line = _labelled("slot", slot.name)
     word, style = _slot_state(slot)
     line.append(f"  {word}", style)
@@ -146,26 +146,20 @@ def _rate(trends: Trends, size: Size) -> Text:
     return line
 
 
-def _readers(observation: Observation, trends: Trends, size: Size, room: int) -> list[Text]:
+def _readers(status: Status, trends: Trends, size: Size, room: int) -> list[Text]:
     """Return a line for the target and for each sink, the worst first, at most `room`."""
-    by_lag = sorted(
-        observation.sinks, key=lambda sink: _severity(sink, observation.unread.get(sink.sink))
-    )
+    by_lag = sorted(status.sinks, key=lambda sink: _severity(sink, status.unread.get(sink.sink)))
     names = ["target", *(_plain(each.sink) for each in by_lag)]
     column = min(24, max(map(len, names)))
     wide = size.width >= _NARROW
     heading = f"{'reader':{column}}  {'state':10}  {'unread':>9}  {'oldest':>7}  {'bytes':>8}"
     shown = [Text(heading + ("  history" if wide else ""), style=WEAK)]
-    lag = observation.slot.lag_bytes if observation.slot else None
-    state = (
-        "stopped"
-        if any(each.handler not in _names(observation) for each in observation.stopped)
-        else ""
-    )
+    lag = status.slot.lag_bytes if status.slot else None
+    state = "stopped" if any(each.handler not in _names(status) for each in status.braked) else ""
     row = _Row(
         "target",
-        state or (observation.mode or "-"),
-        observation.unread.get(""),
+        state or _mode(status),
+        status.unread.get(""),
         lag,
         "",
         trends.series(""),
@@ -175,8 +169,8 @@ def _readers(observation: Observation, trends: Trends, size: Size, room: int) ->
     for sink in islice(by_lag, count):
         row = _Row(
             _plain(sink.sink),
-            sink.state_in(observation.instances),
-            observation.unread.get(sink.sink),
+            sink.state_in(status.instances),
+            status.unread.get(sink.sink),
             lag if sink.state == "attached" else None,
             _why(sink),
             trends.series(sink.sink),
@@ -215,8 +209,8 @@ def _reader(row: _Row, column: int, wide: bool, ascii_only: bool) -> Text:
     return line
 
 
-def _names(observation: Observation) -> set[str]:
-    return {each.sink for each in observation.sinks}
+def _names(status: Status) -> set[str]:
+    return {each.sink for each in status.sinks}
 
 
 def _severity(sink: StoredSink, backlog: Backlog | None) -> tuple[int, int, str]:
@@ -234,10 +228,10 @@ def _why(sink: StoredSink) -> str:
     return f"{since}{_plain(sink.fault)}"
 
 
-def _deferred(observation: Observation) -> list[Text]:
-    summary = observation.deferred
+def _deferred(status: Status) -> list[Text]:
+    summary = status.deferred
     if summary is None:
-        return [_labelled("deferred", _uncounted(observation), WEAK)]
+        return [_labelled("deferred", _uncounted(status), WEAK)]
     if not summary.transactions:
         return [_labelled("deferred", "0")]
     line = _labelled(
@@ -254,27 +248,25 @@ def _deferred(observation: Observation) -> list[Text]:
     return lines
 
 
-def _dead(observation: Observation) -> list[Text]:
-    if observation.dead is None:
-        return [_labelled("dead letters", _uncounted(observation), WEAK)]
-    if not observation.dead:
+def _dead(status: Status) -> list[Text]:
+    if status.dead is None:
+        return [_labelled("dead letters", _uncounted(status), WEAK)]
+    if not status.dead:
         return [_labelled("dead letters", "0")]
-    most = sorted(observation.dead.items(), key=lambda item: -item[1])
+    most = sorted(status.dead.items(), key=lambda item: -item[1])
     each = ", ".join(
         f"{_plain(sink or handler or 'no handler')} {count:,}"
         for (sink, handler), count in most[:6]
     )
-    return [
-        _labelled("dead letters", f"{sum(observation.dead.values()):,} transactions: {each}", BAD)
-    ]
+    return [_labelled("dead letters", f"{sum(status.dead.values()):,} transactions: {each}", BAD)]
 
 
-def _uncounted(observation: Observation) -> str:
+def _uncounted(status: Status) -> str:
     """Return why the target has no number of transactions."""
-    return "unknown" if _TARGET in observation.faults else "not counted: it takes too long"
+    return "unknown" if TARGET in status.faults else "not counted: it takes too long"
 
 
-def _stopped(observation: Observation) -> list[Text]:
+def _stopped(status: Status) -> list[Text]:
     return [
         _labelled(
             "stopped",
@@ -282,15 +274,15 @@ def _stopped(observation: Observation) -> list[Text]:
             + (f", such as {_plain(each.sample)}" if each.sample else ""),
             BAD,
         )
-        for each in observation.stopped
+        for each in status.braked
     ]
 
 
-def _engines(observation: Observation, trends: Trends) -> list[Text]:
-    if not observation.engines:
+def _engines(status: Status, trends: Trends) -> list[Text]:
+    if not status.engines:
         return []
     events: dict[str, int] = {}
-    for each in observation.engines:
+    for each in status.engines:
         events[each.engine] = events.get(each.engine, 0) + each.events
     shown = []
     for engine, count in sorted(events.items()):
@@ -300,18 +292,18 @@ def _engines(observation: Observation, trends: Trends) -> list[Text]:
     return [_labelled("engines", "; ".join(shown))]
 
 
-def _partitions(observation: Observation) -> list[Text]:
+def _partitions(status: Status) -> list[Text]:
     """Return the number of partitions, and those that lag most."""
-    if not observation.partitions:
+    if not status.partitions:
         return []
-    backlog = observation.unread.get("")
+    backlog = status.unread.get("")
     if backlog is None:
-        return [_labelled("partitions", f"{len(observation.partitions):,}")]
+        return [_labelled("partitions", f"{len(status.partitions):,}")]
     worst = sorted(backlog.partitions.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{number} ({count:,})" for number, count in worst[:_WORST_PARTITIONS])
     more = f", {len(worst) - _WORST_PARTITIONS:,} more" if len(worst) > _WORST_PARTITIONS else ""
     unread = f"; unread in {shown}{more}" if shown else "; all is read"
-    return [_labelled("partitions", f"{len(observation.partitions):,}{unread}")]
+    return [_labelled("partitions", f"{len(status.partitions):,}{unread}")]
 
 
 def sparkline(series: Sequence[float], ascii_only: bool = False) -> str:

@@ -8,10 +8,10 @@ from typing import Self
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from relay.admin.status import Status, Watch
 from relay.config.settings import Settings
 from relay.observe.top.frame import Size, lines
 from relay.observe.top.rates import Trends
-from relay.observe.top.watch import Observation, Watch
 
 CLOSE_SECONDS = 1.0
 
@@ -27,7 +27,7 @@ class View:
         self._interval = interval
         self._height = height
         self._trends = Trends()
-        self._observation: Observation | None = None
+        self._status: Status | None = None
         self._closing = Event()
         # A daemon, so that a server that does not answer does not keep the process alive.
         self._thread = Thread(target=self._run, name="view", daemon=True)
@@ -43,20 +43,20 @@ class View:
         self._thread.join(CLOSE_SECONDS)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if self._observation is None:
+        if self._status is None:
             yield Text("querying the databases", style="dim")
             return
         height = self._height or console.size.height
         # Some terminals wrap at the last column.
         size = Size(console.size.width - 1, height, console.options.ascii_only)
-        yield Text("\n").join(lines(self._observation, self._trends, size))
+        yield Text("\n").join(lines(self._status, self._trends, size))
 
     def _run(self) -> None:
         try:
             while True:
-                observation = self._watch.read()
-                self._trends.note(observation)
-                self._observation = observation
+                status = self._watch.read()
+                self._trends.note(status)
+                self._status = status
                 self.refreshed.set()
                 if self._closing.wait(self._interval):
                     return

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from relay.observe.top.watch import Observation
+from relay.admin.status import TARGET, Status
 
 KEPT = 60
 """How many polls are kept."""
@@ -39,22 +39,22 @@ class Trends:
         self._counts: deque[_Counts] = deque(maxlen=KEPT)
         self._series: dict[str, deque[float]] = {}
 
-    def note(self, observation: Observation) -> None:
+    def note(self, status: Status) -> None:
         """Add the counts of a poll."""
         events: dict[str, int] = {}
         transactions: dict[str, int] = {}
-        for each in observation.engines:
+        for each in status.engines:
             events[each.engine] = events.get(each.engine, 0) + each.events
             transactions[each.engine] = transactions.get(each.engine, 0) + each.transactions
-        if "target.dsn" not in observation.faults:
-            self._counts.append(_Counts(observation.completed, events, transactions))
+        if TARGET not in status.faults:
+            self._counts.append(_Counts(status.completed, events, transactions))
         rates = self.rates()
         if rates is not None:
             self._add(RATE, rates.events)
-        for name, backlog in observation.unread.items():
+        for name, backlog in status.unread.items():
             self._add(name, backlog.events)
-        for sink in observation.sinks:
-            if sink.sink not in observation.unread:
+        for sink in status.sinks:
+            if sink.sink not in status.unread:
                 self._add(sink.sink, 0)
 
     def series(self, name: str) -> Sequence[float]:
