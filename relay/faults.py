@@ -438,7 +438,8 @@ def timed_out(error: BaseException) -> bool:
 def _permission_denied(error: psycopg.Error) -> bool:
     """Return whether the role lacks a privilege, for any event; the CHECK of a policy has the same SQLSTATE."""
     return error.sqlstate == "42501" and (
-        error.diag.source_function == "aclcheck_error" or is_of_row_security(error)
+        error.diag.source_function in ("aclcheck_error", "InitTempTableNamespace")
+        or is_of_row_security(error)
     )
 
 

@@ -14,7 +14,7 @@ import psycopg
 from relay.config.effects import Effects
 from relay.config.settings import Settings
 from relay.delivery.sinks import Sinks
-from relay.faults import Interrupted, RelayError
+from relay.faults import Interrupted, RelayError, is_transient
 from relay.logs import BATCH
 from relay.model.batch import Batch, Outcome
 from relay.model.events import Lsn
@@ -225,7 +225,10 @@ class _GroupRun(Part):
             with connect(self._settings.target_dsn) as conn:
                 living = set(instances(conn, self._settings.group)) - {groups.INSTANCE}
                 return groups.begin(conn, self._settings.group, living)
-        except psycopg.OperationalError:
+        except psycopg.Error as error:
+            # A target that is away, or read-only, is one of which nobody knows.
+            if not is_transient(error):
+                raise
             return True
 
 

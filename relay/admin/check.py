@@ -28,7 +28,9 @@ from relay.source.recovery import Recognition
 from relay.spark.java import java_home
 from relay.store import (
     admission,
+    connections,
     groups,
+    rights,
 )
 from relay.store.connections import Connection
 from relay.store.deferred import counts as deferred_counts
@@ -161,9 +163,16 @@ def _routes(settings: Settings) -> Iterator[Finding]:
 def _target(
     conn: Connection, settings: Settings, built: dict[str, handlers.Handler], accept: bool
 ) -> Iterator[Finding]:
+    writable = finding_of("target", "it can be written", _require_writable, conn)
+    yield writable
+    if writable.level is Severity.ERROR:
+        return
     schema = schema_finding(conn, "target", "target.dsn")
     yield schema
     if schema.level is Severity.OK:
+        yield finding_of(
+            "rights", "relay's own tables", rights.require, conn, "target", "target.dsn"
+        )
         yield finding_of(
             "group", f"{settings.partitions} partitions", require_group, conn, settings
         )
@@ -177,8 +186,26 @@ def _target(
         yield from _position(conn, settings)
         yield from _former_handlers(conn, settings)
         yield from _sinks(conn, settings)
+    if built:
+        temporary = finding_of(
+            "rights", "temporary tables", rights.require_temporary, conn, "target.dsn"
+        )
+        yield temporary
+        if temporary.level is Severity.ERROR:
+            return
     for name, handler in built.items():
         yield _check_handler(conn, name, handler)
+
+
+def _require_writable(conn: Connection) -> None:
+    """Raise Unreachable if the target is read-only, which passes: relay waits for it."""
+    try:
+        connections.require_writable(conn)
+    except psycopg.errors.ReadOnlySqlTransaction:
+        raise Unreachable(
+            "target.dsn: the database is read-only, as a standby is, and one whose operator or provider has set "
+            "default_transaction_read_only: connect to the primary, or reset that"
+        ) from None
 
 
 def _position(target: Connection, settings: Settings) -> Iterator[Finding]:

@@ -35,7 +35,7 @@ from relay.source.stream.slot import (
     slot_state,
 )
 from relay.source.stream.walsender import open_replication, require_asynchronous
-from relay.store import dead_letters, streams
+from relay.store import dead_letters, rights, streams
 from relay.store.connections import Connection, connect
 from relay.store.poolers import POOLER_HINT, leads_to_pooler
 
@@ -83,6 +83,11 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
     schemas = [schema_finding(conn, side, "source.dsn") for side in source_sides(settings)]
     yield from schemas
     if all(schema.level is Severity.OK for schema in schemas):
+        found = finding_of(
+            "rights", "relay's own tables", rights.require, conn, "source", "source.dsn"
+        )
+        # Only retention and the notes of slots need them.
+        yield replace(found, level=Severity.WARNING) if found.level is Severity.ERROR else found
         yield from _retention(conn, settings)
     functions = finding_of("functions", "relay may call what it needs", require_functions, conn)
     yield functions

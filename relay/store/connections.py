@@ -86,11 +86,11 @@ class _Pool(ConnectionPool[psycopg.Connection[Any]]):
     """A pool that replaces its sessions after a fault that may be the session's own.
 
     `configure` prepares a new session. A PoolTimeout has the error of the last attempt to open one, which psycopg only
-    logs.
+    logs; what no retry repairs, such as a missing right, is raised as it is.
     """
 
     def __init__(self, dsn: Dsn, configure: Configure, **options: Any) -> None:
-        faults: list[str] = []
+        faults: list[psycopg.Error | ConfigurationError] = []
 
         class Connection(psycopg.Connection[Any]):
             @classmethod
@@ -98,14 +98,14 @@ class _Pool(ConnectionPool[psycopg.Connection[Any]]):
                 try:
                     return _opened_noting(dsn, super().connect, **kwargs)
                 except psycopg.OperationalError as error:
-                    faults[:] = [first_line(error)]
+                    faults[:] = [error]
                     raise
 
         def prepare(conn: psycopg.Connection[Any]) -> None:
             try:
                 configure(conn)
             except (psycopg.Error, ConfigurationError) as error:
-                faults[:] = [first_line(error)]
+                faults[:] = [error]
                 raise
             faults.clear()
 
@@ -113,13 +113,16 @@ class _Pool(ConnectionPool[psycopg.Connection[Any]]):
         super().__init__("", connection_class=Connection, configure=prepare, **options)
 
     def getconn(self, timeout: float | None = None) -> psycopg.Connection[Any]:
-        """Return a connection. Raises PoolTimeout."""
+        """Return a connection. Raises PoolTimeout, psycopg.errors.InsufficientPrivilege or ConfigurationError."""
         try:
             return super().getconn(timeout)
         except PoolTimeout as error:
             if not self._faults:
                 raise
-            raise PoolTimeout(self._faults[0].removeprefix("connection failed: ")) from error
+            fault = self._faults[0]
+            if isinstance(fault, ConfigurationError | psycopg.errors.InsufficientPrivilege):
+                raise fault from None
+            raise PoolTimeout(first_line(fault).removeprefix("connection failed: ")) from error
 
     @contextmanager
     def connection(self, timeout: float | None = None) -> Iterator[psycopg.Connection[Any]]:

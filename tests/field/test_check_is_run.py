@@ -23,13 +23,14 @@ from relay.config.handlers import HandlerSettings
 from relay.config.imports import load
 from relay.config.settings import Route, Settings
 from relay.config.templates import Template
-from relay.faults import ConfigurationError, Rejected, RelayError
+from relay.faults import ConfigurationError, Rejected, RelayError, Unreachable
 from relay.handlers.messages import Message, Publishing
 from relay.pipeline.route_rules import shadowed
-from relay.store import advisory_locks
+from relay.store import advisory_locks, connections, rights
+from relay.store.migrations import Side
 from relay.store.positions import sinks
 from relay.store.presence import instances
-from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.outbox import Outbox, event, host, relaying, relaying_until_it_ends, wait_until
 from tests.pgbouncer import pooled
 from tests.process import relay
 from tests.sinks import make_event, transaction
@@ -370,3 +371,83 @@ def test_the_log_names_the_session_that_has_the_claim_of_a_sink(
             (record,) = (each for each in caplog.records if "claim of a sink" in each.message)
             holder = getattr(record, "holder")  # noqa: B009
             assert f"process {leftover.info.backend_pid} of the server, left behind" in holder
+
+
+def limited(outbox: Outbox, dsn: str, **more: Any) -> Settings:
+    """Settings whose source and target are entered by a role with relay's rights only."""
+    source = {"dsn": dsn, "slot": outbox.slot, "publication": outbox.slot}
+    return outbox.settings(source=source, **more)
+
+
+PYTHON = {"projection": {"type": "python", "callable": "tests.field.test_check_is_run:many"}}
+
+
+@pytest.mark.parametrize("handlers", [PYTHON, None])
+def test_a_role_that_may_not_create_temporary_tables(
+    outbox: Outbox, handlers: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """matomo-org/matomo#15132, databasus/databasus#254: relay retried for ever what counted as an outage."""
+    with outbox.limited_role() as (_, dsn):
+        settings = limited(outbox, dsn, **({"handlers": handlers} if handlers else {}))
+        outbox.conn.execute(
+            f"revoke temporary on database {outbox.slot} from public, relay".encode()
+        )
+        with pytest.raises(ConfigurationError, match="`grant temporary on database"):
+            require(settings)
+        # The right may be revoked while relay runs.
+        monkeypatch.setattr(connections, "POOL_TIMEOUT_SECONDS", 0.3)
+        with relaying_until_it_ends(settings, "permission denied to create temporary tables"):
+            outbox.publish(host(1), event())
+
+
+@pytest.mark.parametrize(
+    ("change", "cure"),
+    [
+        ("revoke insert on relay.dead_letter_queue from relay", "grant insert on relay.dead_l"),
+        ("revoke usage on sequence relay.dead_transactions from relay", "grant usage on sequence"),
+        ("alter table relay.deferred enable row level security", "alter role .* bypassrls"),
+    ],
+)
+def test_rights_on_relays_own_tables(outbox: Outbox, change: str, cure: str) -> None:
+    """A dump without privileges, and policies on every table: ansible/awx-operator#2084, jikig-ai/soleur#5809."""
+    with outbox.limited_role() as (_, dsn):
+        require(limited(outbox, dsn))
+        outbox.conn.execute(change.encode())
+        with pytest.raises(ConfigurationError, match=cure):
+            require(limited(outbox, dsn))
+
+
+def test_the_rights_that_are_checked_are_those_that_were_granted(outbox: Outbox) -> None:
+    granted = outbox.conn.execute(
+        """
+        select oid::regclass::text, lower(privilege_type) from pg_class, aclexplode(relacl)
+         where relnamespace = 'relay'::regnamespace and grantee = 'relay'::regrole
+        """
+    ).fetchall()
+    sides: tuple[Side, ...] = ("source", "target")
+    checked = {
+        (name, privilege)
+        for side in sides
+        for kind, name, privilege in rights.granted(side)
+        if kind in ("table", "sequence")
+    }
+    assert checked == set(granted)
+
+
+@pytest.mark.parametrize("kind", ["sql", "http"])
+def test_relay_waits_at_its_start_for_a_target_that_is_read_only(
+    outbox: Outbox, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A provider whose disk is full, a standby before its promotion: citusdata/pg_cron#270, bitnami/charts#23219."""
+    with outbox.limited_role() as (name, dsn), Webhook() as webhook:
+        hook = {"projection": {"type": "http", "url": webhook.url}}
+        settings = limited(outbox, dsn, **({"handlers": hook} if kind == "http" else {}))
+        outbox.conn.execute(f"alter role {name} set default_transaction_read_only = on".encode())
+        with pytest.raises(Unreachable, match="the database is read-only"):
+            require(settings)
+        outbox.publish(host(1), event())
+        with relaying(settings):
+            wait_until(lambda: "the target cannot be used" in caplog.text, 20)
+            outbox.conn.execute(f"alter role {name} reset default_transaction_read_only".encode())
+            outbox.wait_drained()
+        assert outbox.handled() + len(webhook.ids()) == 1
