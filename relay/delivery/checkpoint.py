@@ -5,20 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 from relay.config.settings import Settings
 from relay.delivery.hold import WalHold
-from relay.delivery.outcomes import Outcome, Recorder
 from relay.delivery.progress import SinkProgress
 from relay.delivery.queues import Delivery
 from relay.faults import describe
 from relay.logs import RepeatedLines
-from relay.model.dispositions import APPLIED, Applied, Blocked, DeadLetter, Disposition, RetryLater
+from relay.model.batch import DeadLettered
+from relay.model.dispositions import (
+    APPLIED,
+    Applied,
+    Blocked,
+    DeadLetter,
+    Disposition,
+    RetryLater,
+    is_deferred,
+)
 from relay.pipeline.brake import Brake
 from relay.pipeline.listeners import Meter
+from relay.pipeline.settlement import Settlement, Unsettled
 from relay.source.server import SourcePosition
 from relay.store import brakes, sink_activity
 from relay.store.positions.sinks import (
@@ -84,7 +93,8 @@ class Checkpoint:
         self._claim = claim
         self._epoch = state.epoch
         self._progress = progress
-        self._recorder = Recorder(settings, name, meter)
+        self._settlement = Settlement(settings, name)
+        self._meter = meter
         self._brake = brake
         self._hold = hold
         self._in_target = in_target
@@ -92,7 +102,7 @@ class Checkpoint:
         self._stored = stored
         self._attempts = attempts
         self._next_activity = 0.0
-        self._outcomes: list[tuple[Delivery, Outcome]] = []
+        self._outcomes: list[tuple[Delivery, Disposition]] = []
         self._recorded = asyncio.Event()
         self._finished = asyncio.Event()
         self._written = state.position, ""
@@ -138,9 +148,9 @@ class Checkpoint:
         else:
             self.record(delivery, disposition)
 
-    def record(self, delivery: Delivery, outcome: Outcome) -> None:
+    def record(self, delivery: Delivery, disposition: Disposition) -> None:
         """Record an outcome, to be stored at once."""
-        self._outcomes.append((delivery, outcome))
+        self._outcomes.append((delivery, disposition))
         self.records += 1
         self.held_any = True
         self._recorded.set()
@@ -195,7 +205,7 @@ class Checkpoint:
             state = self._row_state
             attempts = self._due_attempts()
             try:
-                paused = await self._in_target(
+                paused, dead = await self._in_target(
                     self._write, outcomes, position, done, state, attempts
                 )
             except Exception as error:
@@ -205,7 +215,7 @@ class Checkpoint:
                 if delivery.due is not None:
                     self.retried.discard(delivery.due.id)
                     self.followed.set()
-            self._recorder.report(outcomes)
+            self._report([disposition for _, disposition in outcomes], dead)
             self.at = time.monotonic()
             self._hold.store(reached, state == ATTACHED)
         self._stored(paused)
@@ -245,16 +255,32 @@ class Checkpoint:
 
     def _write(
         self,
-        outcomes: Sequence[tuple[Delivery, Outcome]],
+        outcomes: Sequence[tuple[Delivery, Disposition]],
         position: Position,
         done: Sequence[int],
         state: str,
         attempts: Attempts | None,
-    ) -> bool:
-        """Write outcomes and position in one database transaction; returns whether to pause. Raises SinkMoved."""
+    ) -> tuple[bool, list[DeadLettered]]:
+        """Write outcomes and position in one database transaction; returns whether to pause, and the new dead letters.
+
+        Raises SinkMoved.
+        """
         changed = (position, state) != self._written or bool(done)
         with self._claim.conn.transaction():
-            self._recorder.write(self._claim.conn, outcomes)
+            dead = self._settlement.store(
+                self._claim.conn,
+                (
+                    Unsettled(
+                        each.rows,
+                        each.events.events,
+                        disposition,
+                        each.keys,
+                        each.history,
+                        each.due,
+                    )
+                    for each, disposition in outcomes
+                ),
+            )
             paused = (
                 self._claim.store(position, self._epoch, done, state)
                 if changed
@@ -269,7 +295,14 @@ class Checkpoint:
             if fault != self._reported_fault:
                 self._claim.note_fault(fault)
         self._written, self._reported_fault = (position, state), fault
-        return paused
+        return paused, dead
+
+    def _report(self, dispositions: Collection[Disposition], dead: Sequence[DeadLettered]) -> None:
+        """Log dead letters and the faults that defer transactions, and count both. Called once they are stored."""
+        self._settlement.log_retries(dispositions)
+        for each in dead:
+            log.warning("dead letter", extra=each.fields)
+        self._meter.stored(self._name, sum(map(is_deferred, dispositions)), dead)
 
     def _write_attempts(self, attempts: Attempts, position: Position) -> None:
         is_polling = position.following is not None and position.polled_offset > BEFORE_FIRST

@@ -10,15 +10,14 @@ from datetime import datetime
 from relay.config.settings import Settings
 from relay.delivery.checkpoint import Blocking, Checkpoint
 from relay.delivery.dispatch import Dispatcher
-from relay.delivery.outcomes import Scheduled
 from relay.delivery.progress import SinkCommit
 from relay.delivery.queues import Delivery
-from relay.model.dispositions import AttemptHistory, DeadLetter
+from relay.model.dispositions import AttemptHistory, DeadLetter, Scheduled
 from relay.model.events import Transaction
 from relay.model.transactions import Routed, Transactions, Undecoded
-from relay.pipeline.dead_lettering import large_offsets, not_received
 from relay.pipeline.deferral import Ordering, delivery_times
 from relay.pipeline.routing import BatchRouter
+from relay.pipeline.settlement import not_received
 from relay.store import (
     clock,
     deferred,
@@ -64,17 +63,14 @@ class Submission:
 
         `large` are the c_offsets of rows that were too large to be read: their transactions are dead-lettered.
         """
-        transactions = routed.transactions
+        transactions, table = routed.transactions, self._settings.source.table
         later = await self._scheduled(transactions)
         keys = [self._keys(each.hosts, events) for each, events in _pairs(routed)]
         await self._query_held(keys)
         for index, (rows, events) in enumerate(_pairs(routed)):
             delivery = Delivery(rows, events, keys[index], commits[index])
-            if missing := large_offsets(rows, events.events, large):
-                self._checkpoint.complete(
-                    delivery,
-                    DeadLetter(self._name, not_received(self._settings.source.table, missing)),
-                )
+            if large and (fault := not_received(rows, events.events, large, table)):
+                self._checkpoint.complete(delivery, DeadLetter(self._name, fault))
             elif index in later:
                 self._checkpoint.record(delivery, Scheduled(later[index]))
             else:

@@ -6,13 +6,15 @@ Disposition
     ├── Failed
     │   ├── RetryLater   deferred until its retry; holds its keys
     │   └── DeadLetter   dead-lettered; holds its keys if it `holds`
-    └── Blocked          deferred; an earlier transaction holds one of its keys
+    ├── Blocked          deferred; an earlier transaction holds one of its keys
+    └── Scheduled        deferred until its time; holds no key
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, assert_never
 
 from tenacity import RetryCallState, wait_exponential, wait_random
@@ -82,8 +84,15 @@ class Blocked:
     """An earlier transaction holds one of its keys: the transaction was not tried, or was rolled back."""
 
 
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """An event of the transaction is for later (`deliver_at`): the transaction is tried at the time `until`."""
+
+    until: datetime
+
+
 Failed = RetryLater | DeadLetter
-Unapplied = Failed | Blocked
+Unapplied = Failed | Blocked | Scheduled
 Disposition = Applied | Unapplied
 Dispositions = dict[int, Unapplied]
 """The dispositions of the transactions that were not applied, by index; the others are Applied."""
@@ -95,13 +104,18 @@ BLOCKED = Blocked()
 def holds_keys(disposition: Disposition) -> bool:
     """Whether the transaction blocks later ones that share a key with it."""
     match disposition:
-        case Applied():
+        case Applied() | Scheduled():
             return False
         case DeadLetter():
             return disposition.holds
         case RetryLater() | Blocked():
             return True
     assert_never(disposition)
+
+
+def is_deferred(disposition: Disposition) -> bool:
+    """Whether the transaction gets, or keeps, a row in `relay.deferred`: to be tried again, or since it holds keys."""
+    return isinstance(disposition, Scheduled) or holds_keys(disposition)
 
 
 def judge(

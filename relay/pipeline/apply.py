@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,19 +21,15 @@ from relay.faults import Braked, TooLarge, timed_out
 from relay.model.batch import DeadLettered, Range, TaskOutcome, Work
 from relay.model.dispositions import (
     APPLIED,
-    NEW,
-    Applied,
     AttemptHistory,
-    Blocked,
     DeadLetter,
-    holds_keys,
+    is_deferred,
 )
 from relay.model.snapshots import RowCounts, full_xids
 from relay.model.trace_context import Traced, TraceRecord
 from relay.model.transactions import Transactions
 from relay.pipeline.brake import Brake
-from relay.pipeline.dead_lettering import DeadLetterWriter
-from relay.pipeline.deferral import DeferralLog, DeferralRules
+from relay.pipeline.deferral import DeferralRules
 from relay.pipeline.handling import HandlerFailed, HandlerRunner, HandlingMode, reason_of
 from relay.pipeline.positions import (
     advances,
@@ -46,15 +42,11 @@ from relay.pipeline.positions import (
 )
 from relay.pipeline.range_reader import RangeReader
 from relay.pipeline.routing import Assignment, BatchRouter
+from relay.pipeline.settlement import Settlement, Unsettled, not_received
 from relay.pipeline.streaks import store_streaks
 from relay.pipeline.tracing import Tracing, joined, judged
-from relay.store import (
-    brakes,
-    dead_letters,
-    deferred,
-)
+from relay.store import brakes
 from relay.store.connections import Connection, HandlerPool
-from relay.store.deferred import Deferral
 from relay.store.deferred import due as deferred_due
 from relay.store.deferred import rows as deferred_rows
 from relay.store.deferred.due import DueTransaction
@@ -115,9 +107,8 @@ class Applier:
         )
         self._limits = settings.brakes
         self._settings = settings
-        self._dead_letters = DeadLetterWriter(settings, self._router)
+        self._settlement = Settlement(settings)
         self._range_reader = RangeReader(settings, connections)
-        self._deferral_log = DeferralLog()
         self._tracing = (
             Tracing(self._router, self._handler_runner.names) if settings.observe.traces else None
         )
@@ -238,10 +229,10 @@ class Applier:
         for transactions in self._range_reader.portions(self.active_jobs.reading(found)):
             events += transactions.events
             count += len(transactions)
-            left, dead_lettered = self._dead_letters.write_too_large(
-                conn, transactions, task.by_reference
-            )
-            all_delivered.append(_Delivered(dead_lettered, 0, []))
+            left = transactions
+            if task.by_reference:
+                left, dead = self._dead_letter_too_large(conn, transactions, task.by_reference)
+                all_delivered.append(_Delivered(dead, 0, []))
             if not len(left):
                 continue
             hosts = left.distinct_hosts
@@ -263,38 +254,52 @@ class Applier:
     ) -> _Delivered:
         """Run the handlers of transactions, and defer those that are scheduled, blocked or to be retried."""
         assigned = self._router.route(transactions)
-        deferrals = self._deferral_rules.split(conn, assigned, holding)
-        flowing = transactions.besides(deferrals)
-        left = assigned.take(flowing) if deferrals else assigned
+        dispositions, keys = self._deferral_rules.split(conn, assigned, holding)
+        flowing = transactions.besides(dispositions)
+        left = assigned.take(flowing) if dispositions else assigned
         found = self._handler_runner.handle(conn, left, mode, {}, brake)
         braked = store_streaks(conn, self._group, self._limits, left, found, brake)
-        dispositions = {flowing[index]: disposition for index, disposition in found.items()}
-        deferrals |= {
-            index: self._deferral_rules.after(assigned.part(index, index + 1), disposition, NEW)
-            for index, disposition in dispositions.items()
-            if holds_keys(disposition)
-        }
-        dead: list[DeadLettered] = []
-        for index, disposition in sorted(dispositions.items()):
-            if isinstance(disposition, DeadLetter):
-                number, dead_lettered = self._dead_letters.write(
-                    conn, transactions[index], disposition
-                )
-                dead.append(dead_lettered)
-                if index in deferrals:
-                    deferrals[index] = replace(deferrals[index], dead_transaction=number)
+        dispositions |= {flowing[index]: disposition for index, disposition in found.items()}
         # In commit order, which is the order of their retries.
-        indices = sorted(deferrals)
-        entries = zip(transactions.take(indices), map(deferrals.__getitem__, indices), strict=True)
-        deferred.defer(conn, self._group, entries)
-        self._deferral_log.note(dispositions)
-        unblocked = [index for index, deferral in deferrals.items() if not deferral.blocked]
+        indices = sorted(dispositions)
+        unsettled = []
+        for index, rows in zip(indices, transactions.take(indices), strict=True):
+            if index not in keys and is_deferred(dispositions[index]):
+                keys[index] = self._deferral_rules.keys(assigned.part(index, index + 1))
+            unsettled.append(
+                Unsettled(rows, self._router.events(rows), dispositions[index], keys.get(index, ()))
+            )
+        dead = self._settlement.store(conn, unsettled)
+        self._settlement.log_retries(dispositions.values())
+        waiting = [
+            index
+            for index, disposition in dispositions.items()
+            if not isinstance(disposition, DeadLetter)
+        ]
         trace_record = self._trace_record(
-            assigned, lambda index: judged(dispositions.get(index, APPLIED), index in deferrals)
+            assigned, lambda index: judged(dispositions.get(index, APPLIED), is_retry=False)
         )
         return _Delivered(
-            dead, int(transactions.facts["events"][unblocked].sum()), braked, trace_record
+            dead, int(transactions.facts["events"][waiting].sum()), braked, trace_record
         )
+
+    def _dead_letter_too_large(
+        self, conn: Connection, transactions: Transactions, by_reference: Collection[int]
+    ) -> tuple[Transactions, list[DeadLettered]]:
+        """Dead-letter the transactions with a row that was too large to be read; returns the others and the dead.
+
+        `by_reference` are the c_offsets of such rows.
+        """
+        unsettled = {}
+        for index, rows in enumerate(transactions):
+            events = self._router.events(rows)
+            fault = not_received(rows, events, by_reference, self._settings.source.table)
+            if fault is not None:
+                unsettled[index] = Unsettled(rows, events, DeadLetter(None, fault))
+        if not unsettled:
+            return transactions, []
+        others = transactions.take(transactions.besides(unsettled))
+        return others, self._settlement.store(conn, unsettled.values())
 
     def _trace_record(
         self, assigned: Assignment, judge: Callable[[int], Traced | None]
@@ -351,41 +356,30 @@ class Applier:
         if not dead_before:
             for fault in store_streaks(conn, self._group, limits, assigned, dispositions, brake):
                 log.error("a handler is stopped", extra={"fault": fault})
-        done: list[int] = []
-        replayed: list[int] = []
-        undelivered: list[int] = []
-        again: list[tuple[int, Deferral]] = []
-        dead: list[DeadLettered] = []
-        for index, each in enumerate(due):
-            disposition, number = dispositions.get(index, APPLIED), each.dead_transaction
-            if isinstance(disposition, DeadLetter):
-                number, dead_lettered = self._dead_letters.write(
-                    conn, transactions[index], disposition, number, each.undelivered
-                )
-                dead.append(dead_lettered)
-            elif isinstance(disposition, Applied):
-                if number is not None:
-                    replayed.append(number)
-                if each.undelivered:
-                    undelivered.append(index)
-            if isinstance(disposition, Applied) or not holds_keys(disposition):
-                done.append(each.id)
-            elif not isinstance(disposition, Blocked) or not each.holds:
-                deferral = self._deferral_rules.after(
-                    assigned.part(index, index + 1), disposition, histories[index]
-                )
-                again.append((each.id, replace(deferral, dead_transaction=number)))
-        if replayed:
-            dead_letters.mark(conn, self._group, replayed, "replayed", "replayed")
-        self._deferral_log.note(dispositions)
-        self._deferral_rules.defer_deliveries(conn, assigned, undelivered)
-        deferred.defer_again(conn, again)
-        deferred.remove(conn, done)
+        unsettled = [
+            Unsettled(
+                rows,
+                self._router.events(rows),
+                dispositions.get(index, APPLIED),
+                before=histories[index],
+                due=due[index],
+            )
+            for index, rows in enumerate(transactions)
+        ]
+        self._deferral_rules.defer_deliveries(
+            conn,
+            assigned,
+            [
+                index
+                for index, each in enumerate(due)
+                if each.undelivered and index not in dispositions
+            ],
+        )
+        dead = self._settlement.store(conn, unsettled)
+        self._settlement.log_retries(dispositions.values())
         trace_record = self._trace_record(
             assigned,
-            lambda index: judged(
-                dispositions.get(index, APPLIED), False, histories[index].attempts
-            ),
+            lambda index: judged(dispositions.get(index, APPLIED), True, histories[index].attempts),
         )
         return Redelivery(len(due), len(due) - len(dispositions), dead, trace_record)
 

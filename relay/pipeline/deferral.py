@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 
 import numpy as np
 
 from relay.config.handlers import HandlerSettings, SinkHandler
 from relay.config.settings import Settings
-from relay.faults import describe
-from relay.logs import RepeatedLines
 from relay.model import ordering_keys
-from relay.model.dispositions import (
-    AttemptHistory,
-    Blocked,
-    DeadLetter,
-    Dispositions,
-    RetryLater,
-    Unapplied,
-)
+from relay.model.dispositions import BLOCKED, Dispositions, Scheduled
 from relay.model.events import Transaction
 from relay.model.transactions import Transactions, Undecoded
 from relay.pipeline.routing import Assignment, BatchRouter, Parts
 from relay.store import clock, deferred
 from relay.store.connections import Connection
 from relay.store.deferred import Deferral
-
-log = logging.getLogger(__name__)
 
 _LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
 _NEVER = datetime(9999, 12, 31, tzinfo=UTC)
@@ -124,14 +111,10 @@ class DeferralRules:
         for sink, deliveries in by_sink.items():
             deferred.defer(conn, self._group, deliveries, sink)
 
-    def after(self, one: Assignment, disposition: Unapplied, before: AttemptHistory) -> Deferral:
-        """The deferral of a single transaction that was not applied; `before` are its earlier attempts."""
-        return deferral_of(self.keys(one), disposition, before)
-
     def split(
         self, conn: Connection, assigned: Assignment, holding: set[str]
-    ) -> dict[int, Deferral]:
-        """The deferrals of the transactions that cannot be applied now, by index.
+    ) -> tuple[Dispositions, dict[int, frozenset[str]]]:
+        """The transactions that cannot be applied now, by index: what becomes of them, and their ordering keys.
 
         `holding` are the hosts of which a deferred transaction holds a key. A transaction with a held key is blocked;
         it holds its own keys in turn. A scheduled one (`deliver_at`) is deferred until its time, and holds no key.
@@ -139,28 +122,28 @@ class DeferralRules:
         Example: a deferred transaction holds key a. Of new transactions with keys {a, b}, {b} and {c} the first two are
         blocked: the first by a, the second by b, which the first one holds now.
         """
-        deferrals = self._until(conn, assigned)
-        if holding:
-            deferrals |= self._blocked(conn, assigned, deferrals, holding)
-        return deferrals
-
-    def _until(self, conn: Connection, assigned: Assignment) -> dict[int, Deferral]:
-        """Transactions with an event for later, until the latest time. Sinks defer what goes to sinks only."""
-        deferrals: dict[int, Deferral] = {}
+        keys: dict[int, frozenset[str]] = {}
+        dispositions: Dispositions = {}
         times = delivery_times(assigned.transactions, self._router)
         for index, moment in clock.ahead(conn, times).items():
             one = assigned.part(index, index + 1)
+            # Sinks defer what goes to sinks only.
             if one.parts.keys() - set(self._sinks):
-                deferrals[index] = Deferral(self.keys(one), holds=False, until=moment)
-        return deferrals
+                dispositions[index], keys[index] = Scheduled(moment), self.keys(one)
+        if holding:
+            blocked = self._blocked(conn, assigned, dispositions, holding)
+            dispositions |= dict.fromkeys(blocked, BLOCKED)
+            keys |= blocked
+        return dispositions, keys
 
     def _blocked(
         self,
         conn: Connection,
         assigned: Assignment,
-        scheduled: dict[int, Deferral],
+        scheduled: Collection[int],
         holding: set[str],
-    ) -> dict[int, Deferral]:
+    ) -> dict[int, frozenset[str]]:
+        """The transactions that a held key blocks, by index, with their keys."""
         transactions = assigned.transactions
         suspects = np.array([not holding.isdisjoint(hosts) for hosts in transactions.hosts])
         keys = {
@@ -170,29 +153,12 @@ class DeferralRules:
         }
         asked = frozenset[str]().union(*keys.values())
         held = deferred.held(conn, self._group, "", asked) if asked else set()
-        deferrals: dict[int, Deferral] = {}
+        blocked: dict[int, frozenset[str]] = {}
         for index, own in keys.items():
             if not held.isdisjoint(own):
                 held |= own
-                deferrals[index] = Deferral(own)
-        return deferrals
-
-
-class DeferralLog:
-    """Logs which handlers defer transactions, and why."""
-
-    def __init__(self) -> None:
-        self._lines = RepeatedLines(log, logging.WARNING, "deferred", "attempts")
-
-    def note(self, dispositions: Dispositions) -> None:
-        """Log each handler and fault that defers transactions, with their number."""
-        faults = Counter(
-            (disposition.handler, describe(disposition.error))
-            for disposition in dispositions.values()
-            if isinstance(disposition, RetryLater)
-        )
-        for (handler, fault), attempts in faults.items():
-            self._lines.note(attempts, handler=handler, fault=fault)
+                blocked[index] = own
+        return blocked
 
 
 def delivery_times(transactions: Transactions, router: BatchRouter) -> dict[int, datetime]:
@@ -212,18 +178,3 @@ def moment_of(value: str) -> datetime:
         return datetime.fromisoformat(value)
     except ValueError:
         return _LONG_AGO if value.startswith("-") or value.endswith("BC") else _NEVER
-
-
-def deferral_of(keys: frozenset[str], disposition: Unapplied, before: AttemptHistory) -> Deferral:
-    """The deferral of a transaction that was not applied or delivered: until its retry, or while it is blocked."""
-    if isinstance(disposition, Blocked):
-        return Deferral(keys, attempts=before.attempts, failing_seconds=before.failing_seconds)
-    return Deferral(
-        keys,
-        after=disposition.after if isinstance(disposition, RetryLater) else 0.0,
-        blocked=isinstance(disposition, DeadLetter),
-        attempts=disposition.attempts,
-        failing_seconds=before.failing_seconds or 0.0,
-        handler=disposition.handler,
-        reason=describe(disposition.error),
-    )

@@ -12,7 +12,14 @@ from typing import assert_never
 import numpy as np
 
 from relay.faults import describe
-from relay.model.dispositions import Applied, Blocked, DeadLetter, Disposition, RetryLater
+from relay.model.dispositions import (
+    Applied,
+    Blocked,
+    DeadLetter,
+    Disposition,
+    RetryLater,
+    Scheduled,
+)
 from relay.model.trace_context import PublishOrigin, TraceContext, Traced, TraceRecord, parse
 from relay.model.transactions import Transactions, text
 from relay.pipeline.routing import Assignment, BatchRouter
@@ -95,18 +102,19 @@ class Tracing:
         return {index: tuple(origins.values()) for index, origins in found.items()}, len(left_out)
 
 
-def judged(disposition: Disposition, is_deferred: bool, attempts: int = 0) -> Traced | None:
+def judged(disposition: Disposition, is_retry: bool, attempts: int = 0) -> Traced | None:
     """The disposition of a transaction for its trace; None if it was not tried, since it is still blocked."""
     match disposition:
         case DeadLetter() | RetryLater():
             name = "dead" if isinstance(disposition, DeadLetter) else "deferred"
             fault = describe(disposition.error)
             return Traced((), None, 0, (), name, disposition.handler, fault, attempts)
-        case Blocked() if not is_deferred:
+        case Blocked() if is_retry:
             return None
-        case Applied() | Blocked():
-            name = "deferred" if is_deferred else "applied"
-            return Traced((), None, 0, (), name, attempts=attempts)
+        case Blocked() | Scheduled():
+            return Traced((), None, 0, (), "deferred", attempts=attempts)
+        case Applied():
+            return Traced((), None, 0, (), "applied", attempts=attempts)
     assert_never(disposition)
 
 

@@ -1,0 +1,207 @@
+"""The settlement of transactions, of the target and of sinks: stores what became of each, in the current transaction.
+
+| disposition | a new transaction | one with a row in `relay.deferred` |
+| --- | --- | --- |
+| Applied | nothing is stored | the row is removed; dead letters that were replayed are marked so |
+| RetryLater | is deferred, and holds its keys | is deferred again, and keeps its turn |
+| Blocked | is deferred, and holds its keys | the same, unless the row holds them already: then it stays as it is |
+| Scheduled | is deferred, and holds no key | |
+| DeadLetter | is dead-lettered | is dead-lettered, or dead again; the row is removed |
+| DeadLetter that holds | the same, and is deferred until an operator decides | the same, and the row stays |
+
+What holds a key blocks all that come after it with that key.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from relay.config.fields import JSON_FIELDS
+from relay.config.settings import Settings
+from relay.faults import NotReceived, NotRouted, ProcessDied, Undecodable, describe, kind_of
+from relay.logs import RepeatedLines
+from relay.model.batch import DeadLettered
+from relay.model.dispositions import (
+    NEW,
+    Applied,
+    AttemptHistory,
+    Blocked,
+    DeadLetter,
+    Disposition,
+    RetryLater,
+    Scheduled,
+    is_deferred,
+)
+from relay.model.events import Event, Events
+from relay.model.trace_context import trace_id
+from relay.model.transactions import Undecoded
+from relay.store import dead_letters, deferred
+from relay.store.connections import Connection
+from relay.store.deferred import Deferral
+from relay.store.deferred.due import DueTransaction
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Unsettled:
+    """A transaction, or a sink's part of one, and what became of it.
+
+    `rows` are stored if it is deferred, `events` if it is dead-lettered. `due` is its row if it was deferred before. A
+    new one that is deferred gets the ordering `keys`.
+    """
+
+    rows: Undecoded
+    events: Events
+    disposition: Disposition
+    keys: Collection[str] = ()
+    before: AttemptHistory = NEW
+    due: DueTransaction | None = None
+
+
+class Settlement:
+    """Stores what became of the transactions of a sink or, if that is '', of the target. Raises psycopg.Error."""
+
+    def __init__(self, settings: Settings, sink: str = "") -> None:
+        self._group = settings.group
+        self._sink = sink
+        self._max_event_bytes = settings.source.max_event_bytes
+        self._lines = RepeatedLines(log, logging.WARNING, "deferred", "attempts")
+
+    def store(self, conn: Connection, unsettled: Iterable[Unsettled]) -> list[DeadLettered]:
+        """Store what became of transactions; returns those that were dead-lettered.
+
+        New ones are deferred in the order of `unsettled`, which is the order of their retries.
+        """
+        dead: list[DeadLettered] = []
+        new: list[tuple[Undecoded, Deferral]] = []
+        again: list[tuple[int, Deferral]] = []
+        done: list[int] = []
+        replayed: list[int] = []
+        for each in unsettled:
+            due, disposition = each.due, each.disposition
+            number = due.dead_transaction if due else None
+            if isinstance(disposition, DeadLetter):
+                number = self._dead_letter(conn, each, disposition)
+                dead.append(_dead_lettered(each, disposition))
+            deferral = _deferral(each)
+            if deferral is not None:
+                deferral = replace(deferral, dead_transaction=number)
+            if due is None:
+                if deferral is not None:
+                    new.append((each.rows, deferral))
+            elif deferral is None:
+                done.append(due.id)
+                if isinstance(disposition, Applied) and number is not None:
+                    replayed.append(number)
+            elif not isinstance(disposition, Blocked) or not due.holds:
+                again.append((due.id, deferral))
+        if replayed:
+            dead_letters.mark(conn, self._group, replayed, "replayed", "replayed")
+        if new:
+            deferred.defer(conn, self._group, new, self._sink)
+        deferred.defer_again(conn, again)
+        if done:
+            deferred.remove(conn, done)
+        return dead
+
+    def _dead_letter(self, conn: Connection, each: Unsettled, failure: DeadLetter) -> int:
+        """Dead-letter a transaction; returns its number. One that was replayed keeps its own."""
+        due, error = each.due, failure.error
+        if due is not None and due.dead_transaction is not None:
+            number = due.dead_transaction
+            dead_letters.mark_dead_again(conn, self._group, number, failure.handler, error)
+            return number
+        left_out: list[int] = []
+        events: Iterable[Event] = each.events
+        if isinstance(error, ProcessDied):
+            events = self._small(events, left_out)
+        elif isinstance(error, NotReceived):
+            left_out.extend(error.offsets)
+        # What cannot be routed, sinks have not received either. A sink's dead letters are replayed to it alone.
+        undelivered = not self._sink and (
+            (due is not None and due.undelivered)
+            or isinstance(error, NotRouted | Undecodable | NotReceived)
+        )
+        number = dead_letters.insert(
+            conn, self._group, events, failure.handler, error, self._sink, undelivered
+        )
+        if left_out:
+            dead_letters.mark_by_reference(conn, number, left_out)
+        return number
+
+    def _small(self, events: Iterable[Event], left_out: list[int]) -> Iterator[Event]:
+        """Yield events, those above `source.max_event_bytes` without payload and metadata; appends their c_offsets.
+
+        Writing an event of which processes died, perhaps for want of memory, must not take as much memory again.
+        """
+        for event in events:
+            texts = (event.text(name) or "" for name in JSON_FIELDS)
+            offset = event.c_offset
+            if offset is None or sum(map(len, texts)) <= self._max_event_bytes:
+                yield event
+            else:
+                left_out.append(offset)
+                yield event.without(JSON_FIELDS)
+
+    def log_retries(self, dispositions: Iterable[Disposition]) -> None:
+        """Log each handler and fault for which transactions are retried later, with their number."""
+        faults = Counter(
+            (disposition.handler, describe(disposition.error))
+            for disposition in dispositions
+            if isinstance(disposition, RetryLater)
+        )
+        for (handler, fault), attempts in faults.items():
+            self._lines.note(attempts, handler=handler, fault=fault)
+
+
+def _deferral(each: Unsettled) -> Deferral | None:
+    """The deferral of a transaction: until its retry or its time, or while it is blocked; None if it has none."""
+    disposition, before = each.disposition, each.before
+    if isinstance(disposition, Scheduled):
+        return Deferral(each.keys, holds=False, until=disposition.until)
+    if isinstance(disposition, Blocked):
+        return Deferral(each.keys, attempts=before.attempts, failing_seconds=before.failing_seconds)
+    if isinstance(disposition, Applied) or not is_deferred(disposition):
+        return None
+    return Deferral(
+        each.keys,
+        after=disposition.after if isinstance(disposition, RetryLater) else 0.0,
+        blocked=isinstance(disposition, DeadLetter),
+        attempts=disposition.attempts,
+        failing_seconds=before.failing_seconds or 0.0,
+        handler=disposition.handler,
+        reason=describe(disposition.error),
+    )
+
+
+def _dead_lettered(each: Unsettled, failure: DeadLetter) -> DeadLettered:
+    return DeadLettered(
+        each.rows.transaction_id,
+        each.rows.commit.end_lsn,
+        len(each.events),
+        failure.handler,
+        describe(failure.error),
+        trace_id(each.events),
+        kind_of(failure.error),
+    )
+
+
+def not_received(
+    rows: Undecoded, events: Iterable[Event], by_reference: Collection[int], table: str
+) -> NotReceived | None:
+    """The fault of a transaction with rows of `table` that were too large to be read; None if it has none.
+
+    `by_reference` are the c_offsets of such rows. `events` is read only if some of them may be the transaction's.
+    """
+    if not any(rows.first_offset <= offset <= rows.last_offset for offset in by_reference):
+        return None
+    offsets = [event.c_offset for event in events if event.c_offset in by_reference]
+    found = [offset for offset in offsets if offset is not None]
+    if not found:
+        return None
+    where = f"{table}, c_offset {', '.join(map(str, found))}"
+    return NotReceived(f"payload and metadata are too large, they are only in {where}", found)
