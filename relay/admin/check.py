@@ -27,9 +27,9 @@ from relay.runtime.retry import RetryUntilSuccess
 from relay.source.recovery import Recognition
 from relay.spark.java import java_home
 from relay.store import (
-    admission,
     connections,
     groups,
+    presence,
     rights,
 )
 from relay.store.connections import Connection
@@ -180,7 +180,7 @@ def _target(
         yield finding_of(
             "configuration",
             "no instance runs with another configuration that this one may not replace",
-            admission.require_admissible,
+            presence.require_admissible,
             *(conn, settings.group, Effects.of(settings), accept),
         )
         yield from _position(conn, settings)

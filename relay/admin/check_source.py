@@ -28,16 +28,10 @@ from relay.source.outbox.index import has_index
 from relay.source.outbox.notify import TRIGGER, sends_notify
 from relay.source.outbox.table import OutboxTable, no_table
 from relay.source.stream.open_transactions import oldest_open
-from relay.source.stream.slot import (
-    require_ours,
-    require_published,
-    require_streamable,
-    slot_state,
-)
+from relay.source.stream.slot import require_ours, require_published, require_streamable, slot_state
 from relay.source.stream.walsender import open_replication, require_asynchronous
 from relay.store import dead_letters, rights, streams
-from relay.store.connections import Connection, connect
-from relay.store.poolers import POOLER_HINT, leads_to_pooler
+from relay.store.connections import POOLER_HINT, Connection, connect, leads_to_pooler
 
 REQUIRED_FIELDS = ("id", "host_id", "event_type", "payload")
 """The fields for which an outbox must have a column. relay's own outbox has a column for each field."""

@@ -24,10 +24,9 @@ from relay.source.outbox.table import OutboxTable
 from relay.source.outbox.unread import Backlog, ReadPosition, UnreadRows, position_of_sink
 from relay.store import (
     actions,
-    admission,
+    activity,
     deferred,
     presence,
-    sink_activity,
 )
 from relay.store.connections import Connection
 from relay.store.deferred import counts as deferred_counts
@@ -58,7 +57,7 @@ class SinkStatus:
     instance: str | None
     destination: str | None = None
     seconds_left: float | None = None
-    recent: sink_activity.RecentActivity | None = None
+    recent: activity.RecentActivity | None = None
 
     @property
     def why(self) -> str | None:
@@ -92,7 +91,7 @@ def listed(
         counts = deferred_counts.count_by_sink(target, settings.group)
         running = presence.instances(target, settings.group)
         positions = _positions(target, settings, stored, running)
-        recent = sink_activity.recent(target, settings.group)
+        recent = activity.recent_attempts(target, settings.group)
     unread: dict[str, Backlog] = {}
     try:
         unread = _count(settings, positions, deadline)
@@ -158,7 +157,7 @@ def _destination(settings: Settings, sink: str) -> str | None:
 def _seconds_left(
     sink: sinks.StoredSink,
     unread: Backlog | None,
-    recent: sink_activity.RecentActivity | None,
+    recent: activity.RecentActivity | None,
 ) -> float | None:
     if sink.state != sinks.LAGGING or sink.fault or not unread or not unread.events:
         return None
@@ -246,7 +245,7 @@ def drop(settings: Settings, name: str, reason: str | None) -> int:
         )
     with reach_target(settings) as target, target.transaction():
         _require(target, settings, name)
-        if name in admission.running_handlers(target, settings.group):
+        if name in presence.running_handlers(target, settings.group):
             raise ConfigurationError(
                 f"handlers.{name}: an instance of group {settings.group!r} runs with a configuration that still has "
                 "it: restart all instances without it first"

@@ -32,14 +32,13 @@ from relay.source.outbox.unread import (
 from relay.source.stream.open_transactions import oldest_open
 from relay.source.stream.slot import SlotState, slot_reader, slot_state
 from relay.store import (
+    activity,
     brakes,
     dead_letters,
-    engines,
     groups,
+    locks,
     migrations,
-    part_faults,
     presence,
-    waits,
 )
 from relay.store.connections import (
     Connection,
@@ -116,11 +115,11 @@ class Status:
     deferred: deferred_counts.DeferredSummary | None = None
     braked: Sequence[brakes.BrakedHandler] = ()
     sinks: Sequence[sinks.StoredSink] = ()
-    engines: Sequence[engines.EngineTotals] = ()
+    engines: Sequence[activity.EngineTotals] = ()
     readers: Sequence[removable.OutboxReader] = ()
     unread: Mapping[str, Backlog] = field(default_factory=dict)
-    waits: Sequence[waits.Wait] = ()
-    parts: Sequence[part_faults.StoredPartFault] = ()
+    waits: Sequence[locks.Wait] = ()
+    parts: Sequence[presence.StoredPartFault] = ()
     noted: Sequence[NotedReader] = ()
     faults: Mapping[str, str] = field(default_factory=dict)
     read_at: Mapping[str, datetime] = field(default_factory=dict)
@@ -277,7 +276,7 @@ def _with_target(state: Status, target: Connection, settings: Settings) -> Statu
         instances=found.instances,
         partitions=offsets.initialised(target, settings.group),
         sinks=found.sinks,
-        engines=engines.read(target, settings.group),
+        engines=activity.engine_totals(target, settings.group),
         braked=found.braked,
         read_at={**state.read_at, TARGET: datetime.now(UTC)},
     )
@@ -321,7 +320,7 @@ def read(settings: Settings, last: Status | None = None) -> Status:
             state = _without(state, TARGET, error)
             if isinstance(error, TableLocked):
                 with suppress(ConfigurationError, psycopg.Error), reach_target(settings) as target:
-                    state = replace(state, waits=waits.lock_waits(target))
+                    state = replace(state, waits=locks.lock_waits(target))
             errors.append(error)
         try:
             state = _read_source(settings, state, applied)
@@ -341,8 +340,8 @@ def _read_target(settings: Settings, state: Status) -> tuple[Status, ReadPositio
             state,
             dead_letters=dead_letters.count(target, name),
             deferred=deferred_counts.count(target, name),
-            waits=waits.lock_waits(target),
-            parts=part_faults.read(target, name, state.instances),
+            waits=locks.lock_waits(target),
+            parts=presence.read_faults(target, name, state.instances),
         )
         try:
             require_writable_by_default(target)

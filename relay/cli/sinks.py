@@ -26,7 +26,7 @@ NameArgument = Annotated[str, typer.Argument(help="The sink: a handler's name.")
 def sink_list(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """List the sinks: state, unread events, deferred transactions, and why nothing is delivered."""
     from relay.admin.sinks import listed
-    from relay.store.sink_activity import MINUTES
+    from relay.store.activity import MINUTES
 
     settings = load(config)
     statuses = listed(

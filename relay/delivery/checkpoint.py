@@ -29,7 +29,8 @@ from relay.pipeline.brake import Brake
 from relay.pipeline.listeners import Meter
 from relay.pipeline.settlement import Settlement, Unsettled
 from relay.source.server import SourcePosition
-from relay.store import brakes, sink_activity
+from relay.store import activity, brakes
+from relay.store.activity import Attempts
 from relay.store.positions.sinks import (
     ATTACHED,
     BEFORE_FIRST,
@@ -39,7 +40,6 @@ from relay.store.positions.sinks import (
     SinkMoved,
     SinkState,
 )
-from relay.store.sink_activity import Attempts
 
 log = logging.getLogger(__name__)
 
@@ -307,7 +307,7 @@ class Checkpoint:
     def _write_attempts(self, attempts: Attempts, position: Position) -> None:
         is_polling = position.following is not None and position.polled_offset > BEFORE_FIRST
         polled_offset = position.polled_offset if is_polling else None
-        sink_activity.add(
+        activity.add_attempts(
             self._claim.conn, self._settings.group, self._name, attempts, polled_offset
         )
 

@@ -28,7 +28,7 @@ from relay.model.dispositions import (
 )
 from relay.pipeline.brake import Brake
 from relay.runtime.retry import LONGEST_WAIT_SECONDS
-from relay.store.sink_activity import Attempts
+from relay.store.activity import Attempts
 
 log = logging.getLogger(__name__)
 

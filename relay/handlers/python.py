@@ -12,8 +12,8 @@ from relay.config.imports import load
 from relay.faults import TransactionAborted, transaction_ended
 from relay.model.events import Transaction
 from relay.model.transactions import Routed
-from relay.store import transaction_guard
 from relay.store.connections import Connection
+from relay.store.handler_sessions import is_open
 
 
 class Python:
@@ -78,4 +78,4 @@ def _is_ended(conn: Connection) -> bool:
 def _is_another(conn: Connection) -> bool:
     """Whether a database transaction is open that relay did not begin."""
     open_now = conn.info.transaction_status == TransactionStatus.INTRANS
-    return open_now and not transaction_guard.is_open(conn)
+    return open_now and not is_open(conn)

@@ -10,7 +10,7 @@ from relay.faults import describe
 from relay.model.batch import Batch, Outcome
 from relay.pipeline.listeners import BatchListener
 from relay.runtime.parts import Condition, Recurring
-from relay.store import engines
+from relay.store import activity
 from relay.store.connections import Dsn, connect
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class EngineCounts(BatchListener, Recurring):
         try:
             with connect(self._dsn) as conn:
                 counts = {key: (batches[key], events[key], transactions[key]) for key in batches}
-                engines.add(conn, self._group, counts)
+                activity.add_batches(conn, self._group, counts)
         except BaseException:
             with self._lock:
                 self._batches.update(batches)

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from relay.store.sink_activity import RecentActivity
+    from relay.store.activity import RecentActivity
 
 
 def counted(count: int, one: str, many: str) -> str:

@@ -46,11 +46,11 @@ from relay.pipeline.settlement import Settlement, Unsettled, not_received
 from relay.pipeline.streaks import store_streaks
 from relay.pipeline.tracing import Tracing, joined, judged
 from relay.store import brakes
-from relay.store.connections import Connection, HandlerPool
+from relay.store.connections import Connection
 from relay.store.deferred import due as deferred_due
 from relay.store.deferred import rows as deferred_rows
 from relay.store.deferred.due import DueTransaction
-from relay.store.keep_alive import KeepAlive
+from relay.store.handler_sessions import HandlerPool, KeepAlive
 from relay.store.positions import offsets, snapshots
 from relay.store.positions.unflushed import require_kept
 

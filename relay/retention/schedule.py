@@ -14,7 +14,7 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError, describe
 from relay.retention import partitions, removable
 from relay.runtime.parts import Condition, Recurring
-from relay.store import actions, advisory_locks, clock
+from relay.store import actions, clock, locks
 from relay.store.connections import Connection, connect
 from relay.store.groups import APPLICATION_NAME
 from relay.store.positions import sinks
@@ -131,13 +131,13 @@ class Schedule(Recurring):
         self._faults = []
         with self._step("history", target):
             self._prune(target)
-        key = advisory_locks.retention(self._settings.source.table)
-        if advisory_locks.try_lock(source, key):
+        key = locks.retention(self._settings.source.table)
+        if locks.try_lock(source, key):
             try:
                 self._rotate(source, target, noted)
             finally:
                 if not source.broken:
-                    advisory_locks.unlock(source, key)
+                    locks.unlock(source, key)
         if self._faults:
             more = f"; and {len(self._faults) - 1} more" if len(self._faults) > 1 else ""
             self.condition.fails(f"{self._faults[0]}{more}")

@@ -265,7 +265,7 @@ class Recognition:
         system = comparison.system
         with connect(self._settings.target_dsn) as target, target.transaction():
             # Another instance may have applied more of the former history, or stored the new source already.
-            now = replace(comparison, origin=groups.origin(target, comparison.group, lock=True))
+            now = replace(comparison, origin=groups.origin(target, comparison.group, locked=True))
             if now.same:
                 return now.origin.epoch
             now.require_valid()

@@ -1,16 +1,25 @@
-"""Opens and pools connections to the source and the target."""
+"""Opens and pools connections to the source and the target.
+
+A pooler may give the statements of one session to several sessions of the server. relay's claims are advisory locks,
+and its settings are those of a session: both would stay behind in the pooler's sessions, and belong to whoever gets
+these next. So relay refuses such an address.
+
+Source: PgBouncer documentation, "SQL feature map for pooling modes".
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import select
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from contextvars import ContextVar
+from secrets import token_hex
 from types import MappingProxyType
 from typing import Any
 
 import psycopg
-from psycopg import sql
 from psycopg.adapt import Buffer, Dumper
 from psycopg.pq import ExecStatus
 from psycopg.types.json import JsonbDumper
@@ -22,14 +31,10 @@ from relay.faults import (
     NoCredentials,
     SecretUnavailable,
     first_line,
-    made_read_only,
-    server_error,
     spoils_session,
-    transaction_ended,
 )
 from relay.model.events import Lsn
-from relay.store import poolers, refusals, session_settings, transaction_guard
-from relay.store.keep_alive import LIMIT, KeepAlive
+from relay.store import refusals, session_settings
 from relay.store.session_settings import LOCK_TIMEOUT, SessionKind
 
 log = logging.getLogger(__name__)
@@ -54,22 +59,6 @@ CLIENT_KEEPALIVE: Mapping[str, Any] = {
 
 There is no `tcp_user_timeout`, which would also end the connection while the server works and reads nothing.
 """
-_RESET = b"reset session authorization; reset role; reset all; unlisten *; close all"
-"""With `pg_advisory_unlock_all`, resets what DISCARD ALL does, except temporary relations and prepared statements.
-
-Source: PostgreSQL documentation, "DISCARD".
-"""
-_CREATE_LEFT_OVER = r"""
-    create or replace function pg_temp.relay_left_over() returns boolean language plpgsql as $$
-    begin
-        perform pg_advisory_unlock_all();
-        return exists (select from pg_prepared_statements where from_sql)
-            or exists (select from pg_depend join pg_class on pg_class.oid = objid
-                        where classid = 'pg_class'::regclass and refclassid = 'pg_namespace'::regclass
-                          and refobjid = pg_my_temp_schema() and relname not like 'relay\_%');
-    end $$
-"""
-"""A function, since planning this query for each reset would cost more than the reset itself."""
 _OPTIONS: Mapping[str, Any] = MappingProxyType(
     {
         "autocommit": True,
@@ -236,163 +225,14 @@ def open_pool(
     Commits are durable, and no statement waits for a lock longer than `LOCK_TIMEOUT`.
     """
     session = session_settings.statements(SessionKind.OWN, {"lock_timeout": LOCK_TIMEOUT})
-    return _pool(dsn, size, session, configure)
+    return new_pool(dsn, size, session, configure)
 
 
-class HandlerPool:
-    """A pool of at most `size` sessions of the target that run statements of the user.
-
-    Settings and locks of a session are reset with the commit, in the same round trip. Unless `durable`, a crash of the
-    server may lose commits. `code_of` names the Python handlers: their code cannot end a transaction, and a session in
-    which it left temporary tables or prepared statements is closed. With `keep_alive`, the server ends a transaction
-    that waits for this process when it is frozen. `mark` is the application_name of the next transactions; None: the
-    pool's.
-    """
-
-    def __init__(
-        self,
-        dsn: Dsn,
-        size: int,
-        configure: Configure,
-        durable: bool,
-        code_of: Sequence[str],
-        keep_alive: KeepAlive | None = None,
-    ) -> None:
-        self._configure = configure
-        self._code_of = code_of
-        self._reset = b""
-        self._keep_alive = keep_alive
-        self.mark: str | None = None
-        defaults = {"lock_timeout": LOCK_TIMEOUT}
-        if keep_alive is not None:
-            defaults["idle_in_transaction_session_timeout"] = LIMIT
-        session = session_settings.statements(
-            SessionKind.HANDLER, defaults=defaults, durable=durable
-        )
-        self._pool = _pool(dsn, size, session, self._prepare)
-
-    def connection(self) -> AbstractContextManager[psycopg.Connection[Any]]:
-        """Return a session for relay's own statements, committed at the end of the block."""
-        return self._pool.connection()
-
-    @contextmanager
-    def transaction(self) -> Iterator[psycopg.Connection[Any]]:
-        """Run a database transaction; it is committed at the end of the block, or rolled back by an exception.
-
-        Raises ConfigurationError if user code ended it, and psycopg.Error.
-        """
-        with self._pool.connection() as conn:
-            try:
-                self._begin(conn)
-                with self._keep_alive.within(conn) if self._keep_alive else nullcontext():
-                    yield conn
-                left_over = self._commit(conn)
-            except BaseException as error:
-                is_code = bool(self._code_of) and _made_read_only(conn, error)
-                self._abandon(conn)
-                if is_code:
-                    raise made_read_only(self._code_of) from error
-                raise
-            if left_over and self._code_of:
-                _close(conn)
-
-    def _begin(self, conn: psycopg.Connection[Any]) -> None:
-        """Begin a transaction that user code must not end; without user code the first statement may begin it."""
-        begin = transaction_guard.BEGIN if self._code_of else b"begin"
-        if self.mark:
-            name = sql.SQL("; set local application_name = {}").format(self.mark)
-            begin += name.as_bytes(conn)
-        elif not self._code_of:
-            return
-        result = conn.pgconn.exec_(begin)
-        if result.status == ExecStatus.COMMAND_OK:
-            return
-        error = server_error(result)
-        if isinstance(error, psycopg.errors.UndefinedFunction | psycopg.errors.InvalidSchemaName):
-            raise ConfigurationError(
-                "target.dsn: temporary objects of the session are missing in the next transaction, as with a pooler "
-                "in transaction mode: connect to PostgreSQL itself, or set the pooler to session mode"
-            )
-        raise error
-
-    def _commit(self, conn: psycopg.Connection[Any]) -> bool:
-        # Deferred triggers of the user's tables run at the commit.
-        end = session_settings.USERS_PATH_LOCALLY + b"; commit; " + self._reset
-        if not self._code_of:
-            return _run(conn, end)
-        try:
-            return _run(conn, transaction_guard.CLOSE + end)
-        except psycopg.errors.InvalidCursorName:
-            raise transaction_ended(self._code_of) from None
-
-    def close(self) -> None:
-        """Close the sessions."""
-        self._pool.close()
-        if self._keep_alive:
-            self._keep_alive.close()
-
-    def _prepare(self, conn: psycopg.Connection[Any]) -> None:
-        last = b"pg_temp.relay_left_over()" if self._code_of else b"pg_advisory_unlock_all()"
-        if self._code_of:
-            conn.execute(_CREATE_LEFT_OVER)
-            conn.execute(transaction_guard.CREATE)
-        self._reset = b"; ".join((_RESET, session_settings.restoring(conn), b"select " + last))
-        self._configure(conn)
-        conn.autocommit = False
-
-    def _abandon(self, conn: psycopg.Connection[Any]) -> None:
-        try:
-            conn.rollback()
-            if _run(conn, self._reset) and self._code_of:
-                _close(conn)
-        except psycopg.Error:
-            conn.close()
-
-
-def _made_read_only(conn: psycopg.Connection[Any], error: BaseException) -> bool:
-    """Whether a transaction failed since it is read-only, although transactions of this session are not.
-
-    A server that does not report these settings, such as some poolers, counts as one that has become read-only.
-    """
-    refusals = [
-        each
-        for each in (error, error.__cause__)
-        if isinstance(each, psycopg.errors.ReadOnlySqlTransaction)
-    ]
-    if not any(each.diag.source_function == "PreventCommandIfReadOnly" for each in refusals):
-        return False
-    settings = ("default_transaction_read_only", "in_hot_standby")
-    return all(conn.info.parameter_status(each) == "off" for each in settings)
-
-
-def _run(conn: psycopg.Connection[Any], command: bytes) -> bool:
-    """Run statements of which the last returns a boolean; returns it. Raises psycopg.Error."""
-    result = conn.pgconn.exec_(command)
-    if result.status != ExecStatus.TUPLES_OK:
-        raise server_error(result)
-    return result.get_value(0, 0) == b"t"
-
-
-def _close(conn: psycopg.Connection[Any]) -> None:
-    log.warning(
-        "a handler left temporary tables or prepared statements in its session, which was closed: drop them, or create "
-        "tables with `on commit drop`"
-    )
-    conn.close()
-
-
-def _require_session(dsn: Dsn, conn: psycopg.Connection[Any]) -> None:
-    """Raise ConfigurationError if a pooler lends the session to others, who would get relay's settings."""
-    key = "dsn" if isinstance(dsn, str) else dsn.key
-    poolers.require_session(conn, lambda: opened(dsn, psycopg.connect, **_OPTIONS), key)
-
-
-def _pool(
-    dsn: Dsn,
-    size: int,
-    session: bytes,
-    configure: Configure | None,
+def new_pool(
+    dsn: Dsn, size: int, session: bytes, configure: Configure | None
 ) -> ConnectionPool[psycopg.Connection[Any]]:
+    """Open a pool of at most `size` connections, each prepared by the statements `session` and by `configure`."""
+
     def prepare(conn: psycopg.Connection[Any]) -> None:
         conn.adapters.register_dumper(dict, JsonbDumper)
         conn.adapters.register_dumper(Lsn, _LsnDumper)
@@ -411,4 +251,84 @@ def _pool(
         reconnect_timeout=1.0,
         configure=prepare,
         kwargs=_OPTIONS,
+    )
+
+
+POOLER_HINT = (
+    "a pooler such as PgBouncer cannot stream the WAL: name the server itself, which has another address or port "
+    "(Neon: the host without -pooler; Supabase: db.<project>.supabase.co, port 5432)"
+)
+"""What to do where a pooler answers."""
+
+_TRIES = 3
+"""How often the two sessions are compared: a pooler may hand out its sessions in turn."""
+_ANSWER_SECONDS = 2.0
+_known: set[tuple[str, int, str, str]] = set()
+"""Addresses behind which each connection has a session of the server for itself."""
+
+
+def _require_session(dsn: Dsn, conn: psycopg.Connection[Any]) -> None:
+    """Raise ConfigurationError if `conn` does not keep one session of the server for itself.
+
+    Asks once for each address, before relay sets anything that others would notice. Raises psycopg.Error.
+    """
+    info = conn.info
+    address = (info.host, info.port, info.dbname, info.user)
+    if address in _known:
+        return
+    if leads_to_pooler(conn):
+        with closing(opened(dsn, psycopg.connect, **_OPTIONS)) as other:
+            if _share_session(conn, other):
+                raise _no_session(info.host, "dsn" if isinstance(dsn, str) else dsn.key)
+    _known.add(address)
+
+
+def leads_to_pooler(conn: psycopg.Connection[Any]) -> bool:
+    """Whether a pooler answers instead of the server: it makes up the process id that a client gets."""
+    row = conn.execute("select pg_catalog.pg_backend_pid()").fetchone()
+    return row is not None and bool(row[0] != conn.info.backend_pid)
+
+
+def _share_session(conn: psycopg.Connection[Any], other: psycopg.Connection[Any]) -> bool:
+    """Whether a setting of one session is seen in another one, or is lost by its own."""
+    token = token_hex(8)
+    conn.execute("select pg_catalog.set_config('relay.session', %s, false)", (token,))
+    for _ in range(_TRIES):
+        seen = _token(other)
+        if seen is None:
+            break
+        if seen == token or _token(conn) not in (token, None):
+            return True
+    conn.execute("reset relay.session")
+    return False
+
+
+def _token(conn: psycopg.Connection[Any]) -> str | None:
+    """What `relay.session` is; None without an answer in time, since the pooler has no session left."""
+    pgconn = conn.pgconn
+    pgconn.send_query(b"select coalesce(pg_catalog.current_setting('relay.session', true), '')")
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    while pgconn.is_busy():
+        if not select.select([pgconn.socket], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            return None
+        pgconn.consume_input()
+    token = None
+    while (result := pgconn.get_result()) is not None:
+        if result.status == ExecStatus.TUPLES_OK:
+            token = (result.get_value(0, 0) or b"").decode()
+    return token
+
+
+def _no_session(host: str | None, key: str) -> ConfigurationError:
+    host = host or ""
+    if "-pooler." in host:
+        # Neon's pooled addresses.
+        hint = f"use the host {host.replace('-pooler.', '.', 1)}"
+    elif ".pooler.supabase." in host:
+        hint = "use the direct connection, db.<project>.supabase.co on port 5432"
+    else:
+        hint = "connect to PostgreSQL itself, or set the pooler to session mode"
+    return ConfigurationError(
+        f"{key}: {host or 'the address'} is a pooler that gives each transaction to another session of the server, and "
+        f"relay's locks and settings belong to a session: {hint}"
     )

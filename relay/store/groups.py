@@ -53,14 +53,18 @@ def read(conn: psycopg.Connection[Any], group: str) -> GroupState | None:
         ).fetchone()
 
 
+def lock(conn: psycopg.Connection[Any], group: str) -> None:
+    """Lock the row of the group until the database transaction ends; create it if there is none."""
+    conn.execute("insert into relay.groups (group_id) values (%s) on conflict do nothing", (group,))
+    conn.execute("select from relay.groups where group_id = %s for update", (group,))
+
+
 def begin(conn: psycopg.Connection[Any], group: str, running_now: Collection[str]) -> bool:
     """Register this instance; returns whether another one has died. `running_now` are the other instances that run."""
     with conn.transaction():
-        conn.execute(
-            "insert into relay.groups (group_id) values (%s) on conflict do nothing", (group,)
-        )
+        lock(conn, group)
         row = conn.execute(
-            "select running, instances from relay.groups where group_id = %s for update", (group,)
+            "select running, instances from relay.groups where group_id = %s", (group,)
         ).fetchone()
         running, instances = row or (False, [])
         kept = [name for name in instances if name in running_now]
@@ -150,16 +154,13 @@ class SourceOrigin:
     confirmed: Lsn | None
 
 
-def origin(conn: psycopg.Connection[Any], group: str, lock: bool = False) -> SourceOrigin:
+def origin(conn: psycopg.Connection[Any], group: str, locked: bool = False) -> SourceOrigin:
     """Read the source that the group's LSNs belong to.
 
-    `lock` keeps tasks and sinks from storing anything until the database transaction ends.
+    `locked` keeps tasks and sinks from storing anything until the database transaction ends.
     """
-    if lock:
-        conn.execute(
-            "insert into relay.groups (group_id) values (%s) on conflict do nothing", (group,)
-        )
-        conn.execute("select from relay.groups where group_id = %s for update", (group,))
+    if locked:
+        lock(conn, group)
         conn.execute(
             "select from relay.consumer_offsets where group_id = %s order by topic_id, partition_id for update",
             (group,),

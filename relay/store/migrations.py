@@ -14,7 +14,7 @@ import psycopg
 
 from relay import __version__
 from relay.faults import ConfigurationError
-from relay.store.advisory_locks import INSTALLATION
+from relay.store.locks import INSTALLATION
 
 WAIT_SECONDS = 0.2
 

@@ -16,7 +16,7 @@ transform_null_equals,
 default_table_access_method
 statement_timeout                     off                         the user's
 lock_timeout                          off, in pools LOCK_TIMEOUT  the user's, or LOCK_TIMEOUT
-idle_in_transaction_session_timeout   off                         the user's; of executors, or `keep_alive.LIMIT`
+idle_in_transaction_session_timeout   off                         the user's; of executors, or `IDLE_LIMIT`
 transaction_timeout, tcp_user_timeout off                         off
 idle_session_timeout
 tcp_keepalives_*                      pinned                      pinned

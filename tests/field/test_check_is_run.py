@@ -26,7 +26,7 @@ from relay.config.templates import Template
 from relay.faults import ConfigurationError, Rejected, RelayError, Unreachable
 from relay.handlers.messages import Message, Publishing
 from relay.pipeline.route_rules import shadowed
-from relay.store import advisory_locks, connections, rights
+from relay.store import connections, locks, rights
 from relay.store.migrations import Side
 from relay.store.positions import sinks
 from relay.store.presence import instances
@@ -360,9 +360,7 @@ def test_the_log_names_the_session_that_has_the_claim_of_a_sink(
         Webhook() as webhook,
         psycopg.connect(make_conninfo(outbox.dsn, application_name="left behind")) as leftover,
     ):
-        leftover.execute(
-            "select pg_advisory_lock(%s, hashtext(%s))", advisory_locks.sink("default", "hook")
-        )
+        leftover.execute("select pg_advisory_lock(%s, hashtext(%s))", locks.sink("default", "hook"))
         settings = outbox.settings(
             handlers={"hook": {"type": "http", "url": webhook.url}}, routes=[{"handlers": ["hook"]}]
         )

@@ -24,7 +24,7 @@ from relay.model.events import Lsn
 from relay.service import Service
 from relay.source.stream import replication
 from relay.source.stream.walsender import open_replication
-from relay.store import advisory_locks
+from relay.store import locks
 from relay.store.connections import Connection
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import running
@@ -287,7 +287,7 @@ def test_nothing_is_confirmed_for_a_sink_that_another_process_has(
         outbox.publish(host(1), event(0))
         wait_until(lambda: len(webhook.accepted) == 1)
     with psycopg.connect(outbox.dsn, autocommit=True) as other:
-        assert advisory_locks.try_lock(other, advisory_locks.sink(settings.group, "hook"))
+        assert locks.try_lock(other, locks.sink(settings.group, "hook"))
         relay = Instance(settings)
         outbox.publish(host(1), event(1))
         end = outbox.wal_end()

@@ -20,7 +20,7 @@ from relay import Transaction
 from relay.spark import watching
 from relay.spark.session import Session
 from relay.spark.watching import JobLimits
-from relay.store.keep_alive import KeepAlive
+from relay.store.handler_sessions import KeepAlive
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
 HERE = "tests.field.test_frozen_executors"
@@ -95,7 +95,7 @@ def test_a_handler_that_computes_for_long_keeps_its_session(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server ends the session of a process that gives no sign of life, and of no other."""
-    monkeypatch.setattr("relay.store.keep_alive.SECONDS", 0.1)
+    monkeypatch.setattr("relay.store.handler_sessions.SIGN_SECONDS", 0.1)
     limit = "set idle_in_transaction_session_timeout = '600ms'"
     keep_alive = KeepAlive()
     try:

@@ -29,7 +29,7 @@ from relay.runtime import parts
 from relay.runtime.parts import Condition
 from relay.source import hybrid
 from relay.source.outbox import listener
-from relay.store import connections, engines, presence
+from relay.store import activity, connections, presence
 from tests.observing import Scrape, ask
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
@@ -146,7 +146,7 @@ def test_counts_of_engines_are_stored_after_a_defect(
         if len(stored) == 1:
             raise KeyError("a defect")
 
-    monkeypatch.setattr(engines, "add", add)
+    monkeypatch.setattr(activity, "add_batches", add)
     counts = EngineCounts(outbox.dsn, "default", 0.01)
     counts.start()
     batch = Batch(1, Transactions.none(), Lsn(0), 1, 1)

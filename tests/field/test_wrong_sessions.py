@@ -16,7 +16,8 @@ from relay.pipeline.rekeying import rekey
 from relay.retention.schedule import Schedule
 from relay.source.stream.walsender import open_replication
 from relay.store import presence
-from relay.store.connections import HandlerPool, connect, open_pool
+from relay.store.connections import connect, open_pool
+from relay.store.handler_sessions import HandlerPool
 from relay.store.presence import Presence
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.webhook import Webhook

@@ -15,7 +15,8 @@ from psycopg_pool import PoolTimeout
 from relay.faults import FaultAction, RelayError, action_for
 from relay.model.events import Lsn
 from relay.spark.session import Session
-from relay.store.connections import HandlerPool, connect, open_pool
+from relay.store.connections import connect, open_pool
+from relay.store.handler_sessions import HandlerPool
 from relay.store.positions.offsets import PartitionPosition
 from relay.store.positions.unflushed import require_kept
 from tests.outbox import Outbox, event, host, relaying, wait_until

@@ -14,9 +14,9 @@ from relay.observe.top.frame import Size, lines, sparkline
 from relay.observe.top.rates import Trends
 from relay.source.outbox.unread import Backlog
 from relay.source.stream.slot import SlotState
+from relay.store.activity import EngineTotals
 from relay.store.brakes import BrakedHandler
 from relay.store.deferred.counts import DeferredSummary, Reason
-from relay.store.engines import EngineTotals
 from relay.store.positions.offsets import PartitionPosition
 from relay.store.positions.sinks import Position, StoredSink
 

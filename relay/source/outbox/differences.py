@@ -16,7 +16,7 @@ from psycopg import sql
 
 from relay.model.events import INSERTED_BY
 from relay.model.snapshots import Snapshot
-from relay.store import arrays
+from relay.store import literals
 from relay.store.connections import Connection
 
 XID = sql.Identifier(INSERTED_BY)
@@ -37,7 +37,7 @@ class Difference:
 
 def array(numbers: Iterable[int], type_: LiteralString = "bigint") -> sql.Composed:
     """An array of integers as an expression."""
-    return sql.SQL("{}::{}[]").format(sql.Literal(arrays.of_numbers(numbers)), sql.SQL(type_))
+    return sql.SQL("{}::{}[]").format(sql.Literal(literals.of_numbers(numbers)), sql.SQL(type_))
 
 
 def condition(difference: Difference) -> sql.Composed:

@@ -22,11 +22,11 @@ from psycopg.rows import scalar_row, tuple_row
 
 from relay.model.events import Tuples
 from relay.model.transactions import Undecoded
-from relay.store import advisory_locks, arrays
+from relay.store import literals, locks
 from relay.store.connections import Connection
 from relay.store.deferred.copy import COLUMNS, END, START, DeferredEncoder
 from relay.store.deferred.rows import inline, write_rows
-from relay.store.encodings import codec_of, writable
+from relay.store.literals import codec_of, writable
 
 _DEFERRED_AT_ONCE = 5_000
 
@@ -70,7 +70,7 @@ def held(conn: Connection, group: str, sink: str, keys: Collection[str]) -> set[
                      where k.group_id = %(group)s and k.sink = %(sink)s and k.key = asked.key
                      order by k.deferred_id limit 1) is not null
             """,
-            {"group": group, "sink": sink, "asked": arrays.of_texts(asked)},
+            {"group": group, "sink": sink, "asked": literals.of_texts(asked)},
             prepare=False,
         )
         return {asked[key] for key in cursor}
@@ -152,9 +152,9 @@ def set_keys(conn: Connection, keys: Mapping[int, Collection[str]]) -> None:
          where d.id = stored.id
         """,
         (
-            arrays.of_numbers(number for number, _ in pairs),
-            arrays.of_texts([key for _, key in pairs]),
-            arrays.of_numbers(keys),
+            literals.of_numbers(number for number, _ in pairs),
+            literals.of_texts([key for _, key in pairs]),
+            literals.of_numbers(keys),
         ),
         prepare=False,
     )
@@ -175,7 +175,7 @@ def hold_set_keys(conn: Connection, group: str, sink: str) -> None:
 
 def lock(conn: Connection, group: str) -> None:
     """Lock the deferred transactions of the group's target until the database transaction ends; wait for the lock."""
-    advisory_locks.lock_in_transaction(conn, advisory_locks.retries(group))
+    locks.lock_in_transaction(conn, locks.retries(group))
 
 
 def remove(conn: Connection, ids: Collection[int]) -> set[int]:
@@ -183,7 +183,7 @@ def remove(conn: Connection, ids: Collection[int]) -> set[int]:
     with conn.cursor(row_factory=scalar_row) as cursor:
         cursor.execute(
             "delete from relay.deferred where id = any(%s::bigint[]) returning id",
-            (arrays.of_numbers(ids),),
+            (literals.of_numbers(ids),),
             prepare=False,
         )
         return set(cursor)
@@ -204,7 +204,7 @@ def defer_again(conn: Connection, deferrals: Collection[tuple[int, Deferral]]) -
         insert into relay.deferred_keys (group_id, sink, key, deferred_id)
         select d.group_id, d.sink, own.key, d.id from newly as d, unnest(d.keys) as own (key)
         """,
-        (arrays.of_numbers(number for number, deferral in deferrals if deferral.holds),),
+        (literals.of_numbers(number for number, deferral in deferrals if deferral.holds),),
         prepare=False,
     )
     columns = zip(
@@ -225,7 +225,7 @@ def defer_again(conn: Connection, deferrals: Collection[tuple[int, Deferral]]) -
              where d.id = w.id
             returning d.id
             """,
-            [arrays.of_values(column) for column in columns],
+            [literals.of_values(column) for column in columns],
             prepare=False,
         )
         return set(cursor)

@@ -11,7 +11,7 @@ from struct import Struct
 from typing import TYPE_CHECKING
 
 from relay.model.events import microseconds
-from relay.store.encodings import writable
+from relay.store.literals import writable
 
 if TYPE_CHECKING:
     from relay.model.transactions import Undecoded

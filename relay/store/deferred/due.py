@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from psycopg import sql
 from psycopg.rows import class_row, scalar_row
 
-from relay.store import advisory_locks, arrays
+from relay.store import literals, locks
 from relay.store.connections import Connection
 
 _ROUNDS = 20
@@ -64,7 +64,7 @@ def claim(conn: Connection, group: str, limit: int) -> list[DueTransaction]:
 
     No other session can claim any of the group until the database transaction ends. Empty where one has.
     """
-    if not advisory_locks.try_lock_in_transaction(conn, advisory_locks.retries(group)):
+    if not locks.try_lock_in_transaction(conn, locks.retries(group)):
         return []
     return heads(conn, group, "", limit)
 
@@ -179,7 +179,7 @@ def _ready(
             "group": group,
             "sink": sink,
             "limit": limit,
-            "in_flight": arrays.of_numbers(in_flight),
+            "in_flight": literals.of_numbers(in_flight),
         },
     )
 
@@ -200,8 +200,8 @@ def _following(
         conn,
         _FOLLOWING,
         {
-            "chosen": arrays.of_numbers(chosen),
-            "known": arrays.of_numbers(known),
+            "chosen": literals.of_numbers(chosen),
+            "known": literals.of_numbers(known),
             "each": min(room, max(math.ceil(room / keys), _EXAMINED_KEYS // keys)),
             "room": room,
         },
@@ -242,7 +242,7 @@ def _note_predecessors(conn: Connection, ready: Sequence[_Candidate], chosen: se
                        for key share of p skip locked) as noted
              where d.id = noted.id
             """,
-            (arrays.of_numbers(predecessors), arrays.of_numbers(predecessors.values())),
+            (literals.of_numbers(predecessors), literals.of_numbers(predecessors.values())),
             prepare=False,
         )
 

@@ -16,7 +16,7 @@ from psycopg.rows import tuple_row
 from relay.model.events import Lsn, Tuples
 from relay.model.spool import Spool, SpooledTuples
 from relay.model.transactions import FACTS, Rows, Transactions, Undecoded
-from relay.store import arrays
+from relay.store import literals
 from relay.store.connections import Connection
 from relay.store.deferred.due import DueTransaction
 
@@ -129,7 +129,7 @@ def _stored(
     conn: Connection, query: LiteralString, ids: Collection[int]
 ) -> Iterator[tuple[int, bytes]]:
     with conn.cursor(binary=True, row_factory=tuple_row) as cursor:
-        for deferred_id, sizes, data in cursor.stream(query, (arrays.of_numbers(ids),)):
+        for deferred_id, sizes, data in cursor.stream(query, (literals.of_numbers(ids),)):
             start = 0
             for size in sizes:
                 yield deferred_id, data[start : start + size]

@@ -15,9 +15,9 @@ from relay.faults import ConfigurationError
 from relay.model.events import Lsn
 from relay.model.ordering_keys import host_part
 from relay.model.snapshots import RowCounts, Snapshot
-from relay.store import arrays
+from relay.store import literals
 from relay.store.brakes import Streak, streaks_of
-from relay.store.encodings import codec_of, writable
+from relay.store.literals import codec_of, writable
 from relay.store.positions import snapshots
 from relay.store.positions.snapshots import ChainLink
 
@@ -144,7 +144,7 @@ def lock(
     asked = {writable(host_part(host), codec): host for host in hosts}
     *rows, (_, _, last, _, _, snapshot, holding, streaks, epoch) = conn.execute(
         "select * from relay.lock_partitions(%s, %s, %s::int[], %s::text[])",
-        (group, TOPIC, arrays.of_numbers(partitions), arrays.of_texts(asked)),
+        (group, TOPIC, literals.of_numbers(partitions), literals.of_texts(asked)),
     )
     positions = {each.partition_id: each for each in _positions(rows)}
     missing = [partition for partition in partitions if partition not in positions]
@@ -187,11 +187,11 @@ def advance(
     conn.execute(
         _ADVANCED if noted is None else _ADVANCED_AND_NOTED,
         {
-            "partitions": arrays.of_numbers(a.partition_id for a in advances),
-            "offsets": arrays.of_numbers(a.next_offset for a in advances),
-            "lsns": arrays.of_texts([str(a.applied_lsn) for a in advances]),
-            "xids": None if noted is None else arrays.of_numbers(noted.xids.tolist()),
-            "rows": None if noted is None else arrays.of_numbers(noted.rows.tolist()),
+            "partitions": literals.of_numbers(a.partition_id for a in advances),
+            "offsets": literals.of_numbers(a.next_offset for a in advances),
+            "lsns": literals.of_texts([str(a.applied_lsn) for a in advances]),
+            "xids": None if noted is None else literals.of_numbers(noted.xids.tolist()),
+            "rows": None if noted is None else literals.of_numbers(noted.rows.tolist()),
             "group": group,
             "topic": TOPIC,
             "durable": durable,
@@ -214,8 +214,8 @@ def polled(
         _POLLED,
         {
             "upto": upto,
-            "partitions": arrays.of_numbers(ends),
-            "ends": arrays.of_numbers(ends.values()),
+            "partitions": literals.of_numbers(ends),
+            "ends": literals.of_numbers(ends.values()),
             "group": group,
             "topic": TOPIC,
             "durable": durable,
@@ -248,8 +248,8 @@ def complete(
             "before": before,
             "after": after,
             "first": FIRST,
-            "partitions": arrays.of_numbers(ends),
-            "ends": arrays.of_numbers(ends.values()),
+            "partitions": literals.of_numbers(ends),
+            "ends": literals.of_numbers(ends.values()),
             "group": group,
             "topic": TOPIC,
         },
@@ -301,7 +301,7 @@ def rename_snapshots(conn: psycopg.Connection[Any], group: str, names: Mapping[i
           from unnest(%s::bigint[], %s::bigint[]) as renamed (old, new)
          where o.group_id = %s and o.topic_id = %s and o.snapshot_id = renamed.old
         """,
-        (arrays.of_numbers(names), arrays.of_numbers(names.values()), group, TOPIC),
+        (literals.of_numbers(names), literals.of_numbers(names.values()), group, TOPIC),
     )
 
 

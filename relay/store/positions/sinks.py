@@ -17,10 +17,7 @@ import psycopg
 
 from relay.model.events import Lsn
 from relay.model.snapshots import BEGINNING, Snapshot, Xids
-from relay.store import (
-    advisory_locks,
-    arrays,
-)
+from relay.store import literals, locks
 from relay.store.brakes import Streak, streaks
 from relay.store.connections import Connection, Dsn, connect
 from relay.store.groups import APPLICATION_NAME, INSTANCE
@@ -89,7 +86,7 @@ class Claim:
     def __init__(self, dsn: Dsn, group: str, sink: str) -> None:
         self._dsn = dsn
         self._conn: Connection | None = None
-        self._key = advisory_locks.sink(group, sink)
+        self._key = locks.sink(group, sink)
         self._of = {"group": group, "sink": sink, "instance": INSTANCE}
         self._refused_since: float | None = None
         self._is_logged = False
@@ -105,7 +102,7 @@ class Claim:
         if self._conn is None:
             self._conn = connect(self._dsn, application_name=APPLICATION_NAME)
         try:
-            taken = advisory_locks.try_lock(self._conn, self._key)
+            taken = locks.try_lock(self._conn, self._key)
             if taken:
                 self._refused_since, self._is_logged = None, False
             else:
@@ -125,7 +122,7 @@ class Claim:
         self._is_logged = True
         log.info(
             "another session has the claim of a sink, and works it if it is a relay",
-            extra={"handler": self._of["sink"], "holder": advisory_locks.holder(conn, self._key)},
+            extra={"handler": self._of["sink"], "holder": locks.holder(conn, self._key)},
         )
 
     def release(self) -> None:
@@ -199,7 +196,7 @@ class Claim:
                     insert into relay.sink_commits (group_id, sink, xids)
                     values (%(group)s, %(sink)s, %(xids)s::xid8[])
                     """,
-                    {**self._of, "xids": arrays.of_numbers(done)},
+                    {**self._of, "xids": literals.of_numbers(done)},
                 )
         return bool(paused)
 

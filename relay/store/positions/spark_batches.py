@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from relay.model.events import Lsn
 from relay.model.snapshots import Snapshot
-from relay.store import arrays
+from relay.store import literals
 from relay.store.connections import Connection
 from relay.store.positions.sinks import BEFORE_FIRST
 
@@ -126,12 +126,12 @@ def begin(
             "before": str(contents.before),
             "after": str(contents.after),
             "polled": contents.polled_offset,
-            "left_out": arrays.of_numbers(contents.left_out),
+            "left_out": literals.of_numbers(contents.left_out),
             "lsn": str(contents.lsn),
             "rows": contents.rows,
             "partition_by": list(layout[0]),
             "host_buckets": layout[1],
-            "deferred": arrays.of_numbers(contents.deferred),
+            "deferred": literals.of_numbers(contents.deferred),
             "data": contents.data,
         },
     )
@@ -191,7 +191,7 @@ def dead_transactions(conn: Connection, deferred: Sequence[int]) -> list[int]:
     """List the dead transactions that rows of relay.deferred, by id, replay. Raises psycopg.Error."""
     rows = conn.execute(
         "select dead_transaction from relay.deferred where id = any(%s::bigint[]) and dead_transaction is not null",
-        (arrays.of_numbers(deferred),),
+        (literals.of_numbers(deferred),),
         prepare=False,
     )
     return [number for (number,) in rows]
@@ -202,6 +202,6 @@ def hashes(conn: Connection, hosts: Sequence[str]) -> dict[str, int]:
     return dict(
         conn.execute(
             "select host, abs(hashtext(host)::bigint) from unnest(%s::text[]) as host",
-            (arrays.of_texts(hosts),),
+            (literals.of_texts(hosts),),
         ).fetchall()
     )

@@ -1,8 +1,17 @@
-"""Formats literals of PostgreSQL arrays: psycopg dumps a list element by element, which is slow in large batches."""
+"""Formats values for statements: literals of arrays, and text that an encoding may lack. No I/O.
+
+psycopg dumps a list element by element, which is slow in large batches.
+
+Source: PostgreSQL documentation, "Character Set Support".
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
+
+import psycopg
+from psycopg._encodings import pg2pyenc
 
 
 def of_texts(texts: Collection[str]) -> str:
@@ -35,3 +44,23 @@ def _element(value: object) -> str:
         return str(value)
     escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
+
+
+_COMPLETE = frozenset({"UTF8", "SQL_ASCII"})
+"""Encodings that accept every text."""
+
+
+def codec_of(conn: psycopg.Connection[Any]) -> str | None:
+    """Return Python's name for the encoding of the database; None if that accepts every text."""
+    name = conn.info.parameter_status("server_encoding")
+    if name is None or name in _COMPLETE:
+        return None
+    try:
+        return pg2pyenc(name.encode())
+    except psycopg.NotSupportedError:
+        return "ascii"
+
+
+def writable(text: str, codec: str | None) -> str:
+    """Return the text with escapes for the characters that an encoding lacks; the same text gives the same result."""
+    return text if codec is None else text.encode(codec, "backslashreplace").decode(codec)

@@ -1,8 +1,15 @@
-"""Stores what became of each sink's delivery attempts in the last minutes: `relay.sink_activity`."""
+"""Stores what relay has done: delivery attempts of sinks in the last minutes, and batches of engines.
+
+The tables are `relay.sink_activity` and `relay.engines`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
+
+from psycopg.rows import class_row
 
 from relay.store.connections import Connection
 
@@ -51,7 +58,7 @@ class RecentActivity:
     rows_per_second: float | None
 
 
-def add(
+def add_attempts(
     conn: Connection, group: str, sink: str, attempts: Attempts, polled_offset: int | None
 ) -> None:
     """Add attempts to those of the current minute, and delete the minutes before the last ones. Raises psycopg.Error.
@@ -82,7 +89,7 @@ def add(
     )
 
 
-def recent(conn: Connection, group: str) -> dict[str, RecentActivity]:
+def recent_attempts(conn: Connection, group: str) -> dict[str, RecentActivity]:
     """Read the attempts of each sink in the last MINUTES. Raises psycopg.Error."""
     rows = conn.execute(
         """
@@ -106,3 +113,44 @@ def recent(conn: Connection, group: str) -> dict[str, RecentActivity]:
         {"group": group, "minutes": MINUTES},
     )
     return {sink: RecentActivity(*values) for sink, *values in rows}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTotals:
+    """The batches, events and transactions that an engine has applied for one reason, since a time."""
+
+    engine: str
+    reason: str
+    batches: int
+    events: int
+    transactions: int
+    since: datetime
+
+
+def add_batches(
+    conn: Connection, group: str, counts: Mapping[tuple[str, str], tuple[int, int, int]]
+) -> None:
+    """Add counts (batches, events, transactions) by engine and reason."""
+    # Sorted, so that two instances do not deadlock.
+    rows = [(group, *key, *counts[key]) for key in sorted(counts)]
+    with conn.cursor() as cursor:
+        cursor.executemany(
+            """
+            insert into relay.engines as e (group_id, engine, reason, batches, events, transactions)
+            values (%s, %s, %s, %s, %s, %s)
+            on conflict (group_id, engine, reason) do update
+               set batches = e.batches + excluded.batches, events = e.events + excluded.events,
+                   transactions = e.transactions + excluded.transactions, updated_at = now()
+            """,
+            rows,
+        )
+
+
+def engine_totals(conn: Connection, group: str) -> list[EngineTotals]:
+    """List the totals of a group, by engine and reason."""
+    with conn.cursor(row_factory=class_row(EngineTotals)) as cursor:
+        return cursor.execute(
+            "select engine, reason, batches, events, transactions, since from relay.engines"
+            " where group_id = %s order by 1, 2",
+            (group,),
+        ).fetchall()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from psycopg.adapt import Transformer
 from psycopg.types.array import ArrayLoader
 
-from relay.store import arrays
+from relay.store import literals
 
 TEXT, TEXT_ARRAY = 25, 1009
 TEXTS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
@@ -16,7 +16,7 @@ TEXTS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categori
 
 @given(TEXTS)
 def test_texts_are_read_back(texts: list[str]) -> None:
-    literal = arrays.of_texts(texts)
+    literal = literals.of_texts(texts)
     assert _read(literal) == texts
 
 
@@ -25,12 +25,12 @@ def test_texts_are_read_back(texts: list[str]) -> None:
     [([], "{}"), ([""], '{""}'), (["a", "null"], '{"a","null"}'), (['"', "\\"], '{"\\"","\\\\"}')],
 )
 def test_texts(texts: list[str], literal: str) -> None:
-    assert arrays.of_texts(texts) == literal
+    assert literals.of_texts(texts) == literal
 
 
 def test_numbers() -> None:
-    assert arrays.of_numbers([]) == "{}"
-    assert arrays.of_numbers(range(3)) == "{0,1,2}"
+    assert literals.of_numbers([]) == "{}"
+    assert literals.of_numbers(range(3)) == "{0,1,2}"
 
 
 class _Texts(ArrayLoader):

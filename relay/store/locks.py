@@ -1,4 +1,6 @@
-"""Takes and releases advisory locks, and defines all their keys. Every function raises psycopg.Error.
+"""Takes and releases advisory locks, defines all their keys, and tells what sessions wait for a lock.
+
+Every function raises psycopg.Error.
 
 | key | database | held by |
 |---|---|---|
@@ -14,10 +16,11 @@ Source: PostgreSQL documentation, "Advisory Locks".
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, LiteralString, NamedTuple
 
 import psycopg
-from psycopg.rows import scalar_row
+from psycopg.rows import class_row, scalar_row
 
 INSTALLATION = 0x72656C6179  # "relay"
 """A key of 64 bits; all others have two parts of 32 bits."""
@@ -120,3 +123,40 @@ def holder(conn: psycopg.Connection[Any], key: Key) -> str | None:
 def _boolean(conn: psycopg.Connection[Any], statement: LiteralString, key: Key) -> bool:
     with conn.cursor(row_factory=scalar_row) as cursor:
         return bool(cursor.execute(statement, key).fetchone())
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A session of relay that waits for a lock: for how many seconds, for which, and which sessions hold it."""
+
+    pid: int
+    seconds: float
+    waits_for: str
+    blocked_by: str | None
+
+    def __str__(self) -> str:
+        """The wait in words."""
+        by = f", held by {self.blocked_by}" if self.blocked_by else ""
+        return f"session {self.pid} for {self.seconds:.0f} s for a lock ({self.waits_for}){by}"
+
+
+def lock_waits(conn: psycopg.Connection[Any]) -> list[Wait]:
+    """List relay's sessions that wait for a lock of the database, the longest wait first.
+
+    Advisory locks are left out: an instance that stands by waits for them.
+    """
+    with conn.cursor(row_factory=class_row(Wait)) as cursor:
+        return cursor.execute(
+            """
+            select a.pid, extract(epoch from clock_timestamp() - a.query_start)::float8 as seconds,
+                   a.wait_event || coalesce(' on ' || (
+                       select l.relation::regclass::text from pg_locks as l
+                        where l.pid = a.pid and not l.granted and l.relation is not null limit 1), '') as waits_for,
+                   (select string_agg(b.pid || ' (' || coalesce(nullif(b.application_name, ''), b.usename) || ')', ', ')
+                      from pg_stat_activity as b where b.pid = any (pg_blocking_pids(a.pid))) as blocked_by
+              from pg_stat_activity as a
+             where a.datname = current_database() and a.application_name like 'relay%' and a.wait_event_type = 'Lock'
+               and a.wait_event <> 'advisory' and a.pid <> pg_backend_pid()
+             order by 2 desc
+            """
+        ).fetchall()
