@@ -31,6 +31,7 @@ from relay.pipeline.runner import Pipeline
 from relay.retention.schedule import Schedule
 from relay.runtime.parts import Condition, Part, faults
 from relay.source.hybrid import Source, open_source
+from relay.spark.engine import SparkEngine
 from relay.spark.session import Session
 from relay.store import groups
 from relay.store.connections import connect
@@ -76,7 +77,8 @@ class Service:
             else Unflushed(dsn, group, self._sinks.durable, self.stop)
         )
         lower_bounds = self._unflushed.lower_bounds if self._unflushed else None
-        self._pipeline = Pipeline(settings, session, lower_bounds, meter, self._listeners.committed)
+        spark = SparkEngine(settings, session, meter)
+        self._pipeline = Pipeline(settings, spark, lower_bounds, self._listeners.committed)
         applier, timeout = self._pipeline.applier, settings.shutdown_timeout
         retry_worker = RetryWorker(applier, timeout, self.stop, self._listeners.redelivered)
         presence = Presence(
@@ -115,6 +117,7 @@ class Service:
                     self._pipeline,
                     self._sinks,
                     retry_worker,
+                    session,
                     self.conditions,
                     lambda: self._relays,
                 )

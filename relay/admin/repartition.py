@@ -14,6 +14,7 @@ from relay.runtime.reporting import ProgressReport, silent
 from relay.source.outbox.polling import Poller
 from relay.source.server import durable_position
 from relay.source.stream.slot import slot_state
+from relay.spark.engine import SparkEngine
 from relay.spark.session import Session
 from relay.store import groups
 from relay.store.positions import offsets, snapshots
@@ -72,7 +73,7 @@ def _catch_up(settings: Settings, report: ProgressReport) -> None:
     done = 0
     poller = Poller(settings)
     session = Session(settings.spark, settings)
-    pipeline = Pipeline(settings, session)
+    pipeline = Pipeline(settings, SparkEngine(settings, session))
     try:
         pipeline.start()
         for opening in (False, True, False):

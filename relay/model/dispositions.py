@@ -15,14 +15,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, assert_never
+from typing import Protocol, assert_never
 
 from tenacity import RetryCallState, wait_exponential, wait_random
 
 from relay.faults import FaultAction, TransientFault, action_for
-
-if TYPE_CHECKING:
-    from relay.config.handlers import RetrySettings
 
 LONGEST_ASKED_SECONDS = 86_400.0
 """The longest wait that relay accepts from a fault, such as an endpoint's Retry-After: the transaction holds keys."""
@@ -118,12 +115,36 @@ def is_deferred(disposition: Disposition) -> bool:
     return isinstance(disposition, Scheduled) or holds_keys(disposition)
 
 
+class RetryPolicy(Protocol):
+    """How a handler retries, as `relay.config.handlers.RetrySettings` describes it."""
+
+    @property
+    def attempts(self) -> int | None:
+        """The attempts after which the transaction is dead-lettered."""
+
+    @property
+    def wait(self) -> float:
+        """Seconds before the second attempt."""
+
+    @property
+    def max_wait(self) -> float:
+        """The longest wait, in seconds."""
+
+    @property
+    def jitter(self) -> float:
+        """The most seconds that are added to a wait."""
+
+    @property
+    def max_elapsed(self) -> float | None:
+        """Seconds after the first failure; an attempt that would begin later is not made."""
+
+
 def judge(
     handler: str,
     error: BaseException,
     attempts: int,
     before: AttemptHistory,
-    retry: RetrySettings,
+    retry: RetryPolicy,
     blocks: bool,
 ) -> Failed:
     """Map a fault to a disposition after `attempts` attempts; `blocks` says that a dead letter holds its keys."""
@@ -135,7 +156,7 @@ def judge(
     return RetryLater(handler, error, after, attempts)
 
 
-def retry_delay(retry: RetrySettings, error: BaseException | None, attempts: int) -> float:
+def retry_delay(retry: RetryPolicy, error: BaseException | None, attempts: int) -> float:
     """The seconds from a failed attempt to the next one: the backoff, or what the fault asks for, if that is more."""
     state = RetryCallState(None, None, (), {})  # type: ignore[arg-type]
     state.attempt_number = max(1, attempts)
@@ -151,7 +172,7 @@ def asked_of(error: BaseException | None) -> float:
     return min(asked, LONGEST_ASKED_SECONDS) if asked is not None and asked > 0 else 0.0
 
 
-def _exhausted(retry: RetrySettings, attempts: int, failing: float, after: float) -> bool:
+def _exhausted(retry: RetryPolicy, attempts: int, failing: float, after: float) -> bool:
     if retry.attempts is not None and attempts >= retry.attempts:
         return True
     return retry.max_elapsed is not None and failing + after > retry.max_elapsed

@@ -6,18 +6,17 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relay.model.events import Commit, Decoder, Events, Lsn, Transaction, Tuples
 
-if TYPE_CHECKING:
-    from psycopg.abc import Buffer
-
 Int64Array = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+Buffer = bytes | bytearray | memoryview
+"""The octets of a message or a row, as a driver gives them."""
 Values = Sequence[bytes | None]
 """The values of a column, undecoded, row by row; None for null."""
 

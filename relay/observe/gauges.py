@@ -101,7 +101,7 @@ class ServiceGauges:
     def _spark(self, gauges: Gauges) -> None:
         if not self._settings.needs_spark:
             return
-        session = self._parts.pipeline.session
+        session = self._parts.session
         needs_spark = (
             self._parts.pipeline.heartbeat.doing == WAITS_FOR_SPARK
             or self._parts.sinks.spark_workers

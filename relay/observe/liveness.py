@@ -231,7 +231,7 @@ class Liveness:
         return PartState("target", Level.NOT_READY, f"cannot be reached: {fault}")
 
     def _spark(self) -> PartState:
-        session = self._parts.pipeline.session
+        session = self._parts.session
         if session.is_ready:
             return PartState("spark", Level.OK, "the session is ready")
         since = session.failed_since

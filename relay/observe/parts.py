@@ -10,6 +10,7 @@ from relay.pipeline.retries import RetryWorker
 from relay.pipeline.runner import Pipeline
 from relay.runtime.parts import Condition
 from relay.source.hybrid import Source
+from relay.spark.session import Session
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,5 +24,6 @@ class Parts:
     pipeline: Pipeline
     sinks: Sinks
     retry_worker: RetryWorker
+    session: Session
     conditions: Sequence[Condition]
     running: Callable[[], bool]

@@ -11,9 +11,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from functools import cached_property
 from threading import Event
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from relay.config.settings import Settings
 from relay.faults import (
@@ -30,14 +29,10 @@ from relay.model.events import Lsn
 from relay.pipeline.apply import Applier
 from relay.pipeline.in_flight import BatchInFlight, ends, following
 from relay.pipeline.inline import Committed, InlineEngine, Result
-from relay.pipeline.listeners import Meter
 from relay.pipeline.plan import Planner
 from relay.runtime.parts import SOON_SECONDS, Condition, Due, Heartbeat, Part
 from relay.runtime.retry import RetryUntilSuccess
 from relay.runtime.threads import pool
-
-if TYPE_CHECKING:
-    from relay.spark.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +71,12 @@ class Engine(Protocol):
 class SideEngine(Engine, Protocol):
     """An engine that applies tasks in other processes, so that the next batch can be planned meanwhile."""
 
+    def start(self) -> None:
+        """Begin to start the processes, unless they run or are being started; returns at once."""
+
+    def is_ready(self, timeout: float = 0.0) -> bool:
+        """Whether it can apply tasks, within `timeout` seconds. Raises ConfigurationError if it never can."""
+
     def abandon(self, name: JobName) -> None:
         """Let a job in flight fail. Safe in any thread."""
 
@@ -93,16 +94,15 @@ LowerBounds = Callable[[Iterable[int]], Mapping[int, Lsn]]
 class Pipeline(Part):
     """Applies batches: large ones on Spark, small ones in threads of this process.
 
-    `close` leaves the Spark session open. `lower_bounds` returns, for partitions whose last commits the target may have
-    lost in a crash, the LSN that they must have reached.
+    `close` leaves `spark`, the engine for large batches, running. `lower_bounds` returns, for partitions whose last
+    commits the target may have lost in a crash, the LSN that they must have reached.
     """
 
     def __init__(
         self,
         settings: Settings,
-        session: Session,
+        spark: SideEngine,
         lower_bounds: LowerBounds | None = None,
-        meter: Meter | None = None,
         committed: Committed = lambda _: None,
     ) -> None:
         """`committed` is called in several threads, before `run` returns or raises."""
@@ -113,7 +113,7 @@ class Pipeline(Part):
         # One more connection for the retry worker.
         self.applier = Applier(settings, workers + 1)
         self._inline = InlineEngine(self.applier, workers, committed)
-        self.session = session
+        self._spark = spark
         self._planner = Planner(settings.partitions, settings.poll.partition_ids)
         self._settings = settings
         self._batch_events = settings.batch.max_events
@@ -131,19 +131,14 @@ class Pipeline(Part):
         )
         self._retrying = RetryUntilSuccess(self._stopping, self.condition, self._note_fault)
         self._in_flight = 0
-        self._meter = meter or Meter()
         self._committed = committed
         self.heartbeat = Heartbeat()
-
-    @cached_property
-    def _spark(self) -> SideEngine:
-        return self.session.engine(self._settings, self._meter)
 
     def start(self) -> None:
         """Start the Spark session in the background if `spark.eager`; otherwise the first large batch does."""
         eager = self._settings.spark.eager and self._settings.needs_spark
         if eager or self._limit == 0:
-            self.session.start()
+            self._spark.start()
 
     def guard(self) -> None:
         """Guard the next events after a crash: as many as the process can have had in flight."""
@@ -351,12 +346,12 @@ class Pipeline(Part):
             # Inline nothing waits for a Spark slot, or for a process that is frozen.
             return self._inline, self._stalled
         if self._limit == 0:
-            while not self.session.get(timeout=0.5) and not self._stopping.is_set():
+            while not self._spark.is_ready(timeout=0.5) and not self._stopping.is_set():
                 self.heartbeat.update(WAITS_FOR_SPARK)
             return self._spark, LARGE
-        if self.session.get():
+        if self._spark.is_ready():
             return self._spark, LARGE
-        self.session.start()
+        self._spark.start()
         return self._inline, "session not ready"
 
 

@@ -2,60 +2,73 @@
 
 A batch becomes a DataFrame with one row for each task, and `mapInArrow` applies the rows without a shuffle. A row holds
 its task pickled and compressed, because the JVM copies each byte several times. Spark's user interface and event log
-show the other columns of `TASKS` and the name of the job.
+show the other columns of `relay.spark.executor.TASKS` and the name of the job.
+
+The jobs are watched, and those that stand still are given up, so that the group goes on. A job stands still where other
+jobs, such as a sink's, have all Spark slots, or where a process with a task in flight is frozen. A frozen process still
+has its session of the target, with locks that its partitions need, and Spark takes minutes to notice, or never does. So
+the session of a task is marked with the job (`application_name`), the process sends an empty query in it every few
+seconds, and the driver ends a session without a sign of life. If the driver has ended too, the server ends the session
+(`idle_in_transaction_session_timeout`).
+
+Source: Spark documentation, "Job Scheduling"; PostgreSQL documentation, "The Cumulative Statistics System"
+(`pg_stat_activity`), "Client Connection Defaults".
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import pickle
-import struct
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import count
+from threading import Event
+from typing import TYPE_CHECKING, Any
 
 import psycopg
-import pyarrow as pa
-from pyspark.sql.types import StructType
 
 from relay.config.settings import Settings
-from relay.faults import FaultAction, SecretUnavailable, TaskFault
-from relay.model.batch import JobName, Task, Work
-from relay.model.events import Lsn
+from relay.faults import FaultAction, SecretUnavailable, TaskFault, describe
+from relay.model.batch import JobName, Work
 from relay.pipeline.inline import Result
 from relay.pipeline.listeners import Meter
-from relay.spark.executor import CODEC, PackedSettings, apply_rows
 from relay.spark.faults import safe_description
-from relay.spark.session import POOL
-from relay.spark.watching import JobStalled, JobWatch, is_busy
-from relay.store.connections import connect
+from relay.spark.session import Session
+from relay.store.connections import Dsn, connect
+from relay.store.groups import APPLICATION_NAME, INSTANCE
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+    from pyspark.sql.types import StructType
 
-    from relay.spark.session import Session
+    from relay.spark.executor import PackedSettings
 
+log = logging.getLogger(__name__)
+
+POOL = "pipeline"
+"""The pool of the scheduler for the pipeline's jobs."""
 _SEPARATORS = str.maketrans({",": None, " ": "-"})
 
-TASKS = pa.schema(
-    [
-        ("task", pa.int32()),
-        ("partitions", pa.list_(pa.int32())),
-        ("first_lsn", pa.string()),
-        ("last_lsn", pa.string()),
-        ("transactions", pa.int64()),
-        ("events", pa.int64()),
-        ("bytes", pa.int64()),
-        ("work", pa.binary()),
-    ]
-)
-"""The columns of the driver's DataFrame, a row for each task.
+NO_SLOT = "no Spark slot free"
+"""Why a job is given up: for `starved` seconds other jobs have had all slots."""
+TASK_LATE = "a Spark task was late"
+"""Why a job is given up: a task gives no sign of life."""
 
-`first_lsn` and `last_lsn` are the end positions of the first and the last commit, null for polled rows, which the task
-reads itself. `bytes` is the length of `work`, the pickled and compressed task.
+_END_LATE = """
+    select pg_terminate_backend(pid) from pg_stat_activity
+     where application_name = %(mark)s and datname = current_database() and state like 'idle in transaction%%'
+       and state_change < clock_timestamp() - make_interval(secs => %(late)s)
 """
+_ALIVE = """
+    select count(*) from pg_stat_activity
+     where application_name = %(mark)s and datname = current_database() and state <> 'idle'
+"""
+_numbers = count(1)
 
 
 class SparkEngine:
@@ -69,8 +82,14 @@ class SparkEngine:
         self._session = session
         self._remote = settings.spark.remote is not None
         self._watch = JobWatch(settings.target_dsn)
-        # Not as text: the JVM would parse it for each job.
-        self._schema = StructType().add("task", "integer").add("result", "binary")
+
+    def start(self) -> None:
+        """Begin to build the session, unless it exists or is being built; returns at once."""
+        self._session.start()
+
+    def is_ready(self, timeout: float = 0.0) -> bool:
+        """Whether there is a session, within `timeout` seconds. Raises ConfigurationError if it can never be built."""
+        return self._session.get(timeout) is not None
 
     @property
     def workers(self) -> int | None:
@@ -86,6 +105,9 @@ class SparkEngine:
         session = self._session.get()
         if session is None:
             return [TaskFault(FaultAction.RETRY, "the Spark session is being built")] * len(tasks)
+        # Few batches are large enough for Spark, and its libraries take more memory than the rest of relay.
+        from relay.spark.executor import PackedSettings
+
         try:
             configuration = PackedSettings.of(self._settings)
         except SecretUnavailable as error:
@@ -171,6 +193,13 @@ class SparkEngine:
                     raise
                 raise JobStalled(job.why) from error
 
+    @cached_property
+    def _schema(self) -> StructType:
+        """The columns of a result. Not as text: the JVM would parse it for each job."""
+        from pyspark.sql.types import StructType
+
+        return StructType().add("task", "integer").add("result", "binary")
+
     def _run_job(
         self,
         session: SparkSession,
@@ -196,9 +225,9 @@ class SparkEngine:
         guarded: bool,
         name: JobName,
     ) -> list[Result]:
-        # Spark makes each Arrow batch a partition, so each task gets one.
-        table = pa.Table.from_batches([_packed(*numbered) for numbered in enumerate(tasks)])
-        frame = session.createDataFrame(table)
+        from relay.spark.executor import apply_rows, packed
+
+        frame = session.createDataFrame(packed(tasks))
         with self._named(session, name), self._watched(session, name) as mark:
             rows = frame.mapInArrow(
                 partial(apply_rows, configuration, guarded, mark), self._schema
@@ -207,26 +236,165 @@ class SparkEngine:
         return [results[number] for number in range(len(tasks))]
 
 
-def _packed(number: int, task: Work) -> pa.RecordBatch:
-    """A row of `TASKS`. Its column `work` shares the compressed bytes, without a copy."""
-    sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, CODEC) as stream:
-        pickle.dump(task, stream)
-    work = sink.getvalue()
-    ends = pa.py_buffer(struct.pack("=ii", 0, work.size))
-    column = pa.Array.from_buffers(pa.binary(), 1, [None, ends, work])
-    metadata = [number, list(task.partitions), *_span(task), task.events, work.size]
-    columns = [pa.array([value], field.type) for value, field in zip(metadata, TASKS, strict=False)]
-    return pa.RecordBatch.from_arrays([*columns, column], schema=TASKS)
-
-
-def _span(task: Work) -> tuple[str | None, str | None, int]:
-    """The end positions of the first and the last commit of a task, and how many transactions it has."""
-    if not isinstance(task, Task):
-        return None, None, sum(len(share.xids) for share in task.shares)
-    commits = task.transactions.facts["end_lsn"]
-    return str(Lsn(commits[0])), str(Lsn(commits[-1])), len(task.transactions)
-
-
 def _tag(name: JobName) -> str:
     return name.group.translate(_SEPARATORS)
+
+
+@dataclass(frozen=True, slots=True)
+class JobLimits:
+    """When a job counts as one that stands still, in seconds.
+
+    `look`: between two looks. `starved`: without a running task while other jobs have the slots. `late`: without a sign
+    of life from the session of a task. `silent`: with a running task that has no session, since its process starts, or
+    is frozen before it connects.
+    """
+
+    look: float = 1.0
+    starved: float = 5.0
+    late: float = 15.0
+    silent: float = 60.0
+
+
+LIMITS = JobLimits()
+
+
+class JobStalled(Exception):
+    """A job was given up; its message is NO_SLOT or TASK_LATE."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """A job in flight: its group at Spark, the mark of its sessions, and since when it seems to stand still."""
+
+    group: str
+    mark: str
+    ended: Event = field(default_factory=Event)
+    why: str | None = None
+    unfinished: int = 0
+    silent_since: float | None = None
+
+
+class JobWatch:
+    """Watches the jobs of one engine. Safe in several threads."""
+
+    def __init__(self, dsn: Dsn) -> None:
+        self._dsn = dsn
+        self._limits = LIMITS
+        self._jobs: list[_Job] = []
+        self._starved_since: float | None = None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def watched(self, session: SparkSession, group: str) -> Iterator[_Job]:
+        """Watch a job until the context ends; `why` of what it yields says why the job was given up, if it was."""
+        job = _Job(group, f"relay task {next(_numbers)} of {INSTANCE}"[:63])
+        with self._lock:
+            self._jobs.append(job)
+        thread = threading.Thread(
+            target=self._watch, args=(session, job), name="spark-watch", daemon=True
+        )
+        thread.start()
+        try:
+            yield job
+        finally:
+            job.ended.set()
+            with self._lock:
+                self._jobs.remove(job)
+
+    def _watch(self, session: SparkSession, job: _Job) -> None:
+        conn: psycopg.Connection[Any] | None = None
+        try:
+            while not job.ended.wait(self._limits.look):
+                if conn is None or conn.closed:
+                    conn = self._connected()
+                job.why = self._standstill(session, conn, job)
+                if job.why is not None and not job.ended.is_set():
+                    session.sparkContext.cancelJobGroup(job.group)
+                    return
+        except Exception as error:
+            # The session has died, and the job with it.
+            log.debug("cannot watch a Spark job", extra={"fault": describe(error)})
+        finally:
+            if conn is not None:
+                conn.close()
+
+    def _connected(self) -> psycopg.Connection[Any] | None:
+        try:
+            return connect(self._dsn, application_name=APPLICATION_NAME)
+        except psycopg.Error as error:
+            log.debug("cannot watch the sessions of tasks", extra={"fault": describe(error)})
+            return None
+
+    def _standstill(
+        self, session: SparkSession, conn: psycopg.Connection[Any] | None, job: _Job
+    ) -> str | None:
+        """Why a job stands still; None if it does not."""
+        now = time.monotonic()
+        running, unfinished = _tasks(session, job.group)
+        if unfinished and _running_by_pool(session).get(POOL) == 0:
+            self._starved_since = self._starved_since or now
+            return NO_SLOT if now - self._starved_since >= self._limits.starved else None
+        self._starved_since = None
+        if conn is None:
+            return None
+        try:
+            return self._without_life(conn, job, running, unfinished, now)
+        except psycopg.Error as error:
+            log.debug("cannot watch the sessions of tasks", extra={"fault": describe(error)})
+            conn.close()
+            return None
+
+    def _without_life(
+        self,
+        conn: psycopg.Connection[Any],
+        job: _Job,
+        running: int,
+        unfinished: int,
+        now: float,
+    ) -> str | None:
+        of = {"mark": job.mark, "late": self._limits.late}
+        ended = conn.execute(_END_LATE, of).rowcount
+        if ended:
+            log.warning(
+                "ended the sessions of Spark tasks without a sign of life",
+                extra={"sessions": ended, "seconds": self._limits.late},
+            )
+            return TASK_LATE
+        alive = conn.execute(_ALIVE, of).fetchone()
+        progresses = unfinished != job.unfinished
+        job.unfinished = unfinished
+        if progresses or (alive is not None and alive[0] >= running):
+            job.silent_since = None
+            return None
+        job.silent_since = job.silent_since or now
+        return TASK_LATE if now - job.silent_since >= self._limits.silent else None
+
+
+def is_busy(session: SparkSession, slots: int) -> bool:
+    """Whether jobs have all slots. Raises py4j's errors."""
+    return sum(_running_by_pool(session).values()) >= slots
+
+
+def _running_by_pool(session: SparkSession) -> dict[str, int]:
+    """The running tasks of each pool, from the scheduler itself. Raises py4j's errors.
+
+    The numbers of the status tracker may be seconds old: it stores an event only with a later one.
+    """
+    context: Any = session.sparkContext
+    pools = context._jsc.sc().getAllPools()
+    found = [pools.apply(number) for number in range(pools.size())]
+    return {str(pool.name()): int(pool.runningTasks()) for pool in found}
+
+
+def _tasks(session: SparkSession, group: str) -> tuple[int, int]:
+    """How many tasks of a job group run, and how many have not finished. Raises py4j's errors."""
+    tracker = session.sparkContext.statusTracker()
+    running = unfinished = 0
+    for number in tracker.getJobIdsForGroup(group):
+        job = tracker.getJobInfo(number)
+        if job is None or job.status != "RUNNING":
+            continue
+        for stage in filter(None, map(tracker.getStageInfo, job.stageIds)):
+            running += stage.numActiveTasks
+            unfinished += stage.numTasks - stage.numCompletedTasks
+    return running, unfinished

@@ -30,9 +30,6 @@ from relay.spark.java import java_home
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from relay.pipeline.listeners import Meter
-    from relay.spark.engine import SparkEngine
-
 log = logging.getLogger(__name__)
 
 _DEFAULTS = {
@@ -81,8 +78,6 @@ _CLASSES = (
 )
 """The classes of the JVM that PySpark looks up by name in each job."""
 
-POOL = "pipeline"
-"""The pool of the scheduler for the pipeline's jobs."""
 _WARM_UP = bytes(100_000)
 _WARM_UP_JOBS = 10
 _COUNT_SECONDS = 1.0
@@ -170,13 +165,6 @@ class Session:
             log.warning("the Spark session died; rebuilding it")
             self._discard()
             self.start()
-
-    def engine(self, settings: Settings, meter: Meter) -> SparkEngine:
-        """The engine that applies the tasks of a group on the executors."""
-        # Few batches are large enough for Spark, and its libraries take more memory than the rest of relay.
-        from relay.spark.engine import SparkEngine
-
-        return SparkEngine(settings, self, meter)
 
     def close(self) -> None:
         """Stop the session and its JVM."""

@@ -17,9 +17,9 @@ import psycopg
 import pytest
 
 from relay import Transaction
-from relay.spark import watching
+from relay.spark import engine
+from relay.spark.engine import JobLimits
 from relay.spark.session import Session
-from relay.spark.watching import JobLimits
 from relay.store.handler_sessions import KeepAlive
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
@@ -50,7 +50,7 @@ def test_a_frozen_python_worker_stops_the_group_for_a_bounded_time(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(watching, "LIMITS", JobLimits(look=0.2, late=2.5))
+    monkeypatch.setattr(engine, "LIMITS", JobLimits(look=0.2, late=2.5))
     handlers = {"projection": {"type": "python", "callable": f"{HERE}:freeze_once"}}
     settings = outbox.settings("spark", handlers=handlers)
     payload = {"folder": str(tmp_path), "driver": os.getpid()}
@@ -82,7 +82,7 @@ def test_a_task_that_takes_long_is_not_given_up(
     outbox: Outbox, spark_session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has a slot, which what Spark's status store says of it may show seconds later."""
-    monkeypatch.setattr(watching, "LIMITS", JobLimits(look=0.1, starved=0.5))
+    monkeypatch.setattr(engine, "LIMITS", JobLimits(look=0.1, starved=0.5))
     (tmp_path / "frozen").touch()
     handlers = {"projection": {"type": "python", "callable": f"{HERE}:take_long"}}
     outbox.publish(host(1), event(1, payload={"folder": str(tmp_path), "driver": 0}))

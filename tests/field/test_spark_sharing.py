@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from relay.spark import watching
+from relay.spark import engine
+from relay.spark.engine import JobLimits
 from relay.spark.session import Session
 from relay.spark.sink import SparkWorker
-from relay.spark.watching import JobLimits
 from relay.spark.writers import BatchId
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
@@ -115,7 +115,7 @@ def test_the_pipeline_goes_on_while_a_slow_sink_has_every_slot(
     outbox: Outbox, spark_session: Session, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """apache/spark#27862, apache/spark#12951: no share of a fair scheduler ends a task that runs."""
-    monkeypatch.setattr(watching, "LIMITS", JobLimits(look=0.2, starved=1.0))
+    monkeypatch.setattr(engine, "LIMITS", JobLimits(look=0.2, starved=1.0))
     config = sinks("takes_every_slot")
     spark = spark_session.get()
     assert spark is not None
@@ -140,7 +140,7 @@ def test_the_pipeline_goes_on_while_a_slow_sink_has_every_slot(
 
 
 def running_tasks(spark: SparkSession) -> int:
-    return sum(watching._running_by_pool(spark).values())
+    return sum(engine._running_by_pool(spark).values())
 
 
 def reasons(outbox: Outbox) -> set[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from relay.observe import long_tasks, summary
+from relay.observe import batch_log, long_tasks
 from relay.source.outbox.polling import Poller
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
@@ -26,7 +26,7 @@ def test_a_window_that_another_instance_holds_is_not_planned_again_and_again(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "relay")
-    monkeypatch.setattr(summary.Summary.__init__, "__defaults__", (0.2,))
+    monkeypatch.setattr(batch_log.Summary.__init__, "__defaults__", (0.2,))
     planned: list[float] = []
     begin = Poller._begin
 

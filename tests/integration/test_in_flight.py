@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+import relay.service
 from relay.config.settings import Settings
 from relay.faults import FaultAction, TaskFault
 from relay.model.batch import JobName, Task, TaskOutcome, Work
 from relay.pipeline.apply import Applier
 from relay.pipeline.inline import Result, attempt
-from relay.pipeline.runner import Pipeline
 from relay.service import Service
 from relay.spark.engine import SparkEngine
 from relay.spark.session import Session
@@ -87,6 +87,12 @@ class ThreadsEngine:
         fault = self._meddle(job, task)
         return fault or attempt(self._applier, task, job.guarded)
 
+    def start(self) -> None:
+        pass
+
+    def is_ready(self, timeout: float = 0.0) -> bool:
+        return True
+
     def abandon(self, name: JobName) -> None:
         self.abandoned.append(name)
 
@@ -102,7 +108,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ThreadsEngine]:
         settings: Settings, meddle: Callable[[Job, Work], Result | None] = lambda *_: None
     ) -> ThreadsEngine:
         engine = ThreadsEngine(settings, meddle)
-        monkeypatch.setattr(Pipeline, "_spark", engine)
+        monkeypatch.setattr(relay.service, "SparkEngine", lambda *_: engine)
         return engine
 
     return install

@@ -29,6 +29,7 @@ from relay.source.outbox.differences import Difference, condition
 from relay.source.outbox.polling import Poller
 from relay.source.outbox.rows import OutboxRows, prepare_reading
 from relay.source.server import current_position
+from relay.spark.engine import SparkEngine
 from relay.spark.session import Session
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import running
@@ -211,7 +212,7 @@ def poll_all(settings: Settings) -> None:
     with (
         closing(Poller(settings)) as poller,
         closing(Session(settings.spark, settings)) as session,
-        closing(Pipeline(settings, session)) as pipeline,
+        closing(Pipeline(settings, SparkEngine(settings, session))) as pipeline,
     ):
         poll_whole(poller, pipeline)
 
@@ -263,7 +264,7 @@ def test_another_instance_may_go_on_between_any_two_statements_of_a_poll(
         closing(Poller(settings)) as slow,
         closing(Poller(settings)) as quick,
         closing(Session(settings.spark, settings)) as session,
-        closing(Pipeline(settings, session)) as pipeline,
+        closing(Pipeline(settings, SparkEngine(settings, session))) as pipeline,
     ):
         for number in count(1):
             outbox.publish(host(number), event(number))

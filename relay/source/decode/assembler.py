@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from relay.model.events import Lsn, microseconds
-from relay.model.transactions import Int64Array, Transactions
+from relay.model.transactions import Buffer, Int64Array, Transactions
 from relay.model.tuples import ProtocolError
 from relay.source.decode.emitted import Emitted
 from relay.source.decode.grouping import Grouping
@@ -18,9 +18,6 @@ from relay.source.decode.layout import ENDS, Ends, Layout
 from relay.source.decode.messages import BEGIN, COMMIT, INSERT, MessageBuffer
 from relay.source.decode.pgoutput import KINDS, Relation
 from relay.source.decode.translation import Encoding, Translation
-
-if TYPE_CHECKING:
-    from psycopg.abc import Buffer
 
 _BEGIN, _COMMIT, _INSERT, _RELATION = b"BCIR"
 _OTHER_KINDS = bytes(set(range(256)) - {_BEGIN, _COMMIT, _INSERT})

@@ -13,17 +13,15 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from struct import Struct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import UUID, uuid5
 
 from relay.model import exact_json
 from relay.model.events import FIELDS, NOTE, microseconds, timestamp
+from relay.model.transactions import Buffer
 from relay.model.tuples import ProtocolError
 from relay.source.decode.pgoutput import Begin, Column, LogicalMessage, Relation, encode_tuple
 from relay.source.decode.translation import Encoding
-
-if TYPE_CHECKING:
-    from psycopg.abc import Buffer
 
 _BEGIN, _MESSAGE = b"BM"
 _INSERT = Struct(">cIc")

@@ -6,16 +6,13 @@ Source: PostgreSQL documentation, "Logical Replication Message Formats".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relay.model.transactions import Int64Array, Rows, at_each_octet
+from relay.model.transactions import Buffer, Int64Array, Rows, at_each_octet
 from relay.model.tuples import ProtocolError
-
-if TYPE_CHECKING:
-    from psycopg.abc import Buffer
 
 BEGIN = np.dtype([("kind", "u1"), ("lsn", ">u8"), ("ts", ">i8"), ("xid", ">u4")])
 COMMIT = np.dtype(
