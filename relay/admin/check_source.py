@@ -16,19 +16,28 @@ from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError, Unreachable, first_line, refused_for_good
 from relay.model.events import FIELDS
 from relay.retention import partitions, removable
-from relay.source.capabilities import (
+from relay.source.outbox import columns
+from relay.source.outbox.additions import (
+    COUNTER_TRIGGER,
+    NOTIFY_TRIGGER,
+    has_index,
+    is_gapless,
+    require_numbered,
+    sends_notify,
+)
+from relay.source.outbox.table import OutboxTable, no_table
+from relay.source.server import (
     require_functions,
     require_logical_wal,
     require_replication_right,
 )
-from relay.source.outbox import columns
-from relay.source.outbox.gapless import TRIGGER as COUNTING
-from relay.source.outbox.gapless import is_gapless, require_numbered
-from relay.source.outbox.index import has_index
-from relay.source.outbox.notify import TRIGGER, sends_notify
-from relay.source.outbox.table import OutboxTable, no_table
-from relay.source.stream.open_transactions import oldest_open
-from relay.source.stream.slot import require_ours, require_published, require_streamable, slot_state
+from relay.source.stream.slot import (
+    oldest_open,
+    require_ours,
+    require_published,
+    require_streamable,
+    slot_state,
+)
 from relay.source.stream.walsender import open_replication, require_asynchronous
 from relay.store import dead_letters, rights, streams
 from relay.store.connections import POOLER_HINT, Connection, connect, leads_to_pooler
@@ -190,10 +199,10 @@ def _offsets(conn: Connection, settings: Settings) -> Finding:
         gapless,
         is_gapless(conn, source),
         ok="numbers without gaps: publishers take turns" if gapless else "publishers do not wait",
-        missing=f"source.offsets: is gapless, but {source.table} has no trigger {COUNTING}, so its numbers have gaps: "
-        "run `relay init`",
-        unwanted=f"source.offsets: is sequence, but with the trigger {COUNTING} of {source.table} publishers still "
-        "take turns: run `relay init`, which removes it, or set source.offsets: gapless",
+        missing=f"source.offsets: is gapless, but {source.table} has no trigger {COUNTER_TRIGGER}, so its numbers have "
+        "gaps: run `relay init`",
+        unwanted=f"source.offsets: is sequence, but with the trigger {COUNTER_TRIGGER} of {source.table} publishers "
+        "still take turns: run `relay init`, which removes it, or set source.offsets: gapless",
     )
 
 
@@ -224,9 +233,10 @@ def _notify(conn: Connection, settings: Settings) -> Finding:
         listens,
         sends_notify(conn, settings.source),
         ok="inserts wake relay while it polls" if listens else "inserts send no NOTIFY",
-        missing=f"poll.listen: {table} has no trigger {TRIGGER}, so no notification wakes polling: run `relay init`",
-        unwanted=f"poll.listen: is false, but the trigger {TRIGGER} of {table} still sends a NOTIFY with each insert: "
-        "run `relay init`, which removes it, or set poll.listen: true if another group listens",
+        missing=f"poll.listen: {table} has no trigger {NOTIFY_TRIGGER}, so no notification wakes polling: run "
+        "`relay init`",
+        unwanted=f"poll.listen: is false, but the trigger {NOTIFY_TRIGGER} of {table} still sends a NOTIFY with each "
+        "insert: run `relay init`, which removes it, or set poll.listen: true if another group listens",
     )
 
 

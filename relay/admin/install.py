@@ -22,18 +22,23 @@ from relay.faults import ConfigurationError, first_line
 from relay.model.events import Lsn
 from relay.retention import removable
 from relay.runtime.reporting import ProgressReport, silent
-from relay.source.capabilities import give_replication_right, require_logical_wal
+from relay.source.outbox.additions import (
+    NOTIFY_TRIGGER,
+    drop_index,
+    ensure_index,
+    has_index,
+    require_numbered,
+    set_gapless,
+    set_notify,
+)
 from relay.source.outbox.columns import require_readable
-from relay.source.outbox.gapless import require_numbered, set_gapless
-from relay.source.outbox.index import drop_index, ensure_index, has_index
-from relay.source.outbox.notify import TRIGGER, set_notify
 from relay.source.outbox.table import OutboxTable
-from relay.source.server import durable_position
-from relay.source.stream.open_transactions import reporting_blockers
+from relay.source.server import durable_position, give_replication_right, require_logical_wal
 from relay.source.stream.slot import (
     drop_publication,
     ensure_publication,
     ensure_slot,
+    reporting_blockers,
     require_streamable,
     slot_state,
 )
@@ -311,7 +316,9 @@ class _Installation:
         of, listens = self.settings.source, self.settings.poll.listen
         if not set_notify(self.source, of, listens):
             return
-        self.done.append(f"trigger {TRIGGER} {'on' if listens else 'removed from'} {of.table}")
+        self.done.append(
+            f"trigger {NOTIFY_TRIGGER} {'on' if listens else 'removed from'} {of.table}"
+        )
 
     def _set_gapless(self) -> None:
         of = self.settings.source

@@ -29,8 +29,7 @@ from relay.source.outbox.unread import (
     position_of_sink,
     position_of_target,
 )
-from relay.source.stream.open_transactions import oldest_open
-from relay.source.stream.slot import SlotState, slot_reader, slot_state
+from relay.source.stream.slot import SlotState, oldest_open, slot_reader, slot_state
 from relay.store import (
     activity,
     brakes,

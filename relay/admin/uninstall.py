@@ -11,7 +11,7 @@ import psycopg
 from relay.admin.administrators import administrators
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.source.outbox.index import drop_all_indexes
+from relay.source.outbox.additions import drop_all_indexes
 from relay.source.stream.slot import drop_publication, drop_slot, slot_state
 from relay.store import migrations, presence, streams
 from relay.store.connections import Connection

@@ -21,7 +21,7 @@ CACHED_HOSTS = 100_000
 
 
 def partition_of(hash_value: int, partitions: int) -> int:
-    """The partition of a host with a hash, as `relay.source.outbox.partition` computes it in SQL."""
+    """The partition of a host with a hash, as `relay.source.outbox.table` computes it in SQL."""
     return abs(hash_value) % partitions
 
 

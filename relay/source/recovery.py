@@ -19,18 +19,17 @@ from relay.faults import (
     refused_for_good,
 )
 from relay.model.events import Lsn
-from relay.source.capabilities import require_logical_wal
 from relay.source.outbox.table import OutboxTable
-from relay.source.server import current_position, server_of
-from relay.source.stream.open_transactions import oldest_open, reporting_blockers
+from relay.source.server import TimelineHistory, current_position, require_logical_wal, server_of
 from relay.source.stream.slot import (
     create_slot,
     drop_slot,
     ensure_publication,
+    oldest_open,
+    reporting_blockers,
     require_ours,
     slot_state,
 )
-from relay.source.stream.timelines import TimelineHistory
 from relay.source.stream.walsender import System, identify, open_replication
 from relay.store import groups, streams
 from relay.store.connections import Connection, connect

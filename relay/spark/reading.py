@@ -20,8 +20,8 @@ from relay.model.events import FIELDS, INSERTED_BY, SQL_TYPES
 from relay.model.snapshots import Snapshot
 from relay.source.decode.translation import Encoding
 from relay.source.outbox.differences import XID, Difference, condition
-from relay.source.outbox.partition import partition_of
 from relay.source.outbox.rows import require_visible
+from relay.source.outbox.table import partition_of
 from relay.store.connections import Connection, Dsn, connect
 
 if TYPE_CHECKING:

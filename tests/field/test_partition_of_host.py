@@ -19,8 +19,8 @@ from relay.config.settings import Settings
 from relay.model.host_hash import hashes
 from relay.pipeline.plan import partition_of
 from relay.source import hybrid
-from relay.source.outbox.partition import partition_of as sql_partition_of
 from relay.source.outbox.polling import Poller
+from relay.source.outbox.table import partition_of as sql_partition_of
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
 

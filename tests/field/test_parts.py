@@ -28,7 +28,7 @@ from relay.retention.schedule import Schedule
 from relay.runtime import parts
 from relay.runtime.parts import Condition
 from relay.source import hybrid
-from relay.source.outbox import listener
+from relay.source.outbox import interval
 from relay.store import activity, connections, presence
 from tests.observing import Scrape, ask
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -158,9 +158,9 @@ def test_counts_of_engines_are_stored_after_a_defect(
 
 def test_a_listener_that_cannot_listen_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events came at the poll interval, and nothing said why."""
-    monkeypatch.setattr(listener, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(interval, "RETRY_SECONDS", 0.01)
     condition = Condition("listener", logging.getLogger("relay"), "cannot listen", "listens again")
-    listens = listener.Listener("host=/nowhere", lambda: None, condition)
+    listens = interval.Listener("host=/nowhere", lambda: None, condition)
     try:
         wait_until(lambda: condition.fault is not None, 5)
     finally:

@@ -18,7 +18,7 @@ import pytest
 from relay.admin.install import initialise
 from relay.model.events import Lsn
 from relay.source.decode.assembler import OpenCommit
-from relay.source.stream.large_rows import ReceiverSuspects
+from relay.source.stream.receiver import ReceiverSuspects
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import EmbeddedServer, Server
 

@@ -17,7 +17,7 @@ from relay.admin.findings import Severity
 from relay.admin.install import initialise
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.source.capabilities import decodes
+from relay.source.server import decodes
 from tests.outbox import PROJECTION, Outbox, event, host, relaying, wait_until
 from tests.pgbouncer import pooled
 from tests.postgres import start_server

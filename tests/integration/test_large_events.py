@@ -16,8 +16,7 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.events import Lsn
 from relay.source.decode.assembler import OpenCommit
-from relay.source.stream.large_rows import FatalCommit, ReceiverSuspects
-from relay.source.stream.receiver import Receiver
+from relay.source.stream.receiver import FatalCommit, Receiver, ReceiverSuspects
 from relay.spark.session import Session
 from relay.store.connections import connect
 from relay.store.dead_letters.selection import DeadLetterSelection

@@ -17,8 +17,8 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.source import hybrid
 from relay.source.outbox import interval
-from relay.source.outbox.listener import LISTEN
-from relay.source.outbox.notify import TRIGGER
+from relay.source.outbox.additions import NOTIFY_TRIGGER
+from relay.source.outbox.interval import LISTEN
 from relay.source.stream.receiver import Receiver
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import Server, start_server
@@ -38,7 +38,8 @@ def configured(outbox: Outbox, mode: str = "auto", table: str = OWN, **poll: Any
 def triggers(outbox: Outbox) -> list[str]:
     """The tables that have the trigger."""
     return outbox.column(
-        "select tgrelid::regclass::text from pg_trigger where tgname = %s order by 1", (TRIGGER,)
+        "select tgrelid::regclass::text from pg_trigger where tgname = %s order by 1",
+        (NOTIFY_TRIGGER,),
     )
 
 
@@ -69,10 +70,10 @@ def test_init_installs_and_removes_the_trigger(outbox: Outbox, table: str) -> No
     listening = configured(outbox, "poll", table, listen=True)
     initialise(quiet)
     assert notified(outbox, table) == 0
-    assert initialise(listening) == [f"trigger {TRIGGER} on {table}"]
+    assert initialise(listening) == [f"trigger {NOTIFY_TRIGGER} on {table}"]
     assert notified(outbox, table) == 1
     assert not initialise(listening)
-    assert initialise(quiet) == [f"trigger {TRIGGER} removed from {table}"]
+    assert initialise(quiet) == [f"trigger {NOTIFY_TRIGGER} removed from {table}"]
     assert notified(outbox, table) == 0
     assert not triggers(outbox)
     assert not has_function(outbox)
@@ -86,7 +87,7 @@ def test_only_relays_trigger_of_this_outbox_is_removed(outbox: Outbox) -> None:
         create schema shop;
         create table shop.events (like public.events);
         create function shop.notify_event() returns trigger language plpgsql as 'begin return null; end';
-        create trigger {TRIGGER} after insert on shop.events
+        create trigger {NOTIFY_TRIGGER} after insert on shop.events
             for each statement execute function shop.notify_event()
         """.encode()
     )
@@ -135,7 +136,7 @@ def test_check_compares_the_trigger_with_the_configuration(outbox: Outbox) -> No
     assert level is Severity.WARNING
     assert "still sends a NOTIFY" in text
     assert "run `relay init`" in text
-    outbox.conn.execute(f"alter table outbox_message_t disable trigger {TRIGGER}".encode())
+    outbox.conn.execute(f"alter table outbox_message_t disable trigger {NOTIFY_TRIGGER}".encode())
     assert found(listening)[0] is Severity.WARNING
     assert initialise(listening)
     assert found(listening)[0] is Severity.OK

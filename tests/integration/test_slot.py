@@ -17,7 +17,7 @@ from relay.admin.findings import Severity
 from relay.admin.install import initialise
 from relay.admin.status import read
 from relay.observe.health import Limits, failures
-from relay.source.stream import open_transactions
+from relay.source.stream import slot
 from tests.outbox import PROJECTION, Outbox, event, host, relaying, wait_until
 from tests.postgres import Server, start_server
 from tests.process import relay
@@ -25,8 +25,8 @@ from tests.process import relay
 
 @pytest.fixture(autouse=True)
 def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_transactions, "FIRST_SECONDS", 0.1)
-    monkeypatch.setattr(open_transactions, "AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(slot, "REPORT_AFTER_SECONDS", 0.1)
+    monkeypatch.setattr(slot, "REPORT_EVERY_SECONDS", 0.1)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relay.model.events import Lsn
-from relay.source.stream.timelines import TimelineHistory, TimelineSwitch
+from relay.source.server import TimelineHistory, TimelineSwitch
 
 POSITIONS = st.integers(0, 2**64 - 1).map(Lsn)
 

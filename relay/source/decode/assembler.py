@@ -15,8 +15,7 @@ from relay.model.tuples import ProtocolError
 from relay.source.decode.emitted import Emitted
 from relay.source.decode.grouping import Grouping
 from relay.source.decode.layout import ENDS, Ends, Layout
-from relay.source.decode.messages import BEGIN, COMMIT, INSERT, MessageBuffer
-from relay.source.decode.pgoutput import KINDS, Relation
+from relay.source.decode.pgoutput import BEGIN, COMMIT, INSERT, KINDS, MessageBuffer, Relation
 from relay.source.decode.translation import Encoding, Translation
 
 _BEGIN, _COMMIT, _INSERT, _RELATION = b"BCIR"

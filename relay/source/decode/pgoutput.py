@@ -1,7 +1,7 @@
 """Decodes pgoutput, protocol version 1: the messages that relay reads one by one, and rows. No I/O.
 
-`messages` reads Begin, Commit and Insert, many at once. Origin, Type, Update, Delete and Truncate have no new rows, so
-only their kind is checked.
+A `MessageBuffer` has the messages that were read together, and reads Begin, Commit and Insert, many at once. Origin,
+Type, Update, Delete and Truncate have no new rows, so only their kind is checked.
 
 Source: PostgreSQL documentation, "Logical Replication Message Formats".
 """
@@ -12,9 +12,13 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import Struct
-from typing import NamedTuple
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from relay.model.events import Lsn
+from relay.model.transactions import Buffer, Int64Array, Rows, at_each_octet
 from relay.model.tuples import NULL, TEXT, ProtocolError
 
 _BEGIN = Struct(">QqI")
@@ -29,6 +33,17 @@ BINARY = ord("b")
 
 KINDS = b"BCORYIUDTM"
 """The first octets of all messages that version 1 has."""
+
+
+BEGIN = np.dtype([("kind", "u1"), ("lsn", ">u8"), ("ts", ">i8"), ("xid", ">u4")])
+COMMIT = np.dtype(
+    [("kind", "u1"), ("flags", "u1"), ("lsn", ">u8"), ("end_lsn", ">u8"), ("ts", ">i8")]
+)
+INSERT = np.dtype([("kind", "u1"), ("oid", ">u4"), ("new", "u1")])
+"""The fixed part of messages; an Insert's row follows it."""
+
+_SHORTEST = np.ones(256, np.int64)
+_SHORTEST[list(b"BCI")] = BEGIN.itemsize, COMMIT.itemsize, INSERT.itemsize
 
 
 class Begin(NamedTuple):
@@ -171,3 +186,45 @@ def encode_tuple(values: Sequence[bytes | None]) -> bytes:
     for value in values:
         parts.append(b"n" if value is None else b"t" + _I32.pack(len(value)) + value)
     return b"".join(parts)
+
+
+class MessageBuffer:
+    """Messages in the order of the stream. `kinds` has the first octet of each.
+
+    Raises ProtocolError for a message that is cut short.
+    """
+
+    __slots__ = ("_messages", "kinds")
+
+    def __init__(self, messages: Rows) -> None:
+        self._messages = messages
+        kinds = np.frombuffer(messages.data, np.uint8)[messages.starts]
+        if (messages.sizes < _SHORTEST[kinds]).any():
+            raise ProtocolError("malformed pgoutput message")
+        self.kinds: bytes = kinds.tobytes()
+
+    @classmethod
+    def of(cls, messages: Sequence[Buffer], header: int = 0) -> Self:
+        """Copy messages into one buffer, without the `header` bytes before each."""
+        return cls(Rows.of(messages).without_header(header))
+
+    def __getitem__(self, index: int) -> bytes:
+        messages = self._messages
+        return messages.data[messages.starts[index] : messages.ends[index]]
+
+    def part(self, first: int, last: int) -> MessageBuffer:
+        """The messages from index `first` up to, and without, `last`, as a view."""
+        return MessageBuffer(self._messages.part(first, last))
+
+    def indices(self, kind: int) -> Int64Array:
+        """The indices of the messages of a kind, int64, ascending."""
+        indices: Int64Array = (np.frombuffer(self.kinds, np.uint8) == kind).nonzero()[0]
+        return indices
+
+    def read(self, indices: Int64Array, form: np.dtype[np.void]) -> NDArray[np.void]:
+        """The fixed parts of the messages at some indices, as a structured array of dtype `form`."""
+        return at_each_octet(self._messages.data, form)[self._messages.starts[indices]]
+
+    def rows(self, indices: Int64Array) -> Rows:
+        """The rows of the Inserts at some indices, as a view; copied if they are a small part of the buffer."""
+        return self._messages.take(indices).without_header(INSERT.itemsize).compact()

@@ -1,16 +1,24 @@
-"""Waits between polls of the outbox."""
+"""Waits between polls of the outbox, and listens to its notifications, which end a wait."""
 
 from __future__ import annotations
 
 import logging
+import selectors
+from collections.abc import Callable
+
+import psycopg
 
 from relay.config.settings import Settings
+from relay.faults import describe
 from relay.runtime.parts import Condition
-from relay.source.outbox.listener import Listener
+from relay.runtime.threads import Thread
 from relay.source.wakeup import Wakeup
+from relay.store.connections import Dsn, connect
 
 log = logging.getLogger(__name__)
 
+LISTEN = "listen event_channel"
+RETRY_SECONDS = 1.0
 FIRST_SECONDS = 0.01
 """The first wait after events."""
 
@@ -65,3 +73,65 @@ class Interval:
         if self._listener is not None:
             self._listener.close()
         self._wakeup.close()
+
+
+class Listener:
+    """Calls `notified` when something is published, from a thread that connects and reads until `stop`.
+
+    The thread reads even while relay is busy: a session that listens and is not read fills the server's notification
+    queue, and then every COMMIT that notifies fails, in all databases. A notification is a hint: those sent while there
+    is no connection are missed.
+    """
+
+    def __init__(self, dsn: Dsn, notified: Callable[[], None], condition: Condition) -> None:
+        self._dsn = dsn
+        self._notified = notified
+        self._condition = condition
+        self._stopped = Wakeup()
+        self._thread = Thread(target=self._run, name="listener", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let the thread close its connection and end. Does not wait for it."""
+        self._stopped.wake()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop, and wait up to `timeout` seconds until the connection is closed."""
+        self.stop()
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.wait(0):
+                try:
+                    self._listen()
+                except Exception as error:
+                    self._condition.fails(describe(error))
+                    self._stopped.wait(RETRY_SECONDS)
+        finally:
+            self._stopped.close()
+
+    def _listen(self) -> None:
+        with connect(self._dsn) as conn, selectors.DefaultSelector() as selector:
+            conn.execute(LISTEN)
+            self._condition.works()
+            # Notifications from before LISTEN were missed.
+            self._notified()
+            selector.register(self._stopped, selectors.EVENT_READ)
+            selector.register(conn.pgconn.socket, selectors.EVENT_READ)
+            while not self._stopped.wait(0):
+                if _drain(conn.pgconn):
+                    self._notified()
+                selector.select()
+
+
+def _drain(pgconn: psycopg.pq.abc.PGconn) -> int:
+    """Read all pending notifications; returns how many there were. Raises psycopg.OperationalError."""
+    before, count = -1, 0
+    # Reads until the socket has nothing more: TLS may buffer data that select() does not show.
+    while count > before:
+        before = count
+        pgconn.consume_input()
+        while pgconn.notifies() is not None:
+            count += 1
+    return count

@@ -1,4 +1,4 @@
-"""The outbox as a table: its columns, its offsets, and whether polling can read it.
+"""The outbox as a table: its columns, its offsets, whether polling can read it, and the partition of a host in SQL.
 
 `rows` reads the rows, `unread` counts them.
 """
@@ -14,11 +14,12 @@ import psycopg
 from psycopg import sql
 
 from relay.config.settings import Settings
-from relay.faults import ConfigurationError, first_line, is_of_row_security
+from relay.faults import ConfigurationError, RelayError, first_line, is_of_row_security
 from relay.model.events import INSERTED_BY
-from relay.source.outbox.partition import partition_of
+from relay.model.host_hash import hashes
 from relay.store.connections import Connection
 
+_PROBE = "relay: is it the same hash?"
 _MOST_FORGED = 1_000
 """How many rows with a c_xid that nobody has are looked up: more of them are no publisher's."""
 
@@ -258,3 +259,25 @@ class OutboxTable:
                 cursor = conn.execute(sql.SQL("select * from {} limit 0").format(self._table))
             self._known = frozenset(column.name for column in cursor.description or ())
         return self._known
+
+
+def partition_of(column: str, partitions: int) -> sql.Composed:
+    """The expression of the partition of a row, whose host is in the column `column`; '' stands for null.
+
+    `relay.model.host_hash` computes the same of the bytes that the stream brings. `concat` gives the text that the
+    stream has, with the blanks of a char(n), where a cast would strip them. Under a nondeterministic collation equal
+    texts of different bytes would have one hash: the collation "C" has the bytes'.
+    """
+    return sql.SQL('mod(abs(hashtext(concat({}) collate "C")::bigint), {})::int').format(
+        sql.Identifier(column), sql.Literal(partitions)
+    )
+
+
+def require_same_hash(conn: Connection) -> None:
+    """Raise RelayError if the server's hash of a text is not that of `relay.model.host_hash`. Raises psycopg.Error."""
+    (row,) = conn.execute(sql.SQL("select hashtext({})").format(_PROBE))
+    if row[0] != hashes([_PROBE.encode()])[0]:
+        raise RelayError(
+            "source.dsn: the server's hashtext is not that of PostgreSQL on a little-endian machine, so that hosts "
+            "would have other partitions in the WAL than in the table: set source.mode: poll"
+        )

@@ -17,8 +17,7 @@ from relay.model.events import INSERTED_BY
 from relay.model.snapshots import Xids
 from relay.source.applied import AppliedPosition, applied_in
 from relay.source.outbox.differences import array
-from relay.source.outbox.partition import partition_of
-from relay.source.outbox.table import OutboxTable
+from relay.source.outbox.table import OutboxTable, partition_of
 from relay.store.connections import Connection
 from relay.store.positions import sinks, snapshots
 

@@ -1,5 +1,7 @@
 """The thread that reads the slot's stream: it assembles commits, puts them into the queue, and reports positions.
 
+A commit that is too large to be received is noted in `relay.suspects`, and is not received again.
+
 Source: PostgreSQL documentation, "Streaming Replication Protocol".
 """
 
@@ -8,8 +10,9 @@ from __future__ import annotations
 import logging
 import selectors
 import time
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property, partial
 from struct import Struct
 from threading import Condition
 
@@ -28,11 +31,11 @@ from relay.source.decode.assembler import Assembler, OpenCommit
 from relay.source.decode.emitted import Emitted
 from relay.source.decode.layout import require_contents
 from relay.source.stream.commit_queue import CommitQueue
-from relay.source.stream.large_rows import FatalCommit, ReceiverSuspects
 from relay.source.stream.progress import Progress
 from relay.source.stream.replication import Replication
 from relay.source.stream.walsender import WalStream, end_of_stream
 from relay.source.wakeup import Wakeup
+from relay.store.suspects import Suspects
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +62,84 @@ STANDBYS_SECONDS = 2.0
 """How often the server is asked whether its commits wait for this stream, as for a synchronous standby."""
 ASK_SECONDS = 10.0
 """After how long a silence the server is asked for a reply, repeatedly until it answers."""
+
+
+class FatalCommit(Exception):
+    """Receiving a commit failed `deaths` times for its size, or killed the process."""
+
+    def __init__(self, commit: OpenCommit, deaths: int) -> None:
+        super().__init__(commit, deaths)
+        self.commit = commit
+        self.deaths = deaths
+
+
+class ReceiverSuspects:
+    """The receiver's notes in `relay.suspects`: while guarding, the open commit has a note.
+
+    A note that still exists when its commit comes again is a death. Guarding begins after a crash or when memory ran
+    out, and ends when more was received than can have been buffered at the crash. Raises psycopg.Error.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._left = 0
+        self._noted: OpenCommit | None = None
+
+    @cached_property
+    def _suspects(self) -> Suspects:
+        """Opened at the first note, which is only written after a crash."""
+        return Suspects(self._settings, 1)
+
+    def close(self) -> None:
+        """Close the connection."""
+        if "_suspects" in self.__dict__:
+            self._suspects.close()
+
+    @property
+    def guarding(self) -> bool:
+        """Whether the open commit is noted."""
+        return self._left > 0
+
+    def guard(self) -> None:
+        """Begin to note commits, since one may have killed a process."""
+        self._left = 2 * self._settings.source.buffer_bytes
+
+    def count_received(self, size: int, begun: OpenCommit | None) -> None:
+        """Count received bytes and note the open commit. Raises FatalCommit if it has killed too many processes."""
+        if self._noted is None and not self.guarding:
+            return
+        if begun is not None and begun == self._noted:
+            return
+        self._left -= size
+        former = None if self._noted is None else _note_of(self._noted)
+        if begun is not None and self.guarding:
+            limit = self._settings.crash_limit
+            noted = self._suspects.note_next(former, _note_of(begun), limit)
+            self._noted = begun if noted else None
+            if not noted:
+                raise FatalCommit(begun, limit)
+        elif former is not None:
+            self._suspects.clear(former)
+            self._noted = None
+
+    def died(self, begun: OpenCommit | None) -> None:
+        """Count a death, although the process survives: the open commit has a value that is too large."""
+        if begun is not None and self._noted is None:
+            with _tolerating():
+                self._suspects.note(_note_of(begun))
+        self._noted = None
+        self.guard()
+
+    def survived(self) -> None:
+        """Take back the note, since receiving ended for another reason."""
+        if self._noted is not None:
+            with _tolerating():
+                self._suspects.take_back(_note_of(self._noted))
+            self._noted = None
+
+    def forget(self, begun: OpenCommit) -> None:
+        """Delete the note of a commit that is done."""
+        self._suspects.clear(_note_of(begun))
 
 
 class Receiver:
@@ -425,3 +506,16 @@ def _emitted(settings: Settings) -> Emitted | None:
     if source.message_prefix is None:
         return None
     return Emitted(source.message_prefix, source.sql_types, _DATA_START)
+
+
+@contextmanager
+def _tolerating() -> Iterator[None]:
+    """Tolerate an outage of the target: a wrong count is better than the end of relay."""
+    try:
+        yield
+    except psycopg.OperationalError as error:
+        log.warning("cannot count deaths of the receiver", extra={"fault": describe(error)})
+
+
+def _note_of(commit: OpenCommit) -> str:
+    return f"receiving {commit.lsn}"

@@ -35,7 +35,7 @@ from relay.model.events import Lsn
 from relay.runtime.parts import LATE_SECONDS, SOON_SECONDS, Condition, Due, Heartbeat
 from relay.source.decode.translation import Encoding, codec_of
 from relay.source.outbox.columns import is_partitioned
-from relay.source.outbox.partition import require_same_hash
+from relay.source.outbox.table import require_same_hash
 from relay.source.recovery import (
     Recognition,
     Recovery,

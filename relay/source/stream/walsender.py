@@ -26,7 +26,7 @@ from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError, RelayError, refused_for_good, server_error
 from relay.model.events import Lsn
 from relay.source.decode.translation import Encoding
-from relay.source.stream.timelines import TimelineHistory
+from relay.source.server import TimelineHistory
 from relay.store import groups, session_settings
 from relay.store.connections import CLIENT_KEEPALIVE, Connection, connect, opened
 from relay.store.session_settings import SessionKind
