@@ -33,7 +33,7 @@ from relay.store import (
     rights,
 )
 from relay.store.connections import Connection
-from relay.store.deferred import counts as deferred_counts
+from relay.store.deferred import selection as deferred_selection
 from relay.store.positions import offsets, sinks
 from relay.store.session_settings import SessionKind, users_schemas
 
@@ -250,7 +250,7 @@ def _open_schemas(conn: Connection) -> Iterator[Finding]:
 
 def _former_handlers(conn: Connection, settings: Settings) -> Iterator[Finding]:
     """Find transactions that are deferred for a handler that the configuration no longer has."""
-    deferred_for = deferred_counts.deferred_for_others(conn, settings.group, settings.handlers)
+    deferred_for = deferred_selection.deferred_for_others(conn, settings.group, settings.handlers)
     for name, transactions in deferred_for.items():
         yield Finding(
             Severity.WARNING,
@@ -258,15 +258,13 @@ def _former_handlers(conn: Connection, settings: Settings) -> Iterator[Finding]:
             f"handlers.{name}: there is no such handler, but {transactions} deferred transactions failed in it: put it "
             "back, or the current routes decide which handlers apply them",
         )
-    deferred_for_gone = deferred_counts.deferred_for_sinks(
-        conn, settings.group, list(settings.sink_handlers)
-    )
-    for name, transactions in deferred_for_gone.items():
+    by_sink = deferred_selection.count_by_sink(conn, settings.group)
+    for name in sorted(by_sink.keys() - {"", *settings.sink_handlers}):
         yield Finding(
             Severity.ERROR,
             "handlers",
-            f"handlers.{name}: there is no such sink, but {transactions} transactions are deferred for it: put it back "
-            f"until `relay deferred list --sink {name}` shows none, or give them up with `relay deferred cancel`",
+            f"handlers.{name}: there is no such sink, but {by_sink[name]} transactions are deferred for it: put it "
+            f"back until `relay deferred list --sink {name}` shows none, or give them up with `relay deferred cancel`",
         )
 
 

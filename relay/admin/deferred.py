@@ -17,7 +17,7 @@ from relay.store import (
     presence,
 )
 from relay.store.connections import Connection
-from relay.store.deferred import rows as deferred_rows
+from relay.store.deferred import due as deferred_due
 from relay.store.deferred import selection as deferred_selection
 from relay.store.deferred.due import DueTransaction
 from relay.store.deferred.selection import DeferredSelection, FoundDeferred
@@ -92,7 +92,7 @@ class DeferredTransactions:
         self, sink: str, due: list[DueTransaction], error: Cancelled, reason: str | None
     ) -> int:
         """Dead-letter transactions with the same columns that are still deferred; returns how many."""
-        transactions = deferred_rows.transactions(
+        transactions = deferred_due.transactions(
             self._conn, due, self._batch.max_bytes, self._batch.spool_directory
         )
         removed = deferred.remove(self._conn, [each.id for each in due])

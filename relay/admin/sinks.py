@@ -29,7 +29,7 @@ from relay.store import (
     presence,
 )
 from relay.store.connections import Connection
-from relay.store.deferred import counts as deferred_counts
+from relay.store.deferred import selection as deferred_selection
 from relay.store.positions import offsets, sinks
 from relay.store.positions.rewind import GivenUp
 
@@ -88,7 +88,7 @@ def listed(
     with reach_target(settings) as target:
         offsets.initialised(target, settings.group)
         stored = sinks.read(target, settings.group, settings.sink_handlers)
-        counts = deferred_counts.count_by_sink(target, settings.group)
+        counts = deferred_selection.count_by_sink(target, settings.group)
         running = presence.instances(target, settings.group)
         positions = _positions(target, settings, stored, running)
         recent = activity.recent_attempts(target, settings.group)

@@ -46,7 +46,7 @@ from relay.store.connections import (
     require_writable_by_default,
     sessions_with,
 )
-from relay.store.deferred import counts as deferred_counts
+from relay.store.deferred import selection as deferred_selection
 from relay.store.positions import offsets, sinks
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Status:
     partitions: Sequence[offsets.PartitionPosition] = ()
     dead_letters: int | None = None
     dead: Mapping[tuple[str, str], int] | None = None
-    deferred: deferred_counts.DeferredSummary | None = None
+    deferred: deferred_selection.DeferredSummary | None = None
     braked: Sequence[brakes.BrakedHandler] = ()
     sinks: Sequence[sinks.StoredSink] = ()
     engines: Sequence[activity.EngineTotals] = ()
@@ -338,7 +338,7 @@ def _read_target(settings: Settings, state: Status) -> tuple[Status, ReadPositio
         state = replace(
             state,
             dead_letters=dead_letters.count(target, name),
-            deferred=deferred_counts.count(target, name),
+            deferred=deferred_selection.count(target, name),
             waits=locks.lock_waits(target),
             parts=presence.read_faults(target, name, state.instances),
         )
@@ -444,7 +444,7 @@ class Watch:
         self._settings = settings
         self._state = Status(settings.group, mode_of(settings, None))
         self._connections: dict[str, Connection] = {}
-        self._deferred = _Throttled(deferred_counts.count)
+        self._deferred = _Throttled(deferred_selection.count)
         self._dead = _Throttled(dead_letters.count_by_handler)
         self._rows = UnreadRows(settings)
         self._unread: dict[str, _Throttled[Backlog | None]] = {}

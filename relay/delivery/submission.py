@@ -23,7 +23,6 @@ from relay.store import (
     deferred,
 )
 from relay.store.deferred import due as deferred_due
-from relay.store.deferred import rows as deferred_rows
 from relay.store.positions.sinks import Claim
 
 RETRY_SECONDS = 0.5
@@ -133,7 +132,7 @@ class Submission:
         self._checkpoint.held_any = True
         limits = self._settings.batch
         transactions = await self._in_target(
-            deferred_rows.transactions, conn, due, limits.max_bytes, limits.spool_directory
+            deferred_due.transactions, conn, due, limits.max_bytes, limits.spool_directory
         )
         decoder = self._router.decoder(transactions.columns)
         pairs = _pairs(Routed(transactions, decoder))

@@ -31,7 +31,7 @@ from relay.store import (
     presence,
 )
 from relay.store.connections import Connection, connect, require_writable_by_default
-from relay.store.deferred import counts as deferred_counts
+from relay.store.deferred import selection as deferred_selection
 from relay.store.positions import sinks
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Counted:
 
     target: Backlog | None = None
     sinks: Mapping[str, Backlog] = field(default_factory=dict)
-    deferred: list[deferred_counts.DeferredCount] | None = None
+    deferred: list[deferred_selection.DeferredCount] | None = None
     keys: Mapping[str, int] | None = None
     dead: Mapping[tuple[str, str], int] | None = None
     at: datetime | None = None
@@ -274,8 +274,8 @@ class Databases:
             return Counted(
                 if_countable(self._unread, source, target),
                 if_countable(self._unread_of_sinks, source, target) or {},
-                if_countable(deferred_counts.count_by_kind, target, group),
-                if_countable(deferred_counts.count_keys, target, group),
+                if_countable(deferred_selection.count_by_kind, target, group),
+                if_countable(deferred_selection.count_keys, target, group),
                 if_countable(dead_letters.count_by_handler, target, group),
                 clock.present(target),
             )

@@ -48,7 +48,6 @@ from relay.pipeline.tracing import Tracing, joined, judged
 from relay.store import brakes
 from relay.store.connections import Connection
 from relay.store.deferred import due as deferred_due
-from relay.store.deferred import rows as deferred_rows
 from relay.store.deferred.due import DueTransaction
 from relay.store.handler_sessions import HandlerPool, KeepAlive
 from relay.store.positions import offsets, snapshots
@@ -330,7 +329,7 @@ class Applier:
             due = deferred_due.claim(conn, self._group, DUE_AT_ONCE)
             if not due:
                 return Redelivery(0, 0, [])
-            transactions = deferred_rows.transactions(
+            transactions = deferred_due.transactions(
                 conn, due, limits.max_bytes, limits.spool_directory
             )
             return self._redeliver(conn, due, transactions, mode)

@@ -16,7 +16,6 @@ from relay.pipeline.routing import BatchRouter
 from relay.store import deferred
 from relay.store.connections import Connection
 from relay.store.deferred import due as deferred_due
-from relay.store.deferred import rows as deferred_rows
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ def _rekey(settings: Settings, conn: Connection, sink: str) -> int:
     rules = DeferralRules(settings, router)
     count = last = 0
     while rows := deferred_due.stored(conn, settings.group, sink, last, _AT_ONCE):
-        found = deferred_rows.transactions(conn, rows, limits.max_bytes, limits.spool_directory)
+        found = deferred_due.transactions(conn, rows, limits.max_bytes, limits.spool_directory)
         if sink:
             keys = [rules.delivery_keys(found.part(n, n + 1), sink) for n in range(len(rows))]
         else:

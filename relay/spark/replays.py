@@ -13,7 +13,6 @@ from relay.pipeline.routing import BatchRouter
 from relay.spark.frames import columns, pack
 from relay.store.connections import Connection
 from relay.store.deferred import due as deferred_due
-from relay.store.deferred import rows as deferred_rows
 from relay.store.positions import spark_batches
 
 AT_ONCE = 1_000
@@ -43,9 +42,7 @@ def packed(
 ) -> bytes:
     """The events of deferred transactions, as an Arrow stream. Raises psycopg.Error."""
     limits = settings.batch
-    transactions = deferred_rows.transactions(
-        conn, wanted, limits.max_bytes, limits.spool_directory
-    )
+    transactions = deferred_due.transactions(conn, wanted, limits.max_bytes, limits.spool_directory)
     routed = Routed(transactions, BatchRouter(settings).decoder(transactions.columns))
     events = [event for transaction in routed for event in transaction.events]
     hosts = {event.text("host_id") or "" for event in events}

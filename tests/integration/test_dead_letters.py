@@ -16,7 +16,7 @@ from relay.admin.status import read
 from relay.faults import ConfigurationError
 from relay.spark.session import Session
 from relay.store.dead_letters.selection import DeadLetterSelection
-from relay.store.deferred.counts import Reason
+from relay.store.deferred.selection import Reason
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay as command
 from tests.process import running

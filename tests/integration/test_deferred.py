@@ -30,7 +30,6 @@ from relay.store import (
 from relay.store.dead_letters.selection import DeadLetterSelection
 from relay.store.deferred import Deferral
 from relay.store.deferred import due as deferred_due
-from relay.store.deferred import rows as deferred_rows
 from tests.deferrals import undecoded
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.process import relay, running
@@ -110,14 +109,14 @@ def test_what_is_deferred_comes_back_as_it_was(outbox: Outbox) -> None:
     assert outbox.column("select reason from relay.deferred where id = %s", [first.id]) == [
         wait.reason
     ]
-    found = deferred_rows.transactions(outbox.conn, [first, second], 1_000_000, None)
+    found = deferred_due.transactions(outbox.conn, [first, second], 1_000_000, None)
     assert [output(each) for each in found] == [output(one), output(one)]
 
 
 def test_large_transactions_come_back_from_portions(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(deferred_rows, "_PORTION_EVENTS", 2)
+    monkeypatch.setattr(deferred, "_PORTION_EVENTS", 2)
     monkeypatch.setattr(deferred, "_DEFERRED_AT_ONCE", 2)
     many = [undecoded(*(b"%d" % row for row in range(size))) for size in (1, 5, 2, 1)]
     # One whose rows are read from somewhere as they are written.
@@ -126,7 +125,7 @@ def test_large_transactions_come_back_from_portions(
     assert outbox.value("select count(*) from relay.deferred_rows") == 6
     due = deferred_due.claim(outbox.conn, "g", 10)
     for spool_above in (1_000, 0):
-        found = deferred_rows.transactions(outbox.conn, due, spool_above, tmp_path)
+        found = deferred_due.transactions(outbox.conn, due, spool_above, tmp_path)
         assert [output(each) for each in found] == [output(each) for each in (*many, many[1])]
 
 
@@ -380,7 +379,7 @@ def decoded(outbox: Outbox) -> tuple[BatchRouter, Undecoded]:
         wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 1)
     outbox.conn.execute("update relay.deferred set retry_at = now()")
     due = deferred_due.claim(outbox.conn, "default", 1)
-    (one,) = deferred_rows.transactions(outbox.conn, due, 1_000_000, None)
+    (one,) = deferred_due.transactions(outbox.conn, due, 1_000_000, None)
     deferred.remove(outbox.conn, ids(due))
     return BatchRouter(settings), one
 
@@ -465,7 +464,7 @@ def test_what_was_not_routed_reaches_the_sinks_of_todays_routes_once_it_is_appli
         ("users", [f"{host(1)} user {host(999)}"], True, 2, False, None),
     ]
     (due,) = deferred_due.heads(outbox.conn, "default", "loose", 10)
-    (one,) = deferred_rows.transactions(outbox.conn, [due], 1_000_000, None)
+    (one,) = deferred_due.transactions(outbox.conn, [due], 1_000_000, None)
     assert [each.event_type for each in BatchRouter(routed).events(one)] == ["other"]
 
 
@@ -728,7 +727,7 @@ def test_the_former_schema_is_migrated(outbox: Outbox, tmp_path: Path, by: str) 
     assert outbox.column("select undelivered from relay.deferred") == [True] * 3
     assert outbox.column("select undelivered from relay.dead_letter_queue") == [True]
     due = deferred_due.claim(outbox.conn, "default", 10)
-    found = deferred_rows.transactions(outbox.conn, due, 1_000, None)
+    found = deferred_due.transactions(outbox.conn, due, 1_000, None)
     assert [list(each.tuples) for each in found] == [[b"row"]] * 3
     first, second, third = ids(due)
     deferred.remove(outbox.conn, [first])
@@ -771,7 +770,7 @@ def test_rows_are_what_a_replay_has_now(outbox: Outbox) -> None:
     deferred.release(outbox.conn, first, undecoded(b"edited", b"too"))
     due = deferred_due.claim(outbox.conn, "default", 1)
     assert ids(due) == [first]
-    (one,) = deferred_rows.transactions(outbox.conn, due, 1_000, None)
+    (one,) = deferred_due.transactions(outbox.conn, due, 1_000, None)
     assert isinstance(one.tuples, Rows)
     assert list(one.tuples) == [b"edited", b"too"]
 

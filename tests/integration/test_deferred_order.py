@@ -24,7 +24,6 @@ from hypothesis.stateful import (
 
 from relay.store import deferred
 from relay.store.deferred import Deferral
-from relay.store.deferred import counts as deferred_counts
 from relay.store.deferred import due as deferred_due
 from relay.store.deferred import selection as deferred_selection
 from relay.store.deferred.due import DueTransaction
@@ -269,7 +268,7 @@ class Store(RuleBasedStateMachine):
             deferred.remove(self.conn, [each.id for each in due])
             self.forget({each.id for each in due})
         assert not self.rows
-        assert deferred_counts.count(self.conn, self.group).transactions == 0
+        assert deferred_selection.count(self.conn, self.group).transactions == 0
 
     # The model.
 

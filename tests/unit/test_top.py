@@ -16,7 +16,7 @@ from relay.source.outbox.unread import Backlog
 from relay.source.stream.slot import SlotState
 from relay.store.activity import EngineTotals
 from relay.store.brakes import BrakedHandler
-from relay.store.deferred.counts import DeferredSummary, Reason
+from relay.store.deferred.selection import DeferredSummary, Reason
 from relay.store.positions.offsets import PartitionPosition
 from relay.store.positions.sinks import Position, StoredSink
 

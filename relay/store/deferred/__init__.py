@@ -7,25 +7,24 @@ read again while the row of its `predecessor` exists.
 A predecessor is noted only if the session that deletes its row is certain to see the note: in the database transaction
 that inserts both, or under a lock on the predecessor's row. A trigger removes the note.
 
-`deferred_due` finds the transactions that are due, `deferred_rows` reads and writes their rows, `deferred_counts`
-counts them.
+`due` finds the transactions that are due and reads their rows, `selection` lists and counts them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from itertools import islice
+from struct import Struct
 
 from psycopg.rows import scalar_row, tuple_row
 
-from relay.model.events import Tuples
-from relay.model.transactions import Undecoded
+from relay.model.events import Tuples, microseconds
+from relay.model.transactions import Rows, Undecoded
 from relay.store import literals, locks
 from relay.store.connections import Connection
-from relay.store.deferred.copy import COLUMNS, END, START, DeferredEncoder
-from relay.store.deferred.rows import inline, write_rows
 from relay.store.literals import codec_of, writable
 
 _DEFERRED_AT_ONCE = 5_000
@@ -76,10 +75,6 @@ def held(conn: Connection, group: str, sink: str, keys: Collection[str]) -> set[
         return {asked[key] for key in cursor}
 
 
-_COPY = f"copy relay.deferred ({', '.join(COLUMNS)}) from stdin (format binary)"
-_COPIED_AT_ONCE = 64 * 1024
-
-
 def any_held(conn: Connection, group: str, sink: str) -> bool:
     """Whether a deferred transaction holds any key."""
     rows = conn.execute(
@@ -106,12 +101,12 @@ def defer(
                 """,
                 (len(portion),),
             ).fetchall()[0]
-            encoder = DeferredEncoder(group, sink, conn.info.encoding, now, codec_of(conn))
+            encoder = _Encoder(conn, group, sink, now)
             large: list[tuple[int, Tuples]] = []
             with cursor.copy(_COPY) as copy:
-                data = bytearray(START)
+                data = bytearray(_START)
                 for number, (transaction, deferral) in zip(ids, portion, strict=True):
-                    rows = inline(transaction)
+                    rows = _inline(transaction)
                     if rows is None:
                         large.append((number, transaction.tuples))
                     predecessor = _predecessor(holders, number, deferral)
@@ -119,9 +114,9 @@ def defer(
                     if len(data) > _COPIED_AT_ONCE:
                         copy.write(data)
                         data = bytearray()
-                copy.write(data + END)
+                copy.write(data + _END)
             for number, tuples in large:
-                write_rows(conn, number, tuples)
+                _write_rows(conn, number, tuples)
 
 
 def _predecessor(holders: dict[str, int], number: int, deferral: Deferral) -> int | None:
@@ -137,6 +132,174 @@ def _predecessor(holders: dict[str, int], number: int, deferral: Deferral) -> in
         if deferral.holds:
             holders[key] = number
     return predecessor
+
+
+# Rows are sent in COPY's binary format, which costs both sides half as much as text; psycopg's `Copy.write_row` takes
+# three times as long to encode one. Sources: PostgreSQL documentation, "COPY", Binary Format; each type's receive
+# function in PostgreSQL's source.
+_COLUMNS = (
+    *("id", "holds", "blocked", "retry_at", "attempts", "undelivered", "commit_lsn", "end_lsn"),
+    *("commit_ts", "xid", "first_offset", "last_offset", "events", "size"),
+    *("predecessor", "first_failed_at", "dead_transaction", "group_id", "sink", "keys", "handler"),
+    *("reason", "transaction_id", "hosts", "columns", "sizes", "data"),
+)
+"""The columns in the order in which `_Encoder.row` writes them."""
+_COUNT = len(_COLUMNS)
+_START = b"PGCOPY\n\xff\r\n\0" + bytes(8)
+"""The signature, no flags, no extension."""
+_END = b"\xff\xff"
+
+# The number of columns, then the columns of fixed size, each after its size.
+_HEAD = Struct(">h" + "iq" + "i?" * 2 + "iq" + "ii" + "i?" + "iQ" * 2 + "iq" * 6)
+_NUMBER = Struct(">iq")
+_LENGTH = Struct(">i")
+_ARRAY = Struct(">iiiii")
+_NULL = _LENGTH.pack(-1)
+_TEXT_OID = 25
+_INT4_OID = 23
+_COPY = f"copy relay.deferred ({', '.join(_COLUMNS)}) from stdin (format binary)"
+_COPIED_AT_ONCE = 64 * 1024
+
+
+class _Encoder:
+    """Encodes transactions of one group and sink; `now` is the server's time, in microseconds since POSTGRES_EPOCH."""
+
+    def __init__(self, conn: Connection, group: str, sink: str, now: int) -> None:
+        self._encoding = conn.info.encoding
+        self._codec = codec_of(conn)
+        self._now = now
+        self._owner = self._text(group) + self._text(sink)
+        # Cached, since many rows have few different values.
+        self._known_texts: Callable[[Sequence[str]], bytes] = lru_cache(1_000)(self._texts)
+        self._known_names: Callable[[Sequence[str]], bytes] = lru_cache(1_000)(self._names)
+        self._known_text: Callable[[str | None], bytes] = lru_cache(1_000)(self._text)
+
+    def row(
+        self,
+        number: int,
+        transaction: Undecoded,
+        deferral: Deferral,
+        predecessor: int | None,
+        rows: Sequence[bytes] | None,
+    ) -> bytes:
+        """The row with the id `number`; `rows` are those of the transaction, None if they are stored elsewhere."""
+        retry_at = self._now + round(deferral.after * 1_000_000)
+        if deferral.until is not None:
+            retry_at = microseconds(deferral.until)
+        failing = deferral.failing_seconds
+        lsn, end_lsn, ts, xid = transaction.commit
+        head = _HEAD.pack(
+            *(
+                _COUNT,
+                8,
+                number,
+                1,
+                deferral.holds,
+                1,
+                deferral.blocked,
+                8,
+                retry_at,
+                4,
+                deferral.attempts,
+            ),
+            *(1, deferral.undelivered, 8, lsn, 8, end_lsn, 8, ts, 8, xid),
+            *(8, transaction.first_offset, 8, transaction.last_offset),
+            *(8, len(transaction.tuples), 8, transaction.size),
+        )
+        return b"".join(
+            (
+                head,
+                _number(predecessor),
+                _number(None if failing is None else self._now - round(failing * 1_000_000)),
+                _number(deferral.dead_transaction),
+                self._owner,
+                self._texts(sorted(deferral.keys)),
+                self._known_text(deferral.handler),
+                self._known_text(deferral.reason),
+                self._text(transaction.transaction_id),
+                self._known_texts(transaction.hosts),
+                self._known_names(transaction.columns),
+                *((_NULL, _NULL) if rows is None else _sizes_and_data(rows)),
+            )
+        )
+
+    def _text(self, value: str | None) -> bytes:
+        if value is None:
+            return _NULL
+        return _bytes(writable(value, self._codec).encode(self._encoding))
+
+    def _texts(self, values: Sequence[str]) -> bytes:
+        return _array(_TEXT_OID, [self._text(value) for value in values])
+
+    def _names(self, values: Sequence[str]) -> bytes:
+        """Encode names, which must match exactly. Raises UnicodeEncodeError for a character that the encoding lacks."""
+        return _array(_TEXT_OID, [_bytes(value.encode(self._encoding)) for value in values])
+
+
+def _number(value: int | None) -> bytes:
+    return _NULL if value is None else _NUMBER.pack(8, value)
+
+
+def _bytes(value: bytes) -> bytes:
+    return _LENGTH.pack(len(value)) + value
+
+
+_SIZE = Struct(">ii")
+_ONE_SIZE = Struct(">iiiiiiii")
+
+
+def _sizes_and_data(rows: Sequence[bytes]) -> tuple[bytes, bytes]:
+    """The lengths of rows as an array of int4, and the rows."""
+    if len(rows) == 1:
+        (row,) = rows
+        return _ONE_SIZE.pack(28, 1, 0, _INT4_OID, 1, 1, 4, len(row)), _bytes(row)
+    return _array(_INT4_OID, [_SIZE.pack(4, len(row)) for row in rows]), _bytes(b"".join(rows))
+
+
+def _array(oid: int, elements: Sequence[bytes]) -> bytes:
+    """An array of elements that begin with their sizes: dimensions, no nulls, type, length, lower bound, elements."""
+    body = b"".join(elements)
+    if not elements:
+        return _LENGTH.pack(12) + _ARRAY.pack(0, 0, oid, 0, 0)[:12]
+    return _LENGTH.pack(20 + len(body)) + _ARRAY.pack(1, 0, oid, len(elements), 1) + body
+
+
+_PORTION_EVENTS = 10_000
+_PORTION_BYTES = 1024 * 1024
+
+
+def _inline(transaction: Undecoded) -> list[bytes] | None:
+    """Return the rows of a transaction that is in memory and fits into one portion; None for others."""
+    tuples = transaction.tuples
+    if (
+        isinstance(tuples, Rows)
+        and len(tuples) <= _PORTION_EVENTS
+        and transaction.size <= _PORTION_BYTES
+    ):
+        return list(tuples)
+    return None
+
+
+def _write_rows(conn: Connection, number: int, tuples: Tuples) -> None:
+    """Write the rows of a transaction, one portion in memory at a time. `tuples` may read from the same connection."""
+    for portion, rows in enumerate(_portions(tuples)):
+        conn.execute(
+            "insert into relay.deferred_rows (deferred_id, portion, sizes, data) values (%s, %s, %s, %s)",
+            (number, portion, list(map(len, rows)), b"".join(rows)),
+        )
+
+
+def _portions(tuples: Tuples) -> Iterator[list[bytes]]:
+    portion: list[bytes] = []
+    size = 0
+    for row in tuples:
+        portion.append(row)
+        size += len(row)
+        if len(portion) >= _PORTION_EVENTS or size >= _PORTION_BYTES:
+            yield portion
+            portion, size = [], 0
+    if portion:
+        yield portion
 
 
 def set_keys(conn: Connection, keys: Mapping[int, Collection[str]]) -> None:
@@ -257,7 +420,7 @@ def blocked(conn: Connection, dead: Sequence[int]) -> dict[int, int]:
 
 def release(conn: Connection, deferred_id: int, transaction: Undecoded) -> None:
     """Make a dead transaction that holds its keys due, with the rows of `transaction`; it keeps its order."""
-    rows = inline(transaction)
+    rows = _inline(transaction)
     conn.execute(
         """
         update relay.deferred
@@ -276,7 +439,7 @@ def release(conn: Connection, deferred_id: int, transaction: Undecoded) -> None:
     )
     conn.execute("delete from relay.deferred_rows where deferred_id = %s", (deferred_id,))
     if rows is None:
-        write_rows(conn, deferred_id, transaction.tuples)
+        _write_rows(conn, deferred_id, transaction.tuples)
 
 
 def forget(conn: Connection, group: str, sink: str) -> int:

@@ -1,4 +1,7 @@
-"""Finds deferred business transactions that are due: their time has come and no earlier one holds their keys.
+"""Finds deferred business transactions that are due, and reads their rows.
+
+One is due when its time has come and no earlier one holds its keys. Rows have the encoding of `model.tuples`: opaque
+bytes, one object for each row, in the order of the transaction; those of large ones are in `relay.deferred_rows`.
 
 The statements are never prepared: a plan made while a table was empty would later read all of it.
 """
@@ -6,14 +9,19 @@ The statements are never prepared: a plan made while a table was empty would lat
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
-from typing import Any, NamedTuple
+from itertools import chain, takewhile
+from pathlib import Path
+from typing import Any, LiteralString, NamedTuple
 
+import numpy as np
 from psycopg import sql
-from psycopg.rows import class_row, scalar_row
+from psycopg.rows import class_row, scalar_row, tuple_row
 
+from relay.model.events import Lsn
+from relay.model.spool import Spool, SpooledTuples
+from relay.model.transactions import FACTS, Rows, Transactions
 from relay.store import literals, locks
 from relay.store.connections import Connection
 
@@ -260,3 +268,81 @@ def seconds_to_next(conn: Connection, group: str, sink: str = "") -> float | Non
             prepare=False,
         ).fetchone()
     return None if seconds is None else float(seconds)
+
+
+def transactions(
+    conn: Connection, due: Sequence[DueTransaction], spool_above: int, spool_directory: Path | None
+) -> Transactions:
+    """Read transactions of one table layout; above `spool_above` bytes in total, their rows go to a spool file.
+
+    The result has one element for each of `due`, in their order. Raises psycopg.Error and OSError.
+    """
+    facts = np.array(
+        [
+            (
+                Lsn.parse(each.commit_lsn),
+                Lsn.parse(each.end_lsn),
+                each.commit_ts,
+                each.xid,
+                each.first_offset,
+                each.last_offset,
+                each.events,
+                each.size,
+                index,
+            )
+            for index, each in enumerate(due)
+        ],
+        FACTS,
+    )
+    ids = [
+        None
+        if each.transaction_id is None
+        else each.transaction_id.encode("utf-8", "surrogateescape")
+        for each in due
+    ]
+    hosts = [tuple(each.hosts) for each in due]
+    columns = tuple(due[0].columns)
+    stored = _rows(conn, [each.id for each in due])
+    if sum(each.size for each in due) <= spool_above:
+        rows: dict[int, list[bytes]] = {each.id: [] for each in due}
+        for deferred_id, row in stored:
+            rows[deferred_id].append(row)
+        return Transactions(columns, facts, ids, hosts, Rows.of([*chain(*rows.values())]))
+    spool = Spool(spool_directory)
+    spooled = {each.id: SpooledTuples(spool) for each in due}
+    for deferred_id, row in stored:
+        spool.append(row, spooled[deferred_id])
+    spool.seal()
+    return Transactions(columns, facts, ids, hosts, Rows.of([]), list(spooled.values()))
+
+
+def _rows(conn: Connection, ids: Collection[int]) -> Iterator[tuple[int, bytes]]:
+    """Yield (id, row), the rows of each transaction in order, one portion in memory at a time."""
+    others = set(ids)
+    for deferred_id, row in _portions(
+        conn,
+        "select id, sizes, data from relay.deferred where id = any(%s::bigint[]) and data is not null",
+        ids,
+    ):
+        others.discard(deferred_id)
+        yield deferred_id, row
+    if others:
+        yield from _portions(
+            conn,
+            """
+            select deferred_id, sizes, data from relay.deferred_rows where deferred_id = any(%s::bigint[])
+             order by deferred_id, portion
+            """,
+            others,
+        )
+
+
+def _portions(
+    conn: Connection, query: LiteralString, ids: Collection[int]
+) -> Iterator[tuple[int, bytes]]:
+    with conn.cursor(binary=True, row_factory=tuple_row) as cursor:
+        for deferred_id, sizes, data in cursor.stream(query, (literals.of_numbers(ids),)):
+            start = 0
+            for size in sizes:
+                yield deferred_id, data[start : start + size]
+                start += size
