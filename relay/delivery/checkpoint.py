@@ -25,7 +25,7 @@ from relay.model.dispositions import (
     RetryLater,
     is_deferred,
 )
-from relay.pipeline.brake import Brake
+from relay.pipeline.failure_limit import FailureLimit
 from relay.pipeline.listeners import Meter
 from relay.pipeline.settlement import Settlement, Unsettled
 from relay.source.server import SourcePosition
@@ -76,7 +76,7 @@ class Checkpoint:
         claim: Claim,
         state: SinkState,
         progress: SinkProgress,
-        brake: Brake,
+        limit: FailureLimit,
         hold: WalHold,
         in_target: Blocking,
         fault: Callable[[], str | None],
@@ -95,7 +95,7 @@ class Checkpoint:
         self._progress = progress
         self._settlement = Settlement(settings, name)
         self._meter = meter
-        self._brake = brake
+        self._limit = limit
         self._hold = hold
         self._in_target = in_target
         self._fault = fault
@@ -312,13 +312,13 @@ class Checkpoint:
         )
 
     def _write_streak(self) -> None:
-        streak = self._brake.streak(self._name)
+        streak = self._limit.streak(self._name)
         if streak == self._streak:
             return
         brakes.store(self._claim.conn, self._settings.group, self._name, streak)
         was_braked = self._streak is not None and self._streak.braked
         self._streak = streak
         if streak is not None and streak.braked and not was_braked:
-            log.error("a handler is stopped", extra={"fault": self._brake.explain(self._name)})
+            log.error("a handler is stopped", extra={"fault": self._limit.explain(self._name)})
         elif was_braked and not (streak and streak.braked):
             log.warning("a stopped handler goes on", extra={"handler": self._name})

@@ -22,11 +22,11 @@ from relay.model.dispositions import (
     Failed,
     RetryLater,
     asked_of,
+    disposition_of,
     holds_keys,
-    judge,
     retry_delay,
 )
-from relay.pipeline.brake import Brake
+from relay.pipeline.failure_limit import FailureLimit
 from relay.runtime.retry import LONGEST_WAIT_SECONDS
 from relay.store.activity import Attempts
 
@@ -53,12 +53,12 @@ class Dispatcher:
         sink: Sink,
         settings: DeliveryHandler,
         most_bytes: int,
-        brake: Brake,
+        limit: FailureLimit,
         complete: Callable[[Delivery, Disposition], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         """`failed` is called with a fault that no retry can repair."""
-        self._brake = brake
+        self._limit = limit
         self._sink = sink
         self._settings = settings
         self._most_bytes = most_bytes
@@ -304,7 +304,7 @@ class Dispatcher:
     def _confirmed(self, delivery: Delivery) -> None:
         if self.breaker.succeeded(_key(delivery)):
             log.info("the circuit breaker is closed", extra={"handler": self._sink.name})
-        self._brake.succeeded((self._sink.name,))
+        self._limit.succeeded((self._sink.name,))
         self._completed(delivery, APPLIED)
 
     def _after_failure(
@@ -337,8 +337,10 @@ class Dispatcher:
         ):
             return wait
         blocks_key = self._settings.blocks_key
-        disposition = judge(self._sink.name, error, attempts, delivery.history, retry, blocks_key)
-        self._completed(delivery, self._braked(disposition))
+        disposition = disposition_of(
+            self._sink.name, error, attempts, delivery.history, retry, blocks_key
+        )
+        self._completed(delivery, self._limited(disposition))
         return None
 
     def _try_later(self, delivery: Delivery, error: Exception, is_trial: bool) -> None:
@@ -371,9 +373,9 @@ class Dispatcher:
         error, attempts = delivery.asked[0], delivery.history.attempts
         self._completed(delivery, RetryLater(self._sink.name, error, early, attempts))
 
-    def _braked(self, failed: Failed) -> Failed:
-        """Apply the brake: after too many dead letters in a row, defer the transaction instead and stop the sink."""
-        if not isinstance(failed, DeadLetter) or not self._brake.stops(
+    def _limited(self, failed: Failed) -> Failed:
+        """After too many dead letters in a row, defer the transaction instead and stop the sink."""
+        if not isinstance(failed, DeadLetter) or not self._limit.stops(
             self._sink.name, failed.error
         ):
             return failed

@@ -28,7 +28,7 @@ from relay.handlers import Sink
 from relay.model.dispositions import BLOCKED
 from relay.model.snapshots import full_xids
 from relay.model.transactions import Routed
-from relay.pipeline.brake import Brake
+from relay.pipeline.failure_limit import FailureLimit
 from relay.pipeline.listeners import Meter
 from relay.pipeline.routing import BatchRouter
 from relay.runtime.threads import pool
@@ -78,14 +78,14 @@ class SinkSession:
         self._polls = settings.source.mode != "wal"
         self._progress = SinkProgress(state.position, state.done, self._polls)
         self._router = BatchRouter(settings)
-        brake = Brake(settings.brakes, state.streaks, gradual=True)
+        limit = FailureLimit(settings.brakes, state.streaks, gradual=True)
         self._checkpoint = Checkpoint(
             name,
             settings,
             claim,
             state,
             self._progress,
-            brake,
+            limit,
             hold,
             self._in_target,
             lambda: self._dispatcher.fault,
@@ -97,7 +97,7 @@ class SinkSession:
             sink,
             configured,
             settings.sinks.attach_bytes,
-            brake,
+            limit,
             self._checkpoint.complete,
             self._fail,
         )

@@ -139,7 +139,7 @@ class RetryPolicy(Protocol):
         """Seconds after the first failure; an attempt that would begin later is not made."""
 
 
-def judge(
+def disposition_of(
     handler: str,
     error: BaseException,
     attempts: int,

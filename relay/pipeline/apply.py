@@ -28,8 +28,8 @@ from relay.model.dispositions import (
 from relay.model.snapshots import RowCounts, full_xids
 from relay.model.trace_context import Traced, TraceRecord
 from relay.model.transactions import Transactions
-from relay.pipeline.brake import Brake
 from relay.pipeline.deferral import DeferralRules
+from relay.pipeline.failure_limit import FailureLimit, store_streaks
 from relay.pipeline.handling import HandlerFailed, HandlerRunner, HandlingMode, reason_of
 from relay.pipeline.positions import (
     advances,
@@ -43,8 +43,7 @@ from relay.pipeline.positions import (
 from relay.pipeline.range_reader import RangeReader
 from relay.pipeline.routing import Assignment, BatchRouter
 from relay.pipeline.settlement import Settlement, Unsettled, not_received
-from relay.pipeline.streaks import store_streaks
-from relay.pipeline.tracing import Tracing, joined, judged
+from relay.pipeline.tracing import Tracing, joined, traced_as
 from relay.store import brakes
 from relay.store.connections import Connection
 from relay.store.deferred import due as deferred_due
@@ -193,8 +192,8 @@ class Applier:
             if not len(fresh):
                 reached = {} if self._durable else reached_lsns(positions)
                 return TaskOutcome(task.partitions, skipped=task.events, reached=reached)
-            brake = Brake(self._limits, locked.streaks)
-            delivered = self._deliver(conn, fresh, locked.holding, mode, brake)
+            limit = FailureLimit(self._limits, locked.streaks)
+            delivered = self._deliver(conn, fresh, locked.holding, mode, limit)
             moved = advances(fresh, task.touched)
             noted = None
             if locked.last is not None:
@@ -236,8 +235,8 @@ class Applier:
                 continue
             hosts = left.distinct_hosts
             locked = offsets.lock(conn, self._group, list(lower_bounds), hosts)
-            brake = Brake(self._limits, locked.streaks)
-            all_delivered.append(self._deliver(conn, left, locked.holding, mode, brake))
+            limit = FailureLimit(self._limits, locked.streaks)
+            all_delivered.append(self._deliver(conn, left, locked.holding, mode, limit))
         offsets.polled(
             conn, self._group, last_positions(task, lower_bounds), task.upto, self._durable
         )
@@ -249,15 +248,15 @@ class Applier:
         transactions: Transactions,
         holding: set[str],
         mode: HandlingMode,
-        brake: Brake,
+        limit: FailureLimit,
     ) -> _Delivered:
         """Run the handlers of transactions, and defer those that are scheduled, blocked or to be retried."""
         assigned = self._router.route(transactions)
         dispositions, keys = self._deferral_rules.split(conn, assigned, holding)
         flowing = transactions.besides(dispositions)
         left = assigned.take(flowing) if dispositions else assigned
-        found = self._handler_runner.handle(conn, left, mode, {}, brake)
-        braked = store_streaks(conn, self._group, self._limits, left, found, brake)
+        found = self._handler_runner.handle(conn, left, mode, {}, limit)
+        braked = store_streaks(conn, self._group, self._limits, left, found, limit)
         dispositions |= {flowing[index]: disposition for index, disposition in found.items()}
         # In commit order, which is the order of their retries.
         indices = sorted(dispositions)
@@ -276,7 +275,7 @@ class Applier:
             if not isinstance(disposition, DeadLetter)
         ]
         trace_record = self._trace_record(
-            assigned, lambda index: judged(dispositions.get(index, APPLIED), is_retry=False)
+            assigned, lambda index: traced_as(dispositions.get(index, APPLIED), is_retry=False)
         )
         return _Delivered(
             dead, int(transactions.facts["events"][waiting].sum()), braked, trace_record
@@ -301,9 +300,9 @@ class Applier:
         return others, self._settlement.store(conn, unsettled.values())
 
     def _trace_record(
-        self, assigned: Assignment, judge: Callable[[int], Traced | None]
+        self, assigned: Assignment, find: Callable[[int], Traced | None]
     ) -> TraceRecord | None:
-        return None if self._tracing is None else self._tracing.trace_record(assigned, judge)
+        return None if self._tracing is None else self._tracing.trace_record(assigned, find)
 
     def retry_deferred(self, guarded: bool = False) -> Redelivery:
         """Retry the deferred transactions that are due, and commit. If it raises, the target is unchanged."""
@@ -345,15 +344,15 @@ class Applier:
             index: AttemptHistory.of(each.attempts, each.failing_seconds)
             for index, each in enumerate(due)
         }
-        # A replayed transaction that fails is not a new dead letter: it does not count for the brake.
+        # A replayed transaction that fails is not a new dead letter: it does not count for the failure limit.
         dead_before = any(each.dead_transaction is not None for each in due)
         limits = {} if dead_before else self._limits
         streaks = {} if dead_before else brakes.streaks(conn, self._group)
-        brake = Brake(limits, streaks, defers=True)
+        limit = FailureLimit(limits, streaks, defers=True)
         assigned = self._router.route(transactions)
-        dispositions = self._handler_runner.handle(conn, assigned, mode, histories, brake)
+        dispositions = self._handler_runner.handle(conn, assigned, mode, histories, limit)
         if not dead_before:
-            for fault in store_streaks(conn, self._group, limits, assigned, dispositions, brake):
+            for fault in store_streaks(conn, self._group, limits, assigned, dispositions, limit):
                 log.error("a handler is stopped", extra={"fault": fault})
         unsettled = [
             Unsettled(
@@ -378,7 +377,9 @@ class Applier:
         self._settlement.log_retries(dispositions.values())
         trace_record = self._trace_record(
             assigned,
-            lambda index: judged(dispositions.get(index, APPLIED), True, histories[index].attempts),
+            lambda index: traced_as(
+                dispositions.get(index, APPLIED), True, histories[index].attempts
+            ),
         )
         return Redelivery(len(due), len(due) - len(dispositions), dead, trace_record)
 

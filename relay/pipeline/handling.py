@@ -38,13 +38,13 @@ from relay.model.dispositions import (
     Dispositions,
     Failed,
     RetryLater,
+    disposition_of,
     holds_keys,
-    judge,
 )
 from relay.model.transactions import Routed
 from relay.pipeline.activity import ActiveJobs
-from relay.pipeline.brake import Brake
 from relay.pipeline.deferral import DeferralRules
+from relay.pipeline.failure_limit import FailureLimit
 from relay.pipeline.routing import Assignment, Parts
 from relay.runtime.retry import LONGEST_WAIT_SECONDS
 from relay.store import suspects
@@ -148,12 +148,12 @@ class HandlerRunner:
         assigned: Assignment,
         mode: HandlingMode,
         histories: Histories,
-        brake: Brake,
+        limit: FailureLimit,
     ) -> Dispositions:
         """Run the transactional handlers; returns the dispositions of the transactions that were not applied, by index.
 
         A transaction that is not applied has no effects in the target. If a handler fails on too many transactions in a
-        row, raises Braked or, if `brake.defers`, defers them.
+        row, raises Braked or, if `limit.defers`, defers them.
         """
         refused = assigned.refused
         dispositions: Dispositions = {
@@ -166,10 +166,10 @@ class HandlerRunner:
         holds = mode is not HandlingMode.TOGETHER and not self._may_hold.isdisjoint(
             deliverable.parts
         )
-        if not (holds or brake.defers):
-            found = self._run(conn, deliverable, mode, brake)
+        if not (holds or limit.defers):
+            found = self._run(conn, deliverable, mode, limit)
         else:
-            found = self._apply_reliable(conn, deliverable, mode, known, brake)
+            found = self._apply_reliable(conn, deliverable, mode, known, limit)
         return dispositions | {indices[index]: disposition for index, disposition in found.items()}
 
     def _apply_reliable(
@@ -178,7 +178,7 @@ class HandlerRunner:
         assigned: Assignment,
         mode: HandlingMode,
         histories: Histories,
-        brake: Brake,
+        limit: FailureLimit,
     ) -> Dispositions:
         """Run handlers whose failures may block later transactions; without these, run the rest again."""
         dispositions: Dispositions = {}
@@ -188,9 +188,9 @@ class HandlerRunner:
             if dispositions:
                 rest = assigned.take(indices)
                 known = {new: histories[old] for new, old in enumerate(indices) if old in histories}
-            brake.begin()
+            limit.begin()
             with conn.transaction(_savepoint()) as savepoint:
-                found = self._judged(self._run(conn, rest, mode, brake), known, brake)
+                found = self._with_retries(self._run(conn, rest, mode, limit), known, limit)
                 blocked = self._blocked(rest, found)
                 found |= blocked
                 if blocked:
@@ -199,28 +199,34 @@ class HandlerRunner:
             if not blocked:
                 return dispositions
 
-    def _judged(self, found: Dispositions, histories: Histories, brake: Brake) -> Dispositions:
-        """Decide on retries: replace the dead letters of handlers that may be retried by what `judge` says."""
-        judged = dict(found)
+    def _with_retries(
+        self, found: Dispositions, histories: Histories, limit: FailureLimit
+    ) -> Dispositions:
+        """Decide on retries: replace the dead letters of handlers that may be retried by what `disposition_of` says."""
+        dispositions = dict(found)
         for index, failed in sorted(found.items()):
             before = histories.get(index, NEW)
             if isinstance(failed, RetryLater):
-                judged[index] = replace(failed, attempts=before.attempts + 1)
+                dispositions[index] = replace(failed, attempts=before.attempts + 1)
             elif isinstance(failed, DeadLetter) and failed.handler in self._defers:
-                judged[index] = self._judge(failed.handler, failed.error, before, brake)
-        return judged
+                dispositions[index] = self._disposition_of(
+                    failed.handler, failed.error, before, limit
+                )
+        return dispositions
 
-    def _judge(
-        self, handler: str, error: BaseException, before: AttemptHistory, brake: Brake
+    def _disposition_of(
+        self, handler: str, error: BaseException, before: AttemptHistory, limit: FailureLimit
     ) -> Failed:
         attempts = before.attempts + 1
         blocks_key = self._settings.handlers[handler].blocks_key
-        judgement = judge(handler, error, attempts, before, self._defers[handler], blocks_key)
-        # The brake has counted other dead letters when they happened.
-        exhausted = isinstance(judgement, DeadLetter) and isinstance(error, TransientFault)
-        if exhausted and brake.defers and brake.stops_late(handler, error):
+        disposition = disposition_of(
+            handler, error, attempts, before, self._defers[handler], blocks_key
+        )
+        # The failure limit has counted other dead letters when they happened.
+        exhausted = isinstance(disposition, DeadLetter) and isinstance(error, TransientFault)
+        if exhausted and limit.defers and limit.stops_late(handler, error):
             return RetryLater(handler, error, LONGEST_WAIT_SECONDS, attempts)
-        return judgement
+        return disposition
 
     def _blocked(self, assigned: Assignment, dispositions: Dispositions) -> Dispositions:
         """The transactions that an earlier one of `dispositions` blocks, since it holds one of their keys."""
@@ -237,22 +243,22 @@ class HandlerRunner:
         return blocked
 
     def _run(
-        self, conn: Connection, assigned: Assignment, mode: HandlingMode, brake: Brake
+        self, conn: Connection, assigned: Assignment, mode: HandlingMode, limit: FailureLimit
     ) -> Dispositions:
         match mode:
             case HandlingMode.TOGETHER:
                 self._call(conn, assigned.parts)
                 return {}
             case HandlingMode.ISOLATED:
-                return self._isolated(conn, assigned, brake)
+                return self._isolated(conn, assigned, limit)
             case HandlingMode.HALVED:
                 alone = len(assigned) < 2
-                return (self._isolated if alone else self._halved)(conn, assigned, brake)
+                return (self._isolated if alone else self._halved)(conn, assigned, limit)
             case HandlingMode.GUARDED:
-                return self._guarded(conn, assigned, brake)
+                return self._guarded(conn, assigned, limit)
         assert_never(mode)
 
-    def _guarded(self, conn: Connection, assigned: Assignment, brake: Brake) -> Dispositions:
+    def _guarded(self, conn: Connection, assigned: Assignment, limit: FailureLimit) -> Dispositions:
         """Apply one transaction at a time, each under a note that remains if the process crashes."""
         dispositions: Dispositions = {}
         former: str | None = None
@@ -261,7 +267,7 @@ class HandlerRunner:
                 name = suspects.name_of(transaction)
                 if self._suspects.note_next(former, name, self._settings.crash_limit):
                     with self._suspects.in_flight(name):
-                        one = self._isolated(conn, assigned.part(index, index + 1), brake)
+                        one = self._isolated(conn, assigned.part(index, index + 1), limit)
                     dispositions.update((index, disposition) for disposition in one.values())
                 else:
                     died = f"{self._settings.crash_limit} processes died while they handled it"
@@ -277,14 +283,16 @@ class HandlerRunner:
             self._suspects.clear(former)
         return dispositions
 
-    def _isolated(self, conn: Connection, assigned: Assignment, brake: Brake) -> Dispositions:
+    def _isolated(
+        self, conn: Connection, assigned: Assignment, limit: FailureLimit
+    ) -> Dispositions:
         """Apply a range under a savepoint, halved on failure; returns the dispositions of those that failed."""
         if not len(assigned):
             return {}
         try:
             with conn.transaction(_savepoint()):
                 self._call(conn, assigned.parts, check_constraints=True)
-            brake.succeeded(assigned.parts)
+            limit.succeeded(assigned.parts)
             return {}
         except HandlerFailed as failure:
             reason = reason_of(failure)
@@ -298,17 +306,17 @@ class HandlerRunner:
                     # If the statement has become invalid since the start, `check` raises: no event is at fault.
                     failure.handler.check(conn)
                 name = failure.handler.name
-                if not self._is_deferred(failure) and brake.require(
+                if not self._is_deferred(failure) and limit.require(
                     name, reason, assigned.transactions[0]
                 ):
                     return {0: RetryLater(name, reason, LONGEST_WAIT_SECONDS)}
                 return {0: DeadLetter(name, reason, holds=self._settings.handlers[name].blocks_key)}
-        return self._halved(conn, assigned, brake)
+        return self._halved(conn, assigned, limit)
 
-    def _halved(self, conn: Connection, assigned: Assignment, brake: Brake) -> Dispositions:
+    def _halved(self, conn: Connection, assigned: Assignment, limit: FailureLimit) -> Dispositions:
         middle = len(assigned) // 2
-        first = self._isolated(conn, assigned.part(0, middle), brake)
-        second = self._isolated(conn, assigned.part(middle, len(assigned)), brake)
+        first = self._isolated(conn, assigned.part(0, middle), limit)
+        second = self._isolated(conn, assigned.part(middle, len(assigned)), limit)
         return first | {middle + index: disposition for index, disposition in second.items()}
 
     def _call(self, conn: Connection, parts: Parts, check_constraints: bool = False) -> None:

@@ -45,11 +45,11 @@ class Tracing:
         self._handlers = handlers
 
     def trace_record(
-        self, assigned: Assignment, judge: Callable[[int], Traced | None]
+        self, assigned: Assignment, find: Callable[[int], Traced | None]
     ) -> TraceRecord | None:
         """The traced transactions with their dispositions, at most MOST_TRACED; None if there are none.
 
-        `judge` returns the disposition of the transaction at an index, None if it was not tried.
+        `find` returns the disposition of the transaction at an index, None if it was not tried.
         """
         found, left_out = self._origins(assigned.transactions)
         if not found:
@@ -60,14 +60,14 @@ class Tracing:
         reached = {name: traces.reached(name) for name in self._handlers}
         traced = []
         for number, index in enumerate(indices):
-            judgement = judge(index)
+            one = find(index)
             names = tuple(name for name, mask in reached.items() if mask[number])
             # Sinks trace what goes to sinks only.
-            if judgement is None or not (names or judgement.disposition == "dead"):
+            if one is None or not (names or one.disposition == "dead"):
                 continue
             transaction_id = some.ids[number]
             traced.append(
-                judgement._replace(
+                one._replace(
                     origins=found[index],
                     transaction_id=None if transaction_id is None else text(transaction_id),
                     committed=int(some.facts["ts"][number]),
@@ -102,7 +102,7 @@ class Tracing:
         return {index: tuple(origins.values()) for index, origins in found.items()}, len(left_out)
 
 
-def judged(disposition: Disposition, is_retry: bool, attempts: int = 0) -> Traced | None:
+def traced_as(disposition: Disposition, is_retry: bool, attempts: int = 0) -> Traced | None:
     """The disposition of a transaction for its trace; None if it was not tried, since it is still blocked."""
     match disposition:
         case DeadLetter() | RetryLater():

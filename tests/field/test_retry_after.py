@@ -23,7 +23,7 @@ from relay.handlers.http import retry_after
 from relay.model.dispositions import APPLIED, Disposition, RetryLater
 from relay.model.events import Commit, Lsn, Transaction
 from relay.model.transactions import Undecoded
-from relay.pipeline.brake import Brake
+from relay.pipeline.failure_limit import FailureLimit
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.webhook import Answer, Webhook
 
@@ -153,7 +153,7 @@ def test_an_event_keeps_its_own_time_when_others_close_the_breaker() -> None:
             sink,
             settings,
             1_000_000,
-            Brake({}, {}),
+            FailureLimit({}, {}),
             lambda each, disposition: found.update({str(each.rows.transaction_id): disposition}),
             lambda error: None,
         )

@@ -19,8 +19,8 @@ from relay.model.dispositions import (
     DeadLetter,
     Failed,
     RetryLater,
+    disposition_of,
     holds_keys,
-    judge,
     retry_delay,
 )
 from relay.model.events import EVENT_FIELDS, Event
@@ -101,7 +101,7 @@ def test_attempts_and_time_exhaust() -> None:
     def disposition(
         error: Exception, made: int, since: float | None = None, **retry: Any
     ) -> Failed:
-        return judge(
+        return disposition_of(
             "h", error, made, AttemptHistory(0, since), RetrySettings(jitter=0, **retry), False
         )
 
@@ -117,8 +117,8 @@ def test_attempts_and_time_exhaust() -> None:
         disposition(TransientFault(), 1, time.monotonic() - 50, max_elapsed=100), RetryLater
     )
     assert isinstance(disposition(Rejected("HTTP 400"), 1), DeadLetter)
-    assert holds_keys(judge("h", Rejected(), 1, NEW, RetrySettings(), True))
-    assert not holds_keys(judge("h", Rejected(), 1, NEW, RetrySettings(), False))
+    assert holds_keys(disposition_of("h", Rejected(), 1, NEW, RetrySettings(), True))
+    assert not holds_keys(disposition_of("h", Rejected(), 1, NEW, RetrySettings(), False))
     assert holds_keys(BLOCKED)
 
 

@@ -30,7 +30,7 @@ from relay.model.dispositions import (
 )
 from relay.model.events import Commit, Lsn, Transaction
 from relay.model.transactions import Undecoded
-from relay.pipeline.brake import Brake
+from relay.pipeline.failure_limit import FailureLimit
 from relay.store.deferred.due import DueTransaction
 
 Behave = Callable[[int], Awaitable[None]]
@@ -86,7 +86,12 @@ class Run:
         self.faults: list[BaseException] = []
         limits = {} if brake is None else {"scripted": brake}
         self.dispatcher = Dispatcher(
-            self.sink, settings(**more), 1_000, Brake(limits, {}), self._settle, self.faults.append
+            self.sink,
+            settings(**more),
+            1_000,
+            FailureLimit(limits, {}),
+            self._settle,
+            self.faults.append,
         )
 
     def _settle(self, delivery: Delivery, disposition: Disposition) -> None:

@@ -1,25 +1,33 @@
-"""The brake stops a handler that dead-letters one transaction after another for the same kind of fault. No I/O.
+"""Stops a handler that dead-letters one transaction after another for the same kind of fault (`dead_letters.brake`).
 
 The cause is then the handler or its environment (a dropped column, expired credentials, a deployment), not the events.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
 from threading import Lock
 
+import numpy as np
+
 from relay.faults import Braked, describe, first_line, kind_of
 from relay.model.dispositions import APPLIED, Applied, DeadLetter, Dispositions
 from relay.model.transactions import Undecoded
+from relay.pipeline.routing import Assignment
+from relay.store import brakes
 from relay.store.brakes import Streak
+from relay.store.connections import Connection
+
+log = logging.getLogger(__name__)
 
 _SUCCESSES_OF_ONE = 20
-"""How many successes weigh as much as one dead letter where the brake is `gradual`."""
+"""How many successes weigh as much as one dead letter where the limit is `gradual`."""
 
 
-class Brake:
+class FailureLimit:
     """Counts dead letters in a row while a task's transactions are tried. Safe in several threads."""
 
     def __init__(
@@ -29,7 +37,7 @@ class Brake:
         defers: bool = False,
         gradual: bool = False,
     ) -> None:
-        """`limits` are the most dead letters in a row of each handler that has a brake; `streaks` are those so far.
+        """`limits` are the most dead letters in a row of each handler that has a limit; `streaks` are those so far.
 
         With `defers`, a stopped handler's transactions are deferred, so that others go on. With `gradual`, a success
         does not end a streak but takes a twentieth of a dead letter from it: of what a destination refuses, no more
@@ -38,7 +46,7 @@ class Brake:
         self.streaks = streaks
         self.defers = defers
         self._gradual = gradual
-        self.braked: dict[str, str] = {}
+        self.stopped: dict[str, str] = {}
         self._described: dict[str, str] = {}
         self._limits = limits
         self._lock = Lock()
@@ -54,7 +62,7 @@ class Brake:
         """End, or shorten, the streaks of handlers that have succeeded; those that were stopped go on."""
         with self._lock:
             for handler in handlers:
-                self.braked.pop(handler, None)
+                self.stopped.pop(handler, None)
                 fault, deaths = self._counts.pop(handler, ("", 0.0))
                 deaths -= 1 / _SUCCESSES_OF_ONE
                 if self._gradual and deaths > 0:
@@ -65,10 +73,10 @@ class Brake:
         if handler not in self._counts:
             return None
         fault, deaths = self._counts[handler]
-        return Streak(fault, ceil(deaths), handler in self.braked)
+        return Streak(fault, ceil(deaths), handler in self.stopped)
 
     def stops(self, handler: str, error: BaseException) -> bool:
-        """Count a transaction that is to be dead-lettered; returns whether the brake forbids that."""
+        """Count a transaction that is to be dead-lettered; returns whether the limit forbids that."""
         limit = self._limits.get(handler)
         if limit is None:
             return False
@@ -81,7 +89,7 @@ class Brake:
             if deaths <= limit:
                 return False
             self._described[handler] = describe(error)
-            self.braked[handler] = fault
+            self.stopped[handler] = fault
             return True
 
     def stops_late(self, handler: str, error: BaseException) -> bool:
@@ -90,7 +98,7 @@ class Brake:
         return self.stops(handler, error) or (before is not None and before.braked)
 
     def require(self, handler: str, error: BaseException, transaction: Undecoded) -> bool:
-        """`stops` for a transaction, but raises Braked unless this brake `defers`."""
+        """`stops` for a transaction, but raises Braked unless this limit `defers`."""
         if not self.stops(handler, error):
             return False
         if not self.defers:
@@ -153,3 +161,56 @@ def run_of(handler: str, indices: Iterable[int], dispositions: Dispositions) -> 
                 deaths, begins = 0, True
             fault, deaths = kind, deaths + 1
     return FailureRun(fault, deaths, begins)
+
+
+def store_streaks(
+    conn: Connection,
+    group: str,
+    limits: Mapping[str, int],
+    assigned: Assignment,
+    dispositions: Dispositions,
+    limit: FailureLimit,
+) -> list[str]:
+    """Store the streaks after a task, in the database transaction that writes its dead letters.
+
+    `limits` are the most dead letters in a row of each handler that has a limit. Returns an explanation for each
+    handler that is stopped now. Raises Braked if tasks that run at the same time have together exceeded a
+    limit.
+    """
+    failed: dict[str, list[tuple[int, DeadLetter]]] = {}
+    for index, disposition in dispositions.items():
+        if isinstance(disposition, DeadLetter) and disposition.handler:
+            failed.setdefault(disposition.handler, []).append((index, disposition))
+    explanations = []
+    for handler in sorted(failed.keys() | limit.streaks.keys() | limit.stopped.keys()):
+        if handler not in limits:
+            if handler in limit.streaks:
+                brakes.forget(conn, group, handler)
+            continue
+        reached = np.flatnonzero(assigned.reached(handler)).tolist()
+        last = run_of(handler, reached, dispositions)
+        stopped = limit.stopped.get(handler)
+        fault = last.fault or stopped
+        if fault is None:
+            if last.begins:
+                brakes.forget(conn, group, handler)
+                _report_release(handler, limit)
+            continue
+        deaths = brakes.add(
+            conn, group, handler, fault, last.deaths, last.begins, stopped is not None
+        )
+        before = limit.streaks.get(handler)
+        if stopped and not (before and before.braked):
+            explanations.append(limit.explain(handler))
+        elif handler in failed and not stopped and deaths > limits[handler]:
+            index, disposition = failed[handler][-1]
+            transaction = assigned.transactions[index]
+            raise limit.fault(handler, disposition.error, transaction, len(failed[handler]))
+    return explanations
+
+
+def _report_release(handler: str, limit: FailureLimit) -> None:
+    """Log that a stopped handler has succeeded: a warning, since Spark's workers print nothing below."""
+    streak = limit.streaks.get(handler)
+    if streak is not None and streak.braked:
+        log.warning("a stopped handler goes on", extra={"handler": handler})
