@@ -1,16 +1,19 @@
-"""For Alembic: `import relay.client.alembic` and `include_name` in env.py, `op.create_outbox()` in a migration."""
+"""For Alembic: `include_name` and `include_object` in env.py, `op.create_outbox()` in a migration."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from alembic.operations import MigrateOperation, Operations
-from sqlalchemy import Connection
+from sqlalchemy import Column, Connection, Index
+from sqlalchemy.schema import SchemaItem
 from sqlalchemy.util import await_only
 
 from relay.client import schema
 
 _TABLE = "outbox_message_t"
+_ADDED = frozenset({"c_xid", "c_offset", "c_ts"})
+"""Columns that relay adds to a table of yours; c_ts with its partitions."""
 
 
 def include_name(name: str | None, type_: str, parent_names: Mapping[str, str | None]) -> bool:
@@ -24,6 +27,21 @@ def include_name(name: str | None, type_: str, parent_names: Mapping[str, str | 
         return True
     schema_name = parent_names.get("schema_name") or "public"
     return not (schema_name == "public" and (name == _TABLE or name.startswith(f"{_TABLE}_")))
+
+
+def include_object(
+    item: SchemaItem, name: str | None, type_: str, reflected: bool, compare_to: SchemaItem | None
+) -> bool:
+    """Return whether autogenerate compares an object: not what `relay init` adds to a table of yours.
+
+    For `context.configure(include_object=…)`, where your MetaData has the outbox: autogenerate would drop `c_xid`,
+    `c_offset` and the index on `c_xid`.
+    """
+    if not reflected or compare_to is not None:
+        return True
+    if isinstance(item, Column):
+        return item.name not in _ADDED
+    return not (isinstance(item, Index) and [each.name for each in item.columns] == ["c_xid"])
 
 
 @Operations.register_operation("create_outbox")

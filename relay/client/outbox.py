@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,14 @@ FIELDS = (
 """The fields of an event. Each is a column of the same name in relay's own outbox."""
 
 
+_RELAYS_OWN = "public.outbox_message_t"
+_UUIDS = ("host_id", "user_id", "transaction_id", "id")
+"""The fields that are UUIDs in relay's own outbox."""
+_UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+"""Matches the usual form; faster than to parse it."""
+_LARGEST_VERSION = 2**63 - 1
+
+
 @dataclass(frozen=True, slots=True)
 class Published:
     """The arguments of one call of `publish`."""
@@ -54,7 +63,7 @@ class Outbox:
 
     def __init__(
         self,
-        table: str = "public.outbox_message_t",
+        table: str = _RELAYS_OWN,
         columns: Mapping[str, str | None] | None = None,
         *,
         message_prefix: str | None = None,
@@ -70,6 +79,7 @@ class Outbox:
                 f"columns: {unknown[0]} is not a field; the fields are {', '.join(FIELDS)}"
             )
         self.table = table if message_prefix is None else f"messages {message_prefix}"
+        self._is_relays = message_prefix is None and not columns and table == _RELAYS_OWN
         self._relation = ".".join(quoted(part) for part in table.split("."))
         chosen = {name: columns.get(name, name) for name in FIELDS}
         self._renamed = (
@@ -159,6 +169,8 @@ class Outbox:
 
     def _rows(self, published: Published) -> list[dict[str, Any]]:
         """Return a row for each event: its values by column."""
+        if published.host_id is None:
+            raise EventInvalid("host_id: must not be None")
         common = {
             "host_id": _text(published.host_id),
             "transaction_id": str(published.transaction_id),
@@ -170,6 +182,8 @@ class Outbox:
         rows = [
             common | _row(event, number, context) for number, event in enumerate(published.events)
         ]
+        if self._is_relays:
+            _require_uuids(rows)
         if any("event_ts" in row for row in rows):
             now = datetime.now(UTC)
             for row in rows:
@@ -222,8 +236,11 @@ def _published(
 
 def _row(event: Event, number: int, context: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of an event by field, without those of its business transaction."""
-    if event.payload is None:
-        raise EventInvalid(f"events[{number}].payload: must not be None")
+    for name in ("payload", "id", "event_type"):
+        if getattr(event, name) is None:
+            raise EventInvalid(f"events[{number}].{name}: must not be None")
+    if event.event_type == "":
+        raise EventInvalid(f"events[{number}].event_type: must not be empty")
     if event.aggregate is not None and None in event.aggregate:
         raise EventInvalid(
             f"events[{number}].aggregate: {event.aggregate!r} has no id or no type: flush the session first, which "
@@ -238,6 +255,8 @@ def _row(event: Event, number: int, context: Mapping[str, str]) -> dict[str, Any
     if event.aggregate is not None:
         row["aggregate_type"], row["aggregate_id"] = event.aggregate
     if event.version is not None:
+        if type(event.version) is not int or abs(event.version) > _LARGEST_VERSION:
+            raise EventInvalid(f"events[{number}].version: must be a whole number below 2^63")
         row["aggregate_version"] = event.version
     if context or event.metadata:
         row["metadata"] = {**context, **(event.metadata or {})}
@@ -251,6 +270,27 @@ def _row(event: Event, number: int, context: Mapping[str, str]) -> dict[str, Any
             )
         row[name] = moment
     return row
+
+
+def _require_uuids(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise EventInvalid for what relay's own outbox refuses, so that it is refused where a test collects the events."""
+    for number, row in enumerate(rows):
+        for name in _UUIDS:
+            if name in row and not _is_uuid(row[name]):
+                of_event = f"events[{number}]." if name == "id" else ""
+                raise EventInvalid(f"{of_event}{name}: is not a UUID")
+
+
+def _is_uuid(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    if _UUID.fullmatch(value):
+        return True
+    try:
+        uuid.UUID(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _text(value: Id) -> str | int:

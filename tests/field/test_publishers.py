@@ -18,7 +18,8 @@ from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from psycopg.conninfo import make_conninfo
 from psycopg.types.json import Jsonb
-from sqlalchemy import Delete, Engine, Update
+from sqlalchemy import Column, Delete, Engine, Table, Text, Update, Uuid
+from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import (
     DeclarativeBase,
@@ -32,7 +33,7 @@ from sqlalchemy.pool import NullPool
 
 from relay.client import Event, EventInvalid, UnknownSession
 from relay.client import Outbox as Client
-from relay.client.alembic import include_name
+from relay.client.alembic import include_name, include_object
 from relay.client.schema import install as scripts
 from relay.client.testing import collect
 from relay.faults import ConfigurationError
@@ -223,6 +224,36 @@ def test_autogenerate_leaves_the_outbox_alone(outbox: Outbox) -> None:
     assert [(kind, table.name) for kind, table in found] == [("remove_table", "lost")] * 2
 
 
+def test_autogenerate_leaves_alone_what_relay_adds_to_an_outbox_of_ones_own(database: str) -> None:
+    """It dropped what no model has: odense-rpa/automation-server#64, caura-ai/caura#1602. A drop of the model's stays."""
+    models = sqlalchemy.MetaData()
+    own = Table(
+        "own",
+        models,
+        *(
+            Column(name, Uuid, primary_key=name == "id", nullable=False)
+            for name in ("id", "host_id")
+        ),
+        *(Column(name, JSONB if name == "payload" else Text) for name in ("event_type", "payload")),
+        Column("lost", Text, index=True),
+    )
+    models.create_all(engine(database))
+    with Outbox(database) as outbox:
+        source = {**outbox.config()["source"], "mode": "poll", "table": "public.own"}
+        outbox.install_again(outbox.settings(source=source))
+        added = outbox.column("select attname from pg_attribute where attrelid = 'own'::regclass")
+        assert {"c_xid", "c_offset"} <= set(added)
+    own.indexes.clear()
+    own._columns.remove(own.c.lost)
+    with engine(database).connect() as conn:
+        context = MigrationContext.configure(
+            conn, opts={"include_name": include_name, "include_object": include_object}
+        )
+        found = compare_metadata(context, models)
+    assert [kind for kind, *_ in found] == ["remove_index", "remove_column"]
+    assert found[1][3].name == "lost"
+
+
 def test_alembic_writes_the_outbox_as_a_script(database: str) -> None:
     """`alembic upgrade --sql` has no connection."""
     written = io.StringIO()
@@ -249,6 +280,43 @@ def test_an_aggregate_without_an_id_is_refused(aggregate: Any) -> None:
         pytest.raises(EventInvalid, match=r"events\[0\]\.aggregate.*flush the session"),
     ):
         client.publish(None, nameless, host_id=host(1))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("id", None),
+        ("id", "42"),
+        ("event_type", None),
+        ("event_type", ""),
+        ("version", 1.5),
+        ("version", True),
+        ("version", 2**63),
+        ("host_id", None),
+        ("host_id", "acme"),
+        ("host_id", 5),
+        ("user_id", "bob"),
+        ("transaction_id", "first"),
+    ],
+)
+def test_a_test_refuses_what_the_outbox_refuses(outbox: Outbox, field: str, value: Any) -> None:
+    """A double accepted it, and production failed: division-sh/swarm#152, RedHatInsights/insights-host-inventory#3057."""
+    given: dict[str, Any] = {"event_type": "order.placed", "host_id": host(1), field: value}
+    of_call = {
+        name: given.pop(name) for name in ("host_id", "user_id", "transaction_id") if name in given
+    }
+    client, event = Client(), Event(**given, payload={})
+    with pytest.raises(EventInvalid, match=field), collect(client):
+        client.publish(None, event, **of_call)
+    with pytest.raises(EventInvalid, match=field):
+        client.publish(outbox.conn, event, **of_call)
+
+
+def test_ids_of_a_table_of_ones_own_are_of_any_kind() -> None:
+    client = Client("app.events", {"transaction_id": None})
+    with collect(client) as published:
+        client.publish(None, Event("order.placed", id=42, payload={}), host_id="acme", user_id=7)
+    assert published[0].host_id == "acme"
 
 
 def test_migrations_of_several_databases_create_the_roles_once(killable_server: Server) -> None:

@@ -173,7 +173,8 @@ def test_faults_have_types(outbox: Outbox, driver: str) -> None:
         (OutboxMismatch, Client("public.other", nothing), order(1)),
         (EventTooLarge, CLIENT, Event("big", payload={"text": "x" * 17_000_000})),
         (DuplicateEvent, CLIENT, order(1, id=taken)),
-        (EventInvalid, CLIENT, order(1, id="no uuid, but s3cret")),
+        # With columns of its own it may have ids of any type.
+        (EventInvalid, Client(columns={"metadata": None}), order(1, id="no uuid, but s3cret")),
     ]
     for kind, client, event in cases:
 

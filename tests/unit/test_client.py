@@ -135,13 +135,13 @@ def test_a_test_collects_what_is_published() -> None:
     placed, paid = Event("placed", payload={}), Event("paid", payload={})
     with recording.collect(outbox) as published:
         transaction = outbox.publish(object(), [placed, paid], host_id=HOST)
-        outbox.publish(object(), paid, host_id=HOST, user_id=7, transaction_id=transaction)
+        outbox.publish(object(), paid, host_id=HOST, user_id=HOST, transaction_id=transaction)
         with pytest.raises(EventInvalid):
             outbox.publish(object(), Event("bad", payload=b""), host_id=HOST)
     assert recording.events(published) == [placed, paid, paid]
     assert recording.events(published, "placed") == [placed]
     assert [each.transaction_id for each in published] == [transaction, transaction]
-    assert published[1].user_id == 7
+    assert published[1].user_id == HOST
     assert outbox.recorded is None
 
 
