@@ -92,7 +92,12 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
         # Only retention and the notes of slots need them.
         yield replace(found, level=Severity.WARNING) if found.level is Severity.ERROR else found
         yield from _retention(conn, settings)
-    functions = finding_of("functions", "relay may call what it needs", require_functions, conn)
+    functions = finding_of(
+        "functions",
+        "relay may call what it needs",
+        require_functions,
+        *(conn, source.mode != "poll"),
+    )
     yield functions
     if functions.level is Severity.ERROR:
         return

@@ -273,7 +273,7 @@ def _row(event: Event, number: int, context: Mapping[str, str]) -> dict[str, Any
 
 
 def _require_uuids(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise EventInvalid for what relay's own outbox refuses, so that it is refused where a test collects the events."""
+    """Raise EventInvalid for an id that relay's own outbox refuses, also where a test collects the events."""
     for number, row in enumerate(rows):
         for name in _UUIDS:
             if name in row and not _is_uuid(row[name]):

@@ -7,10 +7,17 @@ from pathlib import Path
 _PIN_PATH = """
     select pg_catalog.set_config('relay.search_path', pg_catalog.current_setting('search_path'), true),
            pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
+    select set_config('relay.extra_errors',
+                      coalesce(nullif(current_setting('plpgsql.extra_errors', true), ''), 'none'), true),
+           set_config('plpgsql.extra_errors', 'none', true);
 """
-"""Names without a schema mean PostgreSQL's own objects: others could run code of whoever may create objects."""
+"""Names without a schema mean PostgreSQL's own objects: others could run code of whoever may create objects.
+
+PL/pgSQL's further errors are for functions of the user's own.
+"""
 _USERS_PATH = """
-    select pg_catalog.set_config('search_path', pg_catalog.current_setting('relay.search_path'), true);
+    select pg_catalog.set_config('search_path', pg_catalog.current_setting('relay.search_path'), true),
+           pg_catalog.set_config('plpgsql.extra_errors', pg_catalog.current_setting('relay.extra_errors'), true);
 """
 _REMOVE = """
     drop function if exists relay.publish(uuid, uuid, jsonb, uuid);

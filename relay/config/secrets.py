@@ -31,6 +31,8 @@ RENEW_SECONDS = 1.0
 """How old a text has to be before a refusal makes relay call the function again: many may be refused at once."""
 _HUNG_SECONDS = 60.0
 """After so long a call that has not returned is given up, and the function called again."""
+_LEAST_SHARE = 0.5
+"""Which part of its term is left of a text that a client keeps: Kafka's asks again after 80 % of what is left."""
 _FORMS = "must be a text, {env: NAME}, {file: PATH} or {call: module:function}"
 
 
@@ -122,6 +124,11 @@ class _Kept(NamedTuple):
     at: float
     until: float
 
+    @property
+    def left(self) -> float:
+        """For how many seconds more it may be used."""
+        return max(0.0, self.until - time.monotonic())
+
 
 class _Calls:
     """Calls one function, in a thread and once at a time: several connections that are opened at once share a call."""
@@ -135,11 +142,12 @@ class _Calls:
         self._kept: _Kept | None = None
         self._last: str | None = None
 
-    def made(self) -> _Kept:
-        """The text for a new connection. Raises SecretUnavailable."""
+    def made(self, least_share: float = 0.0) -> _Kept:
+        """The text for a new connection, of whose term at least this share is left. Raises SecretUnavailable."""
         with self._lock:
-            if self._kept is not None and time.monotonic() < self._kept.until:
-                return self._kept
+            kept = self._kept
+            if kept is not None and kept.left > least_share * (kept.until - kept.at):
+                return kept
             hangs = time.monotonic() - self._began > _HUNG_SECONDS
             if self._running is None or hangs:
                 self._start()
@@ -151,6 +159,16 @@ class _Calls:
             late = f"has not returned for {CALL_SECONDS:g} s"
             text = self._fault(error) if running.done() else late
             raise SecretUnavailable(f"{{call: {self._path}}} {text}") from None
+
+    def leased(self) -> _Kept:
+        """The text for a client that asks for another one before the term ends. Raises SecretUnavailable."""
+        try:
+            return self.made(_LEAST_SHARE)
+        except SecretUnavailable:
+            kept = self._kept
+            if kept is None or not kept.left:
+                raise
+            return kept
 
     def recent(self) -> str:
         """The text of the last call, if that is not long ago. Raises SecretUnavailable."""
@@ -188,7 +206,8 @@ class _Calls:
         with self._lock:
             if self._running is running:
                 self._running = None
-                self._kept = kept
+                # After a fault the former text is used until its term ends.
+                self._kept = kept or self._kept
             if kept is not None:
                 self._last = kept.text
         if kept is not None:
@@ -241,8 +260,8 @@ class CallSecret(Reference):
 
     def lease(self) -> tuple[str, float]:
         """The text, and for how many seconds the function lets it be used. Raises SecretUnavailable."""
-        kept = _calls[self.name].made()
-        return kept.text, max(0.0, kept.until - time.monotonic())
+        kept = _calls[self.name].leased()
+        return kept.text, kept.left
 
     def recent(self) -> str:
         """The text of a call within the last minute. Raises SecretUnavailable."""

@@ -37,11 +37,8 @@ _WAL_HINT = "run `alter system set wal_level = logical` and restart the server"
 _RDS_ROLE = "rds_replication"
 """The role whose members may replicate on Amazon RDS and Aurora, where no role can be given the attribute."""
 
-_FUNCTIONS = (
-    "pg_create_logical_replication_slot",
-    "pg_drop_replication_slot",
-    "pg_logical_emit_message",
-)
+_FUNCTIONS = ("pg_logical_emit_message",)
+_OF_SLOTS = ("pg_create_logical_replication_slot", "pg_drop_replication_slot")
 """Functions that relay calls when it needs them, and that cannot be tried without an effect."""
 
 _PAGE = 8192
@@ -280,8 +277,11 @@ def give_replication_right(conn: Connection, role: str) -> bool:
     return True
 
 
-def require_functions(conn: Connection) -> None:
-    """Raise ConfigurationError if the server lacks, or refuses the role, a function that relay calls."""
+def require_functions(conn: Connection, has_slot: bool = True) -> None:
+    """Raise ConfigurationError if the server lacks, or refuses the role, a function that relay calls.
+
+    Without `has_slot`, as in mode poll, relay calls none of slots.
+    """
     try:
         server_of(conn)
         current_position(conn)
@@ -302,7 +302,7 @@ def require_functions(conn: Connection) -> None:
           left join pg_proc on proname = name and pronamespace = 'pg_catalog'::regnamespace
          group by name having not coalesce(bool_or(has_function_privilege(pg_proc.oid, 'execute')), false)
         """,
-        (list(_FUNCTIONS),),
+        ([*_FUNCTIONS, *(_OF_SLOTS if has_slot else ())],),
     ).fetchall()
     if not rows:
         return

@@ -13,7 +13,8 @@ search_path                           pg_catalog, pg_temp         the user's in 
 `TEXT_FORM`, row_security,            pinned                      the user's
 standard_conforming_strings,
 transform_null_equals,
-default_table_access_method
+default_table_access_method,
+plpgsql.extra_errors
 statement_timeout                     off                         the user's
 lock_timeout                          off, in pools LOCK_TIMEOUT  the user's, or LOCK_TIMEOUT
 idle_in_transaction_session_timeout   off                         the user's; of executors, or `IDLE_LIMIT`
@@ -101,6 +102,8 @@ _OWN: Mapping[str, str] = {
     "standard_conforming_strings": "on",
     "transform_null_equals": "off",
     "default_table_access_method": "heap",
+    # They make errors of what relay's functions do, such as a variable that is called found.
+    "plpgsql.extra_errors": "none",
 }
 _NONE: Mapping[str, str] = MappingProxyType({})
 

@@ -106,6 +106,19 @@ def test_a_function_that_is_revoked_is_named(outbox: Outbox, function: str) -> N
     assert "grant" in text
 
 
+def test_polling_needs_no_function_of_slots(outbox: Outbox) -> None:
+    """A hardened server may give them to nobody: `run` refused what polling never calls."""
+    outbox.conn.execute(
+        "revoke execute on function pg_create_logical_replication_slot, pg_drop_replication_slot from public"
+    )
+    with outbox.limited_role() as (_, dsn):
+        settings = outbox.settings(source={"dsn": dsn, "mode": "poll"})
+        assert texts(settings, "functions") == []
+        with relaying(settings):
+            outbox.publish(host(1), event())
+            outbox.wait_handled()
+
+
 def test_a_pooler_before_the_source_is_named_and_polled_through(outbox: Outbox) -> None:
     """Neon's -pooler host and PgBouncer answer a replication connection with a syntax error, or refuse it."""
     with pooled(outbox.dsn, "session") as dsn:

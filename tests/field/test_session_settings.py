@@ -63,6 +63,7 @@ TRANSACTIONS = {
     "enable_indexscan": "off",
     "jit_above_cost": "0",
     "check_function_bodies": "off",
+    "plpgsql.extra_errors": "all",
 }
 GROUPS = {"times": TIMES, "forms": FORMS, "transactions": TRANSACTIONS}
 
@@ -314,6 +315,15 @@ def test_no_code_of_another_role_runs_in_a_services_migration(outbox: Outbox) ->
         assert outbox.column("select what from caught") == []
 
 
+def test_a_migration_where_plpgsql_makes_errors_of_warnings(outbox: Outbox) -> None:
+    """A role or database turns them on for its own functions: okbob/plpgsql_check#47."""
+    options = "-c plpgsql.extra_errors=all"
+    with psycopg.connect(outbox.dsn, options=options) as conn:
+        for script in [schema.remove(), *schema.install()]:
+            conn.execute(script.encode())
+            assert conn.execute("show plpgsql.extra_errors").fetchone() == ("all",)
+
+
 def test_check_names_a_schema_in_which_everybody_may_create_functions(outbox: Outbox) -> None:
     """Handlers' statements run with the user's search_path."""
 
@@ -388,7 +398,9 @@ def test_every_setting_of_a_kind_is_pinned_in_one_round_trip(
 ) -> None:
     with connect(outbox.dsn, kind) as conn:
         for name, value in session_settings.PINNED[kind].items():
-            assert conn.execute("select current_setting(%s)", (name,)).fetchone() == (value,)
+            row = conn.execute("select current_setting(%s, true)", (name,)).fetchone()
+            # One of PL/pgSQL does not exist before its first function is called.
+            assert row == (value,) or (row == (None,) and name.startswith("plpgsql."))
 
 
 def test_a_setting_without_the_right_to_it_is_named_with_its_cure(outbox: Outbox) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +70,24 @@ def test_refusals_do_not_call_a_function_over_and_over(monkeypatch: pytest.Monke
     for _ in range(5):
         assert secret.recent() == "token 0"
         secret.refused("token 0")
+
+
+def test_a_client_that_renews_a_token_gets_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It got the same until its last moment: openclaw/openclaw#113395, joaquinbejar/ig-client#56. One that cannot be
+    renewed serves on: thingsboard/thingsboard#15670."""
+    now, texts = [1000.0], iter(["first", "second"])
+    monkeypatch.setattr(secrets, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    secret = made_by(monkeypatch, lambda: (next(texts), 100.0))
+    assert secret.lease() == ("first", 100.0)
+    now[0] += 40
+    assert secret.lease() == ("first", 60.0)
+    now[0] += 40
+    assert secret.lease() == ("second", 100.0)
+    now[0] += 80
+    assert secret.lease() == ("second", 20.0)
+    now[0] += 20
+    with pytest.raises(SecretUnavailable):
+        secret.lease()
 
 
 def test_a_function_may_say_how_long_its_text_serves(monkeypatch: pytest.MonkeyPatch) -> None:
