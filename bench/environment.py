@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from relay.demo.programs import wheel_binaries
+from relay.demo.embedded import wheel_binaries
 from relay.faults import ConfigurationError
 from relay.spark.java import java_home
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.environment import variables
 from bench.outbox import Outbox
 from bench.results import Measurement
-from relay.demo.programs import wheel_binaries
+from relay.demo.embedded import wheel_binaries
 
 RELAY_TABLE = "outbox_message_t"
 PLAIN_TABLE = "plain_outbox"

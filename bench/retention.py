@@ -17,7 +17,7 @@ from psycopg.types.json import Jsonb
 
 from bench.outbox import SERVER_SETTINGS
 from relay.admin.install import initialise
-from relay.admin.partitioning import partition
+from relay.admin.retention import partition
 from relay.config.settings import Settings
 from relay.demo.embedded import Cluster
 from relay.retention.schedule import Schedule

@@ -21,8 +21,8 @@ from relay.model.events import Lsn
 from relay.observe.batch_log import BatchLog, Summary
 from relay.observe.catchup import CatchUp
 from relay.observe.engines import EngineCounts
+from relay.observe.liveness import Parts
 from relay.observe.long_tasks import LongTasks
-from relay.observe.parts import Parts
 from relay.observe.traces import open_traces
 from relay.pipeline.listeners import Listeners, Meter
 from relay.pipeline.rekeying import rekey

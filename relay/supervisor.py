@@ -17,8 +17,7 @@ from types import FrameType
 
 import psycopg
 
-from relay.admin.check import require_when_reachable
-from relay.admin.check_process import same_target
+from relay.admin.check import require_when_reachable, same_target
 from relay.config.files import Configuration, require_apart
 from relay.config.settings import Settings
 from relay.faults import RelayError, Unreachable, first_line

@@ -26,7 +26,7 @@ import bench.__main__
 import bench.before
 import relay
 from relay.cli.app import app
-from relay.demo.programs import wheel_binaries
+from relay.demo.embedded import wheel_binaries
 from tests.postgres import VARIABLE
 from tests.process import ROOT
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.outbox import PUBLICATION, TIMEOUT_SECONDS, Backlog, Outbox
-from relay.demo.programs import wheel_binaries
+from relay.demo.embedded import wheel_binaries
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,15 @@
-"""Checks configuration, source and target before a run: `relay check`. The source's checks are in `check_source`."""
+"""Checks configuration, source and target before a run: `relay check`. The source's checks are in `check_source`.
+
+Also what the groups of one process share: their targets, its console, and the addresses at which it listens.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
-from collections.abc import Iterable, Iterator
+import socket
+from collections.abc import Iterable, Iterator, Sequence
 from threading import Event
 
 import psycopg
@@ -14,6 +19,8 @@ from relay.admin.check_source import check_source
 from relay.admin.connections import reach, reach_source
 from relay.admin.findings import Finding, Severity, finding_of, finding_of_error, schema_finding
 from relay.config.effects import Effects
+from relay.config.files import Configuration, observed
+from relay.config.observe import Address
 from relay.config.settings import Settings
 from relay.event_types.loading import registered
 from relay.faults import ConfigurationError, RelayError, Unreachable, first_line
@@ -21,6 +28,7 @@ from relay.handlers import Sink
 from relay.model.spool import require_writable
 from relay.observe.traces import require_exporter
 from relay.pipeline.route_rules import shadowed
+from relay.retention.removable import identity
 from relay.retention.schedule import require_not_given_up
 from relay.runtime.parts import SOON_SECONDS, Condition
 from relay.runtime.retry import RetryUntilSuccess
@@ -32,9 +40,11 @@ from relay.store import (
     presence,
     rights,
 )
-from relay.store.connections import Connection
+from relay.store.connections import Connection, connect
 from relay.store.deferred import selection as deferred_selection
+from relay.store.groups import INSTANCE
 from relay.store.positions import offsets, sinks
+from relay.store.presence import instances
 from relay.store.session_settings import SessionKind, users_schemas
 
 log = logging.getLogger(__name__)
@@ -305,3 +315,74 @@ def _check_handler(conn: Connection, name: str, handler: handlers.Handler) -> Fi
             f"handlers.{name}: {first_line(error)}: grant what it needs",
         )
     return Finding(Severity.OK, "handler", f"the target accepts {name}")
+
+
+def examine_process(configurations: Sequence[Configuration]) -> Iterator[Finding]:
+    """Check what a process needs beside what each of its groups does."""
+    if len(configurations) > 1:
+        yield finding_of(
+            "group", "no two have the same name and target", _require_own_targets, configurations
+        )
+    of = observed(configurations)
+    if of.console is not None:
+        from relay.console.server import Server
+
+        groups = [each.settings for each in configurations]
+        yield finding_of("console", "its packages are installed", Server, groups, of.console)
+        yield _address(configurations, "observe.console.listen", of.console.listen)
+    if of.listen is not None:
+        yield _address(configurations, "observe.listen", of.listen)
+
+
+def same_target(one: Configuration, other: Configuration) -> ConfigurationError:
+    """Return the error for two configurations of which a process cannot run both."""
+    return ConfigurationError(
+        f"{one.name} and {other.name}: both have the group {one.settings.group!r} in the same target: name another "
+        "group in one of them"
+    )
+
+
+def _require_own_targets(configurations: Sequence[Configuration]) -> None:
+    seen: dict[tuple[str, str], Configuration] = {}
+    for each in configurations:
+        try:
+            with connect(each.settings.target_dsn) as conn:
+                key = (identity(conn), each.settings.group)
+        except psycopg.Error:
+            # A target that cannot be reached is a finding of its group.
+            continue
+        other = seen.setdefault(key, each)
+        if other is not each:
+            raise same_target(other, each)
+
+
+def _address(configurations: Sequence[Configuration], key: str, address: Address) -> Finding:
+    """Check that relay can listen at an address, unless one that runs on this host listens there."""
+    try:
+        (family, *_, resolved), *_ = socket.getaddrinfo(
+            *address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        socket.create_server(resolved[:2], family=family).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE and _runs_here(configurations):
+            return Finding(Severity.OK, key, f"{address} is in use, and relay runs on this host")
+        return Finding(
+            Severity.ERROR,
+            key,
+            f"{key}: cannot listen on {address}: {error.strerror}: choose another address or port",
+        )
+    return Finding(Severity.OK, key, f"relay can listen on {address}")
+
+
+def _runs_here(configurations: Sequence[Configuration]) -> bool:
+    """Return whether an instance of one of the groups runs on this host."""
+    host = INSTANCE.rpartition(":")[0]
+    for each in configurations:
+        try:
+            with connect(each.settings.target_dsn) as conn:
+                running = instances(conn, each.settings.group)
+        except psycopg.Error:
+            continue
+        if any(name.rpartition(":")[0] == host for name in running):
+            return True
+    return False

@@ -11,15 +11,14 @@ import psycopg
 from psycopg import sql
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random
 
-from relay.admin.administrators import administrators, on_one_server
 from relay.admin.adoption import claim_schema, require_adoptable
 from relay.admin.check_source import require_slot, require_table, unused_slots
-from relay.admin.group_start import Start
-from relay.admin.service_role import ROLE, grant_read, has_role
+from relay.admin.connections import administrators, on_one_server
 from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
 from relay.faults import ConfigurationError, first_line
 from relay.model.events import Lsn
+from relay.model.snapshots import BEGINNING, Snapshot
 from relay.retention import removable
 from relay.runtime.reporting import ProgressReport, silent
 from relay.source.outbox.additions import (
@@ -33,7 +32,12 @@ from relay.source.outbox.additions import (
 )
 from relay.source.outbox.columns import require_readable
 from relay.source.outbox.table import OutboxTable
-from relay.source.server import durable_position, give_replication_right, require_logical_wal
+from relay.source.server import (
+    current_position,
+    durable_position,
+    give_replication_right,
+    require_logical_wal,
+)
 from relay.source.stream.slot import (
     drop_publication,
     ensure_publication,
@@ -50,6 +54,76 @@ from relay.store import (
 )
 from relay.store.connections import Connection, Dsn
 from relay.store.positions import offsets, sinks, snapshots
+
+ROLE = """
+    do $$
+    begin
+        if not exists (select from pg_roles where rolname = 'relay') then
+            create role relay nologin;
+        end if;
+    exception when insufficient_privilege then
+        null;
+    end
+    $$
+"""
+"""Creates the role. The schema files do the same, and say what to do if that is not allowed."""
+
+
+def grant_read(source: Connection, settings: Settings) -> None:
+    """Grant the service the right to read an outbox that is not relay's own."""
+    if has_role(source):
+        table = sql.Identifier(*settings.source.table_name)
+        source.execute(sql.SQL("grant select on {} to relay").format(table))
+
+
+def has_role(conn: Connection) -> bool:
+    """Return whether the server has the role `relay`."""
+    return bool(conn.execute("select from pg_roles where rolname = 'relay'").rowcount)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The position at which a new group begins: `beginning`, `now` or a c_offset; None if the user gave none."""
+
+    asked: str | None
+
+    def require_possible(self, target: Connection, settings: Settings) -> None:
+        """Raise ConfigurationError if the group exists already, or cannot begin at this position."""
+        if self.asked is None:
+            return
+        if offsets.partition_count(target, settings.group):
+            raise ConfigurationError(
+                f"--from: the group {settings.group!r} has begun already: move it with "
+                f"`relay offsets seek --to {self.asked}`"
+            )
+        if self.asked not in ("beginning", "now") and not self.asked.isdecimal():
+            raise ConfigurationError(
+                f"--from: {self.asked!r} is neither beginning, now, nor a c_offset"
+            )
+        if settings.source.mode == "wal" and self.asked != "now":
+            raise ConfigurationError(
+                "--from: rows older than the slot are read by polling, which source.mode: wal rules out: set it to auto"
+            )
+
+    def chain(self, source: Connection, settings: Settings) -> tuple[list[Snapshot], int]:
+        """Return the snapshots with which the group begins, and the c_offset up to which it skips their difference.
+
+        There are no snapshots if only the WAL is read. Raises ConfigurationError if rows have no c_offset.
+        """
+        if settings.source.mode == "wal":
+            return [], offsets.FIRST
+        now = current_position(source).snapshot
+        if self.asked in (None, "now"):
+            return [now], offsets.FIRST
+        OutboxTable(settings).require_offsets(source, "run `relay init` again")
+        first = offsets.FIRST if self.asked == "beginning" else int(self.asked or 1) - 1
+        return [BEGINNING, now], first
+
+    def __str__(self) -> str:
+        if self.asked is None:
+            return "now"
+        return f"c_offset {self.asked}" if self.asked.isdecimal() else self.asked
+
 
 log = logging.getLogger(__name__)
 

@@ -1,22 +1,37 @@
-"""Shows and moves the offsets of a stopped group: `relay offsets show` and `relay offsets seek`."""
+"""Shows and moves the offsets of a stopped group, and splits its hosts: `relay offsets show`, `seek` and `repartition`.
+
+Finds the position that `--to` or `--from` names: a c_offset, an LSN, a time, the beginning or the end.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+import numpy as np
 
 from relay.admin.connections import reach_source, reach_target
-from relay.admin.goals import Goal, find_goal
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, TransientFault
-from relay.model.events import Lsn
-from relay.model.snapshots import BEGINNING
+from relay.model.events import INSERTED_BY, Lsn
+from relay.model.snapshots import BEGINNING, Snapshot, Xids, full_xids
+from relay.model.transactions import Transactions
+from relay.model.tuples import Walked
+from relay.pipeline.runner import Pipeline
 from relay.retention import removable
+from relay.runtime.reporting import ProgressReport, silent
 from relay.source.applied import AppliedPosition, applied_in
+from relay.source.outbox.polling import Poller
 from relay.source.outbox.table import OutboxTable
 from relay.source.outbox.unread import Backlog, ReadPosition, UnreadRows, position_of_target
 from relay.source.recovery import Recognition
+from relay.source.server import durable_position
+from relay.source.stream.slot import slot_state
+from relay.source.stream.wal import commits_after
+from relay.spark.engine import SparkEngine
+from relay.spark.session import Session
 from relay.store import (
     actions,
     groups,
@@ -26,6 +41,123 @@ from relay.store.connections import Connection
 from relay.store.positions import offsets, rewind, sinks, snapshots
 from relay.store.positions.rewind import GivenUp
 from relay.store.positions.sinks import Position
+
+_ROWS_AT_ONCE = 10_000
+_BYTES_AT_ONCE = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """The position that a seek moves to; `text` describes it.
+
+    The seek skips the rows that `snapshot` sees, and the rows up to c_offset `polled_offset` that `now` sees. With
+    `snapshot` None, it skips the commits that end in the WAL at or below `lsn`. `split` has the 32-bit xids of database
+    transactions with rows on both sides of `polled_offset`, which are not skipped.
+    """
+
+    text: str
+    snapshot: Snapshot | None
+    now: Snapshot
+    polled_offset: int = offsets.FIRST
+    split: tuple[int, ...] = ()
+    lsn: Lsn = Lsn(0)  # noqa: RUF009
+
+
+def find_goal(
+    settings: Settings,
+    source: Connection,
+    table: OutboxTable,
+    to: str,
+    option: str = "--to",
+    lsn: bool = True,
+) -> Goal:
+    """Find the position of `to`: an OFFSET, LSN, TIME, beginning or end.
+
+    `lsn` is whether an error may propose an LSN. Raises ConfigurationError if the position does not exist.
+    """
+    seen = durable_position(source)
+    if "/" in to:
+        try:
+            after = Lsn.parse(to)
+        except ValueError as error:
+            raise ConfigurationError(f"{option}: {error}") from None
+        return _after(settings, source, after, seen.snapshot, seen.lsn)
+    if settings.source.mode == "wal":
+        if to != "end":
+            raise ConfigurationError(
+                f"{option}: {to!r} is not a position in the WAL, the only kind that source.mode: wal has: give an "
+                "LSN, or end"
+            )
+        return Goal(f"at {seen.lsn}", None, seen.snapshot, lsn=seen.lsn)
+    if to == "end":
+        return Goal("with what is published from now on", seen.snapshot, seen.snapshot)
+    table.require_offsets(source, "seek again")
+    if to == "beginning":
+        return Goal("with the oldest event", BEGINNING, seen.snapshot)
+    following = table.next_offset(source)
+    if to.isdecimal():
+        if int(to) > following:
+            raise ConfigurationError(
+                f"{option}: {to} is past the end of the outbox; the next c_offset is {following}"
+            )
+        offset = int(to)
+    else:
+        first = table.first_since(source, _moment(to, option, lsn))
+        offset = following if first is None else first
+    split = tuple(table.split_at(source, offset - 1))
+    return Goal(f"at c_offset {offset}", BEGINNING, seen.snapshot, offset - 1, split)
+
+
+def _moment(to: str, option: str, lsn: bool) -> datetime:
+    try:
+        moment = datetime.fromisoformat(to)
+    except ValueError:
+        raise ConfigurationError(
+            f"{option}: {to!r} is neither a c_offset, {'an LSN such as 16/B374D848, ' if lsn else ''}a time such as "
+            "2026-03-01T12:00, beginning nor end"
+        ) from None
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def _after(settings: Settings, source: Connection, lsn: Lsn, now: Snapshot, end: Lsn) -> Goal:
+    """Find the goal after an LSN: the WAL that the slot retains has the database transactions after it."""
+    state = slot_state(source, settings.source.slot)
+    oldest = Lsn.parse((state and state.confirmed_flush_lsn) or "0/0")
+    if state is None or lsn < oldest:
+        raise ConfigurationError(
+            f"--to: {lsn} is older than the WAL that the slot {settings.source.slot!r} retains"
+            + (f", which begins at {oldest}" if oldest else "")
+            + ("" if settings.source.mode == "wal" else ": give a c_offset or a time")
+        )
+    if lsn > end:
+        raise ConfigurationError(f"--to: {lsn} is past the end of the WAL, which is {end}")
+    if settings.source.mode == "wal":
+        return Goal(f"at {lsn}", None, now, lsn=lsn)
+    after: list[Xids] = []
+    for part in commits_after(settings, lsn, end):
+        if _has_unmarked(part):
+            raise ConfigurationError(
+                f"--to: after {lsn} the slot has events that are older than the column {INSERTED_BY}, which polling "
+                "cannot distinguish from applied ones: run relay with source.mode: wal until it is idle, stop it, and "
+                "seek to the confirmed_flush_lsn of the slot"
+            )
+        after.append(full_xids(part.facts["xid"], now.xmax))
+    later: Xids = np.unique(np.concatenate([*after, np.array(now.in_progress, np.int64)]))
+    # A snapshot never sees transactions from xmax on.
+    later = later[later < now.xmax]
+    xmin = int(later[0]) if len(later) else now.xmax
+    return Goal(f"at {lsn}", Snapshot(xmin, now.xmax, tuple(later.tolist())), now)
+
+
+def _has_unmarked(commits: Transactions) -> bool:
+    """Return whether a row lacks the xid of the transaction that inserted it."""
+    if INSERTED_BY not in commits.columns:
+        return True
+    index = commits.columns.index(INSERTED_BY)
+    return any(
+        bool(Walked(rows, [index]).absent(index).any())
+        for rows in commits.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,3 +396,73 @@ def _chosen(
             f"--partition: there is no partition {partition} of group {settings.group!r}: see `relay offsets show`"
         )
     return chosen
+
+
+def repartition(settings: Settings, partitions: int, report: ProgressReport = silent) -> None:
+    """Split the stopped group's hosts into another number of partitions.
+
+    First it applies all committed events with the configured handlers, since hosts can move only between partitions at
+    one position. A crash before the end changes nothing else. Raises ConfigurationError while an instance runs.
+    """
+    group = settings.group
+    with reach_target(settings) as target, stopped(target, settings):
+        positions = offsets.initialised(target, group)
+        if settings.source.mode == "wal":
+            _require_confirmed(settings, positions)
+        else:
+            unpinned = settings.poll.model_copy(update={"partition_ids": None})
+            with reach_source(settings) as source:
+                shown = durable_position(source).snapshot
+            unsplit = settings.model_copy(update={"partitions": len(positions), "poll": unpinned})
+            _catch_up(unsplit, report)
+            # Noted transactions without rows: retention has removed their rows.
+            snapshots.forget(target, group, shown)
+            positions = offsets.initialised(target, group)
+        with target.transaction():
+            links = snapshots.chain(target, group)
+            if len(links) > 1 or len(snapshots.noted(target, group)):
+                raise ConfigurationError(
+                    f"group: {group!r} has applied a commit that the source does not show yet, since it waits for a "
+                    "synchronous standby: repartition when it is committed"
+                )
+            reached = groups.origin(target, group).polled
+            offsets.remove(target, group)
+            begun = snapshots.begin(target, group, [link.snapshot for link in links], reached)
+            following = max(position.next_offset for position in positions)
+            offsets.create(target, group, partitions, begun[0].id if begun else None)
+            offsets.set_wal_position(
+                target, group, max(position.applied_lsn for position in positions), following
+            )
+
+
+def _require_confirmed(settings: Settings, positions: Sequence[offsets.PartitionPosition]) -> None:
+    """Raise ConfigurationError if a commit may have been applied in some partitions and not in others."""
+    with reach_source(settings) as source:
+        state = slot_state(source, settings.source.slot)
+    confirmed = Lsn.parse((state and state.confirmed_flush_lsn) or "0/0")
+    if max(position.applied_lsn for position in positions) > confirmed:
+        raise ConfigurationError(
+            f"group: {settings.group!r} has not confirmed all applied commits to the slot: run relay, and stop it "
+            "when it is idle"
+        )
+
+
+def _catch_up(settings: Settings, report: ProgressReport) -> None:
+    done = 0
+    poller = Poller(settings)
+    session = Session(settings.spark, settings)
+    pipeline = Pipeline(settings, SparkEngine(settings, session))
+    try:
+        pipeline.start()
+        for opening in (False, True, False):
+            while batch := poller.window(opening):
+                pipeline.run(batch)
+                done += batch.events
+                left = batch.window.left if batch.window else 0
+                report("applying events", done, done + left)
+                if opening:
+                    break
+    finally:
+        pipeline.close()
+        session.close()
+        poller.close()

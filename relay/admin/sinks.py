@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 import psycopg
 
 from relay.admin.connections import reach_source, reach_target
-from relay.admin.goals import Goal, find_goal
-from relay.admin.offsets import move_sink
+from relay.admin.offsets import Goal, find_goal, move_sink
 from relay.admin.status import reading_outbox
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import psycopg
 
-from relay.admin.administrators import administrators
+from relay.admin.connections import administrators
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.source.outbox.additions import drop_all_indexes

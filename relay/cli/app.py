@@ -15,17 +15,15 @@ from typer.core import TyperGroup
 from relay import __version__
 from relay.cli.deferred import deferred
 from relay.cli.dlq import dlq
+from relay.cli.export import schema, spark
 from relay.cli.install import check, init, uninstall
 from relay.cli.offsets import offsets
 from relay.cli.options import fail, out
 from relay.cli.publish import publish
 from relay.cli.retention import erase, partition, restore
-from relay.cli.schema import schema
 from relay.cli.service import console, demo, run
 from relay.cli.sinks import sink
-from relay.cli.spark import spark
-from relay.cli.status import status
-from relay.cli.top import top
+from relay.cli.status import status, top
 from relay.faults import RelayError, first_line
 
 _ORDER = (

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import psycopg
 import typer
 
-from relay.cli.approval import DRY_RUN_SHOWS, ActionOptions, approved
 from relay.cli.options import ConfigOption, JsonOption, warn, with_groups
-from relay.cli.tables import print_table
+from relay.cli.terminal import DRY_RUN_SHOWS, ActionOptions, approved, print_table
 from relay.config.files import load
 from relay.faults import ConfigurationError
-from relay.observe.phrases import counted, due, moment
-from relay.observe.terminal import printable
+from relay.observe.phrases import counted, due, moment, printable
 
 if TYPE_CHECKING:
     from relay.store.deferred.selection import Deferred, DeferredSelection, FoundDeferred

@@ -17,7 +17,6 @@ import psycopg
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from relay.cli.approval import DRY_RUN_SHOWS, ActionOptions, approved
 from relay.cli.options import (
     AllOption,
     ConfigOption,
@@ -29,13 +28,18 @@ from relay.cli.options import (
     warn,
     with_groups,
 )
-from relay.cli.progress import progress
-from relay.cli.tables import print_facts, print_table
+from relay.cli.terminal import (
+    DRY_RUN_SHOWS,
+    ActionOptions,
+    approved,
+    print_facts,
+    print_table,
+    progress,
+)
 from relay.config.files import load
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.observe.phrases import counted, moment
-from relay.observe.terminal import printable, printable_json
+from relay.observe.phrases import counted, moment, printable, printable_json
 from relay.runtime.reporting import silent
 from relay.store.dead_letters import selection as dead_letter_selection
 from relay.store.dead_letters.selection import (

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from relay.cli.approval import approve
 from relay.cli.options import (
     AdministratorOptions,
     ConfigOption,
@@ -18,8 +17,8 @@ from relay.cli.options import (
     with_groups,
     with_options,
 )
-from relay.cli.progress import progress
 from relay.cli.retention import EveryOption
+from relay.cli.terminal import approve, progress
 from relay.config.files import for_each, load, load_all, require_one
 from relay.faults import ConfigurationError
 
@@ -44,7 +43,7 @@ def init(
 ) -> None:
     """Install schema, publication, slot and group; a second run changes nothing."""
     from relay.admin.install import initialise
-    from relay.admin.partitioning import partition_new
+    from relay.admin.retention import partition_new
 
     config = administrator.config
     source_dsn, target_dsn = administrator.source_dsn(), administrator.target_dsn()
@@ -83,8 +82,7 @@ def check(
     ] = False,
 ) -> None:
     """Check everything that a run needs; each finding says what to do. Exit status 2 if there is an error."""
-    from relay.admin.check import examine
-    from relay.admin.check_process import examine_process
+    from relay.admin.check import examine, examine_process
     from relay.admin.findings import Severity
 
     def examine_group(settings: Settings) -> list[tuple[str, Finding]]:

@@ -7,10 +7,8 @@ from typing import Annotated
 
 import typer
 
-from relay.cli.approval import approve, print_given_up
 from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption
-from relay.cli.progress import progress
-from relay.cli.tables import print_table
+from relay.cli.terminal import approve, print_given_up, print_table, progress
 from relay.config.files import load
 
 offsets = typer.Typer(
@@ -85,7 +83,7 @@ def offsets_repartition(
     config: ConfigOption = None,
 ) -> None:
     """Split a stopped group into another number of partitions, without losing or repeating an event."""
-    from relay.admin.repartition import repartition
+    from relay.admin.offsets import repartition
 
     settings = load(config)
     with progress() as report:

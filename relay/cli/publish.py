@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from relay.cli.options import ConfigOption, JsonOption
-from relay.cli.progress import progress
+from relay.cli.terminal import progress
 from relay.config.files import load
 from relay.faults import ConfigurationError
 from relay.observe.phrases import with_events

@@ -6,14 +6,13 @@ from typing import Annotated
 
 import typer
 
-from relay.cli.approval import approve
 from relay.cli.options import (
     AdministratorOptions,
     SourceAdministratorOptions,
     YesOption,
     with_groups,
 )
-from relay.cli.progress import progress
+from relay.cli.terminal import approve, progress
 from relay.config.files import load
 
 EveryOption = Annotated[
@@ -35,7 +34,7 @@ def partition(
     administrator: SourceAdministratorOptions,
 ) -> None:
     """Partition the outbox by time while publishers insert, or change the interval of its next partitions."""
-    from relay.admin.partitioning import partition as run
+    from relay.admin.retention import partition as run
 
     settings, admin_dsn = load(administrator.config), administrator.source_dsn()
     with progress() as report:
@@ -57,7 +56,7 @@ def restore(
     administrator: SourceAdministratorOptions,
 ) -> None:
     """Restore events from the archive (`retention.archive`) into the outbox, for a new group or sink."""
-    from relay.admin.restoration import restore as run
+    from relay.admin.retention import restore as run
 
     settings, admin_dsn = load(administrator.config), administrator.source_dsn()
     with progress() as report:
@@ -80,7 +79,7 @@ def erase(
     yes: YesOption = False,
 ) -> None:
     """Remove the events of a host wherever relay stores them, and list the copies that it cannot reach."""
-    from relay.admin.erasure import erase as run
+    from relay.admin.retention import erase as run
 
     settings = load(administrator.config)
     approve(yes, f"Remove all events of host {host}, for good?")

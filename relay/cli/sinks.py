@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from relay.cli.approval import approve, print_given_up
 from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption, warn
-from relay.cli.tables import print_table
+from relay.cli.terminal import approve, print_given_up, print_table
 from relay.config.files import load
 from relay.observe.phrases import counted, lasting, moment, recently
 

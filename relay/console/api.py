@@ -11,9 +11,9 @@ from starlette.requests import Request
 from relay.admin.offsets import OffsetsMove
 from relay.admin.sinks import SinkMove, SinkStatus
 from relay.console import models
+from relay.console.charts import Series
 from relay.console.forms import CallerDep, GroupDep
 from relay.console.group import HISTORY_HOURS, MOST, PAGE, GroupView, Page, Partitions
-from relay.console.measured import Series
 from relay.console.models import Changed, Count, Moved, Problem
 from relay.faults import ConfigurationError
 from relay.store.actions import Action

@@ -19,15 +19,18 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from relay import __version__
 from relay.config.observe import ConsoleSettings
 from relay.config.settings import Settings
-from relay.console import api, login, pages
-from relay.console.group import GroupView, Missing
+from relay.console import (
+    api,
+    pages,
+)
+from relay.console.group import READ_SECONDS, GroupView, Missing
 from relay.console.models import Problem, described
 from relay.console.security import Guard, TooManyFailures, is_same_origin
-from relay.console.sessions import READ_SECONDS
 from relay.console.views import Views
 from relay.faults import ConfigurationError, TransientFault, Unreachable, first_line, kind_of
 
@@ -85,7 +88,6 @@ def create_app(groups: Sequence[Settings], console: ConsoleSettings) -> FastAPI:
     app.state.views = Views(app.state.guard, list(app.state.groups))
     app.mount("/static", StaticFiles(directory=str(files("relay.console") / "static")))
     app.include_router(api.router)
-    app.include_router(login.router)
     app.include_router(pages.router)
     for fault in (
         ConfigurationError,
@@ -182,7 +184,7 @@ def _unauthenticated(request: Request, guard: Guard) -> Response:
             request, 401, "the request has no user from the reverse proxy: use its address"
         )
     requested = quote(_path(request)) + (f"?{request.url.query}" if request.url.query else "")
-    return RedirectResponse(login.login_url(requested), 303)
+    return RedirectResponse(pages.login_url(requested), 303)
 
 
 def _bounded(receive: Receive, limit: int) -> Receive:
@@ -280,3 +282,39 @@ def _where(error: BaseException) -> str:
     while frames and frames.tb_next:
         frames = frames.tb_next
     return f"{frames.tb_frame.f_code.co_filename}:{frames.tb_lineno}" if frames else "?"
+
+
+HEAD_SECONDS = 10.0
+"""Longest time from the connection, or from the last response, to the end of the next request's head."""
+
+
+class IdleTimeoutProtocol(H11Protocol):
+    """HTTP/1.1 on a connection that is closed if no request comes for HEAD_SECONDS."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the timeout when a client has connected."""
+        super().connection_made(transport)
+        self._restart_timer()
+
+    def on_response_complete(self) -> None:
+        """Restart the timeout after a response."""
+        super().on_response_complete()
+        self._restart_timer()
+
+    def _restart_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        cycle: RequestResponseCycle | None = self.cycle
+        if (cycle is None or cycle.response_complete) and not self.transport.is_closing():
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timeout with the connection."""
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)

@@ -1,13 +1,17 @@
-"""Reads a group and acts on it, for the pages and the API, with the functions that the commands use."""
+"""Reads a group and acts on it, for the pages and the API, with the functions that the commands use.
+
+The sessions of requests are bounded in number, and in the time of each statement.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from threading import Lock
+from threading import BoundedSemaphore, Lock
 from typing import Any, Generic, TypeVar
 
 import psycopg
@@ -20,10 +24,8 @@ from relay.admin.offsets import OffsetsMove, PartitionStatus, plan_seek, positio
 from relay.admin.sinks import SinkMove, SinkStatus
 from relay.admin.status import Status
 from relay.config.settings import Settings
-from relay.console import measured
-from relay.console.measured import Series
-from relay.console.sessions import ACT_SECONDS, COUNT_SECONDS, acting, reading
-from relay.faults import ConfigurationError, Unreachable, first_line
+from relay.console.charts import Series, of_group, of_sink
+from relay.faults import ConfigurationError, TransientFault, Unreachable, first_line
 from relay.observe import history
 from relay.observe.health import Limits, failures
 from relay.observe.phrases import moment
@@ -34,6 +36,7 @@ from relay.store import (
     presence,
 )
 from relay.store.actions import Action
+from relay.store.connections import sessions_with
 from relay.store.dead_letters import DeadLetterAction
 from relay.store.dead_letters import pages as dead_letter_pages
 from relay.store.dead_letters.pages import ActedOnDead, Kind, Listed
@@ -41,6 +44,58 @@ from relay.store.dead_letters.selection import DeadLetterSelection, FoundDeadLet
 from relay.store.deferred import selection as deferred_selection
 from relay.store.deferred.selection import Deferred, DeferredSelection, FoundDeferred
 from relay.store.positions import offsets
+
+READ_SECONDS = 8.0
+"""Longest time of a statement that only reads."""
+COUNT_SECONDS = 2.0
+"""Longest time of a count of unread rows or of kinds of fault; a count that takes longer is not shown."""
+ACT_SECONDS = 60.0
+"""Longest time of a statement that changes something."""
+CONCURRENT_REQUESTS = 20
+"""How many requests use the databases at once; the server has more threads, for requests that need none."""
+_LOCK_SECONDS = 10.0
+_TURN_SECONDS = 1.0
+
+_turns = BoundedSemaphore(CONCURRENT_REQUESTS)
+
+
+@contextmanager
+def reading(seconds: float = READ_SECONDS) -> Iterator[None]:
+    """Set `statement_timeout` in sessions that the block opens, for statements that only read.
+
+    Raises TransientFault if too many requests use the databases.
+    """
+    with _sessions({"statement_timeout": f"{seconds * 1000:.0f}"}):
+        yield
+
+
+@contextmanager
+def acting(operator: str) -> Iterator[None]:
+    """Set the timeouts of an action, and the operator that is stored with it, in sessions that the block opens.
+
+    Raises TransientFault if too many requests use the databases.
+    """
+    settings = {
+        "statement_timeout": f"{ACT_SECONDS * 1000:.0f}",
+        "lock_timeout": f"{_LOCK_SECONDS * 1000:.0f}",
+        "relay.operator": operator,
+    }
+    with _sessions(settings):
+        yield
+
+
+@contextmanager
+def _sessions(settings: Mapping[str, str]) -> Iterator[None]:
+    if not _turns.acquire(timeout=_TURN_SECONDS):
+        raise TransientFault(
+            f"the databases do not answer: {CONCURRENT_REQUESTS} requests wait for them: try again later"
+        )
+    try:
+        with sessions_with(settings):
+            yield
+    finally:
+        _turns.release()
+
 
 Row = TypeVar("Row")
 
@@ -159,7 +214,7 @@ class GroupView:
     def history(self, hours: float = HISTORY_HOURS, sink: str | None = None) -> list[Series]:
         """Return the series of a sink, or of the group; without points if this process does not relay the group."""
         samples = history.of(self.name).samples(time.time() - hours * 3600)
-        return measured.of_group(samples) if sink is None else measured.of_sink(samples, sink)
+        return of_group(samples) if sink is None else of_sink(samples, sink)
 
     def status(self) -> Status:
         """Read the status, as `relay status` shows it; of a database that cannot be read, what it was before."""

@@ -30,8 +30,7 @@ class Server:
         try:
             import uvicorn
 
-            from relay.console.app import create_app
-            from relay.console.connections import IdleTimeoutProtocol
+            from relay.console.app import IdleTimeoutProtocol, create_app
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] == "relay":
                 raise

@@ -12,8 +12,7 @@ from types import FrameType
 from rich.console import Console
 
 from relay.demo.embedded import Cluster
-from relay.demo.play import play
-from relay.demo.process import Log
+from relay.demo.performance import Log, play
 from relay.demo.report import facts, judge
 from relay.demo.screen import Screen
 from relay.demo.shop import Scale

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Self
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 
 from relay.config.settings import Settings
-from relay.demo.verify import Check
-from relay.observe.top.live import View
+from relay.observe.top import View
 
 LINE_SECONDS = 2.0
 """Interval of progress lines without a terminal."""
@@ -32,6 +32,15 @@ class _ProgressWithView(Progress):
         yield from super().get_renderables()
         if self.view is not None:
             yield self.view
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A promise and whether it was kept; `counts` has the counted violations."""
+
+    promise: str
+    kept: bool
+    counts: str
 
 
 class Screen:

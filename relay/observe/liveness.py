@@ -11,7 +11,7 @@ and affects neither.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -19,14 +19,34 @@ from pathlib import Path
 
 from relay.config.dsn import DatabaseAccess
 from relay.config.settings import Settings
+from relay.delivery.sinks import Sinks
 from relay.observe.databases import Databases
-from relay.observe.parts import Parts
 from relay.pipeline.activity import Job
-from relay.pipeline.runner import APPLIES_HERE, WAITS_FOR_SPARK
-from relay.runtime.parts import Due, Heartbeat, faults
+from relay.pipeline.retries import RetryWorker
+from relay.pipeline.runner import APPLIES_HERE, WAITS_FOR_SPARK, Pipeline
+from relay.runtime.parts import Condition, Due, Heartbeat, faults
+from relay.source.hybrid import Source
 from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS
 from relay.source.stream import receiver
+from relay.spark.session import Session
 from relay.store import refusals
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """The parts of a service. `running` returns whether it relays: False while it starts and once it stops.
+
+    `conditions` are those of all background parts.
+    """
+
+    source: Source
+    pipeline: Pipeline
+    sinks: Sinks
+    retry_worker: RetryWorker
+    session: Session
+    conditions: Sequence[Condition]
+    running: Callable[[], bool]
+
 
 UP_SECONDS = 20.0
 """A database counts as reachable for so many seconds after a successful poll."""

@@ -4,19 +4,225 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 
 from relay.config.settings import Settings
+from relay.model.events import Lsn
 from relay.observe import history
 from relay.observe.databases import Databases
-from relay.observe.gauges import ServiceGauges
-from relay.observe.liveness import Liveness
-from relay.observe.metrics import Metrics
-from relay.observe.parts import Parts
+from relay.observe.liveness import UP_SECONDS, Liveness, Parts
+from relay.observe.metrics import NOT_CONFIGURED, Metrics, Values
 from relay.observe.server import HttpListener, listen
 from relay.pipeline.listeners import Meter
+from relay.pipeline.runner import WAITS_FOR_SPARK
 from relay.runtime.parts import Condition, Recurring
-from relay.source.state import POLLS, STREAMS
+from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS, Received
+
+Labels = tuple[str, ...]
+Gauges = defaultdict[str, dict[Labels, float]]
+
+MODES: Mapping[str, str] = {STREAMS: "wal", POLLS: "poll", STANDBY: "standby", ELSEWHERE: "none"}
+
+
+class ServiceGauges:
+    """Reads the gauges of a service from memory, without waiting. Safe in several threads."""
+
+    def __init__(
+        self, settings: Settings, parts: Parts, databases: Databases, liveness: Liveness
+    ) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._databases = databases
+        self._liveness = liveness
+
+    def __call__(self) -> Values:
+        """Return all gauges whose values are known."""
+        gauges: Gauges = defaultdict(dict)
+        self._health(gauges)
+        self._source(gauges)
+        self._buffers(gauges)
+        self._spark(gauges)
+        self._slot(gauges)
+        self._group(gauges)
+        self._counts(gauges)
+        return gauges
+
+    def _health(self, gauges: Gauges) -> None:
+        health = self._liveness.health()
+        gauges["relay_live"][()] = health.live
+        gauges["relay_ready"][()] = health.ready
+        for name, target in (
+            ("source", self._databases.source),
+            ("target", self._databases.target),
+        ):
+            gauges["relay_database_up"][(name,)] = target.is_up(UP_SECONDS)
+        for condition in self._parts.conditions:
+            gauges["relay_part_failing"][(condition.part,)] = condition.fault is not None
+
+    def _source(self, gauges: Gauges) -> None:
+        state = self._parts.source.state()
+        for doing, mode in MODES.items():
+            gauges["relay_source_mode"][(mode,)] = state.doing == doing
+        gauges["relay_takeovers_total"][()] = state.takeovers
+        received = state.received
+        if received is None:
+            return
+        gauges["relay_stream_connections_total"][()] = received.connections
+        gauges["relay_receive_buffer_bytes"][()] = received.buffered_bytes
+        gauges["relay_receive_buffer_limit_bytes"][()] = self._settings.source.buffer_bytes
+        if state.doing == STREAMS:
+            self._stream(gauges, received)
+
+    def _stream(self, gauges: Gauges, received: Received) -> None:
+        gauges["relay_stream_silent_seconds"][()] = received.silent
+        gauges["relay_stream_lag_events"][()] = received.buffered_events
+        oldest = received.oldest
+        lag = 0.0 if oldest is None else max(0.0, time.time() - oldest)
+        gauges["relay_stream_lag_seconds"][()] = lag
+        source = self._databases.source_readings
+        if source is None or source.end is None:
+            return
+        gauges["relay_stream_lag_bytes"][()] = max(0, source.end - received.position)
+        # WAL without events for relay counts as applied.
+        durable = self._parts.sinks.durable_lsn if received.buffered_events else received.position
+        if durable:
+            gauges["relay_target_lag_bytes"][()] = max(0, source.end - durable)
+
+    def _buffers(self, gauges: Gauges) -> None:
+        for worker in self._parts.sinks.workers:
+            key = (worker.name,)
+            session = worker.session
+            gauges["relay_sink_feed_bytes"][key] = worker.feed.size
+            gauges["relay_sink_deliveries"][key] = session.deliveries if session else 0
+            gauges["relay_sink_breaker_open"][key] = session.is_down if session else False
+            if session and session.state == "attached":
+                since = session.since
+                gauges["relay_sink_lag_events"][key] = session.deliveries
+                lag = 0.0 if since is None else max(0.0, time.monotonic() - since)
+                gauges["relay_sink_lag_seconds"][key] = lag
+
+    def _spark(self, gauges: Gauges) -> None:
+        if not self._settings.needs_spark:
+            return
+        session = self._parts.session
+        needs_spark = (
+            self._parts.pipeline.heartbeat.doing == WAITS_FOR_SPARK
+            or self._parts.sinks.spark_workers
+        )
+        gauges["relay_spark_ready"][()] = session.is_ready
+        gauges["relay_spark_failing"][()] = bool(needs_spark and session.failed_since is not None)
+        gauges["relay_spark_slots"][()] = session.counted_slots or 0
+
+    def _slot(self, gauges: Gauges) -> None:
+        source = self._databases.source_readings
+        if source is None or self._settings.source.mode == "poll":
+            return
+        slot = source.slot
+        gauges["relay_slot_lost"][()] = slot is None or slot.lost
+        gauges["relay_slot_active"][()] = slot is not None and slot.active
+        if slot is None:
+            return
+        known = {
+            "relay_slot_lag_bytes": slot.lag_bytes,
+            "relay_slot_retained_bytes": slot.retained_bytes,
+            "relay_slot_safe_bytes": source.safe_bytes,
+        }
+        gauges.update({name: {(): value} for name, value in known.items() if value is not None})
+
+    def _group(self, gauges: Gauges) -> None:
+        target = self._databases.target_readings
+        if target is None:
+            return
+        state, group = target.state, target.state.group
+        gauges["relay_source_epoch"][()] = group.epoch if group else 0
+        if group and group.timeline is not None:
+            gauges["relay_source_timeline"][()] = group.timeline
+        gauges["relay_slot_recreations"][()] = target.recreations
+        gauges["relay_instances"][()] = len(state.instances)
+        stopped = {each.handler for each in state.braked}
+        for handler in self._settings.handlers:
+            gauges["relay_handler_stopped"][(handler,)] = handler in stopped
+        for each in target.state.sinks:
+            if each.sink not in self._settings.sink_handlers:
+                continue
+            key = (each.sink,)
+            gauges["relay_sink_attached"][key] = each.state == "attached"
+            gauges["relay_sink_paused"][key] = each.state == "paused"
+            gauges["relay_sink_down"][key] = each.fault is not None
+
+    def _counts(self, gauges: Gauges) -> None:
+        counted, source = self._databases.counted, self._databases.source_readings
+        if counted is None:
+            return
+        sinks, handlers = self._settings.sink_handlers, self._settings.handlers
+        if counted.target is not None:
+            gauges["relay_target_lag_events"][()] = counted.target.events
+            gauges["relay_target_lag_seconds"][()] = _age(counted.target.oldest_seconds)
+        for sink, unread in counted.sinks.items():
+            if (sink,) in gauges["relay_sink_lag_events"]:
+                # The sink has been attached since the count.
+                continue
+            gauges["relay_sink_lag_events"][(sink,)] = unread.events
+            gauges["relay_sink_lag_seconds"][(sink,)] = _age(unread.oldest_seconds)
+        self._sink_bytes(gauges, source.end if source else None)
+        self._deferred(gauges)
+        if counted.keys is not None:
+            for sink in ("", *sinks):
+                gauges["relay_deferred_keys"][(sink,)] = counted.keys.get(sink, 0)
+        if counted.dead is not None:
+            gauges["relay_dead_letters"].update(_by_handler(counted.dead, handlers))
+
+    def _sink_bytes(self, gauges: Gauges, end: Lsn | None) -> None:
+        target = self._databases.target_readings
+        if end is None or target is None:
+            return
+        for each in target.state.sinks:
+            key = (each.sink,)
+            events = gauges["relay_sink_lag_events"].get(key)
+            if events is not None:
+                lag = max(0, end - each.position.delivered_lsn) if events else 0
+                gauges["relay_sink_lag_bytes"][key] = lag
+
+    def _deferred(self, gauges: Gauges) -> None:
+        counted = self._databases.counted
+        if counted is None or counted.deferred is None:
+            return
+        for sink in ("", *self._settings.sink_handlers):
+            gauges["relay_deferred_age_seconds"][(sink,)] = 0.0
+            for kind in ("retry", "holding", "replay", "scheduled", "blocked"):
+                gauges["relay_deferred_transactions"][(sink, kind)] = 0
+        for each in counted.deferred:
+            sink = (
+                each.sink
+                if not each.sink or each.sink in self._settings.handlers
+                else NOT_CONFIGURED
+            )
+            key = (sink, each.kind)
+            numbers, ages = (
+                gauges["relay_deferred_transactions"],
+                gauges["relay_deferred_age_seconds"],
+            )
+            numbers[key] = numbers.get(key, 0) + each.transactions
+            if each.kind != "scheduled":
+                age = _age((counted.at - each.since).total_seconds() if counted.at else None)
+                ages[(sink,)] = max(ages.get((sink,), 0.0), age)
+
+
+def _age(seconds: float | None) -> float:
+    return max(0.0, seconds or 0.0)
+
+
+def _by_handler(
+    numbers: Mapping[tuple[str, str], int], configured: Collection[str]
+) -> dict[Labels, float]:
+    """Return a sum for each configured handler and for '', and one for all other handlers."""
+    sums: dict[Labels, float] = {(name,): 0 for name in ("", *configured)}
+    for (_, name), number in numbers.items():
+        key = (name if not name or name in configured else NOT_CONFIGURED,)
+        sums[key] = sums.get(key, 0) + number
+    return sums
+
 
 log = logging.getLogger(__name__)
 

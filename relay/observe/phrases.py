@@ -1,7 +1,11 @@
-"""Counts and times as commands and the console print them."""
+"""Counts, times and text as commands and the console print them.
+
+Text is escaped for terminals, so that a value from outside cannot move the cursor.
+"""
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -47,3 +51,15 @@ def recently(recent: RecentActivity | None) -> str:
 def with_events(transactions: int, events: int) -> str:
     """Return how many transactions there are, and how many events they have."""
     return f"{counted(transactions, 'transaction', 'transactions')} with {counted(events, 'event', 'events')}"
+
+
+def printable(cell: object, kept: str = "") -> str:
+    """Return a cell as text with control characters escaped, except those in `kept`."""
+    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in str(cell))
+
+
+def printable_json(text: str) -> str:
+    """Return the same JSON with control characters, which only strings can hold, as JSON escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)

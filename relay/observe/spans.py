@@ -1,6 +1,7 @@
 """Creates OpenTelemetry spans of batches, of business transactions in the target, and of deliveries to sinks.
 
-Sources: OpenTelemetry specification, "Environment Variable Specification"; its semantic conventions, "Semantic
+They are exported as OTLP over HTTP; failures are logged as relay's own log lines. Sources: OpenTelemetry specification,
+"Environment Variable Specification" and "OpenTelemetry Protocol Exporter"; its semantic conventions, "Semantic
 conventions for messaging spans".
 """
 
@@ -16,9 +17,10 @@ from threading import Thread
 from urllib.parse import urlsplit
 
 from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, SERVICE_VERSION, Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import (
     Link,
     NonRecordingSpan,
@@ -39,6 +41,7 @@ from relay import __version__
 from relay.config.handlers import BrokerHandler, DeliveryHandler, HttpHandler
 from relay.faults import describe
 from relay.handlers import Sink
+from relay.logs import RepeatedLines
 from relay.model.batch import Batch, JobName, Outcome
 from relay.model.events import POSTGRES_EPOCH, Event, Transaction
 from relay.model.trace_context import (
@@ -50,7 +53,6 @@ from relay.model.trace_context import (
     carrying,
     parse,
 )
-from relay.observe.otlp import Reporting, exporter
 from relay.pipeline.apply import Redelivery
 from relay.pipeline.listeners import BatchListener
 from relay.pipeline.tracing import add
@@ -58,6 +60,76 @@ from relay.runtime.parts import Part
 from relay.store.groups import INSTANCE
 
 log = logging.getLogger(__name__)
+
+_REPEAT_SECONDS = 300.0
+
+
+class Reporting(SpanExporter):
+    """An exporter that logs failures at intervals, and raises none."""
+
+    def __init__(self, wrapped: SpanExporter) -> None:
+        self._wrapped = wrapped
+        self._failed = False
+        self._lines = RepeatedLines(
+            log,
+            logging.WARNING,
+            "traces cannot be sent: check OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_EXPORTER_OTLP_HEADERS",
+            "spans",
+            _REPEAT_SECONDS,
+        )
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Export spans."""
+        try:
+            result = self._wrapped.export(spans)
+        except Exception:
+            result = SpanExportResult.FAILURE
+        if result is not SpanExportResult.SUCCESS:
+            self._failed = True
+            self._lines.note(len(spans))
+        elif self._failed:
+            self._failed = False
+            log.info("traces are sent again")
+        return result
+
+    def shutdown(self) -> None:
+        """Shut the wrapped exporter down."""
+        self._wrapped.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Flush the wrapped exporter."""
+        return self._wrapped.force_flush(timeout_millis)
+
+
+class _Drops(logging.Filter):
+    """Replaces the library's log lines by one of relay's when the queue of spans is full."""
+
+    _lines = RepeatedLines(
+        log,
+        logging.WARNING,
+        "spans are dropped because the queue is full: sample fewer, or raise OTEL_BSP_MAX_QUEUE_SIZE",
+        "spans",
+        _REPEAT_SECONDS,
+    )
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Count a dropped span, and drop every line."""
+        if str(record.msg).startswith("Queue full"):
+            self._lines.note(1)
+        return False
+
+
+_DROPS = _Drops()
+
+
+def exporter() -> SpanExporter:
+    """Return an exporter of OTLP over HTTP that the OTEL_* variables configure."""
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+    queue = logging.getLogger("opentelemetry.sdk._shared_internal")
+    queue.setLevel(logging.WARNING)
+    queue.addFilter(_DROPS)
+    return OTLPSpanExporter()
+
 
 FLUSH_SECONDS = 5.0
 """Longest wait, when the process ends, for spans to be sent."""

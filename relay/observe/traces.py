@@ -26,7 +26,7 @@ def open_traces(settings: Settings) -> Traces | None:
 def require_exporter() -> None:
     """Raise ConfigurationError if the extra `otel` is not installed, or a variable of OpenTelemetry is invalid."""
     with _named():
-        from relay.observe.otlp import exporter
+        from relay.observe.spans import exporter
 
         exporter().shutdown()
 

@@ -13,7 +13,11 @@ import pytest
 
 from relay.demo.embedded import free_port
 from relay.model.events import Transaction
-from relay.observe import databases, gauges, liveness, observer
+from relay.observe import (
+    databases,
+    liveness,
+    observer,
+)
 from relay.observe.batch_log import BatchLog
 from relay.source.outbox.rows import OutboxRows
 from relay.source.stream import receiver
@@ -153,7 +157,7 @@ def test_a_source_that_answers_no_more_while_it_is_polled(
 
         monkeypatch.setattr(OutboxRows, "commits", stalled)
         monkeypatch.setattr(liveness, "UP_SECONDS", 2.0)
-        monkeypatch.setattr(gauges, "UP_SECONDS", 2.0)
+        monkeypatch.setattr(observer, "UP_SECONDS", 2.0)
         source = {**outbox.config()["source"], "dsn": proxy.dsn, "mode": "poll"}
         with asked(outbox, source=source, target={"dsn": outbox.dsn}) as poller:
             outbox.publish(host(1), event(1))

@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from relay.admin.partitioning import partition, partition_new
+from relay.admin.retention import partition, partition_new
 from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
 from relay.retention.partitions import partitions

@@ -20,8 +20,8 @@ from relay.console.server import Server
 from relay.faults import Undelivered
 from relay.handlers import build_sinks
 from relay.handlers.http import Http, public_url
-from relay.observe.otlp import exporter
 from relay.observe.server import listen
+from relay.observe.spans import exporter
 from tests.sinks import make_event, transaction
 from tests.webhook import Answer, Webhook
 

@@ -15,7 +15,7 @@ import psycopg
 import pytest
 
 from relay.admin import status
-from relay.admin.partitioning import partition_new
+from relay.admin.retention import partition_new
 from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
 from relay.demo.embedded import free_port

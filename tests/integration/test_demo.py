@@ -25,14 +25,17 @@ from psycopg.rows import class_row
 from rich.console import Console
 
 from relay import demo
-from relay.demo import SERVER_SETTINGS, Scale, process, run_demo
+from relay.demo import (
+    SERVER_SETTINGS,
+    Scale,
+    performance,
+    run_demo,
+)
 from relay.demo.embedded import Cluster
-from relay.demo.play import Performance
-from relay.demo.process import DemoFailed, Log, LoggedBatch
-from relay.demo.report import judge
-from relay.demo.screen import Screen
+from relay.demo.performance import DemoFailed, Log, LoggedBatch, Performance
+from relay.demo.report import judge, verify
+from relay.demo.screen import Check, Screen
 from relay.demo.shop import Poison
-from relay.demo.verify import Check, verify
 from relay.faults import ConfigurationError
 from relay.store.connections import connect
 
@@ -130,7 +133,7 @@ def test_the_summary_says_what_the_database_holds(ran: Ran) -> None:
 @pytest.mark.rare
 @pytest.mark.slow
 def test_the_largest_transaction_is_too_large_for_memory(ran: Ran) -> None:
-    limits = yaml.safe_load(process.configuration_file().read_text())["batch"]
+    limits = yaml.safe_load(performance.configuration_file().read_text())["batch"]
     with connect(ran.dsn) as conn:
         row = conn.execute(
             "select count(*), sum(octet_length(payload::text)), count(distinct transaction_id)"
@@ -299,10 +302,10 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_relay_that_fails_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    configuration = process.configuration_file().read_text().replace("customer_totals", "gone")
+    configuration = performance.configuration_file().read_text().replace("customer_totals", "gone")
     file = tmp_path / "demo.yaml"
     file.write_text(configuration)
-    monkeypatch.setattr(process, "configuration_file", lambda: file)
+    monkeypatch.setattr(performance, "configuration_file", lambda: file)
     output = StringIO()
     with pytest.raises(DemoFailed, match="relay ended by itself with status 2: ") as raised:
         run_demo(Console(file=output, width=200), None, SMALL)

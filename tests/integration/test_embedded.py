@@ -15,7 +15,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from relay.demo import embedded, programs
+from relay.demo import (
+    embedded,
+)
 from relay.demo.embedded import Cluster, ClusterError
 from relay.faults import ConfigurationError
 
@@ -195,7 +197,7 @@ def test_a_failed_initdb_shows_what_it_said(folder: Path) -> None:
     cluster = Cluster(folder)
     cluster.data.mkdir(mode=0o700)
     (cluster.data / "a file").touch()
-    if account := programs.unprivileged_account():
+    if account := embedded.unprivileged_account():
         shutil.chown(cluster.data, account.uid, account.gid)
     with pytest.raises(ClusterError, match=r"initdb failed:\n(.*\n)*.*exists but is not empty"):
         cluster.start()
@@ -256,7 +258,7 @@ class TestAsRoot:
             assert not cluster.directory.is_relative_to(folder)
 
     def test_binaries_in_a_private_folder_are_copied_not_opened(self, folder: Path) -> None:
-        source = programs.wheel_binaries().parents[1]
+        source = embedded.wheel_binaries().parents[1]
         package = folder / "site-packages" / source.name
         shutil.copytree(source / "pginstall", package / "pginstall")
         libraries = source.with_name(f"{source.name}.libs")

@@ -13,8 +13,8 @@ import pytest
 from relay.admin.check import require
 from relay.admin.install import initialise
 from relay.admin.offsets import positions
-from relay.admin.partitioning import partition_new
 from relay.admin.publish import require_own_outbox
+from relay.admin.retention import partition_new
 from relay.admin.status import lag_seconds
 from relay.client import Event as Placed
 from relay.client import Outbox as Client

@@ -14,8 +14,7 @@ import pytest
 
 from relay.admin.check import require
 from relay.admin.dead_letters import DeadLetters
-from relay.admin.partitioning import partition_new
-from relay.admin.restoration import restore
+from relay.admin.retention import partition_new, restore
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.events import FIELDS

@@ -13,10 +13,9 @@ from typing import Any
 import psycopg
 import pytest
 
-from relay.admin import goals
 from relay.admin import offsets as moves
 from relay.admin.install import initialise
-from relay.admin.repartition import repartition
+from relay.admin.offsets import repartition
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.events import Lsn
@@ -168,7 +167,7 @@ def test_what_commits_while_a_seek_reads_the_wal_is_delivered_once(
             outbox.publish(host(1), event(5))
             return commits_after(*arguments)
 
-        monkeypatch.setattr(goals, "commits_after", after_the_position)
+        monkeypatch.setattr(moves, "commits_after", after_the_position)
         seek(settings, lsn)
         after.close()
     outbox.publish(host(1), event(6))

@@ -16,7 +16,7 @@ from relay.admin.check import examine, require
 from relay.admin.findings import Severity
 from relay.admin.install import initialise
 from relay.config.settings import Settings
-from relay.demo.programs import wheel_binaries
+from relay.demo.embedded import wheel_binaries
 from relay.faults import ConfigurationError
 from relay.store import migrations
 from tests.outbox import Outbox, event, host, relaying

@@ -14,8 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from relay.admin.install import initialise
-from relay.admin.partitioning import partition_new
-from relay.admin.restoration import restore
+from relay.admin.retention import partition_new, restore
 from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
 from relay.faults import ConfigurationError

@@ -14,10 +14,9 @@ from psycopg.types.json import Jsonb
 from pyspark.errors import StreamingQueryException
 
 from relay.admin.check import examine
-from relay.admin.erasure import erase
 from relay.admin.install import initialise
 from relay.admin.offsets import plan_seek, seek
-from relay.admin.partitioning import partition, partition_new
+from relay.admin.retention import erase, partition, partition_new
 from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
 from relay.faults import ConfigurationError

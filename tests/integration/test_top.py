@@ -17,7 +17,7 @@ from relay.admin.install import initialise
 from relay.admin.sinks import listed
 from relay.admin.status import Watch
 from relay.demo.screen import Screen
-from relay.observe.top.rates import Trends
+from relay.observe.top import Trends
 from relay.source.outbox.unread import MOST_ROWS
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay

@@ -18,10 +18,13 @@ from starlette.datastructures import URL
 from starlette.types import Message
 
 from relay.config.settings import Settings
-from relay.console import app, connections, measured, sessions
+from relay.console import (
+    app,
+    charts,
+    group,
+)
 from relay.console.app import create_app
-from relay.console.charts import amount, chart, duration
-from relay.console.measured import Point, Series
+from relay.console.charts import Point, Series, amount, chart, duration
 from relay.console.security import Failures, Signer, TooManyFailures, printable
 from relay.observe.history import Sample
 from tests.console import TOKEN, console_of, served
@@ -38,7 +41,7 @@ def samples(count: int, rate: float) -> list[Sample]:
 
 def test_rates_are_differences() -> None:
     """A count that begins again, as after a restart, or is not known, leaves a gap."""
-    throughput = measured.of_group(samples(20, 40.0))[0]
+    throughput = charts.of_group(samples(20, 40.0))[0]
     assert {point.value for point in throughput.points} == {40.0}
     again = [
         Sample(0.0, {"events_total": 500.0}),
@@ -47,12 +50,12 @@ def test_rates_are_differences() -> None:
         Sample(30.0, {"events_total": 90.0}),
         Sample(40.0, {"events_total": 190.0}),
     ]
-    assert [each.value for each in measured.of_group(again)[0].points] == [None, None, None, 10.0]
+    assert [each.value for each in charts.of_group(again)[0].points] == [None, None, None, 10.0]
 
 
 def test_many_samples_are_few_points() -> None:
     """Of six hours a chart has at most 180 points, each the greatest lag of its interval."""
-    throughput, lag, *_ = measured.of_group(samples(2160, 5.0))
+    throughput, lag, *_ = charts.of_group(samples(2160, 5.0))
     assert 100 < len(lag.points) <= 180
     assert {point.value for point in lag.points} == {6.0}
     assert all(point.value == 5.0 for point in throughput.points)
@@ -195,7 +198,7 @@ async def _asked(app: FastAPI, path: str, **scope: Any) -> list[Message]:
 
 def test_clients_that_send_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as may be connected: they are closed, and others come in."""
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(app, "HEAD_SECONDS", 0.3)
     settings = Settings(source={"dsn": "postgresql://u@h/x"}, observe=console_of())
     with served(settings) as address, ExitStack() as stack:
         port = int(address.rpartition(":")[2])
@@ -227,18 +230,18 @@ def test_databases_that_do_not_answer_leave_threads_for_others(
     """A frozen server answers nothing and ends nothing: who asks it must not take all there is."""
     released = Event()
     settings = Settings(source={"dsn": "postgresql://u@h/x"}, observe=console_of())
-    monkeypatch.setattr(sessions, "_TURN_SECONDS", 0.05)
+    monkeypatch.setattr(group, "_TURN_SECONDS", 0.05)
     monkeypatch.setattr("relay.admin.sinks.listed", lambda *_, **__: released.wait() and [])
     known = {"authorization": f"Bearer {TOKEN}"}
     with (
         served(settings) as address,
         httpx.Client(base_url=address, timeout=20) as client,
-        ThreadPoolExecutor(sessions.CONCURRENT_REQUESTS + 5) as threads,
+        ThreadPoolExecutor(group.CONCURRENT_REQUESTS + 5) as threads,
     ):
         sinks = "/api/v1/groups/default/sinks"
         asking = [
             threads.submit(client.get, sinks, headers=known)
-            for _ in range(sessions.CONCURRENT_REQUESTS + 5)
+            for _ in range(group.CONCURRENT_REQUESTS + 5)
         ]
         try:
             refused = next(as_completed(asking)).result()

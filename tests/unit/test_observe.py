@@ -27,10 +27,9 @@ from relay.model.batch import DeadLettered
 from relay.model.events import Lsn
 from relay.observe import databases, metrics, server
 from relay.observe.databases import Counted, Databases
-from relay.observe.gauges import ServiceGauges
 from relay.observe.liveness import Level, Liveness
-from relay.observe.metrics import OTHER, Metrics
-from relay.observe.series import SERIES, table
+from relay.observe.metrics import OTHER, SERIES, Metrics, table
+from relay.observe.observer import ServiceGauges
 from relay.observe.server import HttpListener, listen
 from relay.pipeline.activity import ActiveJobs
 from relay.source.outbox.unread import Backlog
@@ -83,7 +82,7 @@ def test_promtool_takes_the_rules(arguments: tuple[str | Path, ...]) -> None:
 
 def test_the_table_of_the_documentation_is_current() -> None:
     assert table() in (ROOT / "docs" / "reference" / "metrics.md").read_text(), (
-        "write it again: python -m relay.observe.series"
+        "write it again: python -m relay.observe.metrics"
     )
 
 

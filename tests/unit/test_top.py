@@ -10,8 +10,7 @@ import pytest
 
 from relay.admin.status import Status
 from relay.model.events import Lsn
-from relay.observe.top.frame import Size, lines, sparkline
-from relay.observe.top.rates import Trends
+from relay.observe.top import Size, Trends, lines, sparkline
 from relay.source.outbox.unread import Backlog
 from relay.source.stream.slot import SlotState
 from relay.store.activity import EngineTotals

@@ -1,22 +1,108 @@
-"""Formats the state of a group as lines for a terminal of any size, for `relay top` and `relay demo`."""
+"""A live view of a group for `relay top` and `relay demo`: a thread polls the group, and the caller renders.
+
+Derives rates, and series for sparklines, from the last polls, and formats them as lines for a terminal of any size.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from math import ceil
+from threading import Event, Thread
+from typing import Self
 
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from relay.admin.status import SOURCE, TARGET, Status
-from relay.observe.phrases import moment
-from relay.observe.terminal import printable
-from relay.observe.top.rates import RATE, Trends
+from relay.admin.status import SOURCE, TARGET, Status, Watch
+from relay.config.settings import Settings
+from relay.observe.phrases import moment, printable
 from relay.source.outbox.unread import Backlog
 from relay.source.stream.slot import SlotState
 from relay.store.positions.sinks import StoredSink
+
+KEPT = 60
+"""How many polls are kept."""
+RATE_SECONDS = 12.0
+"""The time over which rates are averaged; relay stores its counts every five seconds."""
+RATE = "events/s"
+"""The name of the series of rates; the others are named after a sink, or '' for the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Events and transactions per second, of one engine or of all."""
+
+    events: float
+    transactions: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    at: datetime
+    events: dict[str, int]
+    transactions: dict[str, int]
+
+
+class Trends:
+    """The counts and series of the last polls of a group."""
+
+    def __init__(self) -> None:
+        self._counts: deque[_Counts] = deque(maxlen=KEPT)
+        self._series: dict[str, deque[float]] = {}
+
+    def note(self, status: Status) -> None:
+        """Add the counts of a poll."""
+        events: dict[str, int] = {}
+        transactions: dict[str, int] = {}
+        for each in status.engines:
+            events[each.engine] = events.get(each.engine, 0) + each.events
+            transactions[each.engine] = transactions.get(each.engine, 0) + each.transactions
+        if TARGET not in status.faults:
+            self._counts.append(_Counts(status.completed, events, transactions))
+        rates = self.rates()
+        if rates is not None:
+            self._add(RATE, rates.events)
+        for name, backlog in status.unread.items():
+            self._add(name, backlog.events)
+        for sink in status.sinks:
+            if sink.sink not in status.unread:
+                self._add(sink.sink, 0)
+
+    def series(self, name: str) -> Sequence[float]:
+        """Return the last values of a series, oldest first."""
+        return tuple(self._series.get(name, ()))
+
+    def rates(self, engine: str | None = None) -> Rates | None:
+        """Return the current rates of an engine, by default of all; None until there are two polls."""
+        if len(self._counts) < 2:
+            return None
+        last = self._counts[-1]
+        # Over several intervals at which relay stores its counts: shorter ones would make the rate jump.
+        older = [
+            each for each in self._counts if (last.at - each.at).total_seconds() >= RATE_SECONDS
+        ]
+        first = older[-1] if older else self._counts[0]
+        seconds = (last.at - first.at).total_seconds()
+        if seconds <= 0:
+            return None
+        return Rates(
+            _grown(first.events, last.events, engine) / seconds,
+            _grown(first.transactions, last.transactions, engine) / seconds,
+        )
+
+    def _add(self, name: str, value: float) -> None:
+        self._series.setdefault(name, deque(maxlen=KEPT)).append(value)
+
+
+def _grown(before: dict[str, int], after: dict[str, int], engine: str | None) -> int:
+    """Return the growth of a count; 0 if retention has removed the count."""
+    names = after if engine is None else (engine,)
+    return sum(max(0, after.get(name, 0) - before.get(name, 0)) for name in names)
+
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.:-=+*#"
@@ -350,3 +436,54 @@ def _bytes(count: int | None) -> str:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 10 else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+CLOSE_SECONDS = 1.0
+
+
+class View:
+    """A Rich renderable of the last poll of a group. As a context manager it polls every `interval` seconds.
+
+    It has `height` lines at most, by default those of the terminal.
+    """
+
+    def __init__(self, settings: Settings, interval: float, height: int | None = None) -> None:
+        self._watch = Watch(settings)
+        self._interval = interval
+        self._height = height
+        self._trends = Trends()
+        self._status: Status | None = None
+        self._closing = Event()
+        # A daemon, so that a server that does not answer does not keep the process alive.
+        self._thread = Thread(target=self._run, name="view", daemon=True)
+        self.refreshed = Event()
+        """Set by each poll; the renderer clears it."""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join(CLOSE_SECONDS)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._status is None:
+            yield Text("querying the databases", style="dim")
+            return
+        height = self._height or console.size.height
+        # Some terminals wrap at the last column.
+        size = Size(console.size.width - 1, height, console.options.ascii_only)
+        yield Text("\n").join(lines(self._status, self._trends, size))
+
+    def _run(self) -> None:
+        try:
+            while True:
+                status = self._watch.read()
+                self._trends.note(status)
+                self._status = status
+                self.refreshed.set()
+                if self._closing.wait(self._interval):
+                    return
+        finally:
+            self._watch.close()

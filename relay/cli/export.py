@@ -1,4 +1,4 @@
-"""The commands on event types. No logic of their own."""
+"""The commands that write files: `relay schema export` and `relay spark package`. No logic of their own."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 
 from relay.cli.options import ConfigOption, JsonOption, warn
-from relay.cli.tables import print_table
+from relay.cli.terminal import print_table, progress
 from relay.config.files import load
 
 schema = typer.Typer(help="The event types of the configuration.", no_args_is_help=True)
 
 
 @schema.callback()
-def root() -> None:
+def schema_root() -> None:
     """The event types of the configuration."""
 
 
@@ -53,3 +54,40 @@ def schema_export(
         (each.event_type, each.version, path) for each, path in zip(described, paths, strict=True)
     ]
     print_table(("event type", "version", "file"), rows)
+
+
+spark = typer.Typer(help="Packages for Spark's executors.", no_args_is_help=True)
+
+
+@spark.callback()
+def spark_root() -> None:
+    """Packages for Spark's executors."""
+
+
+@spark.command("package")
+def spark_package(
+    config: ConfigOption = None,
+    file: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The archive to write.")
+    ] = Path("relay-executors.tar.gz"),
+    as_json: JsonOption = False,
+) -> None:
+    """Pack relay, the modules of handlers and what they import, for executors that have only Python and PySpark."""
+    from relay.spark.package import build
+
+    settings = load(config)
+    with progress() as report:
+        built = build(settings, file, report)
+    if as_json:
+        shown = {
+            "file": str(built.file),
+            "modules": built.modules,
+            "distributions": built.distributions,
+        }
+        print(json.dumps({**shown, "conf": built.conf}, indent=2))
+        return
+    size = built.file.stat().st_size / 1e6
+    print(f"{built.file}: {size:.0f} MB", file=sys.stderr)
+    print(f"modules: {', '.join(built.modules)}", file=sys.stderr)
+    print(f"distributions: {', '.join(built.distributions)}", file=sys.stderr)
+    print(yaml.safe_dump({"spark": {"conf": built.conf}}, sort_keys=False), end="")

@@ -1,1 +1,0 @@
-"""What `relay top` and `relay demo` show: polls a group, derives rates, and formats them as lines."""
