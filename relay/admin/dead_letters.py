@@ -31,7 +31,11 @@ from relay.store.connections import Connection
 from relay.store.dead_letters import FIELD_OF, STORED, DeadLetterRow
 from relay.store.dead_letters import edits as dead_letter_edits
 from relay.store.dead_letters import selection as dead_letter_selection
-from relay.store.dead_letters.selection import Dead, DeadLetterSelection, FoundDeadLetters
+from relay.store.dead_letters.selection import (
+    DeadLetterSelection,
+    FoundDeadLetters,
+    FoundTransaction,
+)
 from relay.store.deferred import Deferral
 
 _STORED_FIELDS = [name for name in STORED if FIELD_OF[name] not in (*COMMIT_FIELDS, headers.FIELD)]
@@ -190,7 +194,9 @@ class DeadLetters:
                 report("deleting dead letters", purged, selected.events)
         return purged
 
-    def _locked(self, selected: FoundDeadLetters) -> Iterator[tuple[list[Dead], list[int]]]:
+    def _locked(
+        self, selected: FoundDeadLetters
+    ) -> Iterator[tuple[list[FoundTransaction], list[int]]]:
         """Lock transactions in portions, in the order of publishing; yields each portion with its numbers."""
         for portion in _portions(dead_letter_selection.numbers(self._conn, self._group, selected)):
             numbers = [each.number for each in portion]
@@ -209,7 +215,7 @@ class DeadLetters:
                 "give it a payload with `relay dlq replay --edit`"
             )
 
-    def _queue(self, dead: Sequence[Dead]) -> None:
+    def _queue(self, dead: Sequence[FoundTransaction]) -> None:
         transactions = self._rebuilt(dead)
         holding = deferred.blocked(self._conn, [each.number for each in dead])
         for index, each in enumerate(dead):
@@ -239,7 +245,7 @@ class DeadLetters:
             return self._deferral_rules.delivery_keys(one, sink)
         return self._deferral_rules.keys(self._router.route(one))
 
-    def _rebuilt(self, dead: Sequence[Dead]) -> Transactions:
+    def _rebuilt(self, dead: Sequence[FoundTransaction]) -> Transactions:
         """Rebuild transactions from their dead letters, as they were published."""
         columns, encoded = self._columns, partial(_encoded, header_names=tuple(self._headers))
         if len(dead) == 1 and _is_large(dead[0]):
@@ -269,7 +275,7 @@ class DeadLetters:
 class _DeadLetterTuples:
     """The rows of a large dead transaction: each iteration streams them from its dead letters."""
 
-    def __init__(self, conn: Connection, dead: Dead, encoded: RowEncoder) -> None:
+    def __init__(self, conn: Connection, dead: FoundTransaction, encoded: RowEncoder) -> None:
         self._conn = conn
         self._dead = dead
         self._encoded = encoded
@@ -287,9 +293,9 @@ class _DeadLetterTuples:
         return map(self._encoded, self.rows())
 
 
-def _portions(transactions: Iterable[Dead]) -> Iterator[list[Dead]]:
+def _portions(transactions: Iterable[FoundTransaction]) -> Iterator[list[FoundTransaction]]:
     """Group transactions into portions that fit into memory; a large transaction is a portion of its own."""
-    portion: list[Dead] = []
+    portion: list[FoundTransaction] = []
     events = size = 0
     for each in transactions:
         full = events + each.events > _EVENTS_AT_ONCE or size + each.size > _BYTES_AT_ONCE
@@ -303,7 +309,7 @@ def _portions(transactions: Iterable[Dead]) -> Iterator[list[Dead]]:
         yield portion
 
 
-def _is_large(dead: Dead) -> bool:
+def _is_large(dead: FoundTransaction) -> bool:
     return dead.events > _EVENTS_AT_ONCE or dead.size > _BYTES_AT_ONCE
 
 

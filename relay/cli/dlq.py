@@ -44,8 +44,8 @@ from relay.runtime.reporting import silent
 from relay.store.dead_letters import selection as dead_letter_selection
 from relay.store.dead_letters.selection import (
     DeadLetterSelection,
-    DeadTransaction,
     FoundDeadLetters,
+    WholeDeadTransaction,
 )
 
 dlq = typer.Typer(
@@ -188,15 +188,16 @@ def _approved(
 
     def show() -> None:
         _print(
-            dead_letter_selection.transactions(
-                opened.conn, opened.group, DRY_RUN_SHOWS, selected.wanted, selected.statuses
+            dead_letter_selection.listed(
+                *(opened.conn, opened.group, selected.wanted, DRY_RUN_SHOWS),
+                *(WholeDeadTransaction, selected.statuses),
             )
         )
 
     return approved(selected, what, show, "newest", dry_run, yes)
 
 
-def _print(transactions: Sequence[DeadTransaction]) -> None:
+def _print(transactions: Sequence[WholeDeadTransaction]) -> None:
     headings = (
         *("id", "transaction", "host", "events", "event type", "sink", "handler"),
         *("exception", "status", "since"),
@@ -214,7 +215,7 @@ def _print(transactions: Sequence[DeadTransaction]) -> None:
                 item.handler or "-",
                 _first_line(item.exception),
                 item.status,
-                moment(item.created_dt),
+                moment(item.since),
             )
             for item in transactions
         ),
@@ -242,8 +243,8 @@ def dlq_list(
 ) -> None:
     """List dead transactions, newest first."""
     with _opened(options) as opened:
-        transactions = dead_letter_selection.transactions(
-            opened.conn, opened.group, limit, opened.wanted
+        transactions = dead_letter_selection.listed(
+            opened.conn, opened.group, opened.wanted, limit, WholeDeadTransaction
         )
     if as_json:
         print(json.dumps([dead_letter_selection.as_json(item) for item in transactions], indent=2))
@@ -261,7 +262,6 @@ def dlq_show(
 ) -> None:
     """Show every event of the dead transaction to which dead letter ID belongs, and the actions on it."""
     from relay.store import dead_letters
-    from relay.store.dead_letters import export as dead_letter_export
 
     with _opened(SelectionOptions(config)) as opened:
         number = dead_letters.transaction_of(opened.conn, opened.group, dead_letter_id)
@@ -270,9 +270,11 @@ def dlq_show(
                 f"there is no dead letter {dead_letter_id} in group {opened.group!r}: see `relay dlq list`"
             )
         if as_json:
-            _print_json(dead_letter_export.events_as_json(opened.conn, number))
+            _print_json(dead_letter_selection.events_as_json(opened.conn, number))
             return
-        for event in dead_letter_export.events_as_text(opened.conn, number, pretty=out.is_terminal):
+        for event in dead_letter_selection.events_as_text(
+            opened.conn, number, pretty=out.is_terminal
+        ):
             print(f"dead letter {event['id']}")
             print_facts(event.items())
         for action in dead_letters.actions(opened.conn, number):
@@ -382,10 +384,8 @@ def dlq_export(
     ] = None,
 ) -> None:
     """Write dead letters with their payloads, a JSON object on each line, in the order of publishing."""
-    from relay.store.dead_letters import export as dead_letter_export
-
     with _opened(options) as opened:
-        exported = dead_letter_export.exported(opened.conn, opened.group, opened.wanted)
+        exported = dead_letter_selection.exported(opened.conn, opened.group, opened.wanted)
         written = 0
         shown = progress() if file or not sys.stdout.isatty() else nullcontext(silent)
         total = _events(opened, options.status) if sys.stderr.isatty() else None

@@ -18,7 +18,7 @@ from relay.console.models import Changed, Count, Moved, Problem
 from relay.faults import ConfigurationError
 from relay.store.actions import Action
 from relay.store.brakes import BrakedHandler
-from relay.store.dead_letters.pages import ActedOnDead, Kind, Listed
+from relay.store.dead_letters.selection import ActedOnDead, DeadTransaction, Kind
 from relay.store.deferred.selection import Deferred
 
 DESCRIPTION = """
@@ -169,7 +169,7 @@ def cancel(group: GroupDep, caller: CallerDep, act: models.DeferredAct) -> Count
 def dead_letters(
     group: GroupDep,
     query: Annotated[models.DeadLetterQuery, Query()],
-) -> Page[Listed]:
+) -> Page[DeadTransaction]:
     """List dead transactions, newest first."""
     return group.dead_letters(query.selection(), query.limit, query.before)
 

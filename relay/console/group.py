@@ -38,9 +38,14 @@ from relay.store import (
 from relay.store.actions import Action
 from relay.store.connections import sessions_with
 from relay.store.dead_letters import DeadLetterAction
-from relay.store.dead_letters import pages as dead_letter_pages
-from relay.store.dead_letters.pages import ActedOnDead, Kind, Listed
-from relay.store.dead_letters.selection import DeadLetterSelection, FoundDeadLetters
+from relay.store.dead_letters import selection as dead_letter_selection
+from relay.store.dead_letters.selection import (
+    ActedOnDead,
+    DeadLetterSelection,
+    DeadTransaction,
+    FoundDeadLetters,
+    Kind,
+)
 from relay.store.deferred import selection as deferred_selection
 from relay.store.deferred.selection import Deferred, DeferredSelection, FoundDeferred
 from relay.store.positions import offsets
@@ -351,20 +356,22 @@ class GroupView:
 
     def dead_letters(
         self, selection: DeadLetterSelection, limit: int = PAGE, before: int | None = None
-    ) -> Page[Listed]:
+    ) -> Page[DeadTransaction]:
         """List dead transactions, newest first."""
         printed = self._printed(selection)
         with reading(), reach_target(self._settings) as target:
-            rows = dead_letter_pages.listed(target, self.name, printed, limit + 1, before)
+            rows = dead_letter_selection.listed(
+                target, self.name, printed, limit + 1, DeadTransaction, before=before
+            )
         return _page(rows, limit, lambda each: each.number)
 
     def dead_kinds(self) -> tuple[dict[str, int], Sequence[Kind] | None]:
         """Count dead events by status, and the commonest kinds of fault; None if counting these takes long."""
         with reading(), reach_target(self._settings) as target:
-            statuses = dead_letter_pages.statuses(target, self.name)
+            statuses = dead_letter_selection.statuses(target, self.name)
         try:
             with reading(COUNT_SECONDS), reach_target(self._settings) as target:
-                return statuses, dead_letter_pages.kinds(target, self.name, _KINDS)
+                return statuses, dead_letter_selection.kinds(target, self.name, _KINDS)
         except psycopg.errors.QueryCanceled:
             return statuses, None
 
@@ -376,7 +383,7 @@ class GroupView:
             number = dead_letters.transaction_of(target, self.name, dead_letter_id)
             if number is None:
                 raise self._no_dead_letter(dead_letter_id)
-            events = dead_letter_pages.events(target, number, limit + 1, after or 0)
+            events = dead_letter_selection.events(target, number, limit + 1, after or 0)
             done = dead_letters.actions(target, number)
             running = presence.instances(target, self.name)
         page = _page(events, limit, lambda each: int(each["id"]))
@@ -385,7 +392,7 @@ class GroupView:
     def payload(self, dead_letter_id: int) -> str:
         """Read the whole payload of a dead letter, as JSON text. Raises Missing."""
         with reading(), reach_target(self._settings) as target:
-            text = dead_letter_pages.payload(target, self.name, dead_letter_id)
+            text = dead_letter_selection.payload(target, self.name, dead_letter_id)
         if text is None:
             raise self._no_dead_letter(dead_letter_id)
         return text
@@ -434,7 +441,7 @@ class GroupView:
     ) -> Page[ActedOnDead]:
         """List the actions on dead letters, newest first."""
         with reading(), reach_target(self._settings) as target:
-            rows = dead_letter_pages.acted(target, self.name, limit + 1, before)
+            rows = dead_letter_selection.acted(target, self.name, limit + 1, before)
         return _page(rows, limit, lambda each: each.id)
 
     def _printed(self, selection: DeadLetterSelection) -> DeadLetterSelection:

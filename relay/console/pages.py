@@ -29,7 +29,7 @@ from relay.console.security import COOKIE, SESSION_SECONDS, Guard
 from relay.console.views import address
 from relay.faults import ConfigurationError
 from relay.observe.phrases import counted
-from relay.store.dead_letters.pages import SHOWN_CHARACTERS
+from relay.store.dead_letters.selection import SHOWN_CHARACTERS
 from relay.store.deferred.selection import KINDS
 
 router = APIRouter(include_in_schema=False)

@@ -1,6 +1,6 @@
 """Writes dead letters, the events of transactions that could not be applied, and changes their status.
 
-The table is `relay.dead_letter_queue`. `dead_letter_selection` lists them, `dead_letter_export` prints them.
+The table is `relay.dead_letter_queue`. `selection` reads them, `edits` applies edited payloads.
 """
 
 from __future__ import annotations
