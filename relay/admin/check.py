@@ -16,7 +16,7 @@ import psycopg
 
 from relay import handlers
 from relay.admin.check_source import check_source
-from relay.admin.connections import reach, reach_source
+from relay.admin.connections import reach, require_schema
 from relay.admin.findings import Finding, Severity, finding_of, finding_of_error, schema_finding
 from relay.config.effects import Effects
 from relay.config.files import Configuration, observed
@@ -56,13 +56,20 @@ def examine(settings: Settings, accept_configuration: bool = False) -> Iterator[
     A run begins with the same findings, and refuses to start if one is an error. With `accept_configuration`, as with
     the option of `relay run`, its configuration may replace that of running instances.
     """
+    examined = False
     try:
-        with reach(settings.source_dsn, "source.dsn", bounded=True) as conn:
-            yield from check_source(conn, settings)
+        with reach(settings.source_dsn, "source.dsn", bounded=True) as source:
+            yield from check_source(source, settings)
+            examined = True
+            yield from _after_source(source, settings, accept_configuration)
     except ConfigurationError as error:
         yield finding_of_error("source", error)
-        if settings.one_database:
-            return
+        if not examined and not settings.one_database:
+            yield from _after_source(None, settings, accept_configuration)
+
+
+def _after_source(source: Connection | None, settings: Settings, accept: bool) -> Iterator[Finding]:
+    """Check all but the source. `source` is None if it cannot be reached."""
     try:
         built = handlers.build(settings.handlers, settings.source.sql_types)
         asyncio.run(_close(sink for sink, _ in handlers.build_sinks(settings.handlers).values()))
@@ -81,7 +88,7 @@ def examine(settings: Settings, accept_configuration: bool = False) -> Iterator[
         yield finding_of("spark", "Java is installed", java_home)
     try:
         with reach(settings.target_dsn, "target.dsn", SessionKind.HANDLER, bounded=True) as conn:
-            yield from _target(conn, settings, built, accept_configuration)
+            yield from _target(conn, source, settings, built, accept)
     except ConfigurationError as error:
         yield finding_of_error("target", error)
     except psycopg.errors.InsufficientPrivilege as error:
@@ -171,7 +178,11 @@ def _routes(settings: Settings) -> Iterator[Finding]:
 
 
 def _target(
-    conn: Connection, settings: Settings, built: dict[str, handlers.Handler], accept: bool
+    conn: Connection,
+    source: Connection | None,
+    settings: Settings,
+    built: dict[str, handlers.Handler],
+    accept: bool,
 ) -> Iterator[Finding]:
     writable = finding_of("target", "it can be written", _require_writable, conn)
     yield writable
@@ -193,7 +204,8 @@ def _target(
             presence.require_admissible,
             *(conn, settings.group, Effects.of(settings), accept),
         )
-        yield from _position(conn, settings)
+        if source is not None:
+            yield from _position(conn, source, settings)
         yield from _former_handlers(conn, settings)
         yield from _sinks(conn, settings)
     if built:
@@ -218,25 +230,32 @@ def _require_writable(conn: Connection) -> None:
         ) from None
 
 
-def _position(target: Connection, settings: Settings) -> Iterator[Finding]:
+def _position(target: Connection, source: Connection, settings: Settings) -> Iterator[Finding]:
     """Check that the group may go on where it is: that retention has not given it up, nor the source lost events."""
     try:
-        with reach_source(settings) as source:
-            yield finding_of(
-                "group",
-                "events are kept for the group",
-                require_not_given_up,
-                *(source, target, settings.group),
-            )
-            yield finding_of(
-                "source",
-                "it has what the group has applied",
-                Recognition(settings).require_valid,
-                *(source, groups.origin(target, settings.group)),
-            )
+        require_schema(source, settings)
     except ConfigurationError:
         # The source's own checks have reported it.
         return
+    origin = groups.origin(target, settings.group)
+    try:
+        kept = finding_of(
+            "group",
+            "events are kept for the group",
+            require_not_given_up,
+            *(source, target, settings.group),
+        )
+        valid = finding_of(
+            "source",
+            "it has what the group has applied",
+            Recognition(settings).require_valid,
+            *(source, origin),
+        )
+    except psycopg.OperationalError:
+        # The session of the source; a lost one is reported where the checks of the source end.
+        return
+    yield kept
+    yield valid
 
 
 def _open_schemas(conn: Connection) -> Iterator[Finding]:

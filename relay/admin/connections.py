@@ -75,9 +75,14 @@ def source_sides(settings: Settings) -> tuple[migrations.Side, ...]:
 def reach_source(settings: Settings) -> Iterator[Connection]:
     """Open a connection to the source. Raises ConfigurationError unless it has this program's schema."""
     with reach(settings.source_dsn, "source.dsn", bounded=True) as conn:
-        for side in source_sides(settings):
-            migrations.require(conn, side, "source.dsn")
+        require_schema(conn, settings)
         yield conn
+
+
+def require_schema(source: Connection, settings: Settings) -> None:
+    """Raise ConfigurationError unless the source has this program's schema."""
+    for side in source_sides(settings):
+        migrations.require(source, side, "source.dsn")
 
 
 @contextmanager

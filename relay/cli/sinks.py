@@ -11,7 +11,7 @@ import typer
 from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption, warn
 from relay.cli.terminal import approve, print_given_up, print_table
 from relay.config.files import load
-from relay.observe.phrases import counted, lasting, moment, recently
+from relay.observe.phrases import counted, duration, moment, recently
 
 sink = typer.Typer(
     help="Sinks: handlers that deliver events to other systems, each at its own pace.",
@@ -52,7 +52,7 @@ def sink_list(config: ConfigOption = None, as_json: JsonOption = False) -> None:
                 moment(each.since),
                 each.why or "-",
                 each.instance or "-",
-                "-" if each.seconds_left is None else f"about {lasting(each.seconds_left)}",
+                "-" if each.seconds_left is None else f"about {duration(each.seconds_left)}",
                 recently(each.recent),
                 each.destination or "-",
             )

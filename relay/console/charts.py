@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 
 from relay.observe.history import Sample
+from relay.observe.phrases import duration
 
 _POINTS = 180
 """Largest number of points of a series: more would not be visible in a chart."""
@@ -193,16 +194,6 @@ def _mark(value: float, unit: str) -> str:
     if unit in ("bytes", "seconds"):
         return amount(value, unit)
     return _scaled(value, _DECIMAL, " ", "")
-
-
-def duration(seconds: float) -> str:
-    """Format seconds for a person: 0.4 s, 12 s, 3 min, 5 h, 2 d."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    for size, unit in ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _scaled(value: float, scale: Sequence[tuple[float, str]], space: str, smallest: str) -> str:

@@ -12,9 +12,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from relay import __version__
-from relay.console.charts import HEIGHT, WIDTH, amount, duration
+from relay.console.charts import HEIGHT, WIDTH, amount
 from relay.console.security import Guard
-from relay.observe.phrases import recently
+from relay.observe.phrases import duration, recently
 
 _FLASH = "relay_flash"
 """Name of the cookie with the message about the last action."""

@@ -30,12 +30,15 @@ def due(time: datetime | None) -> str:
     return moment(time)
 
 
-def lasting(seconds: float) -> str:
-    """Return a duration with its largest unit, such as `12 min`."""
-    for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / divisor:.0f} {unit}"
-    return f"{seconds / 86_400:.0f} d"
+def duration(seconds: float) -> str:
+    """Return a duration with its largest unit of which it has two, such as `0.4 s`, `12 s`, `119 s` or `12 min`."""
+    seconds = max(0.0, seconds)
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def recently(recent: RecentActivity | None) -> str:

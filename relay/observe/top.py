@@ -19,7 +19,7 @@ from rich.text import Text
 
 from relay.admin.status import SOURCE, TARGET, Status, Watch
 from relay.config.settings import Settings
-from relay.observe.phrases import moment, printable
+from relay.observe.phrases import duration, moment, printable
 from relay.source.outbox.unread import Backlog
 from relay.source.stream.slot import SlotState
 from relay.store.positions.sinks import StoredSink
@@ -159,7 +159,7 @@ def _title(status: Status) -> Text:
     )
     age = (datetime.now(UTC) - status.completed).total_seconds()
     if age > _OLD_SECONDS:
-        line.append(f"  no answer for {_age(age)}", BAD)
+        line.append(f"  no answer for {duration(age)}", BAD)
     return line
 
 
@@ -283,7 +283,7 @@ def _reader(row: _Row, column: int, wide: bool, ascii_only: bool) -> Text:
         more = ">" if row.backlog.more else ""
         unread = f"{more}{row.backlog.events:,}"
         if row.backlog.oldest_seconds is not None:
-            oldest = f"{more}{_age(row.backlog.oldest_seconds)}"
+            oldest = f"{more}{duration(row.backlog.oldest_seconds)}"
     good = row.state in ("attached", "caught up", "wal") and not row.why
     line = Text(f"{row.name[:column]:{column}}  ")
     line.append(f"{row.state[:10]:10}", GOOD if good else "yellow")
@@ -414,16 +414,7 @@ def _plain(text: str) -> str:
 
 
 def _since(moment: datetime) -> str:
-    return f"{_age((datetime.now(UTC) - moment).total_seconds())} ago"
-
-
-def _age(seconds: float) -> str:
-    """Format a duration with its largest unit."""
-    seconds = max(0.0, seconds)
-    for limit, divisor, unit in ((60, 1, "s"), (3600, 60, "min"), (86_400, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / divisor:.0f} {unit}"
-    return f"{seconds / 86_400:.0f} d"
+    return f"{duration((datetime.now(UTC) - moment).total_seconds())} ago"
 
 
 def _bytes(count: int | None) -> str:

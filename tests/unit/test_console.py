@@ -24,7 +24,7 @@ from relay.console import (
     group,
 )
 from relay.console.app import create_app
-from relay.console.charts import Point, Series, amount, chart, duration
+from relay.console.charts import Point, Series, amount, chart
 from relay.console.security import Failures, Signer, TooManyFailures, printable
 from relay.observe.history import Sample
 from tests.console import TOKEN, console_of, served
@@ -90,13 +90,6 @@ def test_a_chart_has_words_and_a_table() -> None:
 def test_amounts_are_short(value: float | None, unit: str, text: str) -> None:
     """In the unit that a person would use."""
     assert amount(value, unit) == text
-
-
-def test_durations_are_short() -> None:
-    """Seconds, minutes, hours or days."""
-    assert [duration(each) for each in (0.42, 12, 300, 7200, 200_000)] == [
-        *("0.4 s", "12 s", "5 min", "2 h", "2 d"),
-    ]
 
 
 def test_a_signature_is_for_one_purpose() -> None:

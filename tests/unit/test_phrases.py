@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime
 
-from relay.observe.phrases import counted, moment, with_events
+from relay.observe.phrases import counted, duration, moment, with_events
 from tests.process import ROOT
 
 
@@ -21,3 +21,10 @@ def test_commands_print_times_in_one_format() -> None:
     assert moment(None) == "-"
     sources = "".join(path.read_text() for path in (ROOT / "relay" / "cli").glob("*.py"))
     assert not re.search(r"%H:%M|isoformat\(", sources)
+
+
+def test_durations_are_short() -> None:
+    """Seconds, minutes, hours or days, of which there are two; never negative, whatever a clock says."""
+    assert [duration(each) for each in (-1, 0.42, 12, 119, 300, 7200, 200_000)] == [
+        *("0.0 s", "0.4 s", "12 s", "119 s", "5 min", "2 h", "2 d"),
+    ]
