@@ -23,11 +23,11 @@ RUN printf '[bdist_wheel]\ncompression = stored\n' >build.cfg \
 FROM dependencies AS package
 COPY . .
 # Installed under /package: a layer of its own, small, above the large one that changes rarely.
-# Spark's scripts and relay run Java through a folder that leaves out what this runtime does not know, see relay/spark/java.py.
+# Spark's scripts and relay run Java through a folder that leaves out what this runtime does not know, see relay/spark/jvm.py.
 RUN /opt/build/bin/pip wheel -q --no-deps --no-build-isolation --wheel-dir dist . \
  && /opt/build/bin/pip --python /opt/relay/bin/python install -q --no-warn-script-location --no-index --no-deps --root /package dist/*.whl \
  && PYTHONPATH=$(echo /package/opt/relay/lib/python3*/site-packages) /opt/relay/bin/python -c \
-      "import shutil; from relay.spark.java import java_home; shutil.copytree(java_home(), '/package/opt/relay/java')" \
+      "import shutil; from relay.spark.jvm import java_home; shutil.copytree(java_home(), '/package/opt/relay/java')" \
  && chmod -R a+rX /package
 
 FROM ${BASE}

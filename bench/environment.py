@@ -18,7 +18,7 @@ import psutil
 
 from relay.demo.embedded import wheel_binaries
 from relay.faults import ConfigurationError
-from relay.spark.java import java_home
+from relay.spark.jvm import java_home
 
 ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / "build" / "bench"

@@ -15,7 +15,7 @@ import psutil
 import pyspark
 
 from relay.demo.embedded import free_port
-from relay.spark.java import java_home
+from relay.spark.jvm import java_home
 from tests.outbox import wait_until
 from tests.process import ROOT
 

@@ -13,7 +13,7 @@ from bench.environment import no_java, no_venv
 from bench.job import Job
 from bench.outbox import PUBLICATION, Backlog, Outbox
 from bench.peers import Live
-from relay.spark.java import java_home
+from relay.spark.jvm import java_home
 
 WORKER = "bench.workers.debezium"
 

@@ -33,7 +33,7 @@ from relay.retention.schedule import require_not_given_up
 from relay.runtime.parts import SOON_SECONDS, Condition
 from relay.runtime.retry import RetryUntilSuccess
 from relay.source.recovery import Recognition
-from relay.spark.java import java_home
+from relay.spark.jvm import java_home
 from relay.store import (
     connections,
     groups,

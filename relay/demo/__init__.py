@@ -17,7 +17,7 @@ from relay.demo.report import facts, judge
 from relay.demo.screen import Screen
 from relay.demo.shop import Scale
 from relay.faults import ConfigurationError
-from relay.spark.java import java_home
+from relay.spark.jvm import java_home
 
 __all__ = ["Scale", "run_demo"]
 

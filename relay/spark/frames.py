@@ -1,4 +1,7 @@
-"""The DataFrame of a Spark sink's batch: the executors read a difference and keep the events routed to the sink."""
+"""The DataFrame of a Spark sink's batch, to the one that is written.
+
+The executors read a difference and keep the events routed to the sink; then the sink's `sql` and `transform` apply.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,17 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 from psycopg import sql
 
-from relay.config.handlers import SPARK_COLUMNS
+from relay.config.handlers import SPARK_COLUMNS, SparkHandler
+from relay.config.imports import load
 from relay.config.settings import Settings
 from relay.config.source import SourceSettings
-from relay.faults import Unrouted
+from relay.faults import ConfigurationError, Unrouted
 from relay.model import headers
 from relay.model.events import FIELDS, INSERTED_BY, SQL_TYPES, timestamp
 from relay.pipeline.route_rules import RouteRules, Values
 from relay.source.outbox.differences import XID, Difference, array, condition
-from relay.spark import planning
-from relay.spark.reading import PARTITION, MappedTable, TaskPortion, map_type, read
+from relay.spark.faults import of_function, safe_description
+from relay.spark.reading import PARTITION, MappedTable, TaskPortion, by_xid, map_type, read
 from relay.spark.writers import BATCH_COLUMN
 from relay.store.positions.sinks import BEFORE_FIRST
 from relay.store.positions.spark_batches import Contents, OpenBatch
@@ -88,7 +92,7 @@ def frame(
     between = Difference(contents.before, contents.after)
     portions: list[TaskPortion] = []
     if contents.rows:
-        portions = planning.by_xid(conn, _table(settings), between, tasks)
+        portions = by_xid(conn, _table(settings), between, tasks)
     plain = replace(contents, data=None)
     task = _Task(pickle.dumps(settings), sink, batch.host_buckets, plain, tuple(portions))
     # The rows are numbers of portions. The task comes with the function, which query plans do not show.
@@ -154,6 +158,61 @@ def _unpacked(data: bytes) -> pa.Table:
 
 def _table(settings: Settings) -> MappedTable:
     return MappedTable(settings.source.table_name, settings.source.mapping)
+
+
+VIEW = "events"
+"""The name of the frame in a sink's query."""
+
+
+class Transform:
+    """The query and the function of one sink."""
+
+    def __init__(self, name: str, handler: SparkHandler) -> None:
+        """Raises ConfigurationError for a callable that cannot be imported."""
+        self._key = f"handlers.{name}"
+        self._query = handler.sql
+        self._function = (
+            load(f"{self._key}.transform", handler.transform, "frame")
+            if handler.transform
+            else None
+        )
+
+    @property
+    def has_function(self) -> bool:
+        """Whether the sink has a user's function, whose errors may quote values."""
+        return self._function is not None
+
+    def applied(self, session: SparkSession, frame: DataFrame) -> DataFrame:
+        """The frame to write: `frame` itself where the sink has neither a query nor a function.
+
+        The view is one of `session`, which no other sink may use: a Connect server resolves it when the frame is
+        written. Raises ConfigurationError.
+        """
+        if self._query:
+            frame.createOrReplaceTempView(VIEW)
+            frame = self._queried(session, self._query)
+        return self._transformed(frame) if self._function else frame
+
+    def _queried(self, session: SparkSession, query: str) -> DataFrame:
+        from pyspark.errors import AnalysisException
+
+        try:
+            return session.sql(query)
+        except AnalysisException as error:
+            raise ConfigurationError(f"{self._key}.sql: {safe_description(error)}") from error
+
+    def _transformed(self, frame: DataFrame) -> DataFrame:
+        from pyspark.sql import DataFrame
+
+        assert self._function is not None  # noqa: S101
+        key = f"{self._key}.transform"
+        with of_function(key):
+            transformed = self._function(frame)
+        if not isinstance(transformed, DataFrame):
+            raise ConfigurationError(
+                f"{key}: the function returned {type(transformed).__name__}: return the DataFrame to write"
+            )
+        return transformed
 
 
 # On the executors.

@@ -24,8 +24,7 @@ from tenacity import (
 from relay.config.settings import Settings, SparkSettings
 from relay.faults import ConfigurationError, first_line
 from relay.runtime.memory import return_arrow_blocks
-from relay.spark.gateway import start_gateway
-from relay.spark.java import java_home
+from relay.spark.jvm import java_home, start_gateway
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

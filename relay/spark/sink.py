@@ -23,11 +23,11 @@ from relay.pipeline.listeners import Meter
 from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.runtime.threads import Thread
 from relay.source.outbox.rows import prepare_reading
-from relay.spark import frames, pending, replays, scheduled
+from relay.spark import batches, frames
 from relay.spark.faults import safe_description
+from relay.spark.frames import Transform
 from relay.spark.reading import MappedTable
 from relay.spark.session import Session
-from relay.spark.transform import Transform
 from relay.spark.writers import (
     BATCH_COLUMN,
     BatchId,
@@ -202,7 +202,7 @@ class SparkWorker:
 
     def _store_due_batch(self, state: SinkState) -> OpenBatch | None:
         """Store and return a batch if one is due. Raises SinkMoved and psycopg.Error."""
-        found = pending.find(
+        found = batches.find(
             self._connected(), self._claim.conn, self._settings, self._name, self._table, state
         )
         if found is None or found.is_empty:
@@ -224,7 +224,7 @@ class SparkWorker:
             contents = replace(
                 contents,
                 deferred=[row.id for row in found.due],
-                data=replays.packed(conn, self._settings, found.due, handler.host_buckets),
+                data=batches.packed_events(conn, self._settings, found.due, handler.host_buckets),
             )
         layout = handler.partition_by, handler.host_buckets
         before = state.position
@@ -246,11 +246,13 @@ class SparkWorker:
         """Leave commits with an event for later out of a batch; `_store` defers them when it moves past them."""
         if not contents.rows:
             return contents
-        later = scheduled.commits(self._connected(), self._claim.conn, self._table, contents)
+        later = batches.scheduled_commits(
+            self._connected(), self._claim.conn, self._table, contents
+        )
         if not later:
             return contents
         contents = replace(contents, left_out=[*contents.left_out, *later])
-        has_rows = pending.has_rows(self._connected(), self._table, contents)
+        has_rows = batches.has_rows(self._connected(), self._table, contents)
         return contents if has_rows else replace(contents, rows=0)
 
     def _connected(self) -> Connection:
@@ -393,7 +395,7 @@ class SparkWorker:
     def _store(self, state: SinkState, contents: Contents) -> None:
         """Move the sink's position to the end of the contents, and defer what is left out of them for later.
 
-        Raises SinkMoved, psycopg.Error, and the errors of `scheduled.entries`.
+        Raises SinkMoved, psycopg.Error, and the errors of `batches.scheduled`.
         """
         before = state.position
         is_over = before.following is None or contents.after == before.following
@@ -409,7 +411,7 @@ class SparkWorker:
         later = set(contents.left_out).difference(state.done.tolist())
         with conn.transaction():
             if later:
-                entries = scheduled.entries(self._connected(), self._settings, self._name, later)
+                entries = batches.scheduled(self._connected(), self._settings, self._name, later)
                 deferred.defer(conn, group, entries, self._name)
             stored = self._claim.store(position, state.epoch, (), LAGGING if lags else CAUGHT_UP)
             if stored is None:

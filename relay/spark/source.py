@@ -19,8 +19,13 @@ from pyspark.sql.datasource import (
     DataSource,
     DataSourceReader,
     DataSourceStreamReader,
+    EqualTo,
     Filter,
+    GreaterThanOrEqual,
+    In,
     InputPartition,
+    IsNotNull,
+    LessThan,
 )
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
@@ -47,10 +52,8 @@ from relay.model.snapshots import Snapshot
 from relay.retention.removable import note_reader
 from relay.source.outbox.differences import Difference, cut
 from relay.source.server import durable_position
-from relay.spark import planning
 from relay.spark.options import Options, parse
-from relay.spark.pushdown import condition_of
-from relay.spark.reading import COLUMNS, TaskPortion, columns, read
+from relay.spark.reading import COLUMNS, MappedTable, TaskPortion, by_host, by_xid, columns, read
 from relay.store.connections import connect
 
 if TYPE_CHECKING:
@@ -285,7 +288,58 @@ def _partitions(
     conn: psycopg.Connection[Any], options: Options, between: Difference
 ) -> list[InputPartition]:
     if options.ordered:
-        portions = planning.by_host(between, options.partitions)
+        portions = by_host(between, options.partitions)
     else:
-        portions = planning.by_xid(conn, options.table, between, options.partitions)
+        portions = by_xid(conn, options.table, between, options.partitions)
     return [RowsPartition(portion, options.dsn) for portion in portions]
+
+
+# Types that PostgreSQL compares as Spark does. Not jsonb: Spark compares its text. Texts only for equality: their order
+# depends on the collation.
+_EQUAL = ("text", "uuid", "bigint", "int")
+_ORDERED = ("bigint", "int")
+
+
+def condition_of(filters: Iterable[Filter], table: MappedTable) -> sql.Composable | None:
+    """The filters that PostgreSQL can apply, as one condition on the outbox; None without any.
+
+    Spark applies all filters again, so a filter that this leaves out costs time only.
+    """
+    conditions = [
+        condition
+        for condition in (_condition(each, table) for each in filters)
+        if condition is not None
+    ]
+    return sql.SQL(" and ").join(conditions) if conditions else None
+
+
+def _condition(each: Filter, table: MappedTable) -> sql.Composable | None:
+    attribute: tuple[str, ...] = getattr(each, "attribute", ())
+    field = attribute[0] if len(attribute) == 1 else ""
+    column = table.mapping.get(field)
+    if not column:
+        return None
+    name, kind = sql.Identifier(column), SQL_TYPES[field]
+    if isinstance(each, IsNotNull):
+        return sql.SQL("{} is not null").format(name)
+    if isinstance(each, EqualTo) and kind in _EQUAL:
+        return _compared(name, kind, "=", each.value)
+    if isinstance(each, In) and kind in _EQUAL:
+        values = sql.SQL(", ").join(sql.Literal(_plain(value)) for value in each.value)
+        return sql.SQL("concat({}) in ({})").format(name, values) if each.value else None
+    if isinstance(each, GreaterThanOrEqual) and kind in _ORDERED:
+        return _compared(name, kind, ">=", each.value)
+    if isinstance(each, LessThan) and kind in _ORDERED:
+        return _compared(name, kind, "<", each.value)
+    return None
+
+
+def _compared(name: sql.Identifier, kind: str, operator: str, value: Any) -> sql.Composable:
+    if kind in _ORDERED:
+        return sql.SQL("{} {} {}").format(name, sql.SQL(operator), sql.Literal(int(value)))
+    # Not a cast to text, which removes the trailing spaces of a `char`.
+    return sql.SQL("concat({}) = {}").format(name, sql.Literal(_plain(value)))
+
+
+def _plain(value: Any) -> str:
+    return str(value)

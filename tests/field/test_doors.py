@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from relay.demo.embedded import free_port
-from relay.spark.java import java_home
+from relay.spark.jvm import java_home
 from tests.outbox import wait_until
 from tests.process import ROOT
 

@@ -25,7 +25,7 @@ from relay.config.settings import Settings
 from relay.spark.session import Session
 from relay.spark.sink import SparkWorker
 from relay.spark.writers import BatchId, StagingWriter, writer
-from relay.spark.writers.staged_files import StagedFiles
+from relay.spark.writers.files import StagedFiles
 from relay.store.positions import spark_batches
 from relay.store.positions.spark_batches import OpenBatch
 from tests.outbox import Outbox, event, host, wait_until

@@ -16,7 +16,7 @@ import pyspark
 import pytest
 
 from relay.demo.embedded import free_port
-from relay.spark.java import java_home
+from relay.spark.jvm import java_home
 from tests.chaos.test_faults import progress
 from tests.outbox import Outbox, wait_until
 from tests.process import ROOT, running

@@ -462,7 +462,7 @@ def test_an_instance_goes_on_when_the_schema_becomes_newer(running_shop: Shop) -
 @pytest.mark.slow
 def test_relay_spark_unavailable(running_shop: Shop, tmp_path: Path) -> None:
     """A Java that does not start any more, when the JVM has been killed."""
-    from relay.spark.java import java_home
+    from relay.spark.jvm import java_home
 
     shop = running_shop
     real, broken = java_home(), tmp_path / "broken"

@@ -359,7 +359,7 @@ def test_cuts_of_a_difference_are_disjoint_and_complete(outbox: Outbox) -> None:
 
 
 def rows_of(outbox: Outbox, between: Difference) -> list[str]:
-    from relay.spark.planning import by_xid
+    from relay.spark.reading import by_xid
 
     options = parse({"dsn": outbox.dsn})
     portions = by_xid(outbox.conn, options.table, between, 3)

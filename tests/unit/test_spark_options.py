@@ -13,7 +13,7 @@ from relay.faults import ConfigurationError
 from relay.model.snapshots import BEGINNING, Snapshot
 from relay.source.outbox.differences import Difference, up_to
 from relay.spark.options import parse
-from relay.spark.planning import by_host
+from relay.spark.reading import by_host
 from relay.spark.source import SCHEMA, StreamReader
 
 

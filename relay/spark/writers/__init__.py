@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from relay.config.handlers import SparkHandler
+from relay.config.imports import load
 from relay.faults import ConfigurationError
+from relay.spark.faults import of_function
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -79,8 +81,6 @@ def writer(name: str, settings: SparkHandler) -> Writer:
 def _writer(name: str, settings: SparkHandler) -> Writer:
     kind = settings.format.lower()
     if settings.callable is not None:
-        from relay.spark.writers.call import CallableWriter
-
         return CallableWriter(name, settings.callable)
     if settings.jdbc is not None:
         from relay.spark.writers.jdbc import JdbcWriter
@@ -101,3 +101,20 @@ def _writer(name: str, settings: SparkHandler) -> Writer:
     from relay.spark.writers.files import FilesWriter
 
     return FilesWriter(name, settings)
+
+
+class CallableWriter:
+    """Calls `function(frame, batch)` until it returns. The function must tolerate repeated calls for a batch."""
+
+    def __init__(self, name: str, path: str) -> None:
+        """Raises ConfigurationError for a callable that cannot be imported."""
+        self._key = f"handlers.{name}.callable"
+        self._function = load(self._key, path, "frame", "batch")
+
+    def check(self, session: SparkSession) -> None:
+        """Check nothing: the function does."""
+
+    def write(self, frame: DataFrame, batch: BatchId) -> None:
+        """Call the function. Raises RelayError with the kind, file and line of the function's error."""
+        with of_function(self._key):
+            self._function(frame, batch)

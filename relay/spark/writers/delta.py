@@ -22,7 +22,7 @@ from deltalake.transaction import AddAction, create_table_with_add_actions
 from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError
 from relay.spark.writers import BatchId
-from relay.spark.writers.columns import arrow_schema, require_columns, require_partition_columns
+from relay.spark.writers.arrow import arrow_schema, require_columns, require_partition_columns
 from relay.spark.writers.delta_files import FACTS, BatchFiles, local_path, write_files
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from relay.spark.writers.tasks import gathered
+from relay.spark.writers.arrow import gathered
 
 FACTS = "path string, size bigint, partition_values string, stats string"
 """The columns of a task's result, a row for each file; the last two are JSON."""

@@ -1,17 +1,27 @@
-"""Writes batches to files below a path.
+"""Writes batches to files below a path: each attempt stages its files, and one attempt's are moved there.
 
-Source: Apache Spark documentation, "Parquet Files", dynamic partition overwrite.
+An attempt has a folder of its own, `.relay-<batch>/<attempt>` below the destination, which readers ignore. The first
+attempt that stores the names of its files in `relay.spark_batches` decides the batch for good. Then any worker, and
+several at once, may move these files: a name is unique, a file is moved once, and nothing is overwritten or removed but
+staged files of the batch. So a worker that lost its claim, wherever it was suspended, changes nothing.
+
+Source: Apache Spark documentation, "Parquet Files", dynamic partition overwrite. Hadoop documentation, "FileSystem",
+`rename`: a rename onto an existing directory moves into it, so files are moved, not folders; Spark's readers ignore
+names that begin with a dot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from relay.config.handlers import SparkHandler
+from relay.faults import RelayError, TransientFault
 from relay.spark.writers import BATCH_COLUMN, BatchId
-from relay.spark.writers.columns import require_partition_columns
-from relay.spark.writers.staged_files import StagedFiles
+from relay.spark.writers.arrow import require_partition_columns
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -55,3 +65,125 @@ class FilesWriter:
         staging = StagedFiles.of(session, self._path)
         assert staging is not None  # noqa: S101
         staging.publish(batch.id, files)
+
+
+STALE_SECONDS = 7 * 24 * 3600.0
+"""The age at which a batch's folder of staged files is removed: its driver has died, or was too late."""
+_LEVELS = 2
+"""The folders of an attempt's name, which a file's name at its destination does not have."""
+
+
+class StagedFiles:
+    """The staged files below a path, through Hadoop's file systems, which resolve every path that Spark accepts."""
+
+    def __init__(self, system: Any, path: Any, jvm: Any) -> None:
+        self._system = system
+        self._path = path
+        self._jvm = jvm
+
+    @classmethod
+    def of(cls, session: SparkSession, path: str) -> StagedFiles | None:
+        """The staged files below a path; None on Spark Connect, whose JVM is out of reach."""
+        context = getattr(session, "_jsparkSession", None)
+        if context is None:
+            return None
+        jvm: Any = session.sparkContext._jvm
+        folder = jvm.org.apache.hadoop.fs.Path(path)
+        return cls(folder.getFileSystem(context.sessionState().newHadoopConf()), folder, jvm)
+
+    def write(
+        self,
+        frame: DataFrame,
+        batch: str,
+        kind: str,
+        partition_by: Sequence[str],
+        options: Mapping[str, str],
+    ) -> list[str]:
+        """Write the files of a new attempt in the format `kind`; returns their names, relative to the path.
+
+        A failed attempt leaves no files. Raises Spark's errors.
+        """
+        attempt = f"{_folder(batch)}/{uuid4().hex}"
+        folder = self._under(attempt)
+        try:
+            plain = {name: value for name, value in options.items() if name.lower() != "path"}
+            frame.write.save(folder.toString(), kind, "error", list(partition_by), **plain)
+            return [f"{attempt}/{name}" for name in self._files(folder)]
+        except BaseException:
+            with suppress(Exception):
+                self._system.delete(folder, True)
+            raise
+
+    def publish(self, batch: str, files: Sequence[str]) -> None:
+        """Move the files of a batch that are not at their destination yet, and remove its other staged files.
+
+        Raises RelayError for a file that somebody has removed, and errors of the file system.
+        """
+        made: set[str] = set()
+        for name in files:
+            destination = self._under(published(name))
+            parent = destination.getParent()
+            if parent.toString() not in made:
+                self._system.mkdirs(parent)
+                made.add(parent.toString())
+            self._move(self._under(name), destination)
+        self._remove(_folder(batch))
+
+    def remove_stale(self) -> None:
+        """Remove what drivers staged that died, or came too late, more than STALE_SECONDS ago."""
+        for pattern in (_folder("*"), ".spark-staging-*"):
+            self._remove(pattern, STALE_SECONDS)
+
+    def _move(self, source: Any, destination: Any) -> None:
+        fault: Exception | None = None
+        try:
+            moved = self._system.rename(source, destination)
+        except Exception as error:
+            # Another worker has moved it, if it is there.
+            moved, fault = False, error
+        if moved or self._system.exists(destination):
+            return
+        if not self._system.exists(source):
+            raise RelayError(
+                f"{destination}: somebody removed this file of a batch before it was moved there: restore it, or "
+                "deliver its events again with `relay sink seek`"
+            )
+        raise fault or TransientFault(f"{destination}: the file system did not move a file there")
+
+    def _files(self, folder: Any) -> list[str]:
+        """The files below a folder that readers see, sorted."""
+        base = folder.getFileSystem(self._system.getConf()).makeQualified(folder).toUri()
+        names = []
+        for path in _each(self._system.listFiles(folder, True)):
+            name = str(base.relativize(path.toUri()).getPath())
+            if not any(_is_hidden(part) for part in name.split("/")):
+                names.append(name)
+        return sorted(names)
+
+    def _under(self, name: str) -> Any:
+        return self._jvm.org.apache.hadoop.fs.Path(self._path, name)
+
+    def _remove(self, pattern: str, older_than: float = 0.0) -> None:
+        """Remove the folders below the path that match a glob and were not modified for `older_than` seconds."""
+        for status in self._system.globStatus(self._under(pattern)) or ():
+            if time.time() - status.getModificationTime() / 1000 >= older_than:
+                self._system.delete(status.getPath(), True)
+
+
+def published(name: str) -> str:
+    """The name at the destination of a staged file, relative to the path."""
+    return "/".join(name.split("/")[_LEVELS:])
+
+
+def _folder(batch: str) -> str:
+    return f".relay-{batch}"
+
+
+def _is_hidden(part: str) -> bool:
+    """Whether Spark's readers ignore a file or a folder; a partition's name may begin with an underscore."""
+    return part.startswith(".") or (part.startswith("_") and "=" not in part)
+
+
+def _each(listed: Any) -> Iterator[Any]:
+    while listed.hasNext():
+        yield listed.next().getPath()

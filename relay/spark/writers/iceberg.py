@@ -27,8 +27,12 @@ from pyiceberg.transforms import IdentityTransform
 
 from relay.config.handlers import SparkHandler
 from relay.spark.writers import BatchId
-from relay.spark.writers.columns import arrow_schema, require_columns, require_partition_columns
-from relay.spark.writers.tasks import gathered
+from relay.spark.writers.arrow import (
+    arrow_schema,
+    gathered,
+    require_columns,
+    require_partition_columns,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -23,8 +23,7 @@ from relay.config import handlers
 from relay.config.dsn import DatabaseAccess
 from relay.faults import ConfigurationError, TransientFault
 from relay.spark.writers import BatchId
-from relay.spark.writers.columns import arrow_schema
-from relay.spark.writers.tasks import gathered
+from relay.spark.writers.arrow import arrow_schema, gathered
 from relay.store.connections import connect
 from relay.store.session_settings import USERS_PATH_LOCALLY, SessionKind, users_path
 

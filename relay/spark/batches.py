@@ -1,0 +1,216 @@
+"""What a Spark sink's next batch has: a difference of the outbox, and due deferred transactions.
+
+Replayed dead letters are such transactions: their events are read from `relay.deferred` and travel with the batch.
+Commits with an event for later (`deliver_at`) are left out of it, and deferred for the sink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import numpy as np
+from psycopg import sql
+
+from relay.config.settings import Settings
+from relay.model.events import EVENT_FIELDS, SQL_TYPES, Event
+from relay.model.transactions import Routed, Undecoded
+from relay.pipeline.deferral import Ordering, delivery_times
+from relay.pipeline.routing import BatchRouter
+from relay.source.outbox.differences import XID, Difference, condition, cut
+from relay.source.outbox.rows import OutboxRows, Wanted
+from relay.source.server import durable_position
+from relay.spark import frames
+from relay.spark.reading import MappedTable, columns
+from relay.store import clock
+from relay.store.connections import Connection
+from relay.store.deferred import Deferral
+from relay.store.deferred import due as deferred_due
+from relay.store.positions import spark_batches
+from relay.store.positions.sinks import BEFORE_FIRST, SinkState
+from relay.store.positions.spark_batches import Contents
+
+
+@dataclass(frozen=True, slots=True)
+class PendingBatch:
+    """The contents of the next batch; `is_full` says that it need not wait for more events."""
+
+    contents: Contents
+    due: list[deferred_due.DueTransaction]
+    is_full: bool
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the sink has received everything up to the end of the contents, and nothing is due."""
+        return not (self.contents.rows or self.due)
+
+
+def find(
+    source: Connection,
+    target: Connection,
+    settings: Settings,
+    sink: str,
+    table: MappedTable,
+    state: SinkState,
+) -> PendingBatch | None:
+    """The next batch of a sink; None if its position is where the source is. Raises psycopg.Error."""
+    position = state.position
+    if position.snapshot is None:
+        return None
+    seen = durable_position(source)
+    end = position.following or seen.snapshot
+    if not (seen.snapshot.covers(position.snapshot) and seen.snapshot.covers(end)):
+        # A standby may lag.
+        return None
+    most = settings.spark_handlers[sink].max_events
+    after, count = cut(source, table.identifier, Difference(position.snapshot, end), most)
+    contents = Contents(
+        position.snapshot,
+        after,
+        position.polled_offset if position.following else BEFORE_FIRST,
+        state.done.tolist(),
+        seen.lsn,
+        count,
+    )
+    due = _due(target, settings, sink)
+    if count and not has_rows(source, table, contents):
+        contents = replace(contents, rows=0)
+    if not (contents.rows or due or count or position.following is not None):
+        return None
+    if due and not count:
+        # Without new rows the position stays.
+        contents = replace(contents, after=position.snapshot, left_out=())
+    return PendingBatch(contents, due, count >= most or position.following is not None)
+
+
+def has_rows(source: Connection, table: MappedTable, contents: Contents) -> bool:
+    """Whether a batch's difference has rows that are not left out of it. Raises psycopg.Error."""
+    wanted = frames.left_out(table, contents)
+    if wanted is None:
+        return True
+    cursor = source.execute(
+        sql.SQL("select from {} where {} and {} limit 1").format(
+            table.identifier,
+            condition(Difference(contents.before, contents.after)),
+            wanted,
+        ),
+        prepare=False,
+    )
+    return cursor.rowcount > 0
+
+
+_REPLAYS = 1_000
+"""The most deferred transactions in a batch."""
+_REPLAYED_BYTES = 64 * 1024 * 1024
+"""The most bytes of them in a batch, which may exceed it by its first one: they pass through the driver."""
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def _due(conn: Connection, settings: Settings, sink: str) -> list[deferred_due.DueTransaction]:
+    """The due transactions that belong in the next batch. Raises psycopg.Error."""
+    heads = deferred_due.heads(conn, settings.group, sink, _REPLAYS)
+    size = 0
+    for number, each in enumerate(heads):
+        size += each.size
+        if number and size > _REPLAYED_BYTES:
+            return heads[:number]
+    return heads
+
+
+def packed_events(
+    conn: Connection,
+    settings: Settings,
+    wanted: Sequence[deferred_due.DueTransaction],
+    host_buckets: int,
+) -> bytes:
+    """The events of deferred transactions, as an Arrow stream. Raises psycopg.Error."""
+    limits = settings.batch
+    transactions = deferred_due.transactions(conn, wanted, limits.max_bytes, limits.spool_directory)
+    routed = Routed(transactions, BatchRouter(settings).decoder(transactions.columns))
+    events = [event for transaction in routed for event in transaction.events]
+    hosts = {event.text("host_id") or "" for event in events}
+    hashes = spark_batches.hashes(conn, sorted(hosts))
+    rows = list(_rows(events, hashes, host_buckets, bool(settings.source.headers)))
+    return frames.pack(rows, frames.columns(settings.source))
+
+
+def _rows(
+    events: Sequence[Event], hashes: Mapping[str, int], host_buckets: int, with_headers: bool
+) -> Iterator[list[Any]]:
+    for event in events:
+        at = _microseconds(event.text("event_ts"))
+        yield [
+            *(_value(event, field) for field in EVENT_FIELDS),
+            None if at is None else at // 86_400_000_000,
+            hashes[event.text("host_id") or ""] % host_buckets,
+            *([list(event.headers.items())] if with_headers else []),
+        ]
+
+
+def _value(event: Event, field: str) -> Any:
+    text = event.text(field)
+    kind = SQL_TYPES[field]
+    if kind == "timestamptz":
+        return _microseconds(text)
+    return int(text) if text is not None and kind in ("bigint", "int") else text
+
+
+def _microseconds(text: str | None) -> int | None:
+    """A time in microseconds since 1970; None outside the years 1 to 9999, as `relay.spark.reading` has it."""
+    if text is None:
+        return None
+    try:
+        return (datetime.fromisoformat(text) - _EPOCH) // timedelta(microseconds=1)
+    except ValueError:
+        return None
+
+
+def scheduled_commits(
+    source: Connection, target: Connection, table: MappedTable, contents: Contents
+) -> list[int]:
+    """The commits of a batch with an event for later, by the target's clock: full xids. Raises psycopg.Error.
+
+    Rows without c_xid are left out: they are older than relay.
+    """
+    column = table.mapping["deliver_at"]
+    if column not in columns(source, table):
+        return []
+    wanted = frames.left_out(table, contents)
+    rows = source.execute(
+        sql.SQL(
+            "select distinct {xid}::text::bigint from {table}"
+            " where {between} and {wanted} and {xid} is not null and {column}::timestamptz > {now}"
+        ).format(
+            xid=XID,
+            table=table.identifier,
+            between=condition(Difference(contents.before, contents.after)),
+            wanted=sql.SQL("true") if wanted is None else wanted,
+            column=sql.Identifier(column),
+            now=sql.Literal(clock.present(target)),
+        ),
+        prepare=False,
+    )
+    return sorted(xid for (xid,) in rows)
+
+
+def scheduled(
+    source: Connection, settings: Settings, sink: str, xids: Collection[int]
+) -> Iterator[tuple[Undecoded, Deferral]]:
+    """The parts of commits for a sink, to be deferred: until the latest `deliver_at`, without one until the next batch.
+
+    Raises psycopg.Error, TooLarge and RelayError as `OutboxRows.commits` does.
+    """
+    router = BatchRouter(settings)
+    ordering = Ordering({sink: settings.handlers[sink]})
+    wanted = Wanted(np.array(sorted(xids), np.int64), np.zeros(len(xids), np.int64))
+    for transactions in OutboxRows(settings).commits(source, wanted):
+        routed = router.route(transactions).parts.get(sink)
+        if routed is None:
+            continue
+        times = delivery_times(routed.transactions, router)
+        for index, (rows, events) in enumerate(zip(routed.transactions, routed, strict=True)):
+            keys = ordering.delivery_keys(sink, rows.hosts, [events])
+            yield rows, Deferral(keys, holds=False, until=times.get(index))
