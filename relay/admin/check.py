@@ -22,7 +22,7 @@ from relay.config.effects import Effects
 from relay.config.files import Configuration, observed
 from relay.config.observe import Address
 from relay.config.settings import Settings
-from relay.event_types.loading import registered
+from relay.event_types.registry import registered
 from relay.faults import ConfigurationError, RelayError, Unreachable, first_line
 from relay.handlers import Sink
 from relay.model.spool import require_writable

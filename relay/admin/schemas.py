@@ -14,8 +14,7 @@ from urllib.parse import quote
 from pydantic import PydanticUserError
 
 from relay.config.event_types import EventsSettings
-from relay.event_types.loading import registered
-from relay.event_types.registry import EventType
+from relay.event_types.registry import EventType, registered
 from relay.faults import ConfigurationError
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -19,7 +19,7 @@ from relay.config.settings import Settings
 from relay.delivery.feed import Feed, JoinPoint, Streamed
 from relay.delivery.hold import WalHold
 from relay.delivery.worker import Worker
-from relay.event_types.loading import registered
+from relay.event_types.registry import registered
 from relay.event_types.upcasting import Upcasting
 from relay.faults import RelayError
 from relay.handlers import Sink

@@ -12,8 +12,14 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from relay.config.event_types import VERSION_FROM, check_version_from
-from relay.config.imports import unfinished_kind, wrong_arguments
+from relay.config.event_types import (
+    VERSION_FROM,
+    EventsSettings,
+    EventTypeSettings,
+    check_version_from,
+)
+from relay.config.imports import find, find_function, unfinished_kind, wrong_arguments
+from relay.faults import ConfigurationError
 
 Upcaster = Callable[[Any], Any]
 """Takes the payload of one version, as `json` reads it, and returns that of the next. It may change its argument."""
@@ -135,3 +141,39 @@ class EventTypes:
 
     def _known(self, event_type: str) -> EventType:
         return self._types.get(event_type) or EventType(event_type, version_from=self._version_from)
+
+
+def registered(events: EventsSettings) -> list[EventType]:
+    """Return a configuration's event types, sorted by name. Raises ConfigurationError with a line for each fault."""
+    problems: list[str] = []
+    types = list(_from_code(events) if isinstance(events, str) else _from_file(events, problems))
+    for each in types:
+        problems += each.problems()
+    if problems:
+        raise ConfigurationError("\n".join(problems))
+    return sorted(types, key=lambda each: each.name)
+
+
+def _from_code(path: str) -> EventTypes:
+    registry = find("events", path)
+    if not isinstance(registry, EventTypes):
+        raise ConfigurationError(
+            f"events: {path!r} is not a registry: name an object of relay.EventTypes"
+        )
+    return registry
+
+
+def _from_file(events: Mapping[str, EventTypeSettings], problems: list[str]) -> Iterator[EventType]:
+    """Yield the types whose modules can be imported; adds a line to `problems` for each of the others."""
+    for name, each in events.items():
+        key = f"events.{name}"
+        try:
+            model = None if each.model is None else find(f"{key}.model", each.model)
+            upcasters = {
+                version: find_function(f"{key}.upcast.{version}", path, "payload")
+                for version, path in sorted(each.upcast.items())
+            }
+        except ConfigurationError as error:
+            problems.append(str(error))
+        else:
+            yield EventType(name, each.version, model, upcasters, each.version_from)

@@ -134,7 +134,7 @@ def _sink(name: str, settings: DeliveryHandler, upcaster: Upcasting | None) -> S
 
 
 def _build(name: str, settings: DeliveryHandler) -> Sink:
-    from relay.handlers.messages import Publishing
+    from relay.handlers.brokers import Publishing
 
     match settings:
         case HttpHandler():

@@ -39,7 +39,7 @@ from relay.faults import (
     Undelivered,
 )
 from relay.handlers import cloudevents
-from relay.handlers.certificates import Certificates, is_refusal
+from relay.handlers.credentials import Certificates, is_refusal
 from relay.handlers.http_connections import (
     READ_BYTES,
     Connector,

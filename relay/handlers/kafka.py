@@ -28,9 +28,8 @@ from relay.faults import (
     Unauthorized,
     Undelivered,
 )
+from relay.handlers.brokers import Message, Sending, SendWindow
 from relay.handlers.credentials import read
-from relay.handlers.messages import Message
-from relay.handlers.window import Sending, SendWindow
 from relay.runtime.threads import Thread
 
 _OF_BATCH = frozenset(

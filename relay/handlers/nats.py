@@ -23,11 +23,8 @@ from nats.errors import BadSubjectError, ConnectionClosedError, Error, MaxPayloa
 from relay.config.handlers import NatsHandler
 from relay.faults import Rejected, Unauthorized, Undelivered
 from relay.handlers import cloudevents
-from relay.handlers.certificates import Certificates, is_refusal
-from relay.handlers.credentials import read_aside
-from relay.handlers.messages import Message
-from relay.handlers.shared import Shared
-from relay.handlers.window import Sending, SendWindow, Unanswered
+from relay.handlers.brokers import Message, Sending, SendWindow, Shared, Unanswered
+from relay.handlers.credentials import Certificates, is_refusal, read_aside
 
 _TOO_LARGE = 10054
 """The error code of JetStream for a message that is larger than the stream accepts."""

@@ -34,11 +34,8 @@ from relay.faults import (
     Unauthorized,
     Undelivered,
 )
-from relay.handlers.certificates import is_refusal
-from relay.handlers.credentials import read_aside
-from relay.handlers.messages import Message
-from relay.handlers.shared import Shared
-from relay.handlers.window import Sending, SendWindow, Unanswered
+from relay.handlers.brokers import Message, Sending, SendWindow, Shared, Unanswered
+from relay.handlers.credentials import is_refusal, read_aside
 
 _REFUSED = frozenset({311, 406, 501})
 """Reply codes for a fault of the message: content too large, precondition failed, frame error."""

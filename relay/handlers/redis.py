@@ -33,9 +33,8 @@ from relay.faults import (
     Unauthorized,
     Undelivered,
 )
-from relay.handlers.certificates import is_refusal
-from relay.handlers.credentials import read_aside
-from relay.handlers.messages import Message
+from relay.handlers.brokers import Message
+from relay.handlers.credentials import is_refusal, read_aside
 
 _ELSEWHERE = (ReadOnlyError, ClusterDownError, MovedError, AskError)
 """Answers of a server that does not take writes, such as a demoted primary (MASTERDOWN is a ClusterDownError)."""

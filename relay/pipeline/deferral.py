@@ -9,9 +9,9 @@ import numpy as np
 
 from relay.config.handlers import HandlerSettings, SinkHandler
 from relay.config.settings import Settings
-from relay.model import ordering_keys
 from relay.model.dispositions import BLOCKED, Dispositions, Scheduled
 from relay.model.events import Transaction
+from relay.model.keys import of_event, of_host
 from relay.model.transactions import Transactions, Undecoded
 from relay.pipeline.routing import Assignment, BatchRouter, Parts
 from relay.store import clock, deferred
@@ -57,10 +57,10 @@ class Ordering:
         if order_by == "none":
             return frozenset()
         if order_by == "host":
-            return frozenset(map(ordering_keys.of_host, hosts))
+            return frozenset(map(of_host, hosts))
         fields = _FIELDS[order_by]
         return frozenset(
-            ordering_keys.of_event(order_by, event, fields)
+            of_event(order_by, event, fields)
             for transaction in delivered
             for event in transaction.events
         )

@@ -18,7 +18,7 @@ from psycopg.pq import TransactionStatus
 from relay import handlers
 from relay.config.handlers import PythonHandler
 from relay.config.settings import Settings
-from relay.event_types.loading import registered
+from relay.event_types.registry import registered
 from relay.event_types.upcasting import Upcasting
 from relay.faults import (
     FaultAction,

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from relay.model import host_hash
+from relay.model import keys
 from relay.model.batch import Batch, Range, Share, Task, Window, Work
 from relay.model.transactions import Int64Array, Transactions
 
@@ -35,7 +35,7 @@ class Planner:
         self,
         partitions: int,
         own: Collection[int] | None = None,
-        hashes: Hashes = host_hash.hashes,
+        hashes: Hashes = keys.hashes,
     ) -> None:
         self._partitions = partitions
         self._hashes = hashes

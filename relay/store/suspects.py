@@ -15,7 +15,7 @@ import psycopg
 from psycopg_pool import ConnectionPool
 
 from relay.config.settings import Settings
-from relay.model.ordering_keys import LONGEST
+from relay.model.keys import LONGEST
 from relay.model.transactions import Undecoded
 from relay.store.connections import open_pool
 

@@ -27,8 +27,7 @@ from relay.faults import Rejected, Undelivered
 from relay.handlers import Sink, build_sinks
 from relay.handlers import rabbitmq as amqp
 from relay.handlers import redis as streams
-from relay.handlers.messages import Message
-from relay.handlers.window import SendWindow, Unanswered
+from relay.handlers.brokers import Message, SendWindow, Unanswered
 from relay.model.events import Event
 from tests.brokers import KafkaCluster, NatsServer, RabbitmqServer, RedisServer, started
 from tests.jetstream import jetstream

@@ -24,7 +24,7 @@ from relay.config.imports import load
 from relay.config.settings import Route, Settings
 from relay.config.templates import Template
 from relay.faults import ConfigurationError, Rejected, RelayError, Unreachable
-from relay.handlers.messages import Message, Publishing
+from relay.handlers.brokers import Message, Publishing
 from relay.pipeline.route_rules import shadowed
 from relay.store import connections, locks, rights
 from relay.store.migrations import Side

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from psycopg.types.json import Jsonb
 
 from relay.config.settings import Settings
-from relay.model.host_hash import hashes
+from relay.model.keys import hashes
 from relay.pipeline.plan import partition_of
 from relay.source import hybrid
 from relay.source.outbox.polling import Poller

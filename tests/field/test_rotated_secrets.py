@@ -34,7 +34,7 @@ from relay.config.secrets import CallSecret
 from relay.config.settings import Settings
 from relay.demo.embedded import free_port
 from relay.faults import ConfigurationError, NoCredentials, describe
-from relay.handlers.certificates import Certificates
+from relay.handlers.credentials import Certificates
 from relay.handlers.http import Http
 from relay.observe.server import listen
 from relay.store import refusals

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from relay.config.loading import load
-from relay.event_types.loading import registered
+from relay.event_types.registry import registered
 from tests.outbox import Outbox, event, host, wait_until
 from tests.process import ROOT, relay, running
 

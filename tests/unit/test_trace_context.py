@@ -15,8 +15,7 @@ from pydantic import TypeAdapter
 
 from relay.config.handlers import HandlerSettings, NatsHandler
 from relay.handlers import cloudevents, kafka, nats, rabbitmq, redis
-from relay.handlers.messages import Message, Publishing
-from relay.handlers.window import SendWindow, Unanswered
+from relay.handlers.brokers import Message, Publishing, SendWindow, Unanswered
 from relay.model.events import Event
 from relay.model.trace_context import MOST_BYTES, TraceContext, carrying, headers, parse, trace_id
 from relay.observe.spans import parent

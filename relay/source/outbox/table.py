@@ -16,7 +16,7 @@ from psycopg import sql
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, first_line, is_of_row_security
 from relay.model.events import INSERTED_BY
-from relay.model.host_hash import hashes
+from relay.model.keys import hashes
 from relay.store.connections import Connection
 
 _PROBE = "relay: is it the same hash?"
@@ -264,7 +264,7 @@ class OutboxTable:
 def partition_of(column: str, partitions: int) -> sql.Composed:
     """The expression of the partition of a row, whose host is in the column `column`; '' stands for null.
 
-    `relay.model.host_hash` computes the same of the bytes that the stream brings. `concat` gives the text that the
+    `relay.model.keys` computes the same of the bytes that the stream brings. `concat` gives the text that the
     stream has, with the blanks of a char(n), where a cast would strip them. Under a nondeterministic collation equal
     texts of different bytes would have one hash: the collation "C" has the bytes'.
     """
@@ -274,7 +274,7 @@ def partition_of(column: str, partitions: int) -> sql.Composed:
 
 
 def require_same_hash(conn: Connection) -> None:
-    """Raise RelayError if the server's hash of a text is not that of `relay.model.host_hash`. Raises psycopg.Error."""
+    """Raise RelayError if the server's hash of a text is not that of `relay.model.keys`. Raises psycopg.Error."""
     (row,) = conn.execute(sql.SQL("select hashtext({})").format(_PROBE))
     if row[0] != hashes([_PROBE.encode()])[0]:
         raise RelayError(

@@ -13,7 +13,7 @@ from psycopg.rows import scalar_row
 
 from relay.faults import ConfigurationError
 from relay.model.events import Lsn
-from relay.model.ordering_keys import host_part
+from relay.model.keys import host_part
 from relay.model.snapshots import RowCounts, Snapshot
 from relay.store import literals
 from relay.store.brakes import Streak, streaks_of

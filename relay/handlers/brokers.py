@@ -1,12 +1,188 @@
-"""Tracks the messages of concurrent deliveries that were sent to a broker and are not answered yet."""
+"""What sinks for brokers have in common: events as messages, one connection, messages that are not answered yet."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from itertools import takewhile
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from relay.handlers.messages import Message
+from relay.config.handlers import BrokerHandler
+from relay.config.templates import Template
+from relay.faults import Rejected, Undelivered
+from relay.handlers import cloudevents
+from relay.model import trace_context
+from relay.model.events import Event, Transaction
+
+_PORTION_MESSAGES = 500
+_PORTION_BYTES = 4_000_000
+"""The limits of what one transaction has in memory at once; a sink has `concurrency` times that."""
+
+
+class Message(NamedTuple):
+    """A broker's message of an event. `identity` is the event's; a structured body has the `attributes`.
+
+    `deduplication` is the same in every attempt of a sink to send the event, until an operator moves the sink, and
+    differs from that of every other message. `trace` are headers of the message in every mode. `is_null`: the event has
+    no payload, and the body would be nothing else.
+    """
+
+    topic: str
+    key: str | None
+    identity: str
+    deduplication: str
+    content_type: str
+    attributes: dict[str, str]
+    body: bytes
+    trace: trace_context.Headers = MappingProxyType({})
+    is_null: bool = False
+
+
+class Broker(Protocol):
+    """A connection to a broker, opened on demand and again after it was lost. All calls are in one event loop."""
+
+    async def send(self, messages: Sequence[Message]) -> None:
+        """Send messages, in order; returns when the broker has confirmed all. Raises Undelivered or Rejected.
+
+        Many calls run concurrently. A message may be stored although it was not confirmed. If the connection is lost,
+        the stored messages of a call are the first ones, without a gap; if the broker refuses a single message, later
+        ones may be stored.
+        """
+
+    async def close(self) -> None:
+        """Close the connection. Calls in flight fail."""
+
+
+class Publishing:
+    """Sends the events of a transaction to a broker, in order."""
+
+    def __init__(
+        self, name: str, settings: BrokerHandler, broker: Broker, key: str | None = None
+    ) -> None:
+        """`key` is the template of the messages' keys, for a broker that has keys."""
+        self.name = name
+        self._broker = broker
+        self._source = settings.source
+        self._structured = settings.mode == "structured"
+        self._as_text = settings.payload == "text"
+        self._series = ""
+        self._topic = Template(settings.topic)
+        self._key = None if key is None else Template(key)
+        # Where the configuration says more than the mark itself, it is not the publisher who chooses. A `${event_type}`
+        # says no more.
+        own = self._topic.beginning
+        self._reserved = tuple(
+            mark for mark in settings.RESERVED if own == mark or not own.startswith(mark)
+        )
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._broker.close()
+
+    def resume(self, series: str) -> None:
+        """Send what follows as messages of `series`."""
+        self._series = series
+
+    async def deliver(self, transaction: Transaction) -> None:
+        """Send the events. Raises Undelivered or Rejected."""
+        for messages in self._portions(transaction.events):
+            try:
+                await self._broker.send(messages)
+            except (Undelivered, Rejected):
+                raise
+            except Exception as error:
+                # An unexpected error is a fault of the client library, for which no event is dead-lettered.
+                raise Undelivered(type(error).__name__) from error
+
+    def _portions(self, events: Iterable[Event]) -> Iterator[list[Message]]:
+        portion: list[Message] = []
+        size = 0
+        for event in events:
+            message = self._message(event)
+            portion.append(message)
+            size += len(message.body)
+            if len(portion) == _PORTION_MESSAGES or size >= _PORTION_BYTES:
+                yield portion
+                portion, size = [], 0
+        if portion:
+            yield portion
+
+    def _message(self, event: Event) -> Message:
+        topic = _name(self._topic, event)
+        if topic.startswith(self._reserved):
+            raise Rejected("the topic begins as those do that control the broker")
+        key = None if self._key is None or self._key.is_null(event) else _name(self._key, event)
+        identity = cloudevents.identity(event)
+        # With the row's number, since an adopted outbox may have rows with equal ids.
+        deduplication = f"{self._series}/{identity}/{event.text('c_offset') or ''}"
+        trace = trace_context.headers(event)
+        if self._structured:
+            body = cloudevents.structured(event, self._source, self._as_text)
+            kind, attributes, is_null = cloudevents.STRUCTURED, {}, False
+        else:
+            attributes = cloudevents.attributes(event, self._source)
+            body = cloudevents.data(event, self._as_text)
+            kind, is_null = cloudevents.data_type(self._as_text), event.text("payload") is None
+        return Message(topic, key, identity, deduplication, kind, attributes, body, trace, is_null)
+
+
+def _name(template: Template, event: Event) -> str:
+    """Fill a template. Raises Rejected if it has no text, or half of a surrogate pair, which JSON allows."""
+    name = template.fill(event)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise Rejected("the topic or the key is not valid Unicode") from None
+    return name
+
+
+Link = TypeVar("Link")
+
+
+class Shared(Generic[Link]):
+    """A connection that is opened on demand, and again after it was lost.
+
+    Concurrent callers share one attempt to open it, and its outcome.
+    """
+
+    def __init__(
+        self, open_link: Callable[[], Coroutine[Any, Any, Link]], is_usable: Callable[[Link], bool]
+    ) -> None:
+        self._open = open_link
+        self._is_usable = is_usable
+        self._opening: asyncio.Task[Link] | None = None
+
+    async def get(self) -> Link:
+        """Return the connection. Raises the errors of opening it, and ConnectionAbortedError if `close` is called."""
+        task = self._opening
+        if task is None or (task.done() and not self._holds(task)):
+            task = self._opening = asyncio.create_task(self._open())
+        try:
+            # A cancelled delivery must not cancel the attempt, which others wait for.
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if task.cancelled() and current is not None and not current.cancelling():
+                raise ConnectionAbortedError("the sink is closed") from None
+            raise
+
+    async def close(self) -> Link | None:
+        """Cancel an attempt to open it. Returns the open connection, for the caller to close, or None."""
+        task, self._opening = self._opening, None
+        if task is None:
+            return None
+        task.cancel()
+        await asyncio.wait([task])
+        return task.result() if _succeeded(task) else None
+
+    def _holds(self, task: asyncio.Task[Link]) -> bool:
+        return _succeeded(task) and self._is_usable(task.result())
+
+
+def _succeeded(task: asyncio.Task[Any]) -> bool:
+    return not task.cancelled() and task.exception() is None
+
 
 _MOST_UNANSWERED = 1_000
 """How many messages of a sink may be unanswered at once. Even a slow broker answers that many within `timeout`."""

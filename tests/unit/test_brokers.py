@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from relay.handlers import window
-from relay.handlers.messages import Message
-from relay.handlers.shared import Shared
-from relay.handlers.window import Sending, SendWindow, Unanswered
+from relay.handlers import brokers
+from relay.handlers.brokers import Message, Sending, SendWindow, Shared, Unanswered
 
 
 def messages(count: int) -> list[Message]:
@@ -21,7 +19,7 @@ def messages(count: int) -> list[Message]:
 
 @pytest.fixture(autouse=True)
 def _little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window, "_MOST_UNANSWERED", 10)
+    monkeypatch.setattr(brokers, "_MOST_UNANSWERED", 10)
 
 
 class Broker:

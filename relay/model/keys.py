@@ -1,14 +1,46 @@
-"""PostgreSQL's `hashtext` in numpy: the partition of a host is found without asking a server. No I/O.
+"""The keys that order events, as text, and the hash of a host, by which its partition is found. No I/O.
+
+The hash is PostgreSQL's `hashtext` in numpy, so that no server is asked.
 
 Source: PostgreSQL, src/common/hashfn.c (`hash_bytes`, after Bob Jenkins' lookup3), on a little-endian server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
 
 import numpy as np
 from numpy.typing import NDArray
+
+from relay.model.events import Event
+
+LONGEST = 1_000
+"""The most bytes of each part of a key: an index entry of PostgreSQL, with group and sink, has at most 2,704 bytes."""
+_BYTES_OF_CHARACTER = 4
+
+
+def host_part(host: str) -> str:
+    """The first part of a host's keys, before a space: the host_id, or its digest if it is long."""
+    if len(host) * _BYTES_OF_CHARACTER <= LONGEST:
+        return host
+    octets = host.encode("utf-8", "surrogateescape")
+    return host if len(octets) <= LONGEST else sha256(octets).hexdigest()
+
+
+def of_host(host: str) -> str:
+    """The key of all events of a host."""
+    return f"{host_part(host)} host"
+
+
+def of_event(kind: str, event: Event, fields: Iterable[str]) -> str:
+    """The key of an event's host, a kind of key such as `user`, and some fields."""
+    within = " ".join((kind, *(event.text(field) or "" for field in fields)))
+    octets = within.encode("utf-8", "surrogateescape")
+    if len(octets) > LONGEST:
+        within = f"{kind} {sha256(octets).hexdigest()}"
+    return f"{host_part(event.text('host_id') or '')} {within}"
+
 
 _BLOCK = 12
 """The bytes that are mixed at once: three words."""
