@@ -21,19 +21,7 @@ from pydantic.fields import FieldInfo
 
 from relay.cli.app import app
 from relay.config.event_types import EventTypeSettings
-from relay.config.handlers import (
-    BrokerHandler,
-    DeliveryHandler,
-    HttpHandler,
-    KafkaHandler,
-    NatsHandler,
-    PythonHandler,
-    RabbitmqHandler,
-    RedisHandler,
-    SinkHandler,
-    SparkHandler,
-    SqlHandler,
-)
+from relay.config.handlers import KINDS, BrokerHandler, DeliveryHandler, SinkHandler
 from relay.config.retention import written
 from relay.config.settings import Settings
 from tests.pages import DOCS
@@ -175,25 +163,31 @@ def own(model: type[BaseModel]) -> set[str]:
     return {name for name in inspect.get_annotations(model) if name != "type"}
 
 
+def types_of(settings: type[BaseModel]) -> str:
+    """The types of handlers that have the keys of these settings."""
+    *others, last = [f"`{kind}`" for kind, each in KINDS.items() if issubclass(each, settings)]
+    return f"{', '.join(others)} and {last}."
+
+
 _SHARED = {
     "Every handler": (SinkHandler.__mro__[1], "Every `type`."),
-    "Every sink": (SinkHandler, "`http`, `redis`, `nats`, `rabbitmq`, `kafka` and `spark`."),
-    "Deliveries": (DeliveryHandler, "`http`, `redis`, `nats`, `rabbitmq` and `kafka`."),
-    "Brokers": (BrokerHandler, "`redis`, `nats`, `rabbitmq` and `kafka`."),
+    **{
+        title: (settings, types_of(settings))
+        for title, settings in (
+            ("Every sink", SinkHandler),
+            ("Deliveries", DeliveryHandler),
+            ("Brokers", BrokerHandler),
+        )
+    },
 }
-_KINDS = (
-    *(SqlHandler, PythonHandler, SparkHandler, HttpHandler),
-    *(RedisHandler, NatsHandler, RabbitmqHandler, KafkaHandler),
-)
 
 
 def handlers() -> Iterator[str]:
     """The tables of handlers: the keys of several types, then those of each type."""
     for title, (model, of) in _SHARED.items():
         yield f"### {title}\n\n{of}\n\n{keys_table(model, own(model))}"
-    for kind in _KINDS:
-        name = get_args(kind.model_fields["type"].annotation)[0]
-        yield f"### type: {name}\n\n{first_paragraph(kind)}\n\n{keys_table(kind, own(kind))}"
+    for name, settings in KINDS.items():
+        yield f"### type: {name}\n\n{first_paragraph(settings)}\n\n{keys_table(settings, own(settings))}"
 
 
 def settings() -> str:

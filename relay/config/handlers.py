@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import (
@@ -557,6 +557,11 @@ HandlerSettings = Annotated[
 ]
 
 
-TRANSACTIONAL = ("sql", "python")
+KINDS: dict[str, type[_HandlerSettings]] = {
+    get_args(settings.model_fields["type"].annotation)[0]: settings
+    for settings in get_args(get_args(HandlerSettings)[0])
+}
+"""The settings of each type of handlers. A sink of a type is built by `sink` of the module of its name in
+`relay.handlers`."""
+TRANSACTIONAL = tuple(kind for kind, each in KINDS.items() if not issubclass(each, SinkHandler))
 """The types of handlers that act in the target's transaction; the others are sinks."""
-KINDS = ("sql", "python", "spark", "http", "redis", "nats", "rabbitmq", "kafka")

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import LiteralString, Protocol
 
 from relay.config.handlers import (
     DeliveryHandler,
     HandlerSettings,
-    HttpHandler,
-    KafkaHandler,
-    NatsHandler,
     PythonHandler,
-    RabbitmqHandler,
-    RedisHandler,
     SqlHandler,
 )
 from relay.event_types.upcasting import Upcasting
@@ -119,10 +115,11 @@ def build_sinks(
 
 
 def _sink(name: str, settings: DeliveryHandler, upcaster: Upcasting | None) -> Sink:
+    kind = getattr(settings, "type")  # noqa: B009
     try:
-        sink = _build(name, settings)
+        # Each module has a function `sink(name, settings)`. Its imports may need the extra of the type.
+        sink: Sink = import_module(f"relay.handlers.{kind}").sink(name, settings)
     except ModuleNotFoundError as error:
-        kind = getattr(settings, "type")  # noqa: B009
         raise ConfigurationError(
             f"handlers.{name}.type: {kind} needs {error.name}: install relay-outbox[{kind}]"
         ) from None
@@ -131,30 +128,3 @@ def _sink(name: str, settings: DeliveryHandler, upcaster: Upcasting | None) -> S
     from relay.handlers.typed import TypedSink
 
     return TypedSink(sink, upcaster)
-
-
-def _build(name: str, settings: DeliveryHandler) -> Sink:
-    from relay.handlers.brokers import Publishing
-
-    match settings:
-        case HttpHandler():
-            from relay.handlers.http import Http
-
-            return Http(name, settings)
-        case RedisHandler():
-            from relay.handlers.redis import Redis
-
-            return Publishing(name, settings, Redis(name, settings))
-        case NatsHandler():
-            from relay.handlers.nats import Nats
-
-            return Publishing(name, settings, Nats(name, settings))
-        case RabbitmqHandler():
-            from relay.handlers.rabbitmq import Rabbitmq
-
-            return Publishing(name, settings, Rabbitmq(name, settings))
-        case KafkaHandler():
-            from relay.handlers.kafka import Kafka
-
-            return Publishing(name, settings, Kafka(name, settings), settings.key)
-    raise AssertionError(settings)

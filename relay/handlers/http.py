@@ -63,6 +63,11 @@ _SECRET_PREFIX = "whsec_"  # noqa: S105 what Standard Webhooks puts before a sec
 _SAFE_IN_PATH = "!$&'()*+,;=:@/%"
 
 
+def sink(name: str, settings: HttpHandler) -> Http:
+    """The sink of `type: http`. Raises ConfigurationError for an address, a certificate or a secret of no use."""
+    return Http(name, settings)
+
+
 class Http:
     """Posts each event, or each transaction; any 2xx confirms it. Deliveries share connections."""
 

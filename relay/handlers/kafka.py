@@ -28,7 +28,7 @@ from relay.faults import (
     Unauthorized,
     Undelivered,
 )
-from relay.handlers.brokers import Message, Sending, SendWindow
+from relay.handlers.brokers import Message, Publishing, Sending, SendWindow
 from relay.handlers.credentials import read
 from relay.runtime.threads import Thread
 
@@ -65,6 +65,11 @@ _OF_FILES = (".location", ".keytab", ".file")
 """How settings end that name a file, which the client reads once."""
 
 _Report = tuple[Sending, int, KafkaError | None]
+
+
+def sink(name: str, settings: KafkaHandler) -> Publishing:
+    """The sink of `type: kafka`. Raises ConfigurationError for a setting that the client does not know."""
+    return Publishing(name, settings, Kafka(name, settings), settings.key)
 
 
 class Kafka:

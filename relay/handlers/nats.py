@@ -23,7 +23,7 @@ from nats.errors import BadSubjectError, ConnectionClosedError, Error, MaxPayloa
 from relay.config.handlers import NatsHandler
 from relay.faults import Rejected, Unauthorized, Undelivered
 from relay.handlers import cloudevents
-from relay.handlers.brokers import Message, Sending, SendWindow, Shared, Unanswered
+from relay.handlers.brokers import Message, Publishing, Sending, SendWindow, Shared, Unanswered
 from relay.handlers.credentials import Certificates, is_refusal, read_aside
 
 _TOO_LARGE = 10054
@@ -85,6 +85,11 @@ class _SecureClient(Client):
         server = self._current_server
         scheme = server.uri.scheme if server else None
         return scheme == "tls" or (scheme == "nats" and self._always_tls)
+
+
+def sink(name: str, settings: NatsHandler) -> Publishing:
+    """The sink of `type: nats`. Raises ConfigurationError for a certificate that cannot be used."""
+    return Publishing(name, settings, Nats(name, settings))
 
 
 class Nats:

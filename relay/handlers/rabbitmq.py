@@ -34,7 +34,7 @@ from relay.faults import (
     Unauthorized,
     Undelivered,
 )
-from relay.handlers.brokers import Message, Sending, SendWindow, Shared, Unanswered
+from relay.handlers.brokers import Message, Publishing, Sending, SendWindow, Shared, Unanswered
 from relay.handlers.credentials import is_refusal, read_aside
 
 _REFUSED = frozenset({311, 406, 501})
@@ -56,11 +56,16 @@ class _Connection(AsyncioConnection):  # type: ignore[misc] # pika has no types
         super()._output_marshaled_frames([b"".join(marshaled_frames)])
 
 
+def sink(name: str, settings: RabbitmqHandler) -> Publishing:
+    """The sink of `type: rabbitmq`. Raises ConfigurationError for an address with an unknown option."""
+    return Publishing(name, settings, Rabbitmq(name, settings))
+
+
 class Rabbitmq:
     """One connection with one channel that all transactions share, opened again after it was lost."""
 
     def __init__(self, name: str, settings: RabbitmqHandler) -> None:
-        """Raises ConfigurationError for an address with options that the client does not know."""
+        """Raises ConfigurationError for an address with an unknown option."""
         self._exchange = settings.exchange
         self._timeout = settings.timeout
         self._url = settings.url

@@ -33,7 +33,7 @@ from relay.faults import (
     Unauthorized,
     Undelivered,
 )
-from relay.handlers.brokers import Message
+from relay.handlers.brokers import Message, Publishing
 from relay.handlers.credentials import is_refusal, read_aside
 
 _ELSEWHERE = (ReadOnlyError, ClusterDownError, MovedError, AskError)
@@ -49,11 +49,16 @@ _SENT_BYTES = 4_000_000
 """About how many messages, and bytes, one round trip sends."""
 
 
+def sink(name: str, settings: RedisHandler) -> Publishing:
+    """The sink of `type: redis`. Raises ConfigurationError for an address with an unknown option."""
+    return Publishing(name, settings, Redis(name, settings))
+
+
 class Redis:
     """Appends the messages of concurrent deliveries in one round trip, while the next ones collect."""
 
     def __init__(self, name: str, settings: RedisHandler) -> None:
-        """Raises ConfigurationError for an address with options that the client does not know."""
+        """Raises ConfigurationError for an address with an unknown option."""
         self._url = settings.url
         self._max_length = settings.max_length
         self._timeout = settings.timeout

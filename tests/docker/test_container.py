@@ -14,6 +14,7 @@ from secrets import token_hex
 
 import pytest
 
+from relay.config.handlers import KINDS, DeliveryHandler
 from relay.demo.embedded import free_port
 from tests.outbox import wait_until
 
@@ -200,7 +201,9 @@ def test_help_is_what_the_image_answers(image: str) -> None:
         assert name in said
 
 
-@pytest.mark.parametrize("kind", ["http", "kafka", "nats", "rabbitmq", "redis"])
+@pytest.mark.parametrize(
+    "kind", [kind for kind, each in KINDS.items() if issubclass(each, DeliveryHandler)]
+)
 def test_the_client_of_a_handler_is_in_the_image(image: str, kind: str) -> None:
     done(run(image, "-c", f"import relay.handlers.{kind}", entrypoint="python"))
 
