@@ -1,28 +1,25 @@
 """The keys of a configuration that decide the effects of a group, which all its instances must have alike.
 
-Instances may differ in sizes, retries and limits, in the addresses of databases and brokers, and in secrets.
+`types.Mark` says which ones these are. Secrets are left out, also where a key is marked.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from pydantic import SecretStr
+from pydantic import BaseModel, SecretStr
 
 from relay.config.handlers import TRANSACTIONAL
 from relay.config.settings import Settings
+from relay.config.types import Mark
 from relay.model.events import SQL_TYPES
 
-LEFT_OUT = {
-    *("retry", "timeout", "rate_limit", "concurrency", "circuit_breaker", "tls", "tls_first"),
-    *("compress_above", "statuses", "max_length", "max_events", "every", "bootstrap", "start"),
-}
-"""Keys of handlers that do not decide effects."""
 ORDERING = ("order_by", "reliable")
 """Keys of handlers that decide the ordering keys of deferred transactions, which are stored with these."""
 _ORDERING_COLUMNS = tuple(
@@ -30,6 +27,8 @@ _ORDERING_COLUMNS = tuple(
     for section in ("columns", "types")
     for field in ("host_id", "user_id", "aggregate_type", "aggregate_id")
 )
+_ALWAYS: Mapping[str, Set[str]] = {"": {"partitions", "unrouted"}, "source.": {"table"}}
+"""The keys that are among the effects even with their defaults, as in the rows that are stored, by what is above."""
 _LONGEST = 60
 """The digest of a longer value replaces it."""
 
@@ -43,34 +42,20 @@ class Effects:
     @classmethod
     def of(cls, settings: Settings) -> Self:
         """The effects of a configuration."""
-        values: dict[str, Any] = {
-            "partitions": settings.partitions,
-            "unrouted": settings.unrouted,
-            "source.table": settings.source.table,
-            # Handlers run in this order.
-            "handlers": list(settings.handlers),
-        }
-        if settings.source.message_prefix is not None:
-            values["source.message_prefix"] = settings.source.message_prefix
-        for field, column in settings.source.columns.items():
-            values[f"source.columns.{field}"] = column
+        # Without defaults, so that a key that a later version adds makes no difference until it is set. Handlers run in
+        # the order in which they are listed.
+        values: dict[str, Any] = {"handlers": list(settings.handlers)}
+        for above, section in (("", settings), ("source.", settings.source)):
+            given = section.model_dump(include=keys_alike(type(section)), exclude_defaults=True)
+            for key in (given.keys() | _ALWAYS[above]) - {"handlers"}:
+                values |= _entries(f"{above}{key}", getattr(section, key))
         for field, kind in settings.source.types.items():
-            if kind != SQL_TYPES[field]:
-                values[f"source.types.{field}"] = kind
-        for name, column in settings.source.headers.items():
-            values[f"source.headers.{name}"] = column
+            if kind == SQL_TYPES[field]:
+                del values[f"source.types.{field}"]
         for name, handler in settings.handlers.items():
-            # Without defaults, so that a key that a later version adds makes no difference until it is set.
-            given = handler.model_dump(exclude=LEFT_OUT, exclude_defaults=True)
+            given = handler.model_dump(include=keys_alike(type(handler)), exclude_defaults=True)
             for key, value in given.items():
                 values[f"handlers.{name}.{key}"] = _address(value) if key == "url" else value
-        if isinstance(settings.events, str):
-            values["events"] = settings.events
-        else:
-            for name, each in settings.events.items():
-                values[f"events.{name}"] = each.model_dump(exclude_defaults=True)
-        for index, route in enumerate(settings.routes):
-            values[f"routes.{index}"] = route.model_dump(by_alias=True, exclude_defaults=True)
         return cls({key: _shown(value) for key, value in values.items() if not _omitted(value)})
 
     @property
@@ -115,6 +100,26 @@ class Effects:
 
     def _is_sink(self, name: str) -> bool:
         return self.values.get(f"handlers.{name}.type") not in (None, *TRANSACTIONAL)
+
+
+@cache
+def keys_alike(model: type[BaseModel]) -> set[str]:
+    """The keys of a section that all instances of a group must have alike."""
+    return {name for name, each in model.model_fields.items() if Mark.ALIKE in each.metadata}
+
+
+def _entries(key: str, value: Any) -> dict[str, Any]:
+    """A key's value, or those of the keys or places below it."""
+    if isinstance(value, Mapping):
+        return {f"{key}.{name}": _plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return {f"{key}.{index}": _plain(each) for index, each in enumerate(value)}
+    return {key: value}
+
+
+def _plain(value: Any) -> Any:
+    is_section = isinstance(value, BaseModel)
+    return value.model_dump(by_alias=True, exclude_defaults=True) if is_section else value
 
 
 def _order_of(values: Mapping[str, str], name: str) -> str:

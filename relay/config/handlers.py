@@ -26,7 +26,7 @@ from relay.config.dsn import DatabaseAccess, Dsn
 from relay.config.imports import require_path
 from relay.config.secrets import CallSecret, Secret, known_text
 from relay.config.templates import Template
-from relay.config.types import Number, Seconds, SecondsOrZero, Section
+from relay.config.types import Alike, Number, Own, Seconds, SecondsOrZero, Section
 from relay.model.events import EVENT_FIELDS
 
 
@@ -73,12 +73,12 @@ SPARK_COLUMNS = (*EVENT_FIELDS, "date", "host_bucket")
 
 
 class _HandlerSettings(Section):
-    reliable: bool = True
+    reliable: Alike[bool] = True
     """`false`: a transaction that fails is logged and dropped, and blocks nothing."""
-    order_by: Literal["host", "user", "aggregate", "none"] = "host"
+    order_by: Alike[Literal["host", "user", "aggregate", "none"]] = "host"
     """The key of order when a transaction is deferred: events of a host, a user or an aggregate stay in order, or
     none."""
-    on_exhausted: Literal["dead_letter", "block_key"] = "dead_letter"
+    on_exhausted: Alike[Literal["dead_letter", "block_key"]] = "dead_letter"
     """`block_key`: a dead transaction holds its keys until it is replayed or discarded."""
 
     @property
@@ -95,20 +95,20 @@ class _HandlerSettings(Section):
 class SqlHandler(_HandlerSettings):
     """A statement, run for each event or once over a relation `batch`."""
 
-    type: Literal["sql"]
-    each: Literal["event", "batch"] = "event"
+    type: Alike[Literal["sql"]]
+    each: Alike[Literal["event", "batch"]] = "event"
     """Run the statement for each event, or once for all events of a task."""
-    statement: Annotated[str, Field(min_length=1)]
+    statement: Alike[Annotated[str, Field(min_length=1)]]
     """The SQL statement: with the event's fields as `%(name)s`, or over the relation `batch`."""
 
 
 class PythonHandler(_HandlerSettings):
     """A callable `module:function(transaction, cursor)`."""
 
-    type: Literal["python"]
-    callable: Annotated[str, BeforeValidator(require_path)]
+    type: Alike[Literal["python"]]
+    callable: Alike[Annotated[str, BeforeValidator(require_path)]]
     """`module:function`, called with (transaction, cursor)."""
-    retry: RetrySettings = Field(default_factory=RetrySettings)
+    retry: Own[RetrySettings] = Field(default_factory=RetrySettings)
     """How a transaction is retried after RetryLater."""
 
 
@@ -131,7 +131,7 @@ class JdbcSettings(Section):
 class SinkHandler(_HandlerSettings):
     """A handler with its own position in the log."""
 
-    start: Literal["now", "beginning"] = "now"
+    start: Own[Literal["now", "beginning"]] = "now"
     """Where a new sink of the group begins: with the events that are not applied yet, or with the oldest row of the
     outbox."""
 
@@ -142,30 +142,30 @@ class SparkHandler(SinkHandler):
     The callable is `module:function(frame, batch)`.
     """
 
-    type: Literal["spark"]
-    path: str | None = None
+    type: Alike[Literal["spark"]]
+    path: Alike[str | None] = None
     """Write files below this path."""
-    table: str | None = None
+    table: Alike[str | None] = None
     """Write to a table of the session's catalog."""
-    jdbc: JdbcSettings | None = None
+    jdbc: Alike[JdbcSettings | None] = None
     """Write to a table of a PostgreSQL database."""
-    callable: Annotated[str, BeforeValidator(require_path)] | None = None
+    callable: Alike[Annotated[str, BeforeValidator(require_path)] | None] = None
     """Call `module:function` with (frame, batch)."""
-    sql: Annotated[str, Field(min_length=1)] | None = None
+    sql: Alike[Annotated[str, Field(min_length=1)] | None] = None
     """A query over the view `events` and any table of the catalog, whose result is written."""
-    transform: Annotated[str, BeforeValidator(require_path)] | None = None
+    transform: Alike[Annotated[str, BeforeValidator(require_path)] | None] = None
     """`module:function(frame)`, which returns the frame to write; after `sql` where both are set."""
-    format: str = "parquet"
+    format: Alike[str] = "parquet"
     """With `path`: parquet, orc, json, csv, avro or delta. With `table`: a format of the session, or iceberg."""
-    options: dict[str, Secret] = Field(default_factory=dict)
+    options: Alike[dict[str, Secret]] = Field(default_factory=dict)
     """Options of the writer."""
-    partition_by: list[str] = Field(default_factory=lambda: ["date", "host_bucket"])
+    partition_by: Alike[list[str]] = Field(default_factory=lambda: ["date", "host_bucket"])
     """The columns that files are partitioned by, before `relay_batch`; with `sql` or `transform` none by default."""
-    host_buckets: Annotated[PositiveInt, Number] = 8
+    host_buckets: Alike[Annotated[PositiveInt, Number]] = 8
     """The number of values of the column `host_bucket`."""
-    max_events: Annotated[PositiveInt, Number] = 100_000
+    max_events: Own[Annotated[PositiveInt, Number]] = 100_000
     """The most events of a batch, which its last transaction may exceed."""
-    every: Seconds = 60.0
+    every: Own[Seconds] = 60.0
     """The seconds after which a batch begins that is not full."""
 
     @property
@@ -219,19 +219,19 @@ class SparkHandler(SinkHandler):
 class DeliveryHandler(SinkHandler):
     """A handler that delivers events to another system, and the limits of its deliveries."""
 
-    retry: RetrySettings = Field(default_factory=RetrySettings)
+    retry: Own[RetrySettings] = Field(default_factory=RetrySettings)
     """How a transaction is retried after a transient fault."""
-    timeout: Seconds = 10.0
+    timeout: Own[Seconds] = 10.0
     """HTTP: seconds for a whole request, to the last byte of the response. Brokers: seconds to connect, and to confirm
     a message."""
-    rate_limit: Annotated[float, Field(ge=1e-5), Number] | None = None
+    rate_limit: Own[Annotated[float, Field(ge=1e-5), Number] | None] = None
     """The most attempts in a second; null: no limit."""
-    concurrency: Annotated[PositiveInt, Number] = 16
+    concurrency: Own[Annotated[PositiveInt, Number]] = 16
     """The most transactions that are delivered at once."""
-    payload: Literal["json", "text"] = "json"
+    payload: Alike[Literal["json", "text"]] = "json"
     """`json`: an event is a dead letter if its payload is not JSON, which a column of text permits; `text`: the payload
     is sent as a text."""
-    circuit_breaker: CircuitBreaker | None = Field(default_factory=CircuitBreaker)
+    circuit_breaker: Own[CircuitBreaker | None] = Field(default_factory=CircuitBreaker)
     """When an outage of the destination stops the sink; null: never."""
 
 
@@ -304,25 +304,27 @@ _STATUS_ACTIONS: dict[str, StatusAction] = {
 class HttpHandler(DeliveryHandler):
     """An endpoint to which relay posts CloudEvents."""
 
-    type: Literal["http"]
-    url: str
+    type: Alike[Literal["http"]]
+    url: Alike[str]
     """The endpoint, an address of http or https."""
-    each: Literal["event", "transaction"] = "event"
+    each: Alike[Literal["event", "transaction"]] = "event"
     """Post each event, or all events of a transaction in one request."""
-    mode: Literal["structured", "binary", "batch"] | None = None
+    mode: Alike[Literal["structured", "binary", "batch"] | None] = None
     """The content mode of the CloudEvents; null: structured, or batch for a transaction."""
-    source: str = "relay"
+    source: Alike[str] = "relay"
     """The attribute `source` of the CloudEvents."""
-    headers: dict[str, Secret] = Field(default_factory=dict)
+    headers: Alike[dict[str, Secret]] = Field(default_factory=dict)
     """Headers of each request; none that describes its body or is an event's identity, such as `content-length`."""
-    signing_secret: Annotated[list[Secret], BeforeValidator(_as_list)] = Field(default_factory=list)
+    signing_secret: Alike[Annotated[list[Secret], BeforeValidator(_as_list)]] = Field(
+        default_factory=list
+    )
     """The secret that signs requests, as Standard Webhooks describes, or a list of secrets, each of which signs: while
     receivers change from one to the next. Without any, requests are not signed."""
-    tls: TlsSettings = Field(default_factory=TlsSettings)
+    tls: Own[TlsSettings] = Field(default_factory=TlsSettings)
     """How certificates are verified."""
-    compress_above: Annotated[PositiveInt, Number] | None = None
+    compress_above: Own[Annotated[PositiveInt, Number] | None] = None
     """The bytes above which a body is compressed with gzip; null: no compression."""
-    statuses: dict[str, StatusAction] = Field(default_factory=dict)
+    statuses: Own[dict[str, StatusAction]] = Field(default_factory=dict)
     """What is done after a status such as `404`, or one of a class such as `4xx`: `retry`, `dead` (the transaction is
     dead-lettered) or `stop` (the sink stops at its position). Without an entry 400, 413, 422 and 431 are `dead`, 410 is
     `stop`, and all others but 2xx are `retry`."""
@@ -430,13 +432,13 @@ class BrokerHandler(DeliveryHandler):
     RESERVED: ClassVar[tuple[str, ...]] = ()
     """The beginnings of topics that control the broker; an event whose data lead there is refused."""
 
-    concurrency: Annotated[PositiveInt, Number] = 64
+    concurrency: Own[Annotated[PositiveInt, Number]] = 64
     """The most transactions that are delivered at once."""
-    topic: Named
+    topic: Alike[Named]
     """A template over the event's fields, such as `shop.{event_type}`: the topic, stream, subject or routing key."""
-    mode: Literal["structured", "binary"] = "structured"
+    mode: Alike[Literal["structured", "binary"]] = "structured"
     """`structured`: the message is the CloudEvent; `binary`: the payload, with the attributes in headers."""
-    source: str = "relay"
+    source: Alike[str] = "relay"
     """The attribute `source` of the CloudEvents."""
 
     @property
@@ -448,10 +450,10 @@ class BrokerHandler(DeliveryHandler):
 class RedisHandler(BrokerHandler):
     """Redis streams; `topic` is the stream's key."""
 
-    type: Literal["redis"]
-    url: Annotated[Secret, _address("redis", "rediss", "unix")]
+    type: Alike[Literal["redis"]]
+    url: Alike[Annotated[Secret, _address("redis", "rediss", "unix")]]
     """The server, an address of redis, rediss or unix."""
-    max_length: Annotated[PositiveInt, Number] | None = None
+    max_length: Own[Annotated[PositiveInt, Number] | None] = None
     """The approximate number of messages that a stream keeps; null: all."""
 
 
@@ -460,14 +462,16 @@ class NatsHandler(BrokerHandler):
 
     RESERVED = ("$", "_INBOX.")
 
-    type: Literal["nats"]
-    servers: Annotated[
-        list[Annotated[Secret, _address("nats", "tls", "ws", "wss")]], Field(min_length=1)
+    type: Alike[Literal["nats"]]
+    servers: Alike[
+        Annotated[
+            list[Annotated[Secret, _address("nats", "tls", "ws", "wss")]], Field(min_length=1)
+        ]
     ]
     """The servers: addresses of nats, tls, ws or wss."""
-    tls: TlsSettings = Field(default_factory=TlsSettings)
+    tls: Own[TlsSettings] = Field(default_factory=TlsSettings)
     """How certificates are verified; if the section is set, `nats://` is encrypted too."""
-    tls_first: bool = False
+    tls_first: Own[bool] = False
     """Begin TLS before the server sends anything, for a server with `handshake_first`."""
 
     @model_validator(mode="after")
@@ -485,10 +489,10 @@ class RabbitmqHandler(BrokerHandler):
 
     RESERVED = ("amq.",)
 
-    type: Literal["rabbitmq"]
-    url: Annotated[Secret, _address("amqp", "amqps")]
+    type: Alike[Literal["rabbitmq"]]
+    url: Alike[Annotated[Secret, _address("amqp", "amqps")]]
     """The server, an address of amqp or amqps."""
-    exchange: str = ""
+    exchange: Alike[str] = ""
     """The exchange; with "" the topic names a queue."""
 
 
@@ -517,12 +521,12 @@ class KafkaHandler(BrokerHandler):
 
     RESERVED = ("__",)
 
-    type: Literal["kafka"]
-    bootstrap: Annotated[list[Annotated[str, AfterValidator(_servers)]], Field(min_length=1)]
+    type: Alike[Literal["kafka"]]
+    bootstrap: Own[Annotated[list[Annotated[str, AfterValidator(_servers)]], Field(min_length=1)]]
     """The bootstrap servers, as host:port."""
-    key: Named = "{host_id}"
+    key: Alike[Named] = "{host_id}"
     """A template over the event's fields: the message's key, which determines the partition."""
-    conf: dict[str, Secret] = Field(default_factory=dict)
+    conf: Alike[dict[str, Secret]] = Field(default_factory=dict)
     """More settings of librdkafka."""
 
     @field_validator("conf")

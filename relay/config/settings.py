@@ -28,7 +28,7 @@ from relay.config.observe import ObserveSettings
 from relay.config.retention import RetentionSettings
 from relay.config.secrets import Secret
 from relay.config.source import SourceSettings
-from relay.config.types import Name, Number, Seconds, Section
+from relay.config.types import Alike, Name, Number, Own, Seconds, Section
 
 ENV_PREFIX = environment.PREFIX
 
@@ -204,38 +204,38 @@ class Settings(BaseSettings):
 
     source: SourceSettings = Field(default_factory=SourceSettings)
     """Where events come from."""
-    target: TargetSettings = Field(default_factory=TargetSettings)
+    target: Own[TargetSettings] = Field(default_factory=TargetSettings)
     """Where effects, dead letters and offsets are written."""
-    group: Name = "default"
+    group: Own[Name] = "default"
     """The group: instances with the same name share offsets."""
-    partitions: Annotated[int, Field(ge=1, le=1024), Number] = 8
+    partitions: Alike[Annotated[int, Field(ge=1, le=1024), Number]] = 8
     """The number of partitions into which hosts are split; fixed once the group is initialised."""
-    poll: PollSettings = Field(default_factory=PollSettings)
+    poll: Own[PollSettings] = Field(default_factory=PollSettings)
     """How relay polls the outbox."""
-    batch: BatchLimits = Field(default_factory=BatchLimits)
+    batch: Own[BatchLimits] = Field(default_factory=BatchLimits)
     """How much work is done at once."""
-    spark: SparkSettings = Field(default_factory=SparkSettings)
+    spark: Own[SparkSettings] = Field(default_factory=SparkSettings)
     """The Spark session for large batches and Spark sinks."""
-    handlers: dict[str, HandlerSettings] = Field(default_factory=dict)
+    handlers: Alike[dict[str, HandlerSettings]] = Field(default_factory=dict)
     """The handlers, by name."""
-    events: EventsSettings = Field(default_factory=dict)
+    events: Alike[EventsSettings] = Field(default_factory=dict)
     """Event types with versions: a mapping of types, or `module:name` of a `relay.EventTypes`."""
-    routes: list[Route] = Field(default_factory=list)
+    routes: Alike[list[Route]] = Field(default_factory=list)
     """Which events go to which handlers: a list, in which the first route that matches applies."""
-    sinks: SinksSettings = Field(default_factory=SinksSettings)
+    sinks: Own[SinksSettings] = Field(default_factory=SinksSettings)
     """How long relay keeps the WAL for a sink."""
-    dead_letters: DeadLetterLimits = Field(default_factory=DeadLetterLimits)
+    dead_letters: Own[DeadLetterLimits] = Field(default_factory=DeadLetterLimits)
     """When a handler that dead-letters one transaction after another is stopped."""
-    retention: RetentionSettings = Field(default_factory=RetentionSettings)
+    retention: Own[RetentionSettings] = Field(default_factory=RetentionSettings)
     """How long events stay."""
-    observe: ObserveSettings = Field(default_factory=ObserveSettings)
+    observe: Own[ObserveSettings] = Field(default_factory=ObserveSettings)
     """Metrics, health, traces and the console."""
-    crash_limit: Annotated[PositiveInt, Number] = 3
+    crash_limit: Own[Annotated[PositiveInt, Number]] = 3
     """The crashes of a process on one transaction after which the transaction is dead-lettered."""
-    unrouted: Literal["dead_letter", "ignore", "fail"] = "dead_letter"
+    unrouted: Alike[Literal["dead_letter", "ignore", "fail"]] = "dead_letter"
     """What happens with an event that no route matches: its transaction is dead-lettered, the event is ignored, or
     relay stops."""
-    shutdown_timeout: Seconds = 20.0
+    shutdown_timeout: Own[Seconds] = 20.0
     """The seconds that relay waits for the batch in flight when it stops; half of that for deliveries."""
 
     @field_validator("handlers")

@@ -17,7 +17,7 @@ from pydantic import (
 from relay.config.dsn import Dsn
 from relay.config.profiles import expanded
 from relay.config.secrets import Secret
-from relay.config.types import Name, Number, Section
+from relay.config.types import Alike, Name, Number, Own, Section
 from relay.faults import ConfigurationError
 from relay.model import headers as header_fields
 from relay.model.events import FIELDS, ID_FIELDS, NEEDED_FIELDS, SQL_TYPES
@@ -44,36 +44,36 @@ _PRINTED: Mapping[str, Callable[[str], str]] = {
 class SourceSettings(Section):
     """Where events come from."""
 
-    dsn: Dsn = SecretStr("postgresql:///")
+    dsn: Own[Dsn] = SecretStr("postgresql:///")
     """The connection string of the database of the outbox; libpq's PG* variables complete it."""
-    password: Secret | None = None
+    password: Own[Secret | None] = None
     """The password of the role; null: the one in `dsn`, if any."""
-    profile: Literal["relay", "debezium", "pg-transactional-outbox", "blumchen"] = "relay"
+    profile: Own[Literal["relay", "debezium", "pg-transactional-outbox", "blumchen"]] = "relay"
     """The tool whose table the outbox is: sets the defaults of `table`, `columns` and `types`."""
-    table: str = OWN_OUTBOX
+    table: Alike[str] = OWN_OUTBOX
     """The outbox, as schema.table."""
-    columns: dict[str, str | None] = Field(default_factory=dict)
+    columns: Alike[dict[str, str | None]] = Field(default_factory=dict)
     """The column of each field, where the names differ; null where the outbox has no such column."""
-    types: dict[str, Literal["uuid", "text", "bigint"]] = Field(default_factory=dict)
+    types: Alike[dict[str, Literal["uuid", "text", "bigint"]]] = Field(default_factory=dict)
     """The types of `id`, `host_id`, `user_id` and `transaction_id`, where they are not uuid."""
-    headers: Annotated[dict[str, Name], BeforeValidator(header_fields.named)] = Field(
+    headers: Alike[Annotated[dict[str, Name], BeforeValidator(header_fields.named)]] = Field(
         default_factory=dict
     )
     """Extra columns of the outbox, which become fields `headers.*`: a mapping of names to columns, or a list of
     columns."""
-    message_prefix: Name | None = None
+    message_prefix: Alike[Name | None] = None
     """The prefix of the pg_logical_emit_message messages that are events, in place of a table; needs `mode: wal`."""
-    slot: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,63}$")] = "relay"
+    slot: Own[Annotated[str, Field(pattern=r"^[a-z0-9_]{1,63}$")]] = "relay"
     """The replication slot; each group has its own."""
-    publication: Name = "relay"
+    publication: Own[Name] = "relay"
     """The publication that the slot is read with."""
-    mode: Literal["auto", "wal", "poll"] = "auto"
+    mode: Own[Literal["auto", "wal", "poll"]] = "auto"
     """`auto` streams the WAL and polls events that the slot does not have; `wal` only streams; `poll` only polls."""
-    offsets: Literal["sequence", "gapless"] = "sequence"
+    offsets: Own[Literal["sequence", "gapless"]] = "sequence"
     """The source of `c_offset`: a sequence, or a counter without gaps, which one publisher at a time locks."""
-    buffer_bytes: Annotated[int, Field(ge=65536), Number] = 32 * 1024 * 1024
+    buffer_bytes: Own[Annotated[int, Field(ge=65536), Number]] = 32 * 1024 * 1024
     """The most bytes of the stream that are received before they are durable in the target."""
-    max_event_bytes: Annotated[int, Field(ge=1024), Number] = 16 * 1024 * 1024
+    max_event_bytes: Own[Annotated[int, Field(ge=1024), Number]] = 16 * 1024 * 1024
     """The largest event that relay's own outbox accepts: its texts and JSON together, in bytes of text."""
 
     @model_validator(mode="before")

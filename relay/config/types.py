@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from enum import Enum
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+T = TypeVar("T")
+
+
+class Mark(Enum):
+    """Whether the instances of a group must have a key alike: it says what becomes of events. Every key has a mark.
+
+    The mark of a key that is a section is that of all keys in it, unless these have marks of their own.
+    """
+
+    ALIKE = "alike"
+    OWN = "own"
+
+
+Alike = Annotated[T, Mark.ALIKE]
+"""A key that decides effects: all instances of a group must have it alike."""
+Own = Annotated[T, Mark.OWN]
+"""A key that each instance may have otherwise: a size, a limit, an address of a database or broker, or its retries."""
 
 
 class Section(BaseModel):

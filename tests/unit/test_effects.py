@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
-from relay.config.effects import LEFT_OUT, ORDERING, Effects
+from relay.config.effects import Effects, _omitted, _shown
 from relay.config.handlers import HandlerSettings
 from relay.config.settings import Settings
+from relay.config.types import Mark, Own, Section
+from relay.model.events import SQL_TYPES
+from tests.process import ROOT
 
 HTTP: dict[str, Any] = {
     "type": "http",
@@ -114,29 +121,120 @@ def test_the_types_of_ids_decide_effects() -> None:
     assert text.difference(plain.values) == "source.types.id (only here)"
 
 
-DECIDES_EFFECTS = {
-    *("type", "statement", "callable", "each", "mode", "payload", "source", "on_exhausted"),
-    *("url", "servers", "exchange", "topic", "key", "signing_secret", "headers", "conf"),
-    *(
-        "path",
-        "table",
-        "jdbc",
-        "sql",
-        "transform",
-        "format",
-        "options",
-        "partition_by",
-        "host_buckets",
-    ),
-}
-"""The keys that instances must have alike, and that say nothing of what is stored."""
+def unmarked(model: type[BaseModel], above: str = "") -> Iterator[str]:
+    """The keys without a mark, neither of their own nor of the section that they are in."""
+    for name, field in model.model_fields.items():
+        key = f"{above}{field.alias or name}"
+        marks = [each for each in field.metadata if isinstance(each, Mark)]
+        if len(marks) > 1:
+            yield f"{key} has {len(marks)} marks"
+        elif (
+            not marks
+            and inspect.isclass(field.annotation)
+            and issubclass(field.annotation, Section)
+        ):
+            yield from unmarked(field.annotation, f"{key}.")
+        elif not marks:
+            yield key
 
 
-@pytest.mark.parametrize("handler", get_args(get_args(HandlerSettings)[0]))
-def test_every_key_of_a_handler_is_classified(handler: type[BaseModel]) -> None:
+HANDLERS = get_args(get_args(HandlerSettings)[0])
+
+
+def test_every_key_of_a_configuration_has_a_mark() -> None:
     """A new key decides effects or not; one that says what deferred transactions mean belongs into `ORDERING`."""
-    classified = DECIDES_EFFECTS | LEFT_OUT | set(ORDERING)
-    assert set(handler.model_fields) - classified == set()
+    keys = [*unmarked(Settings), *(key for each in HANDLERS for key in unmarked(each))]
+    assert keys == []
+
+
+def test_keys_are_without_a_mark_only_where_none_was_written() -> None:
+    class Added(Section):
+        new: int = 1
+
+    class Above(Section):
+        size: Own[int] = 1
+        section: Added = Added()
+
+    assert list(unmarked(Above)) == ["section.new"]
+
+
+LEFT_OUT = {
+    *("retry", "timeout", "rate_limit", "concurrency", "circuit_breaker", "tls", "tls_first"),
+    *("compress_above", "statuses", "max_length", "max_events", "every", "bootstrap", "start"),
+}
+"""The keys of handlers that decided no effects when the first rows were stored."""
+
+
+def as_first_stored(settings: Settings) -> dict[str, Any]:
+    """The values that decide effects, by the keys that were listed before each key had a mark."""
+    source = settings.source
+    values: dict[str, Any] = {
+        "partitions": settings.partitions,
+        "unrouted": settings.unrouted,
+        "source.table": source.table,
+        "source.message_prefix": source.message_prefix,
+        "handlers": list(settings.handlers),
+    }
+    values |= {f"source.columns.{field}": column for field, column in source.columns.items()}
+    values |= {
+        f"source.types.{field}": kind
+        for field, kind in source.types.items()
+        if kind != SQL_TYPES[field]
+    }
+    values |= {f"source.headers.{name}": column for name, column in source.headers.items()}
+    for name, handler in settings.handlers.items():
+        given = handler.model_dump(exclude=LEFT_OUT, exclude_defaults=True)
+        values |= {f"handlers.{name}.{key}": value for key, value in given.items()}
+    if isinstance(settings.events, str):
+        values["events"] = settings.events
+    else:
+        for name, each in settings.events.items():
+            values[f"events.{name}"] = each.model_dump(exclude_defaults=True)
+    for index, route in enumerate(settings.routes):
+        values[f"routes.{index}"] = route.model_dump(by_alias=True, exclude_defaults=True)
+    return values
+
+
+def samples() -> Iterator[Any]:
+    """The configurations of the project, and one with every handler and every key that config/relay.yaml shows."""
+    for file in sorted([*(ROOT / "config").rglob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")]):
+        for document in yaml.safe_load_all(file.read_text()):
+            texts = document.get("data", {}) if isinstance(document, dict) else {}
+            contents = [document, *map(yaml.safe_load, texts.values())]
+            for content in contents:
+                if isinstance(content, dict) and "routes" in content:
+                    yield pytest.param(content, id=str(file.relative_to(ROOT)))
+    text = (ROOT / "config" / "relay.yaml").read_text().partition("\nhandlers:")[2]
+    shown = re.sub(r"^  # ", "  ", text.partition("\n\n")[0], flags=re.MULTILINE)
+    all_handlers = yaml.safe_load(f"handlers:{shown}".replace("dsn: …", "dsn: host=lake"))
+    yield pytest.param({**all_handlers, "routes": []}, id="every handler")
+    for key, value in SOURCES.items():
+        yield pytest.param({"source": value, "routes": []}, id=key)
+
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "profile": {"profile": "debezium"},
+    "types": {"types": {"id": "uuid", "host_id": "text"}, "columns": {"user_id": None}},
+    "headers": {"headers": ["region"], "table": "shop.outbox"},
+    "messages": {"message_prefix": "shop", "mode": "wal"},
+}
+
+
+@pytest.mark.parametrize("content", list(samples()))
+def test_the_effects_of_configurations_are_those_that_are_stored(
+    content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Instances that run compare them with their own, so that other ones would not start beside these."""
+    for name in ("OUTBOX_DSN", "POD_IP", "SPARK_SECRET", "SIGNING_SECRET"):
+        monkeypatch.setenv(name, "whsec_aHVudGVyMg==" if name == "SIGNING_SECRET" else "host=here")
+    monkeypatch.setenv("AMQP_URL", "amqp://broker.example")
+    settings = Settings(**content)
+    former = as_first_stored(settings)
+    found = Effects.of(settings).values
+    kept = {key for key, value in former.items() if not _omitted(value)}
+    assert set(found) == kept
+    for key in kept - {key for key in kept if key.endswith(".url")}:
+        assert found[key] == _shown(former[key])
 
 
 def test_handlers_that_order_by_another_key_are_named_with_their_store() -> None:
