@@ -216,6 +216,15 @@ def raise_what_is_named(transaction: Transaction, cursor: psycopg.Cursor[Any]) -
     return record(transaction, cursor)
 
 
+def execute_what_is_named(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Like `record`, after the statement that an event's aggregate_id is; `later` raises RetryLater."""
+    for event in transaction.events:
+        if event.aggregate_id == "later":
+            raise RetryLater
+        cursor.execute(str(event.aggregate_id).encode())
+    record(transaction, cursor)
+
+
 class Handlers:
     """Handlers that are objects with `__call__`."""
 

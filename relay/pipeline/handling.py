@@ -327,7 +327,7 @@ class HandlerRunner:
         """
         if self._transactional.keys().isdisjoint(parts):
             return
-        with users_path(conn):
+        with users_path(conn, code=not self._defers.keys().isdisjoint(parts)):
             if check_constraints:
                 conn.execute("set constraints all deferred")
             for name, handler in self._transactional.items():

@@ -128,6 +128,11 @@ USERS_PATH_LOCALLY = b"set local search_path to default"
 """Begins the user's search_path, which is that of connection string, role, database or server, for this transaction."""
 PIN_PATH_LOCALLY = f"set local search_path = {SEARCH_PATH}".encode()
 """Ends it."""
+_RELAYS_AGAIN = PIN_PATH_LOCALLY + (
+    b"; reset session authorization; reset role; select set_config('session_replication_role', 'origin', true)"
+    b" where current_setting('session_replication_role') <> 'origin'"
+)
+"""Ends it, and what code of the user may have set for the policies and triggers of its tables."""
 
 _DURABLE = (
     "case when current_setting('synchronous_commit') not in ('on', 'remote_apply') then {} end"
@@ -208,22 +213,23 @@ def restoring(conn: psycopg.Connection[Any]) -> bytes:
 
 
 @contextmanager
-def users_path(conn: psycopg.Connection[Any]) -> Iterator[None]:
+def users_path(conn: psycopg.Connection[Any], code: bool = False) -> Iterator[None]:
     """Let names mean what they mean to the user, in the block and in the open transaction.
 
-    If the block raises, its caller rolls back, at least to a savepoint, which ends the user's path too. Raises
+    With `code` the block runs code of the user, which may set a role: relay's own statements after it run as relay
+    again. If the block raises, its caller rolls back, at least to a savepoint, which ends path and role too. Raises
     psycopg.Error.
     """
     _run(conn, USERS_PATH_LOCALLY)
     yield
-    _run(conn, PIN_PATH_LOCALLY)
+    _run(conn, _RELAYS_AGAIN if code else PIN_PATH_LOCALLY)
 
 
 def _run(conn: psycopg.Connection[Any], command: bytes) -> None:
     """Run a command without a cursor, which would cost as much again: each task runs two."""
     with conn.lock:
         result = conn.pgconn.exec_(command)
-    if result.status != ExecStatus.COMMAND_OK:
+    if result.status not in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
         raise server_error(result)
 
 

@@ -75,6 +75,37 @@ def test_a_handler_that_makes_the_transaction_read_only_is_told_so(
     assert outbox.handled() == 0
 
 
+@pytest.mark.parametrize(
+    "leaves", ["set local role {}", "set role {}", "set session authorization {}"]
+)
+def test_a_role_that_a_handler_has_set_is_not_relays(outbox: Outbox, leaves: str) -> None:
+    """Tenants' policies need a role: VariantEffect/mavedb-api#808. relay ended at every start."""
+    tenant = f"{outbox.slot}_tenant"
+    outbox.conn.execute(
+        f"create role {tenant}; grant select, insert on projection to {tenant};"
+        f"grant usage on sequence projection_seq_seq to {tenant}".encode()
+    )
+    try:
+        with relaying(settings(outbox, "execute_what_is_named")):
+            outbox.publish(host(1), event(1, aggregate_id=leaves.format(tenant)))
+            outbox.publish(host(1), event(2, aggregate_id="select 1"))
+            outbox.wait_drained()
+        assert outbox.column("select amount from projection") == [1, 2]
+    finally:
+        outbox.conn.execute(f"drop owned by {tenant}; drop role {tenant}".encode())
+
+
+def test_triggers_that_a_handler_has_switched_off_are_not_relays(outbox: Outbox) -> None:
+    """The keys of what was deferred were not held, so that later transactions of the host came first."""
+    with relaying(settings(outbox, "execute_what_is_named")):
+        with outbox.conn.transaction():
+            quiet = "set local session_replication_role = replica"
+            outbox.publish(host(1), event(1, aggregate_id=quiet))
+            outbox.publish(host(2), event(2, aggregate_id="later"))
+        wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 1)
+        assert outbox.value("select count(*) from relay.deferred_keys") == 1
+
+
 @pytest.mark.parametrize("name", ["coroutine", "generator"])
 def test_a_handler_that_returns_its_work_has_not_done_it(outbox: Outbox, name: str) -> None:
     """The event counted as applied, and was lost."""
