@@ -519,7 +519,8 @@ _SET_BY_RELAY = {
 class KafkaHandler(BrokerHandler):
     """Kafka; `conf` has further settings of librdkafka."""
 
-    RESERVED = ("__",)
+    # Of the broker, and of the programs of its platform, which read them at their start.
+    RESERVED = ("__", "_schemas", "_confluent")
 
     type: Alike[Literal["kafka"]]
     bootstrap: Own[Annotated[list[Annotated[str, AfterValidator(_servers)]], Field(min_length=1)]]

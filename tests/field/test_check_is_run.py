@@ -143,6 +143,9 @@ def send(kind: str, template: str, event_type: str) -> list[str]:
         ("nats", "_INBOX.x"),
         ("rabbitmq", "amq.gen-x"),
         ("kafka", "__consumer_offsets"),
+        # The registry of schemas reads all of it at its start.
+        ("kafka", "_schemas"),
+        ("kafka", "_confluent-command"),
     ],
 )
 def test_a_publisher_does_not_reach_what_controls_the_broker(kind: str, topic: str) -> None:
@@ -158,6 +161,7 @@ def test_a_publisher_does_not_reach_what_controls_the_broker(kind: str, topic: s
         ("nats", "${event_type}", "JS.API.STREAM.DELETE.ORDERS"),
         ("nats", "_INBOX.{event_type}", "x"),
         ("kafka", "_{event_type}", "_consumer_offsets"),
+        ("kafka", "_{event_type}", "schemas"),
         ("kafka", "__{event_type}", "consumer_offsets"),
         ("rabbitmq", "amq.{event_type}", "rabbitmq.reply-to.x"),
     ],

@@ -316,7 +316,7 @@ def test_no_code_of_another_role_runs_in_a_services_migration(outbox: Outbox) ->
 
 
 def test_a_migration_where_plpgsql_makes_errors_of_warnings(outbox: Outbox) -> None:
-    """A role or database turns them on for its own functions: okbob/plpgsql_check#47."""
+    """A role or database turns them on for its own functions."""
     options = "-c plpgsql.extra_errors=all"
     with psycopg.connect(outbox.dsn, options=options) as conn:
         for script in [schema.remove(), *schema.install()]:
