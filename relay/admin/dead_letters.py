@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from itertools import chain, groupby
@@ -61,6 +61,22 @@ class Replayed:
     discarded: int
 
 
+def printed(
+    settings: Settings, wanted: DeadLetterSelection, prefix: str = ""
+) -> DeadLetterSelection:
+    """Return a filter with ids as PostgreSQL prints them. `prefix` is that of the options `host` and `transaction`.
+
+    Raises ConfigurationError for an id of another type.
+    """
+    host, transaction, source = wanted.host_id, wanted.transaction_id, settings.source
+    return replace(
+        wanted,
+        host_id=host and source.printed_id("host_id", host, f"{prefix}host"),
+        transaction_id=transaction
+        and source.printed_id("transaction_id", transaction, f"{prefix}transaction"),
+    )
+
+
 class DeadLetters:
     """The dead letters of the configured group, on an open connection to the target with a pinned text form."""
 
@@ -85,23 +101,29 @@ class DeadLetters:
         """Find the transactions of some statuses that a filter selects now."""
         return dead_letter_selection.find(self._conn, self._group, wanted, statuses)
 
-    def missing_handlers(self, selected: FoundDeadLetters) -> dict[str, int]:
-        """Count the transactions by the handler in which they failed, for handlers that are not configured any more."""
+    def warnings(self, selected: FoundDeadLetters) -> list[str]:
+        """Return a line for each handler in which the transactions failed and that is not configured any more."""
         failed = dead_letter_selection.failed_handlers(self._conn, self._group, selected)
-        return {name: count for name, count in failed.items() if name not in self._handlers}
+        return [
+            f"handler {name!r}, in which {count} of these transactions failed, is not configured any more: the current "
+            "routes decide where they go"
+            for name, count in failed.items()
+            if name not in self._handlers
+        ]
 
-    def sinks(self, selected: FoundDeadLetters) -> dict[str, int]:
-        """Count the transactions by the sink to which they could not be delivered."""
-        return dead_letter_selection.sinks(self._conn, self._group, selected)
+    def verb(self, selected: FoundDeadLetters) -> str:
+        """Return the verb for what a replay does with the transactions: they are applied, or delivered, or both."""
+        of_sinks = dead_letter_selection.sinks(self._conn, self._group, selected)
+        delivered = sum(of_sinks.values())
+        if not delivered:
+            return "applied"
+        return "delivered" if delivered == selected.transactions else "applied or delivered"
 
-    def missing_sinks(self, selected: FoundDeadLetters) -> dict[str, int]:
-        """Count the transactions by sink, for sinks that are not configured any more."""
-        failed = self.sinks(selected)
-        return {name: count for name, count in failed.items() if name not in self._sinks}
-
-    def instances(self) -> list[str]:
-        """List the running instances of the group, as host:pid."""
-        return presence.instances(self._conn, self._group)
+    def idle(self, verb: str) -> list[str]:
+        """Return a line if no instance runs that would replay what is queued; `verb` says what it does."""
+        if presence.instances(self._conn, self._group):
+            return []
+        return [f"no instance of group {self._group!r} is running: they are {verb} when one starts"]
 
     def replay(
         self,
@@ -118,11 +140,13 @@ class DeadLetters:
         ConfigurationError for a file that cannot be read, for a payload that only the outbox has, and for a sink that
         is not configured any more.
         """
-        for name, count in self.missing_sinks(selected).items():
-            raise ConfigurationError(
-                f"handlers.{name}: there is no such sink any more, and {count} of these transactions belong to it "
-                "alone: put it back, or replay the others (--sink, --handler) and discard these"
-            )
+        of_sinks = dead_letter_selection.sinks(self._conn, self._group, selected)
+        for name, count in of_sinks.items():
+            if name not in self._sinks:
+                raise ConfigurationError(
+                    f"handlers.{name}: there is no such sink any more, and {count} of these transactions belong to it "
+                    "alone: put it back, or replay the others (--sink, --handler) and discard these"
+                )
         queued = array("q")
         with self._conn.transaction():
             if edits is not None:

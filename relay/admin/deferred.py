@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Mapping
 from itertools import groupby
 
 from relay.config.settings import Settings
@@ -40,18 +40,26 @@ class DeferredTransactions:
         """Find the transactions that a filter selects now."""
         return deferred_selection.find(self._conn, self._group, wanted)
 
-    def instances(self) -> list[str]:
-        """List the running instances of the group, as host:pid."""
-        return presence.instances(self._conn, self._group)
-
-    def missing_sinks(self, names: Collection[str]) -> list[str]:
-        """Return the sinks among `names` that are not configured any more; '' is the target."""
-        return [name for name in names if name and name not in self._sinks]
-
-    def paused_sinks(self) -> list[str]:
-        """List the paused sinks."""
+    def idle(self, due: Mapping[str, int]) -> list[str]:
+        """Return lines about due transactions, counted by sink ('' is the target), that no instance retries now."""
         stored = sinks.read(self._conn, self._group, self._sinks)
-        return [each.sink for each in stored if each.state == "paused"]
+        missing = [name for name in due if name and name not in self._sinks]
+        paused = [each.sink for each in stored if each.state == "paused" and each.sink in due]
+        lines = [
+            f"{due[name]} of them go to sink {name}, which is not configured any more: put it back, or give them up "
+            f"with `relay deferred cancel --sink {name}`"
+            for name in missing
+        ]
+        lines += [
+            f"{due[name]} of them go to sink {name}, which is paused: they are tried after `relay sink resume {name}`"
+            for name in paused
+        ]
+        running = presence.instances(self._conn, self._group)
+        if due.keys() - {*missing, *paused} and not running:
+            lines.append(
+                f"no instance of group {self._group!r} is running: they are tried when one starts"
+            )
+        return lines
 
     def run(self, selected: FoundDeferred, reason: str | None) -> dict[str, int]:
         """Make transactions due now, in their order, whatever their time is; returns how many of each sink."""

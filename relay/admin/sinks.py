@@ -220,8 +220,12 @@ def plan_seek(settings: Settings, name: str, to: str, option: str = "--to") -> S
             return SinkMove(goal, move_sink(target, settings, name, goal))
 
 
-def seek(settings: Settings, name: str, goal: Goal, action: str, reason: str | None) -> None:
-    """Move a sink to a goal, while relay runs or not. Raises ConfigurationError."""
+def seek(settings: Settings, name: str, goal: Goal, rebuild: bool, reason: str | None) -> None:
+    """Move a sink to a goal, while relay runs or not. `rebuild` only names the stored action.
+
+    Raises ConfigurationError.
+    """
+    action = "sink rebuild" if rebuild else "sink seek"
     with reach_target(settings) as target, target.transaction():
         _require(target, settings, name)
         given_up = move_sink(target, settings, name, goal)

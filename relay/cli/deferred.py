@@ -117,24 +117,6 @@ def _approved(opened: _OpenedDeferred, what: str, action: ActionOptions) -> Foun
     )
 
 
-def _warn_of_idle(opened: _OpenedDeferred, due: dict[str, int]) -> None:
-    """Warn of due transactions, counted by sink, that no instance retries now."""
-    missing = opened.deferrals.missing_sinks(due)
-    paused = [name for name in opened.deferrals.paused_sinks() if name in due]
-    for name in missing:
-        warn(
-            f"{due[name]} of them go to sink {printable(name)}, which is not configured any more: put it back, or give "
-            f"them up with `relay deferred cancel --sink {printable(name)}`"
-        )
-    for name in paused:
-        warn(
-            f"{due[name]} of them go to sink {name}, which is paused: they are tried after `relay sink resume "
-            f"{name}`"
-        )
-    if due.keys() - {*missing, *paused} and not opened.deferrals.instances():
-        warn(f"no instance of group {opened.group!r} is running: they are tried when one starts")
-
-
 def _print_none(opened: _OpenedDeferred) -> None:
     """Print on standard error that no transaction was found, and whether there were filters."""
     narrowed = " that matches the filters" if opened.is_filtered else ""
@@ -201,7 +183,8 @@ def deferred_run(options: DeferredSelectionOptions, action: ActionOptions) -> No
             return
         due: dict[str, int] = opened.deferrals.run(selected, action.reason)
         print(counted(sum(due.values()), "transaction is", "transactions are"), "due")
-        _warn_of_idle(opened, due)
+        for line in opened.deferrals.idle(due):
+            warn(printable(line))
 
 
 @deferred.command("cancel")

@@ -37,7 +37,6 @@ from relay.cli.terminal import (
     progress,
 )
 from relay.config.files import load
-from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.observe.phrases import counted, moment, printable, printable_json
 from relay.runtime.reporting import silent
@@ -144,22 +143,12 @@ class _Opened(NamedTuple):
 @contextmanager
 def _opened(options: SelectionOptions) -> Iterator[_Opened]:
     from relay.admin.connections import reach_target
-    from relay.admin.dead_letters import DeadLetters
+    from relay.admin.dead_letters import DeadLetters, printed
 
-    settings, wanted = load(options.config), options.selection()
+    settings = load(options.config)
     with reach_target(settings) as conn:
-        yield _Opened(conn, settings.group, DeadLetters(settings, conn), _printed(settings, wanted))
-
-
-def _printed(settings: Settings, wanted: DeadLetterSelection) -> DeadLetterSelection:
-    """Return the filter with ids as PostgreSQL prints them. Raises ConfigurationError for an id of another type."""
-    host, transaction, source = wanted.host_id, wanted.transaction_id, settings.source
-    return replace(
-        wanted,
-        host_id=host and source.printed_id("host_id", host, "--host"),
-        transaction_id=transaction
-        and source.printed_id("transaction_id", transaction, "--transaction"),
-    )
+        wanted = printed(settings, options.selection(), "--")
+        yield _Opened(conn, settings.group, DeadLetters(settings, conn), wanted)
 
 
 def _find(
@@ -322,31 +311,18 @@ def dlq_replay(
         selected = _find(opened, everything, "transaction to be replayed")
         if not selected.transactions:
             return
-        for name, count in opened.dead_letters.missing_handlers(selected).items():
-            warn(
-                f"handler {printable(name)!r}, in which {count} of these transactions failed, is not configured any "
-                "more: the current routes decide where they go"
-            )
-        verb = _verb(opened.dead_letters.sinks(selected).values(), selected.transactions)
+        for line in opened.dead_letters.warnings(selected):
+            warn(line)
+        verb = opened.dead_letters.verb(selected)
         if not _approved(opened, selected, f"will be {verb} again", dry_run, yes):
             return
         with progress() as report:
             queued = opened.dead_letters.replay(selected, reason, edit, report)
         print(counted(len(queued), "transaction is", "transactions are"), "queued")
-        if queued and not opened.dead_letters.instances():
-            warn(
-                f"no instance of group {opened.group!r} is running: they are {verb} when one starts"
-            )
+        for line in opened.dead_letters.idle(verb) if queued else ():
+            warn(line)
         if wait:
             _wait_for(opened.dead_letters, queued, verb)
-
-
-def _verb(of_sinks: Iterable[int], transactions: int) -> str:
-    """Return the verb for what a replay does with transactions; `of_sinks` has the counts of those of sinks."""
-    delivered = sum(of_sinks)
-    if not delivered:
-        return "applied"
-    return "delivered" if delivered == transactions else "applied or delivered"
 
 
 def _wait_for(dead_letters: Any, queued: Sequence[int], verb: str) -> None:

@@ -123,8 +123,7 @@ def _seek(
     print(f"sink {name} goes on {move.goal.text}")
     print_given_up(move.given_up)
     approve(yes)
-    action = "sink seek" if option == "--to" else "sink rebuild"
-    seek(settings, name, move.goal, action, reason)
+    seek(settings, name, move.goal, option == "--from", reason)
 
 
 @sink.command("drop")

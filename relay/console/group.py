@@ -18,7 +18,7 @@ import psycopg
 
 from relay.admin import sinks, status
 from relay.admin.connections import reach_target
-from relay.admin.dead_letters import DeadLetters
+from relay.admin.dead_letters import DeadLetters, printed
 from relay.admin.deferred import DeferredTransactions
 from relay.admin.offsets import OffsetsMove, PartitionStatus, plan_seek, positions, seek
 from relay.admin.sinks import SinkMove, SinkStatus
@@ -313,10 +313,9 @@ class GroupView:
 
     def seek_sink(self, name: str, to: str, rebuild: bool, by: str, reason: str) -> str:
         """Move a sink to another position; return that position in words. `rebuild` only names the stored action."""
-        action = "sink rebuild" if rebuild else "sink seek"
         with acting(by):
             move = sinks.plan_seek(self._settings, name, to, "to")
-            sinks.seek(self._settings, name, move.goal, action, reason)
+            sinks.seek(self._settings, name, move.goal, rebuild, reason)
         return move.goal.text
 
     def drop_sink(self, name: str, by: str, reason: str) -> int:
@@ -358,10 +357,10 @@ class GroupView:
         self, selection: DeadLetterSelection, limit: int = PAGE, before: int | None = None
     ) -> Page[DeadTransaction]:
         """List dead transactions, newest first."""
-        printed = self._printed(selection)
+        wanted = printed(self._settings, selection)
         with reading(), reach_target(self._settings) as target:
             rows = dead_letter_selection.listed(
-                target, self.name, printed, limit + 1, DeadTransaction, before=before
+                target, self.name, wanted, limit + 1, DeadTransaction, before=before
             )
         return _page(rows, limit, lambda each: each.number)
 
@@ -405,28 +404,25 @@ class GroupView:
     def find_dead(self, selection: DeadLetterSelection) -> FoundDeadLetters:
         """Find the dead transactions that an action would concern."""
         with reading(), reach_target(self._settings) as target:
-            return DeadLetters(self._settings, target).find(self._printed(selection))
+            return DeadLetters(self._settings, target).find(printed(self._settings, selection))
 
     def replay(self, selection: DeadLetterSelection, by: str, reason: str) -> QueuedReplay:
         """Queue dead transactions to be applied or delivered again."""
         with acting(by), reach_target(self._settings) as target:
             dead = DeadLetters(self._settings, target)
-            found = dead.find(self._printed(selection))
-            warnings = [
-                f"handler {name}, in which {count} of them failed, is not configured any more: they go where the "
-                "routes lead now"
-                for name, count in dead.missing_handlers(found).items()
-            ]
+            found = dead.find(printed(self._settings, selection))
+            warnings = dead.warnings(found)
+            verb = dead.verb(found)
             queued = len(dead.replay(found, reason))
-            if queued and not dead.instances():
-                warnings.append("no instance is running: they are tried when one starts")
+            if queued:
+                warnings += dead.idle(verb)
         return QueuedReplay(queued, warnings)
 
     def discard(self, selection: DeadLetterSelection, by: str, reason: str) -> int:
         """Discard dead transactions; return how many."""
         with acting(by), reach_target(self._settings) as target:
             dead = DeadLetters(self._settings, target)
-            return dead.discard(dead.find(self._printed(selection)), reason)
+            return dead.discard(dead.find(printed(self._settings, selection)), reason)
 
     def actions(
         self, limit: int = PAGE, before: int | None = None, sink: str | None = None
@@ -443,20 +439,6 @@ class GroupView:
         with reading(), reach_target(self._settings) as target:
             rows = dead_letter_selection.acted(target, self.name, limit + 1, before)
         return _page(rows, limit, lambda each: each.id)
-
-    def _printed(self, selection: DeadLetterSelection) -> DeadLetterSelection:
-        """Return the selection with ids in the form in which PostgreSQL prints them."""
-        source, host, transaction = (
-            self._settings.source,
-            selection.host_id,
-            selection.transaction_id,
-        )
-        return replace(
-            selection,
-            host_id=host and source.printed_id("host_id", host, "host"),
-            transaction_id=transaction
-            and source.printed_id("transaction_id", transaction, "transaction"),
-        )
 
     def _no_dead_letter(self, dead_letter_id: int) -> Missing:
         return Missing(f"there is no dead letter {dead_letter_id} in group {self.name!r}")

@@ -422,7 +422,7 @@ def test_a_sink_is_rebuilt_while_the_others_go_on(outbox: Outbox, webhooks: list
         wait_until(lambda: len(again.accepted) == len(other.accepted) == 30)
         again.requests.clear()
         move = sinks.plan_seek(settings, "hook0", "beginning")
-        sinks.seek(settings, "hook0", move.goal, "sink rebuild", "a new consumer")
+        sinks.seek(settings, "hook0", move.goal, True, "a new consumer")
         assert outbox.value("select detail from relay.actions") == {
             "goes on": "with the oldest event",
             "dead": 0,
@@ -442,7 +442,7 @@ def test_a_sink_is_rebuilt_while_the_others_go_on(outbox: Outbox, webhooks: list
         )
         again.requests.clear()
         move = sinks.plan_seek(settings, "hook0", str(middle))
-        sinks.seek(settings, "hook0", move.goal, "sink seek", None)
+        sinks.seek(settings, "hook0", move.goal, False, None)
         wait_until(lambda: len(again.accepted) == 20)
         wait_until(lambda: state(outbox) == "attached")
     assert set(again.ids().values()) == set(other.ids().values()) == {1}
@@ -698,7 +698,7 @@ def test_the_rights_that_are_granted_suffice_for_a_sink_and_its_operator(
             assert sinks.set_paused(settings, "hook0", True, "maintenance")
             assert sinks.set_paused(settings, "hook0", False, None)
             move = sinks.plan_seek(settings, "hook0", "beginning")
-            sinks.seek(settings, "hook0", move.goal, "sink seek", "once more")
+            sinks.seek(settings, "hook0", move.goal, False, "once more")
             wait_until(lambda: len(webhook.accepted) == 2)
             assert [each.name for each in sinks.listed(settings)] == ["hook0"]
         sinks.drop(outbox.settings(source=source), "hook0", "no longer wanted")
