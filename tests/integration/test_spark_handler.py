@@ -255,7 +255,7 @@ def test_a_seek_gives_up_the_batch_that_is_begun(
         faults[:] = [ValueError("x")] * 1_000
         outbox.publish(host(1), event(2))
         wait_until(lambda: len(written) >= 3)
-        seek(settings, "lake", plan_seek(settings, "lake", "beginning").goal, "sink seek", None)
+        seek(settings, "lake", plan_seek(settings, "lake", "beginning").goal, False, None)
         wait_until(lambda: len(written[-1][1]) == 2)
         faults.clear()
         written_all(outbox)
@@ -278,7 +278,7 @@ def test_a_seek_into_a_difference_leaves_out_what_lies_before(
     with relayed(outbox, "inline", session, **config):
         written_all(outbox)
         plan = plan_seek(settings, "lake", str(offset))
-        seek(settings, "lake", plan.goal, "sink seek", None)
+        seek(settings, "lake", plan.goal, False, None)
         wait_until(lambda: len(written) >= 2)
         written_all(outbox)
     again = outbox.column("select id::text from outbox_message_t where c_offset >= %s", (offset,))
