@@ -20,10 +20,9 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from relay.cli.app import app
-from relay.config.event_types import EventTypeSettings
 from relay.config.handlers import KINDS, BrokerHandler, DeliveryHandler, SinkHandler
-from relay.config.retention import written
-from relay.config.settings import Settings
+from relay.config.settings import EventTypeSettings, Settings
+from relay.config.types import written
 from tests.pages import DOCS
 from tests.process import ROOT
 from tests.sql_meanings import COLUMNS, FUNCTIONS, TABLES

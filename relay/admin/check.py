@@ -20,8 +20,7 @@ from relay.admin.connections import reach, require_schema
 from relay.admin.findings import Finding, Severity, finding_of, finding_of_error, schema_finding
 from relay.config.effects import Effects
 from relay.config.files import Configuration, observed
-from relay.config.observe import Address
-from relay.config.settings import Settings
+from relay.config.settings import Address, Settings
 from relay.event_types.registry import registered
 from relay.faults import ConfigurationError, RelayError, Unreachable, first_line
 from relay.handlers import Sink

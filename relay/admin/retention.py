@@ -13,8 +13,8 @@ from psycopg import sql
 from relay.admin.check import require_group
 from relay.admin.check_source import require_table
 from relay.admin.connections import administrators, reach
-from relay.config.retention import duration
 from relay.config.settings import Settings
+from relay.config.types import duration
 from relay.faults import ConfigurationError, first_line
 from relay.retention import erasure, restoration
 from relay.retention.conversion import convert

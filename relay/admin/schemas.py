@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from pydantic import PydanticUserError
 
-from relay.config.event_types import EventsSettings
+from relay.config.settings import EventsSettings
 from relay.event_types.registry import EventType, registered
 from relay.faults import ConfigurationError
 

@@ -11,8 +11,7 @@ from typing import Literal, TypeVar
 
 from relay.config import loading
 from relay.config.dsn import DatabaseAccess
-from relay.config.observe import ObserveSettings
-from relay.config.settings import ENV_PREFIX, Settings, SparkSettings
+from relay.config.settings import ENV_PREFIX, ObserveSettings, Settings, SparkSettings
 from relay.faults import ConfigurationError, RelayError
 
 T = TypeVar("T")

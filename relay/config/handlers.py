@@ -23,9 +23,9 @@ from pydantic import (
 )
 
 from relay.config.dsn import DatabaseAccess, Dsn
+from relay.config.fields import Template
 from relay.config.imports import require_path
 from relay.config.secrets import CallSecret, Secret, known_text
-from relay.config.templates import Template
 from relay.config.types import Alike, Number, Own, Seconds, SecondsOrZero, Section
 from relay.model.events import EVENT_FIELDS
 
@@ -405,7 +405,7 @@ def _template(value: str) -> str:
 
 
 Named = Annotated[str, Field(min_length=1), AfterValidator(_template)]
-"""A template over an event's fields; see `relay.config.templates`."""
+"""A template over an event's fields; see `relay.config.fields`."""
 
 
 def check_address(address: str, schemes: Sequence[str]) -> None:

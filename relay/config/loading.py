@@ -1,30 +1,37 @@
-"""Reads the YAML file and the `RELAY_*` variables, and validates them; an error has a line for each fault."""
+"""Reads the YAML file and the `RELAY_*` variables, and validates them.
+
+An error has a line for each fault, which suggests a known key in place of an unknown one.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
-from pydantic import (
-    ValidationError,
-)
-from pydantic_settings import (
-    SettingsError,
-)
+from pydantic import BaseModel, ValidationError
+from pydantic_settings import SettingsError
 
-from relay.config import environment
-from relay.config.event_types import REGISTRY, TYPES
+from relay.config.fields import nearest
 from relay.config.handlers import KINDS
-from relay.config.settings import ENV_PREFIX, Settings
-from relay.config.suggestions import keys_at, nearest
+from relay.config.settings import ENV_PREFIX, REGISTRY, TYPES, Settings
 from relay.faults import ConfigurationError
 
 _UNKNOWN = "unknown key; see docs/reference/settings.md for all keys"
 DEFAULT_PATH = Path("relay.yaml")
+_OTHERS = frozenset(
+    # Variables of relay's commands and of docker-compose.yml.
+    f"{ENV_PREFIX}{name}"
+    for name in ("ADMIN_DSN", "TARGET_ADMIN_DSN", "CONFIG", "IMAGE", "PASSWORD")
+)
+_UNRELATED = re.compile(
+    # Variables that Kubernetes sets for a service whose name begins with relay, and those of relay's tests.
+    ENV_PREFIX + r"((\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)|(TEST|CHAOS)_\w+)"
+)
 
 
 def load(path: Path | None, beside: Sequence[Path] = ()) -> Settings:
@@ -36,7 +43,7 @@ def load(path: Path | None, beside: Sequence[Path] = ()) -> Settings:
     setting in the environment.
     """
     file = path or _default_file()
-    if file is None and not environment.settings(Settings):
+    if file is None and not _variables(Settings):
         raise ConfigurationError(
             f"there is no configuration: {Path.cwd() / DEFAULT_PATH} does not exist, and neither --config nor "
             f"{ENV_PREFIX}CONFIG names a file: write one (the project's config/relay.yaml has every key), or set "
@@ -44,7 +51,7 @@ def load(path: Path | None, beside: Sequence[Path] = ()) -> Settings:
         )
     content = {} if file is None else _read(file)
     contents = [content, *map(_read, beside)]
-    if unrecognised := list(environment.unknown_variables(Settings, contents)):
+    if unrecognised := list(_unknown_variables(Settings, contents)):
         raise ConfigurationError("\n".join(unrecognised))
     unknown = [key for key in content if key.startswith("_")]
     if unknown:
@@ -164,3 +171,93 @@ def _in_environment(location: tuple[int | str, ...]) -> bool:
     given = {name.upper() for name in os.environ}
     parts = [str(part).upper() for part in location]
     return any(ENV_PREFIX + "__".join(parts[:depth]) in given for depth in range(1, len(parts) + 1))
+
+
+def _variables(model: type[BaseModel]) -> dict[str, str]:
+    """The variables that set a key of the model or a key below one, with their values."""
+    return {name: text for name, text in os.environ.items() if _top(name) in model.model_fields}
+
+
+def _unknown_variables(model: type[BaseModel], contents: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield an error line for each variable that begins with `RELAY_` and sets no key.
+
+    Variables that the configuration references (`{env: NAME}`, in a file's content or in a variable) are no errors.
+    """
+    given = _variables(model)
+    for name in sorted(os.environ):
+        if _top(name) is None or name in given or name.upper() in _OTHERS:
+            continue
+        if _UNRELATED.fullmatch(name.upper()) or _is_referenced(name, contents):
+            continue
+        if any(name in text for text in given.values()):
+            continue
+        meant = nearest(name, (f"{ENV_PREFIX}{path.upper()}" for path in paths(model, "__")))
+        hint = f"did you mean {meant}?" if meant else "see docs/reference/settings.md for all keys"
+        yield f"environment: {name}: sets no key; {hint}"
+
+
+def _top(variable: str) -> str | None:
+    """The top-level key that a variable names; None if it does not begin with `RELAY_`."""
+    name = variable.upper()
+    if not name.startswith(ENV_PREFIX):
+        return None
+    return name.removeprefix(ENV_PREFIX).partition("__")[0].lower()
+
+
+def _is_referenced(variable: str, content: Any) -> bool:
+    """Whether the content has `{env: variable}`."""
+    if isinstance(content, dict):
+        return content.get("env") == variable or any(
+            _is_referenced(variable, each) for each in content.values()
+        )
+    return isinstance(content, list) and any(_is_referenced(variable, each) for each in content)
+
+
+def keys_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
+    """The keys of the mapping at a location in the configuration; `location` is in pydantic's form."""
+    kinds: list[Any] = [model]
+    for part in location:
+        kinds = [below for kind in kinds for below in _below(kind, part)]
+    return [
+        field.alias or name
+        for kind in kinds
+        for member in _members(kind)
+        if _is_model(member)
+        for name, field in member.model_fields.items()
+    ]
+
+
+def paths(model: type[BaseModel], joint: str) -> Iterator[str]:
+    """Yield the path of every key, such as `source.dsn`, except below mappings whose keys the user chooses."""
+    for name, field in model.model_fields.items():
+        yield name
+        for member in _members(field.annotation):
+            if _is_model(member):
+                yield from (f"{name}{joint}{path}" for path in paths(member, joint))
+
+
+def _below(kind: Any, part: int | str) -> Iterator[Any]:
+    for member in _members(kind):
+        if _is_model(member):
+            fields: Mapping[str, Any] = member.model_fields
+            yield from (f.annotation for name, f in fields.items() if part in (name, f.alias))
+            # In a union, pydantic's location names the member by its type.
+            if "type" in fields and part in get_args(fields["type"].annotation):
+                yield member
+        elif get_origin(member) in (dict, list):
+            yield get_args(member)[-1]
+
+
+def _members(kind: Any) -> Iterator[Any]:
+    """The types that a value may have, without Annotated and unions."""
+    if get_origin(kind) is Annotated:
+        yield from _members(get_args(kind)[0])
+    elif get_origin(kind) in (Union, UnionType):
+        for each in get_args(kind):
+            yield from _members(each)
+    else:
+        yield kind
+
+
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)

@@ -1,15 +1,20 @@
-"""The configuration as pydantic models. Long sections, such as `source` and `handlers`, have modules of their own."""
+"""The configuration as pydantic models; those of the sections `source` and `handlers` have modules of their own."""
 
 from __future__ import annotations
 
+import re
+from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
+    Discriminator,
     Field,
     NonNegativeInt,
     PositiveInt,
+    Tag,
     field_validator,
     model_validator,
 )
@@ -19,18 +24,15 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from relay.config import environment
 from relay.config.dsn import DatabaseAccess, Dsn
-from relay.config.event_types import EventsSettings
-from relay.config.fields import is_header, is_name, suggestion
+from relay.config.fields import JSON_FIELDS, is_header, is_name, suggestion
 from relay.config.handlers import HandlerSettings, SinkHandler, SparkHandler
-from relay.config.observe import ObserveSettings
-from relay.config.retention import RetentionSettings
-from relay.config.secrets import Secret
+from relay.config.secrets import Secret, known_text
 from relay.config.source import SourceSettings
-from relay.config.types import Alike, Name, Number, Own, Seconds, Section
+from relay.config.types import Alike, Duration, Name, Number, Own, Seconds, Section
 
-ENV_PREFIX = environment.PREFIX
+ENV_PREFIX = "RELAY_"
+"""The beginning of the variables that are settings."""
 
 
 Scalar = str | int | float | bool
@@ -193,6 +195,161 @@ class Route(Section):
                     f"{suggestion(name)}"
                 )
         return value
+
+
+VERSION_FROM = "metadata.version"
+"""The default path of an event's version."""
+
+
+def check_version_from(path: str) -> str:
+    """Return the path unchanged. Raises ValueError if it does not lead into payload or metadata."""
+    if not is_name(path) or path in JSON_FIELDS or path.partition(".")[0] not in JSON_FIELDS:
+        raise ValueError(f"{path!r} is not a path into payload or metadata, such as {VERSION_FROM}")
+    return path
+
+
+def _object_path(value: Any) -> Any:
+    if not isinstance(value, str) or not re.fullmatch(r"[\w.]+:[\w.]+", value):
+        raise ValueError("must be module:name, such as shop.events:OrderPlaced")
+    return value
+
+
+ObjectPath = Annotated[str, BeforeValidator(_object_path)]
+Version = Annotated[PositiveInt, Number]
+
+
+class EventTypeSettings(Section):
+    """An event type: its current version, the model of that version, and the upcasters from older versions."""
+
+    version: Version | None = None
+    """The current version; null: the one after the last upcaster's, else 1."""
+    model: ObjectPath | None = None
+    """`module:name` of a pydantic model of the current version's payload."""
+    upcast: dict[Version, ObjectPath] = Field(default_factory=dict)
+    """`module:function` for each older version: it takes the version's payload and returns the next version's."""
+    version_from: Annotated[str, AfterValidator(check_version_from)] = VERSION_FROM
+    """The path to an event's version in payload or metadata; an event without a value there has version 1."""
+
+
+TYPES, REGISTRY = "types", "registry"
+"""The names of the two forms in the location of a pydantic error."""
+
+
+def _form(value: Any) -> str:
+    return REGISTRY if isinstance(value, str) else TYPES
+
+
+EventsSettings = Annotated[
+    Annotated[dict[str, EventTypeSettings], Tag(TYPES)] | Annotated[ObjectPath, Tag(REGISTRY)],
+    Discriminator(_form),
+]
+
+
+_DAY = timedelta(days=1)
+
+
+class RetentionSettings(Section):
+    """How long events stay in the outbox once every reader is past them, and rows in relay's own tables.
+
+    Without `keep`, relay removes nothing from the outbox. It removes no event that the Spark sink `archive` has not
+    written. A reader with unread events older than `max_lag` no longer holds events back; null: every reader does.
+    """
+
+    keep: Duration | None = None
+    """How long events stay in the outbox once every reader is past them; null: for ever."""
+    ahead: Duration = timedelta(days=14)
+    """How far ahead partitions are created."""
+    archive: str | None = None
+    """The sink of `type: spark` that must have written events before they are removed."""
+    max_lag: Duration | None = None
+    """The age of an unread event from which on its reader no longer holds events back; null: no limit."""
+    keep_letters: Annotated[Duration, Field(ge=_DAY)] = timedelta(days=90)
+    """How long replayed and discarded dead letters, and actions, are kept, at least `1d`."""
+
+
+_ADDRESS = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>\d{1,5})")
+_MOST_PORT = 65_535
+LEAST_TOKEN = 16
+"""The least characters of a token: a shorter one can be guessed."""
+
+
+class Address(NamedTuple):
+    """The address at which a server listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        """The address as it is written in the configuration."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def address(value: Any) -> Address:
+    """Parse an address such as `127.0.0.1:9464` or `[::1]:9464`; port 0 takes a free port. Raises ValueError."""
+    if isinstance(value, Address):
+        return value
+    match = _ADDRESS.fullmatch(value) if isinstance(value, str) else None
+    if match is None or int(match["port"]) > _MOST_PORT:
+        raise ValueError("must be an address and a port, such as 127.0.0.1:9464 or [::1]:9464")
+    return Address(match["v6"] or match["host"], int(match["port"]))
+
+
+Listen = Annotated[Address, BeforeValidator(address)]
+
+
+class ConsoleSettings(Section):
+    """The console and its HTTP API.
+
+    `token` gives access to both. With `user_header`, a reverse proxy names the user in this header; only the proxy may
+    then reach the address.
+    """
+
+    listen: Listen
+    """The address of the console; plain HTTP."""
+    token: Secret | None = None
+    """The token that gives access: 16 characters or more. This or `user_header` is required."""
+    user_header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,100}$")] | None = None
+    """The header in which a reverse proxy names the user; with a `token`, it counts only together with that."""
+
+    @model_validator(mode="after")
+    def _is_guarded(self) -> ConsoleSettings:
+        if self.token is None and self.user_header is None:
+            raise ValueError(
+                "needs a token, or the user_header of a reverse proxy: without one, anyone who reaches the address "
+                "could replay and discard events"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _token_is_long(self) -> ConsoleSettings:
+        known = None if self.token is None else known_text(self.token)
+        if known is not None and len(known) < LEAST_TOKEN:
+            raise ValueError(f"token must have {LEAST_TOKEN} characters or more")
+        return self
+
+
+class ObserveSettings(Section):
+    """Metrics and health at `listen`, traces, and the console. Everything is off by default.
+
+    `/livez` reports that relay hangs if a thread has no heartbeat for `stall_seconds`, or one operation of it takes
+    `busy_seconds`.
+    """
+
+    listen: Listen | None = None
+    """The address of /metrics, /livez, /readyz and /healthz; null: off."""
+    traces: bool = False
+    """Send OpenTelemetry traces, as the OTEL_* variables say."""
+    console: ConsoleSettings | None = None
+    """The console and its HTTP API; null: off."""
+    stall_seconds: Annotated[Seconds, Field(ge=2)] = 20.0
+    """The seconds without a heartbeat of a thread or a handler after which /livez fails."""
+    busy_seconds: Annotated[Seconds, Field(ge=30)] = 900.0
+    """The seconds that one operation of a thread or a handler may take before /livez fails."""
+
+    @property
+    def observes(self) -> bool:
+        """Whether relay serves metrics, health or the console."""
+        return self.listen is not None or self.console is not None
 
 
 class Settings(BaseSettings):

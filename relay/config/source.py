@@ -15,7 +15,6 @@ from pydantic import (
 )
 
 from relay.config.dsn import Dsn
-from relay.config.profiles import expanded
 from relay.config.secrets import Secret
 from relay.config.types import Alike, Name, Number, Own, Section
 from relay.faults import ConfigurationError
@@ -39,6 +38,50 @@ _PRINTED: Mapping[str, Callable[[str], str]] = {
     "bigint": _bigint,
 }
 """Functions by type that return an id as PostgreSQL prints it. Each raises ValueError for text of another type."""
+
+
+PROFILES: Mapping[str, Mapping[str, Any]] = {
+    "relay": {},
+    "debezium": {
+        "table": "public.outbox",
+        "columns": {
+            "host_id": "aggregateid",
+            "aggregate_id": "aggregateid",
+            "aggregate_type": "aggregatetype",
+            "event_type": "type",
+        },
+        "types": {"host_id": "text"},
+    },
+    "pg-transactional-outbox": {
+        "table": "public.outbox",
+        "columns": {
+            "host_id": "aggregate_id",
+            "event_type": "message_type",
+            "event_ts": "created_at",
+        },
+        "types": {"host_id": "text"},
+    },
+    "blumchen": {
+        "table": "public.outbox",
+        "columns": {"host_id": "message_type", "event_type": "message_type", "payload": "data"},
+        "types": {"id": "bigint", "host_id": "text"},
+    },
+}
+"""The values of the section that each `source.profile`, the outbox table of another tool, stands for.
+
+Sources: Debezium documentation, "Outbox Event Router" (basic outbox table); the setup scripts of
+pg-transactional-outbox; Blumchen's `MessageTableOptions.cs`.
+"""
+
+
+def _expanded(source: Mapping[str, Any]) -> dict[str, Any]:
+    """The section with its profile's values; the section's own values, columns and types override them."""
+    given = PROFILES.get(str(source.get("profile", "relay")), {})
+    values = {**given, **source}
+    for key in ("columns", "types"):
+        if isinstance(own := source.get(key), Mapping):
+            values[key] = {**given.get(key, {}), **own}
+    return values
 
 
 class SourceSettings(Section):
@@ -79,7 +122,7 @@ class SourceSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_defaults_of_profile(cls, value: Any) -> Any:
-        return expanded(value) if isinstance(value, Mapping) else value
+        return _expanded(value) if isinstance(value, Mapping) else value
 
     @field_validator("table")
     @classmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from datetime import timedelta
 from enum import Enum
 from typing import Annotated, Any, TypeVar
 
@@ -44,3 +46,28 @@ _MOST_SECONDS = 1e9
 Seconds = Annotated[float, Field(gt=0, le=_MOST_SECONDS), Number]
 SecondsOrZero = Annotated[float, Field(ge=0, le=_MOST_SECONDS), Number]
 Name = Annotated[str, Field(min_length=1, max_length=63)]
+
+_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+_DURATION = re.compile(r"(\d{1,6})\s*([mhdw])")
+
+
+def duration(value: Any) -> timedelta:
+    """Parse a duration such as `30m`, `6h`, `7d` or `2w`. Raises ValueError."""
+    match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    if isinstance(value, timedelta) and value > timedelta(0):
+        return value
+    if match is None or not int(match[1]):
+        raise ValueError("must be a number of minutes, hours, days or weeks: 30m, 6h, 7d, 2w")
+    return timedelta(**{_UNITS[match[2]]: int(match[1])})
+
+
+def written(length: timedelta) -> str:
+    """A duration in the configuration's form, in the largest unit that divides it: `1d`, `90m`."""
+    minutes = length // timedelta(minutes=1)
+    for unit, size in (("w", 10_080), ("d", 1_440), ("h", 60)):
+        if minutes % size == 0:
+            return f"{minutes // size}{unit}"
+    return f"{minutes}m"
+
+
+Duration = Annotated[timedelta, BeforeValidator(duration)]

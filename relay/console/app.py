@@ -22,8 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from relay import __version__
-from relay.config.observe import ConsoleSettings
-from relay.config.settings import Settings
+from relay.config.settings import ConsoleSettings, Settings
 from relay.console import (
     api,
     pages,

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from relay.config.observe import LEAST_TOKEN, ConsoleSettings
 from relay.config.secrets import recent
+from relay.config.settings import LEAST_TOKEN, ConsoleSettings
 from relay.faults import SecretUnavailable
 
 COOKIE = "relay_console"

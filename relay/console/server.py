@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from threading import Thread
 from typing import Self
 
-from relay.config.observe import ConsoleSettings
-from relay.config.settings import Settings
+from relay.config.settings import ConsoleSettings, Settings
 from relay.faults import ConfigurationError
 
 log = logging.getLogger(__name__)

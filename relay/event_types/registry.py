@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from relay.config.event_types import (
+from relay.config.imports import find, find_function, unfinished_kind, wrong_arguments
+from relay.config.settings import (
     VERSION_FROM,
     EventsSettings,
     EventTypeSettings,
     check_version_from,
 )
-from relay.config.imports import find, find_function, unfinished_kind, wrong_arguments
 from relay.faults import ConfigurationError
 
 Upcaster = Callable[[Any], Any]

@@ -8,8 +8,8 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from relay.config.fields import Template
 from relay.config.handlers import BrokerHandler
-from relay.config.templates import Template
 from relay.faults import Rejected, Undelivered
 from relay.handlers import cloudevents
 from relay.model import trace_context

@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 from prometheus_client.exposition import choose_encoder
 
 from relay import __version__
-from relay.config.observe import Address
+from relay.config.settings import Address
 from relay.faults import ConfigurationError
 from relay.observe.liveness import Health, Level
 from relay.observe.metrics import Metrics, Site

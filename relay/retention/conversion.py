@@ -15,8 +15,8 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from relay.config.retention import written
 from relay.config.settings import Settings
+from relay.config.types import written
 from relay.faults import ConfigurationError
 from relay.retention import removable
 from relay.retention.attachments import Attachments, obstacles

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 
-from relay.config.event_types import EventTypeSettings
 from relay.config.handlers import PythonHandler
-from relay.config.settings import Settings
+from relay.config.settings import EventTypeSettings, Settings
 from relay.faults import ConfigurationError
 from relay.runtime.reporting import ProgressReport, silent
 

@@ -14,8 +14,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from relay.config.dsn import check_dsn
 from relay.config.handlers import HttpHandler
-from relay.config.observe import ConsoleSettings, address
-from relay.config.settings import Settings
+from relay.config.settings import ConsoleSettings, Settings, address
 from relay.console.server import Server
 from relay.faults import Undelivered
 from relay.handlers import build_sinks

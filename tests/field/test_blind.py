@@ -18,7 +18,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from relay.admin import connections, sinks, status
-from relay.config.observe import ObserveSettings
+from relay.config.settings import ObserveSettings
 from relay.faults import Unreachable
 from relay.observe import databases
 from relay.retention import schedule

@@ -19,10 +19,10 @@ from pydantic import TypeAdapter, ValidationError
 from relay.admin.check import examine, require
 from relay.admin.findings import Severity
 from relay.admin.install import initialise
+from relay.config.fields import Template
 from relay.config.handlers import HandlerSettings
 from relay.config.imports import load
 from relay.config.settings import Route, Settings
-from relay.config.templates import Template
 from relay.faults import ConfigurationError, Rejected, RelayError, Unreachable
 from relay.handlers.brokers import Message, Publishing
 from relay.pipeline.route_rules import shadowed

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from relay.config.fields import Template
 from relay.config.handlers import NatsHandler
 from relay.config.settings import Route
-from relay.config.templates import Template
 from relay.faults import Rejected
 from relay.handlers import build_sinks
 from relay.model import exact_json, trace_context

@@ -18,8 +18,8 @@ from pydantic import TypeAdapter
 from pydantic_core import from_json
 
 from relay.admin.install import initialise
+from relay.config.fields import Template
 from relay.config.handlers import HandlerSettings
-from relay.config.templates import Template
 from relay.faults import Rejected
 from relay.handlers import build_sinks, cloudevents
 from relay.model import exact_json

@@ -13,8 +13,8 @@ import yaml
 
 from relay.cli.app import app
 from relay.config.handlers import KINDS
+from relay.config.loading import keys_at, paths
 from relay.config.settings import Settings
-from relay.config.suggestions import keys_at, paths
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY_KEY = (ROOT / "config" / "relay.yaml").read_text()

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from relay.config.effects import Effects
-from relay.config.fields import is_name
+from relay.config.fields import Template, is_name
 from relay.config.settings import Route, Settings
 from relay.config.source import SourceSettings
-from relay.config.templates import Template
 from relay.faults import ConfigurationError, Rejected
 from relay.handlers import cloudevents, relation
 from relay.handlers.sql import SqlEvent

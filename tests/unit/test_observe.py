@@ -20,8 +20,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from relay.config.observe import Address
-from relay.config.settings import Settings
+from relay.config.settings import Address, Settings
 from relay.faults import ConfigurationError
 from relay.model.batch import DeadLettered
 from relay.model.events import Lsn

@@ -8,8 +8,8 @@ from zoneinfo import ZoneInfo
 import pytest
 from pydantic import ValidationError
 
-from relay.config.retention import RetentionSettings, duration, written
-from relay.config.settings import Settings
+from relay.config.settings import RetentionSettings, Settings
+from relay.config.types import duration, written
 from relay.retention.partitions import aligned
 
 

@@ -17,9 +17,8 @@ from starlette.requests import Request
 from relay.config import secrets
 from relay.config.dsn import DatabaseAccess
 from relay.config.handlers import HttpHandler
-from relay.config.observe import ConsoleSettings
 from relay.config.secrets import CallSecret, FileSecret, resolve_secret
-from relay.config.settings import Settings
+from relay.config.settings import ConsoleSettings, Settings
 from relay.console.security import Guard
 from relay.faults import SecretUnavailable
 from relay.spark.executor import PackedSettings

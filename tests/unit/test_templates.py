@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relay.config.templates import Template
+from relay.config.fields import Template
 from relay.faults import Rejected
 from relay.model.events import EVENT_FIELDS, Event
 
