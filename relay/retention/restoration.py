@@ -1,5 +1,7 @@
 """Restores archived events into the outbox, as a partition of their own.
 
+The archive, the files that a Spark sink has written, is read without Spark.
+
 Their c_xid is null, as in rows older than relay: a reader that begins at the beginning reads them with the rest of the
 table, in order; every other reader counts them as read.
 
@@ -11,21 +13,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 from psycopg import sql
 
+from relay.config.handlers import SparkHandler
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model import headers
 from relay.model.events import FIELDS, INSERTED_BY
-from relay.retention import archive
 from relay.retention.partitions import RESTORED, Partition, partitions, retained, with_short_lock
 from relay.runtime.reporting import ProgressReport, silent
 from relay.source.outbox.columns import columns as table_columns
 from relay.store.connections import Connection
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_FORMATS = ("parquet", "orc", "delta")
+"""The formats that can be read without Spark."""
 _TIME = "c_ts"
 _COPYING = "copying archived events"
 _REPORT_EVERY = 500
@@ -52,7 +59,7 @@ def restore(
     The remains of a killed run are removed first. Raises ConfigurationError, OSError, psycopg.Error.
     """
     table = settings.source.table
-    archive.sink_of(settings)
+    _archive(settings)
     given = retained(source, table)
     if given is None or given.every is None:
         raise ConfigurationError(
@@ -158,7 +165,7 @@ def _fill(
         if column not in ("", INSERTED_BY, _TIME, *generated):
             columns.setdefault(column, field)
     into = sql.SQL(", ").join(sql.Identifier(column) for column in (*columns, INSERTED_BY, _TIME))
-    total = None if report is silent else archive.count(settings, lower, upper)
+    total = None if report is silent else _count(settings, lower, upper)
     report(_COPYING, 0, total)
     with (
         source.transaction(),
@@ -190,7 +197,7 @@ def _rows(
     stored = [field for field in fields if field in FIELDS]
     numbers = [FIELDS.index(field) for field in stored]
     names = [field.removeprefix(headers.PREFIX) for field in fields[len(stored) :]]
-    for batch in archive.read(settings, lower, upper):
+    for batch in _archived(settings, lower, upper):
         for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
             # pyarrow returns a map as a list of pairs.
             extra = dict(values[len(FIELDS)] or ()) if names else {}
@@ -199,3 +206,73 @@ def _rows(
                 *(extra.get(name) for name in names),
                 *(None, values[moment]),
             ]
+
+
+def _archive(settings: Settings) -> tuple[str, SparkHandler]:
+    """Return the sink that `retention.archive` names. Raises ConfigurationError unless its files can be read here."""
+    name = settings.retention.archive
+    if name is None:
+        raise ConfigurationError(
+            "retention.archive: names no sink: name the sink of the type spark that writes the archive"
+        )
+    sink = settings.spark_handlers[name]
+    if sink.path is None or sink.format not in _FORMATS:
+        raise ConfigurationError(
+            f"handlers.{name}: relay restores only from a path in the format {', '.join(_FORMATS)}: read it with Spark"
+        )
+    return name, sink
+
+
+def _archived(settings: Settings, lower: datetime, upper: datetime) -> Iterator[pa.RecordBatch]:
+    """Yield the archived events with lower <= event_ts < upper: columns `FIELDS` in their order, then `headers` if any.
+
+    Raises ConfigurationError, and OSError where the archive cannot be read.
+    """
+    name, sink = _archive(settings)
+    dataset = _dataset(sink)
+    missing = [field for field in FIELDS if field not in dataset.schema.names]
+    if missing:
+        raise ConfigurationError(
+            f"handlers.{name}: its files lack {', '.join(missing)}: a sink whose sql or transform changes the columns "
+            "cannot be the archive"
+        )
+    columns = list(FIELDS)
+    if settings.source.headers:
+        if headers.FIELD not in dataset.schema.names:
+            raise ConfigurationError(
+                f"handlers.{name}: its files lack {headers.FIELD}: restore them without source.headers; the columns of "
+                "headers are null then"
+            )
+        columns.append(headers.FIELD)
+    yield from dataset.to_batches(columns=columns, filter=_between(dataset, lower, upper))
+
+
+def _count(settings: Settings, lower: datetime, upper: datetime) -> int | None:
+    """Count the events that `_archived` yields; None where the archive has no event_ts."""
+    dataset = _dataset(_archive(settings)[1])
+    if "event_ts" not in dataset.schema.names:
+        return None
+    return int(dataset.count_rows(filter=_between(dataset, lower, upper)))
+
+
+def _between(dataset: Any, lower: datetime, upper: datetime) -> Any:
+    """Return the filter lower <= event_ts < upper for a dataset."""
+    import pyarrow as pa
+    import pyarrow.dataset
+
+    moment = pyarrow.dataset.field("event_ts")
+    kind = dataset.schema.field("event_ts").type
+    bounds = [pa.scalar(each, pa.timestamp("us", "UTC")).cast(kind) for each in (lower, upper)]
+    return (moment >= bounds[0]) & (moment < bounds[1])
+
+
+def _dataset(sink: SparkHandler) -> Any:
+    import pyarrow.dataset
+
+    assert sink.path is not None  # noqa: S101
+    if sink.format == "delta":
+        import deltalake
+
+        options = {name: value.get_secret_value() for name, value in sink.options.items()}
+        return deltalake.DeltaTable(sink.path, storage_options=options).to_pyarrow_dataset()
+    return pyarrow.dataset.dataset(sink.path, format=sink.format, partitioning="hive")
