@@ -26,7 +26,7 @@ from relay.pipeline.apply import Applier
 from relay.pipeline.plan import Planner
 from relay.service import Service
 from relay.source.hybrid import open_source
-from relay.source.stream.wal import WalSource
+from relay.source.stream.receiver import Receiver
 from relay.spark.session import Session
 from relay.store.connections import connect
 
@@ -307,7 +307,7 @@ def relaying(
 
 def stream_and_crash(settings: Settings, tasks: int | None = None) -> None:
     """Apply the slot's next batch, or its first `tasks` tasks, and confirm nothing, like a crash."""
-    source = WalSource(settings)
+    source = Receiver(settings)
     source.start()
     try:
         batch = source.take(30)

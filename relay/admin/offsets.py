@@ -28,8 +28,8 @@ from relay.source.outbox.table import OutboxTable
 from relay.source.outbox.unread import Backlog, ReadPosition, UnreadRows, position_of_target
 from relay.source.recovery import Recognition
 from relay.source.server import durable_position
+from relay.source.stream.receiver import commits_after
 from relay.source.stream.slot import slot_state
-from relay.source.stream.wal import commits_after
 from relay.spark.engine import SparkEngine
 from relay.spark.session import Session
 from relay.store import (

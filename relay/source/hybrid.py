@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from threading import Event
 from typing import Protocol
 
@@ -22,8 +23,8 @@ from relay.source.outbox.interval import Interval
 from relay.source.outbox.polling import BUSY_SECONDS, Follower, Poller, PollSource, note_mode
 from relay.source.recovery import Recognition, Recovery
 from relay.source.server import SourcePosition
-from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS, SourceState
-from relay.source.stream.wal import WalSource
+from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS, Outage, SourceState
+from relay.source.stream.receiver import Receiver
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class Source(Protocol):
         """The heartbeat of the thread that takes the batches, while it waits for one."""
 
     @property
-    def receiver(self) -> WalSource | None:
+    def receiver(self) -> Receiver | None:
         """The reader of the slot, with a thread of its own."""
 
     @property
@@ -98,38 +99,78 @@ def open_source(settings: Settings) -> Source:
     return PollSource(settings) if settings.source.mode == "poll" else StreamSource(settings)
 
 
+@dataclass(frozen=True, slots=True)
+class _Mode:
+    """How the source is read. `still` is the position that a stream which stands still has not reached.
+
+    `stood_by`: another process has read the slot since this one did.
+    """
+
+    mode: str = ELSEWHERE
+    reason: str | None = None
+    still: Lsn | None = None
+    stood_by: bool = False
+    takeovers: int = 0
+
+
+@dataclass(slots=True)
+class _Audit:
+    """The comparison of the stream with the outbox: the position that the stream has to reach, and what is due when.
+
+    Times are of the monotonic clock. `membership` changes when the outbox is taken out of the publication.
+    """
+
+    seen: SourcePosition | None = None
+    since: float = 0.0
+    due: float = 0.0
+    reconnects: float = 0.0
+    membership: tuple[int, int | None] | None = None
+
+
 class StreamSource(Part):
     """Reads the WAL and, in mode `auto`, polls what it does not have: older rows, and all rows during an outage.
 
     Both modes move the same positions. A snapshot whose commits have all come from the WAL replaces the previous one;
     commits that it sees and that did not come are polled.
+
+                             a commit comes, or the stream has begun
+        ┌───────────┐ ───────────────────────────────────────────────▶ ┌─────────┐
+        │ ELSEWHERE │                                                  │ STREAMS │ is compared with the outbox
+        └───────────┘ ◀─────────── another process has the slot ────── └─────────┘
+            ▲   │                                                        │     ▲
+            │   │    an outage: at once if retries do not help, else     │     │  a commit comes, the stream has begun
+            │   │    after GRACE_SECONDS; the stream stands still; a     │     │  again, or passes what stood still:
+            │   │    commit is too large to be received                  │     │  first, what it may lack is polled
+            │   └───────────────────────────┬────────────────────────────┘     │
+            │                               ▼                                  │
+            │                          ┌─────────┐                             │
+            └─ another process has it ─│  POLLS  │─────────────────────────────┘
+                                       └─────────┘
+
+    In mode `wal`, an outage or a stream that stands still changes nothing: relay waits, and says why.
+
+    Each turn of `batches` looks at the state that the stream has published, and makes one of these steps. What is being
+    polled is finished before the stream's next batch, and a batch that the target refuses, because a difference is
+    open, is yielded again after its windows.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.heartbeat = Heartbeat()
-        self._takeovers = 0
-        self._stood_by = False
-        self._reason: str | None = None
         self._polls = settings.source.mode == "auto"
         self._interval = Interval(settings)
         recovery = Recovery(settings) if self._polls else None
-        self._wal = WalSource(settings, recovery, self._interval.wake, Recognition(settings))
+        self.receiver = Receiver(settings, recovery, self._interval.wake, Recognition(settings))
         self._poller = Poller(settings, self.heartbeat)
         self._stopping = Event()
-        self._progressed = True
-        self._refused = False
-        self._mode = ""
-        self._connections = 0
-        self._incomplete = False
-        self._current_position: SourcePosition | None = None
-        self._positioned = 0.0
-        # The position that a stream which stands still has not reached.
-        self._still: Lsn | None = None
+        # Replaced as a whole, by the thread that takes the batches; others read it.
+        self._reading = _Mode()
+        self._audit = _Audit()
+        # The connection whose missing commits are polled.
+        self._joined = 0
         self._ahead: Batch | None = None
-        self._next_audit = 0.0
-        self._next_reconnect = 0.0
-        self._membership: tuple[int, int | None] | None = None
+        # The outcome of the batch that was yielded last; None until it is acknowledged.
+        self._outcome: Outcome | None = None
         self._audited = Condition(
             "audit",
             log,
@@ -143,35 +184,30 @@ class StreamSource(Part):
 
     def guard(self) -> None:
         """Note which commit is received, since one may have killed a process. Call before `start`."""
-        self._wal.guard()
+        self.receiver.guard()
         self._poller.guard()
 
     def start(self) -> None:
         """Begin to receive."""
-        self._wal.start()
+        self.receiver.start()
 
     def stop(self) -> None:
         """Let `batches()` end after the batch in flight. Safe in a signal handler's thread."""
         self._stopping.set()
-        self._wal.stop()
+        self.receiver.commits.stop()
         self._poller.stop()
         self._interval.wake()
 
     def close(self) -> None:
         """Report the last position and leave the slot."""
-        self._wal.close()
+        self.receiver.close()
         self._poller.close()
         self._interval.close()
 
     @property
     def flushed(self) -> Lsn:
         """The position that was reported, or is about to be, as durable."""
-        return self._wal.flushed
-
-    @property
-    def receiver(self) -> WalSource:
-        """The reader of the slot, with a thread of its own."""
-        return self._wal
+        return self.receiver.progress.flushed
 
     @property
     def conditions(self) -> Sequence[Condition]:
@@ -179,39 +215,36 @@ class StreamSource(Part):
         return (
             self._poller.condition,
             self._interval.condition,
-            self._wal.condition,
+            self.receiver.condition,
             self._audited,
             self._flows,
         )
 
     def state(self) -> SourceState:
         """How the source is read now. Safe in any thread."""
-        received, outage, mode = self._wal.received_now(), self._wal.outage, self._mode
-        if mode == POLLS and (
-            outage is not None or self._wal.stuck is not None or self._still is not None
-        ):
-            return SourceState(POLLS, self._reason, self._takeovers, received)
-        if received.connected and outage is None:
-            return SourceState(STREAMS, None, self._takeovers, received)
-        if self._wal.is_standby:
-            reason = "another process reads the slot"
-            return SourceState(STANDBY, reason, self._takeovers, received)
-        reason = outage.reason if outage else "not connected yet"
-        return SourceState(ELSEWHERE, reason, self._takeovers, received)
+        reading, stream, received = self._reading, self.receiver.state, self.receiver.received
+        is_left = stream.outage is not None or stream.stuck is not None or reading.still is not None
+        if reading.mode == POLLS and is_left:
+            doing, reason = POLLS, reading.reason
+        elif received.connected and stream.outage is None:
+            doing, reason = STREAMS, None
+        elif stream.on_standby:
+            doing, reason = STANDBY, "another process reads the slot"
+        else:
+            doing = ELSEWHERE
+            reason = stream.outage.reason if stream.outage else "not connected yet"
+        return SourceState(doing, reason, reading.takeovers, received)
 
     def ack(self, batch: Batch, outcome: Outcome) -> None:
         """Note that the batch is committed; a window as far as it could be claimed."""
-        self._progressed = any(not task.busy for task in outcome.tasks)
+        self._outcome = outcome
         self._poller.note(outcome)
-        if batch.window is not None:
-            return
-        self._refused = outcome.busy
-        if not outcome.busy:
-            self._wal.ack(batch)
+        if batch.window is None and not outcome.busy:
+            self.receiver.ack(batch)
 
     def confirm(self, end: Lsn) -> None:
         """Confirm the WAL up to a position: everything up to it is durable."""
-        self._wal.confirm(end)
+        self.receiver.confirm(end)
 
     def batches(self, follower: Follower) -> Iterator[Batch]:
         """Yield whole commits as they come, and windows before them where the stream has gaps.
@@ -221,26 +254,23 @@ class StreamSource(Part):
         self._follower = follower
         while not self._stopping.is_set():
             self.heartbeat.update("waits for events")
-            batch, self._ahead = self._ahead or self._wal.take(self._pause()), None
+            batch, self._ahead = self._ahead or self.receiver.take(self._pause()), None
+            stream, still = self.receiver.state, self._reading.still
             if batch is not None:
-                yield from self._moving()
-                yield from self._missing()
-                self._enter("wal")
+                yield from self._join()
                 yield from self._streamed(batch)
-                yield from self._audit()
-            elif self._wal.stuck is not None:
-                yield from self._poll_around(self._wal.stuck)
-            elif self._wal.outage is not None:
-                yield from self._polled()
-            elif self._wal.is_standby:
-                self._enter_standby()
-            elif self._still is not None and self._wal.received < self._still:
+                yield from self._compare()
+            elif stream.stuck is not None:
+                yield from self._poll_around(stream.stuck)
+            elif stream.outage is not None:
+                yield from self._poll_during(stream.outage)
+            elif stream.on_standby:
+                self._stand_by()
+            elif still is not None and self.receiver.progress.received < still:
                 yield from self._poll_now()
-            elif self._wal.connections:
-                yield from self._moving()
-                yield from self._missing()
-                self._enter("wal")
-                yield from self._audit()
+            elif stream.connections:
+                yield from self._join()
+                yield from self._compare()
                 self._notice_standstill()
 
     def ahead(self, events: int) -> Batch | None:
@@ -248,86 +278,114 @@ class StreamSource(Part):
 
         None before a difference is polled or a snapshot adopted: then nothing may be in flight.
         """
-        if self._ahead is not None or self._mode != "wal":
+        receiver, seen = self.receiver, self._audit.seen
+        if self._ahead is not None or self._reading.mode != STREAMS:
             return None
-        if self._wal.connections != self._connections or not self._wal.has_ready(events):
+        if receiver.state.connections != self._joined:
             return None
-        if self._current_position is not None and self._wal.flushed >= self._current_position.lsn:
+        if not receiver.commits.has_ready(events, receiver.is_full):
             return None
-        self._ahead = self._wal.take(0.0)
+        if seen is not None and receiver.progress.flushed >= seen.lsn:
+            return None
+        self._ahead = receiver.take(0.0)
         return self._ahead
 
+    @property
+    def _is_refused(self) -> bool:
+        """Whether the target did not take all of the batch that was yielded last."""
+        return self._outcome is not None and self._outcome.busy
+
+    @property
+    def _has_stalled(self) -> bool:
+        """Whether the target took nothing of the batch that was yielded last."""
+        return self._outcome is not None and all(task.busy for task in self._outcome.tasks)
+
     def _pause(self) -> float:
-        if self._mode == "poll" and (self._wal.outage is not None or self._still is not None):
+        reading = self._reading
+        if reading.mode == POLLS and (
+            reading.still is not None or self.receiver.state.outage is not None
+        ):
             return 0.0  # the interval between polls is the wait
-        return 0.2 if self._current_position else 1.0
+        return 0.2 if self._audit.seen else 1.0
+
+    # Steps of the stream.
+
+    def _join(self) -> Iterator[Batch]:
+        """Begin, or go on, to read the stream, after polling what is open and what a new connection may lack."""
+        if self._reading.still is not None:
+            self._reading = replace(self._reading, still=None)
+            self._audit.seen = None
+            yield from self._windows(opening=False)
+        yield from self._missing()
+        self._enter(STREAMS)
+
+    def _missing(self) -> Iterator[Batch]:
+        """Poll what the stream may lack after a new connection."""
+        stream = self.receiver.state
+        if stream.connections == self._joined:
+            return
+        self._joined = stream.connections
+        self._audit.seen = None
+        self._audit.due = 0.0
+        if not self._polls and self._poller.last() is None:
+            return
+        windows = self._windows(opening=stream.incomplete)
+        yield from self._logged(windows) if stream.incomplete else windows
+        if not self._stopping.is_set():
+            self.receiver.complete(stream.connections)
 
     def _streamed(self, batch: Batch) -> Iterator[Batch]:
         """Yield a batch of the WAL; again, after polling, if the target refused it because a difference is open."""
         while not self._stopping.is_set():
+            self._outcome = None
             yield batch
-            if not self._refused:
+            if not self._is_refused:
                 return
             self._require_polling()
             yield from self._windows(opening=False)
 
-    def _missing(self) -> Iterator[Batch]:
-        """Poll what the stream may lack after a new connection."""
-        if self._wal.connections == self._connections:
-            return
-        self._connections = self._wal.connections
-        incomplete = self._wal.incomplete
-        self._current_position = None
-        self._next_audit = 0.0
-        if not self._polls and self._poller.last() is None:
-            return
-        windows = self._windows(opening=incomplete)
-        yield from self._logged(windows) if incomplete else windows
-        if not self._stopping.is_set():
-            self._wal.complete(self._connections)
-
-    def _audit(self) -> Iterator[Batch]:
+    def _compare(self) -> Iterator[Batch]:
         """Compare the stream with the outbox every AUDIT_SECONDS, by a snapshot that replaces the group's last one.
 
         Commits that the snapshot sees and the stream has not brought are polled; usually there are none.
         """
-        now = time.monotonic()
-        if now < self._next_audit:
+        audit, now = self._audit, time.monotonic()
+        if now < audit.due:
             return
         self.heartbeat.update("compares the stream with the outbox", Due.LATE)
         try:
-            if self._current_position is None:
+            if audit.seen is None:
                 if not self._is_published():
-                    self._next_audit = now + AUDIT_SECONDS
+                    audit.due = now + AUDIT_SECONDS
                     return
-                self._current_position = self._poller.current_position()
-                self._positioned = now
-            if self._ahead is not None or self._wal.flushed < self._current_position.lsn:
+                audit.seen = self._poller.current_position()
+                audit.since = now
+            if self._ahead is not None or self.receiver.progress.flushed < audit.seen.lsn:
                 return
-            whole = self._poller.adopt(self._current_position, self._polls, self._follower.adopt)
-            self._wal.next_xid = self._current_position.snapshot.xmax
+            whole = self._poller.adopt(audit.seen, self._polls, self._follower.adopt)
+            self.receiver.compared(audit.seen.snapshot.xmax)
         except psycopg.Error as error:
             if not is_transient(error):
                 raise
             self._audited.fails(describe(error))
-            self._next_audit = now + max(AUDIT_SECONDS, self._audited.pause)
+            audit.due = now + max(AUDIT_SECONDS, self._audited.pause)
             return
         self._audited.works()
         self._flows.works()
-        self._current_position = None
-        self._next_audit = now + AUDIT_SECONDS
+        audit.seen = None
+        audit.due = now + AUDIT_SECONDS
         if whole:
             return
         self._require_polling()
         yield from self._logged(self._windows(opening=False))
-        self._next_audit = 0.0
-        if now >= self._next_reconnect:
+        audit.due = 0.0
+        if now >= audit.reconnects:
             # The stream may still use a publication that was dropped.
-            self._next_reconnect = now + RECONNECT_SECONDS
+            audit.reconnects = now + RECONNECT_SECONDS
             log.warning(
                 "the stream lacks commits that the outbox has; they are polled, and relay connects again"
             )
-            self._wal.reconnect()
+            self.receiver.reconnect()
 
     def _notice_standstill(self) -> None:
         """Poll from now on if the stream, which has no fault, does not bring what the outbox has, and say why.
@@ -335,14 +393,15 @@ class StreamSource(Part):
         A walsender may hang, or wait for a standby (synchronized_standby_slots), or decode much for others. In mode wal
         only the reason is reported.
         """
-        seen = self._current_position
+        audit, receiver = self._audit, self.receiver
+        seen = audit.seen
         if seen is None or self._ahead is not None:
             return
-        silent = min(time.monotonic() - self._positioned, self._wal.quiet)
+        silent = min(time.monotonic() - audit.since, receiver.quiet)
         limit = STILL_SECONDS if self._polls else REPORT_SECONDS
-        if silent < limit or self._wal.received >= seen.lsn or not self._wal.empty:
+        if silent < limit or receiver.progress.received >= seen.lsn or not receiver.commits.empty:
             return
-        self._positioned = time.monotonic()
+        audit.since = time.monotonic()
         try:
             if self._polls and not self._poller.lacks(seen):
                 return
@@ -355,15 +414,7 @@ class StreamSource(Part):
         if not self._polls:
             self._flows.fails(f"{seen.lsn} is not received: {activity}")
             return
-        self._still = seen.lsn
-        self._enter("poll", f"the stream stands still: {activity}")
-
-    def _moving(self) -> Iterator[Batch]:
-        """Finish what is being polled, since the stream goes on."""
-        if self._still is None:
-            return
-        self._still = self._current_position = None
-        yield from self._windows(opening=False)
+        self._enter(POLLS, f"the stream stands still: {activity}", still=seen.lsn)
 
     def _is_published(self) -> bool:
         """Whether the stream still brings all of the outbox; if not, in mode auto, connect again, which finds out why.
@@ -376,9 +427,9 @@ class StreamSource(Part):
             if not self._polls:
                 raise
             log.warning("the stream is left", extra={"fault": str(error)})
-            self._wal.reconnect()
+            self.receiver.reconnect()
             return False
-        before, self._membership = self._membership, found
+        before, self._audit.membership = self._audit.membership, found
         if before not in (None, found) and not self._polls:
             source = self._settings.source
             raise RelayError(
@@ -387,6 +438,8 @@ class StreamSource(Part):
                 "relay again"
             )
         return True
+
+    # Steps of polling.
 
     def _logged(self, windows: Iterator[Batch]) -> Iterator[Batch]:
         """Yield windows, and log a line if there are any."""
@@ -409,9 +462,14 @@ class StreamSource(Part):
             yield from self._windows(opening=False)
         while not self._stopping.is_set() and (window := self._poller.window(opening)):
             opening = False
-            yield window
-            if not self._progressed:
-                self._stopping.wait(BUSY_SECONDS)
+            yield from self._window(window)
+
+    def _window(self, window: Batch) -> Iterator[Batch]:
+        """Yield a window, and wait a moment if other instances held all of its partitions."""
+        self._outcome = None
+        yield window
+        if self._has_stalled:
+            self._stopping.wait(BUSY_SECONDS)
 
     def _poll_around(self, commit: OpenCommit) -> Iterator[Batch]:
         """Poll up to and including a commit that cannot be received; large rows are dead-lettered by reference.
@@ -428,38 +486,36 @@ class StreamSource(Part):
                 f"the commit at {commit.lsn} cannot be received, since it is too large, and this group cannot poll it "
                 "instead: give relay more memory, or delete the event and skip it with `relay offsets seek`"
             )
-        self._enter("poll", "a commit is too large to be received")
-        xid = full_xids(np.array([commit.xid]), self._wal.next_xid)
+        self._enter(POLLS, "a commit is too large to be received")
+        xid = full_xids(np.array([commit.xid]), self.receiver.state.next_xid)
         if not last.snapshot.sees(xid).all():
-            if (window := self._poller.window(by_reference=True)) is not None:
-                yield window
-            if window is None or not self._progressed:
+            if (window := self._poller.window(by_reference=True)) is None:
                 self._stopping.wait(BUSY_SECONDS)
+            else:
+                yield from self._window(window)
             return
         while not self._stopping.is_set() and (
             window := self._poller.window(opening=False, by_reference=True)
         ):
-            yield window
-            if not self._progressed:
-                self._stopping.wait(BUSY_SECONDS)
+            yield from self._window(window)
         if self._stopping.is_set():
             return
         try:
-            self._wal.pass_over(commit)
+            self.receiver.pass_over(commit)
         except psycopg.Error as error:
             if not is_transient(error):
                 raise
             log.debug("cannot stream on yet", extra={"fault": describe(error)})
             self._stopping.wait(BUSY_SECONDS)
 
-    def _polled(self) -> Iterator[Batch]:
-        outage = self._wal.outage
-        if outage is None or not self._polls:
+    def _poll_during(self, outage: Outage) -> Iterator[Batch]:
+        """Poll during an outage, in mode auto, unless the next attempt to connect may still end it."""
+        if not self._polls:
             return
         if not outage.certain and time.monotonic() - outage.since < GRACE_SECONDS:
             self._stopping.wait(0.1)
             return
-        self._enter("poll", outage.reason)
+        self._enter(POLLS, outage.reason)
         yield from self._poll_now()
 
     def _poll_now(self) -> Iterator[Batch]:
@@ -470,34 +526,34 @@ class StreamSource(Part):
             self._interval.wait()
             return
         self._interval.shorten()
-        yield window
-        if not self._progressed:
-            self._stopping.wait(BUSY_SECONDS)
+        yield from self._window(window)
 
-    def _enter_standby(self) -> None:
+    # Transitions.
+
+    def _stand_by(self) -> None:
         """Note that another process reads the slot."""
-        self._stood_by = True
-        self._still = None
+        left = self._reading
+        self._reading = replace(left, mode=ELSEWHERE, still=None, stood_by=True)
         self._audited.clear()
         self._flows.clear()
-        if self._mode:
-            self._mode = ""
-            self._current_position = None
+        if left.mode != ELSEWHERE:
+            self._audit.seen = None
             self._interval.leave()
             self._follower.on_standby()
 
-    def _enter(self, mode: str, reason: str | None = None) -> None:
-        if mode == self._mode:
+    def _enter(self, mode: str, reason: str | None = None, still: Lsn | None = None) -> None:
+        """Read the source in another mode from now on; nothing changes in the same one."""
+        left = self._reading
+        if mode == left.mode:
             return
-        self._mode, self._reason = mode, reason
         self._audited.clear()
         self._flows.clear()
-        if mode == "wal":
-            self._takeovers += self._stood_by
-            self._stood_by = False
+        if mode == STREAMS:
+            self._reading = _Mode(mode, reason, takeovers=left.takeovers + left.stood_by)
             self._interval.leave()
             self._follower.streaming()
         else:
+            self._reading = replace(left, mode=mode, reason=reason, still=still)
             self._follower.polling()
         log.log(
             logging.WARNING if reason else logging.INFO,

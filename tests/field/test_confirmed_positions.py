@@ -329,11 +329,11 @@ def test_only_the_last_reader_says_where_it_left_the_slot(
         outbox.wait_handled()
         receiver = service._source.receiver
         assert receiver is not None
-        cut_off.add(receiver._receiver._thread)
+        cut_off.add(receiver._thread)
         with relaying(settings) as other:
             end_stream(outbox)
             assert other._source.receiver is not None
-            wait_until(lambda: other._source.receiver.connections > 0)  # type: ignore[union-attr]
+            wait_until(lambda: other._source.receiver.state.connections > 0)  # type: ignore[union-attr]
             outbox.publish(host(0), event(1))
             outbox.wait_drained()
             former.close()

@@ -210,7 +210,7 @@ def test_an_outbox_that_was_taken_out_and_put_back_ends_mode_wal(own: Outbox) ->
         wait_applied(own, 1)
         source = service._source
         assert isinstance(source, hybrid.StreamSource)
-        wait_until(lambda: source._membership is not None, 20)
+        wait_until(lambda: source._audit.membership is not None, 20)
         own.conn.execute(spoil_table(own).encode())
         publish(own, 2)
         own.conn.execute(f'alter publication "{own.slot}" add table own'.encode())

@@ -160,7 +160,7 @@ def watch_reconnects(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lists the reconnections because commits are missing in the stream."""
     found: list[str] = []
     monkeypatch.setattr(
-        "relay.source.stream.wal.WalSource.reconnect", lambda self: found.append("reconnect")
+        "relay.source.stream.receiver.Receiver.reconnect", lambda self: found.append("reconnect")
     )
     return found
 

@@ -37,7 +37,7 @@ from relay.client.alembic import include_name, include_object
 from relay.client.schema import install as scripts
 from relay.client.testing import collect
 from relay.faults import ConfigurationError
-from relay.source.stream.wal import WalSource
+from relay.source.stream.receiver import Receiver
 from relay.source.stream.walsender import _means_every_standby
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
@@ -418,7 +418,7 @@ def test_no_commit_waits_for_the_stream(killable_server: Server) -> None:
             outbox.wait_handled()
         wait_for_standbys(outbox, "ANY 1 (*)")
         # Without polling it cannot go on.
-        stream = WalSource(settings)
+        stream = Receiver(settings)
         stream.start()
         with pytest.raises(ConfigurationError, match="every commit of the server would wait"):
             stream.take(10)

@@ -100,7 +100,7 @@ def test_a_fast_shutdown_does_not_wait_for_another_database(
                 source.publish(host(number), event(payload={"amount": 1, "note": "x" * 100_000}))
             receiver = service._source.receiver
             assert receiver is not None
-            wait_until(lambda: receiver.received_now().buffered_bytes > 1 << 20)
+            wait_until(lambda: receiver.received.buffered_bytes > 1 << 20)
             assert stop_fast(killable_server) < STOPS_SECONDS
             blocker.close()
             killable_server.start()
@@ -129,8 +129,8 @@ def test_the_target_ends_when_a_commit_is_passed_over(
         xid = outbox.value("select c_xid::text::bigint from outbox_message_t")
         receiver = service._source.receiver
         assert receiver is not None
-        receiver._receiver.stuck = OpenCommit(Lsn(1), int(xid))
-        wait_until(lambda: receiver.stuck is None)
+        receiver._replication.publish(stuck=OpenCommit(Lsn(1), int(xid)))
+        wait_until(lambda: receiver.state.stuck is None)
         outbox.publish(host(0), event())
         outbox.wait_handled()
     assert not refusals

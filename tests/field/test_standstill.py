@@ -17,7 +17,7 @@ import pytest
 
 from relay.admin import status
 from relay.source import hybrid
-from relay.source.stream.wal import WalSource
+from relay.source.stream.receiver import Receiver
 from relay.store import groups, presence
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
@@ -92,7 +92,7 @@ def test_a_walsender_hangs_whose_reader_is_gone(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(groups, "APPLICATION_NAME", "relay elsewhere:1")
-    former = WalSource(outbox.settings())
+    former = Receiver(outbox.settings())
     former.start()
     wait_until(lambda: outbox.value(STREAMS, (outbox.slot,)))
     monkeypatch.undo()

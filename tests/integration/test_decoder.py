@@ -22,8 +22,8 @@ from relay.model.events import FIELDS, Event, Lsn
 from relay.model.transactions import Transactions, Undecoded
 from relay.model.tuples import RowDecoder
 from relay.source.decode.assembler import Assembler
+from relay.source.stream.receiver import Receiver
 from relay.source.stream.slot import ensure_publication, ensure_slot
-from relay.source.stream.wal import WalSource
 from relay.store.connections import connect
 from tests.postgres import Server
 
@@ -607,7 +607,7 @@ def test_bytes_without_an_encoding_survive(encoded: Callable[[str], str]) -> Non
             writer.execute(
                 "insert into outbox_message_t values (2, 'h', 'café', '{}', 't')".encode()
             )
-        source = WalSource(outbox.settings)
+        source = Receiver(outbox.settings)
         source.start()
         try:
             taken = iter(lambda: source.take(10), None)

@@ -420,7 +420,7 @@ def test_what_a_slot_may_lack_is_polled_although_relay_was_stopped_before(outbox
     )
     source = StreamSource(settings)
     source.start()
-    wait_until(lambda: source._wal.incomplete)
+    wait_until(lambda: source.receiver.state.incomplete)
     source.stop()
     source.close()
     outbox.publish(host(1), event(2))

@@ -21,7 +21,7 @@ from relay.faults import ConfigurationError
 from relay.model.events import Lsn
 from relay.model.transactions import Transactions
 from relay.source import hybrid
-from relay.source.stream.wal import commits_after
+from relay.source.stream.receiver import commits_after
 from relay.store.positions import offsets
 from tests.outbox import PROJECTION, Outbox, event, host, relaying, stream_and_crash, wait_until
 from tests.process import relay, running

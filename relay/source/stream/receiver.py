@@ -1,4 +1,4 @@
-"""The thread that reads the slot's stream: it assembles commits, puts them into the queue, and reports positions.
+"""The slot as a source of batches: a thread reads its stream, assembles commits, queues them, and reports positions.
 
 A commit that is too large to be received is noted in `relay.suspects`, and is not received again.
 
@@ -10,18 +10,20 @@ from __future__ import annotations
 import logging
 import selectors
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from struct import Struct
 from threading import Condition
 
+import numpy as np
 import psycopg
 from psycopg.abc import Buffer
 
 from relay.config.settings import Settings
 from relay.faults import RelayError, TransientFault, describe, exceeds_limits
 from relay.logs import RepeatedLines
+from relay.model.batch import Batch
 from relay.model.events import POSTGRES_EPOCH, Lsn
 from relay.model.transactions import Transactions
 from relay.model.tuples import ProtocolError
@@ -30,6 +32,8 @@ from relay.runtime.threads import Thread
 from relay.source.decode.assembler import Assembler, OpenCommit
 from relay.source.decode.emitted import Emitted
 from relay.source.decode.layout import require_contents
+from relay.source.recovery import Recognition, Recovery
+from relay.source.state import Received, StreamState
 from relay.source.stream.commit_queue import CommitQueue
 from relay.source.stream.progress import Progress
 from relay.source.stream.replication import Replication
@@ -143,26 +147,40 @@ class ReceiverSuspects:
 
 
 class Receiver:
-    """A thread that streams until it is closed, and connects again when the stream is lost. A fault ends the queue.
+    """Reads batches of whole commits from the slot, by a thread that streams until it is closed.
 
-    While the buffer is full, nothing is read until the service acknowledges a batch.
+    The thread connects again when the stream is lost; other faults end `take` with a RelayError. While the buffer is
+    full, it reads nothing until the service acknowledges a batch. With a `recovery` a lost slot is recreated, and
+    faults of the slot are an outage instead of an error. A `recognition` refuses a source that has lost events that
+    were applied. `changed` is called when the stream is back. What ends at or before `start` counts as received, and is
+    never confirmed.
+
+    `progress` has the positions that are received and confirmed, `commits` what is received and not applied. All
+    methods before `_run` are for the service's thread, unless they say otherwise.
     """
 
     def __init__(
-        self, settings: Settings, replication: Replication, queue: CommitQueue, progress: Progress
+        self,
+        settings: Settings,
+        recovery: Recovery | None = None,
+        changed: Callable[[], None] = lambda: None,
+        recognition: Recognition | None = None,
+        start: Lsn | None = None,
     ) -> None:
         # Shared, and safe in any thread.
-        self._replication = replication
-        self._queue = queue
-        self._progress = progress
-        self.heartbeat = replication.heartbeat
-        self._closing = replication.closing
+        self.progress = Progress()
+        if start is not None:
+            self.progress.commit(start)
+        self.commits = CommitQueue(settings.batch)
+        self._replication = Replication(settings, self.progress, recovery, recognition, changed)
+        self.condition = self._replication.condition
+        self.heartbeat = self._replication.heartbeat
+        self._closing = self._replication.closing
         self._wakeup = Wakeup()
         self._resumed = Condition()
         # Written by the receiver's thread, read by others.
-        self.last_heard: float | None = None
-        self.last_brought = time.monotonic()
-        self.stuck: OpenCommit | None = None
+        self._last_heard: float | None = None
+        self._last_brought = time.monotonic()
         # Set by the service's thread.
         self._must_reconnect = False
         # Only for the receiver's thread; other threads read the assembler's size.
@@ -189,11 +207,13 @@ class Receiver:
         )
         self._thread = Thread(target=self._run, name="receiver", daemon=True)
 
-    # Called by the service's thread.
-
     def start(self) -> None:
         """Begin to receive."""
         self._thread.start()
+
+    def guard(self) -> None:
+        """Note which commit is received, since one may have killed a process. Call before `start`."""
+        self._receiver_suspects.guard()
 
     @property
     def is_alive(self) -> bool:
@@ -201,31 +221,82 @@ class Receiver:
         return self._thread.is_alive()
 
     @property
-    def open_bytes(self) -> int:
-        """The bytes that the open commit holds in memory."""
-        return self._assembler.size
+    def state(self) -> StreamState:
+        """The stream now. Safe in any thread."""
+        return self._replication.state
+
+    @property
+    def received(self) -> Received:
+        """What is received now, for metrics and health. Safe in any thread."""
+        heard = self._last_heard
+        size, events, oldest = self.commits.held()
+        return Received(
+            connected=heard is not None,
+            silent=0.0 if heard is None else max(0.0, time.monotonic() - heard),
+            position=self.progress.received,
+            buffered_bytes=size + self._assembler.size,
+            buffered_events=events,
+            oldest=None if oldest is None else _EPOCH_SECONDS + oldest / 1_000_000,
+            connections=self.state.connections,
+        )
+
+    @property
+    def quiet(self) -> float:
+        """For how many seconds the stream has brought no message of a commit."""
+        return time.monotonic() - self._last_brought
 
     @property
     def is_full(self) -> bool:
         """Whether the buffer is full, which stops reading."""
-        return self._queue.size + self._assembler.size >= self._budget
+        return self.commits.size + self._assembler.size >= self._budget
 
-    def guard(self) -> None:
-        """Note which commit is received, since one may have killed a process. Call before `start`."""
-        self._receiver_suspects.guard()
+    def take(self, timeout: float) -> Batch | None:
+        """Return the next whole commits: many under load, few when idle.
 
-    def wake(self) -> None:
-        """Wake the thread, after an acknowledgement or a request. Safe in any thread."""
+        None after `timeout` seconds, or once the commits are stopped. Raises RelayError.
+        """
+        queued = self.commits.take(timeout)
+        if queued is None:
+            return None
+        number, transactions = queued
+        state = self.state
+        return Batch(
+            number=number,
+            transactions=transactions,
+            end=transactions.end,
+            events=transactions.events,
+            size=transactions.held,
+            spooled=transactions.spooled is not None,
+            source_epoch=state.epoch,
+            next_xid=state.next_xid,
+            codec=state.codec,
+        )
+
+    def ack(self, batch: Batch) -> None:
+        """Free the memory of a batch that is committed."""
+        self.commits.ack(batch)
         self._wakeup.wake()
+
+    def confirm(self, end: Lsn) -> None:
+        """Confirm everything up to a position, which is durable: PostgreSQL may recycle its WAL. Safe in any thread."""
+        self.progress.ack(end)
+        self._wakeup.wake()
+
+    def compared(self, next_xid: int) -> None:
+        """Note the source's next full xid, with which the outbox was compared."""
+        self._replication.publish(next_xid=next_xid)
+
+    def complete(self, connections: int) -> None:
+        """Note that the commits which the slot may lack are polled, unless `connections` shows a newer connection."""
+        self._replication.complete(connections)
 
     def pass_over(self, commit: OpenCommit) -> None:
         """Continue to stream after this commit, since it is durable. Raises psycopg.Error."""
         self._receiver_suspects.forget(commit)
         # The server leaves out commits that end before the requested position.
-        self._progress.nothing_until(Lsn(commit.lsn + 1))
+        self.progress.nothing_until(Lsn(commit.lsn + 1))
         with self._resumed:
-            self.stuck = None
-            self._replication.outage = None
+            self._replication.publish(stuck=None, outage=None)
             self._resumed.notify_all()
 
     def reconnect(self) -> None:
@@ -233,8 +304,9 @@ class Receiver:
         self._must_reconnect = True
         self._wakeup.wake()
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float = 5.0) -> None:
         """Report the last position and leave the slot; waits about `timeout` seconds at most."""
+        self.commits.stop()
         self._closing.set()
         self._wakeup.wake()
         deadline = time.monotonic() + timeout
@@ -250,7 +322,7 @@ class Receiver:
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
-                if self.stuck is None:
+                if self.state.stuck is None:
                     self._session()
                 else:
                     self._wait_to_pass_over()
@@ -263,7 +335,7 @@ class Receiver:
             return
         if isinstance(error, ProtocolError):
             error = RelayError(f"the replication stream cannot be read: {error}")
-        self._queue.fail(error)
+        self.commits.fail(error)
 
     def _session(self) -> None:
         """Connect and receive until the connection is lost."""
@@ -279,7 +351,7 @@ class Receiver:
             # The traceback would keep the received messages in memory.
             ended = error.with_traceback(None)
         finally:
-            self.last_heard = None
+            self._last_heard = None
             stream.close()
         if ended is None:
             self._receiver_suspects.survived()
@@ -306,7 +378,7 @@ class Receiver:
         log.warning("replication connection lost; reconnecting", extra={"fault": describe(error)})
 
     def _stop_before(self, error: FatalCommit) -> None:
-        self.stuck = error.commit
+        self._replication.publish(stuck=error.commit)
         reason = (
             f"the commit at {error.commit.lsn} was too large to be received {error.deaths} times"
         )
@@ -316,7 +388,7 @@ class Receiver:
     def _wait_to_pass_over(self) -> None:
         self.heartbeat.update("waits until the commit is polled that cannot be received")
         with self._resumed:
-            self._resumed.wait_for(lambda: self.stuck is None or self._closing.is_set(), 0.5)
+            self._resumed.wait_for(lambda: self.state.stuck is None or self._closing.is_set(), 0.5)
 
     def _wait_to_reconnect(self) -> None:
         self.heartbeat.update("waits to connect again", Due.LATE)
@@ -328,7 +400,7 @@ class Receiver:
         self._assembler.reset(stream.encoding, stream.partitioned, stream.next_xid)
         pgconn = stream.conn.pgconn
         pgconn.nonblocking = 1
-        began = last_heard = last_sent = last_asked = self.last_brought = time.monotonic()
+        began = last_heard = last_sent = last_asked = self._last_brought = time.monotonic()
         standbys_asked = began
         self._reported = Lsn(0)
         self._must_reconnect = self._has_received = steady = False
@@ -342,7 +414,7 @@ class Receiver:
             while not self._closing.is_set() and not self._must_reconnect:
                 self.heartbeat.update("receives")
                 # While the buffer is full nothing is read, which is no silence of the server.
-                self.last_heard = last_heard if reading else time.monotonic()
+                self._last_heard = last_heard if reading else time.monotonic()
                 if not steady and self._is_steady(stream, time.monotonic() - began):
                     steady = True
                     self._recovered()
@@ -354,7 +426,7 @@ class Receiver:
                     else:
                         selector.register(pgconn.socket, selectors.EVENT_READ, "stream")
                         last_heard = time.monotonic()
-                unreported = self._progress.flushed > self._reported
+                unreported = self.progress.flushed > self._reported
                 wait = 0.0 if asked else IDLE_REPORT_SECONDS if unreported else 1.0
                 ready = {key.data for key, _ in selector.select(wait)}
                 woken = "wakeup" in ready
@@ -367,7 +439,7 @@ class Receiver:
                 if "stream" in ready:
                     last_heard = time.monotonic()
                     asked = self._read_socket(pgconn) or asked
-                    if not self._progress.all_acknowledged:
+                    if not self.progress.all_acknowledged:
                         # Messages that come now are needed after the batch; to assemble them slows down the service.
                         self._wakeup.wait(PAUSE_SECONDS)
                 now = time.monotonic()
@@ -400,7 +472,7 @@ class Receiver:
 
     def _is_steady(self, stream: WalStream, lasted: float) -> bool:
         """Whether the stream works: it has brought something new, or has been idle for STEADY_SECONDS."""
-        if self._progress.received > stream.start:
+        if self.progress.received > stream.start:
             return True
         return lasted > STEADY_SECONDS and self._has_received and not self._assembler.open
 
@@ -422,7 +494,7 @@ class Receiver:
                 return asked
             if self.is_full or self._closing.is_set():
                 return asked
-            if self._progress.flushed > self._reported:
+            if self.progress.flushed > self._reported:
                 self._report(pgconn)
             if size < READ_BYTES:
                 time.sleep(PAUSE_SECONDS)
@@ -459,7 +531,7 @@ class Receiver:
             raise
         self._has_received = self._has_received or size > 0
         if messages:
-            self.last_brought = time.monotonic()
+            self._last_brought = time.monotonic()
         passed = self._assembler.feed(messages) or Lsn(0)
         # Everything up to a keepalive's position came before it, except the transaction that is still open.
         self._finished(
@@ -485,20 +557,40 @@ class Receiver:
     def _finished(self, commits: list[Transactions], position: Lsn) -> None:
         """Queue whole commits, and note that the stream has nothing else up to a position."""
         if commits:
-            self._progress.commit(commits[-1].end)
-            self._queue.put(commits)
+            self.progress.commit(commits[-1].end)
+            self.commits.put(commits)
         if position:
-            self._progress.nothing_until(position)
+            self.progress.nothing_until(position)
 
     def _report(self, pgconn: psycopg.pq.abc.PGconn, reply: bool = False) -> None:
         clock = int((time.time() - _EPOCH_SECONDS) * 1_000_000)
-        flushed = self._progress.flushed
-        status = self._progress.status(clock, reply)
+        flushed = self.progress.flushed
+        status = self.progress.status(clock, reply)
         if status is None:
             return
         pgconn.put_copy_data(status)
         pgconn.flush()
         self._reported = flushed
+
+
+def commits_after(settings: Settings, lsn: Lsn, until: Lsn) -> Iterator[Transactions]:
+    """Yield the slot's commits that end after `lsn`, up to `until`. Reads the slot and confirms nothing.
+
+    Raises RelayError if the slot cannot be read.
+    """
+    receiver = Receiver(settings, start=lsn)
+    receiver.start()
+    try:
+        while receiver.progress.received < until or not receiver.commits.empty:
+            batch = receiver.take(0.2)
+            if batch is None:
+                continue
+            later = batch.transactions.facts["end_lsn"] > lsn
+            if later.any():
+                yield batch.transactions.take(np.flatnonzero(later))
+            receiver.ack(batch)
+    finally:
+        receiver.close()
 
 
 def _emitted(settings: Settings) -> Emitted | None:

@@ -9,8 +9,9 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from threading import Event, Lock
+from typing import Any
 
 import psycopg
 from tenacity import (
@@ -42,6 +43,7 @@ from relay.source.recovery import (
     SourceComparison,
     Unavailable,
 )
+from relay.source.state import Outage, StreamState
 from relay.source.stream.progress import Progress
 from relay.source.stream.slot import (
     reader_activity,
@@ -80,20 +82,10 @@ class _SlotActive(Exception):
     """Another process reads the slot."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outage:
-    """Why there is no stream, and since when (monotonic clock). `certain` says that retries alone do not help."""
-
-    reason: str
-    since: float
-    certain: bool
-
-
 class Replication:
     """Opens the stream, retries during outages, and reports why there is no stream.
 
-    The receiver's thread owns it. Other threads may read the public attributes, single values that may be outdated, and
-    may call `cancel_opening` and `complete`.
+    The receiver's thread owns it. Other threads may read `state`, and call `cancel_opening`, `complete` and `publish`.
     """
 
     def __init__(
@@ -111,7 +103,6 @@ class Replication:
         self._changed = changed
         self.heartbeat = Heartbeat()
         self.closing = Event()
-        # Written by the receiver's thread, read by the service's and those of metrics and health.
         self.condition = Condition(
             "replication",
             log,
@@ -119,14 +110,9 @@ class Replication:
             "the source can be used again",
             LATE_SECONDS if recovery else SOON_SECONDS,
         )
-        self.connections = 0
-        self.outage: Outage | None = None
-        self.on_standby = False
-        self.epoch: int | None = None
-        self.codec = "utf-8"
-        # Written by both.
-        self.next_xid = 0
-        self.incomplete = False
+        self.state = StreamState()
+        self._publishing = Lock()
+        # Held while the group's state in the target is changed together with `incomplete`.
         self._completing = Lock()
         # Only for the receiver's thread, except that `cancel_opening` cancels the query of `_opening`.
         self._opening: Connection | None = None
@@ -134,6 +120,11 @@ class Replication:
         self._undecodable = False
         self._noted_left = False
         self._orphaned_since: float | None = None
+
+    def publish(self, **changes: Any) -> None:
+        """Replace the state by one with some fields changed. Safe in any thread."""
+        with self._publishing:
+            self.state = replace(self.state, **changes)
 
     def connect(self) -> WalStream | None:
         """Open the stream, with retries until it succeeds; None once relay closes. Raises RelayError, psycopg.Error."""
@@ -172,23 +163,24 @@ class Replication:
 
     def recovered(self) -> None:
         """End the outage."""
-        if self.outage is not None:
-            self.outage = None
+        if self.state.outage is not None:
+            self.publish(outage=None)
             self._changed()
 
     def unavailable(self, reason: str, certain: bool) -> None:
         """Begin or continue an outage."""
-        before = self.outage
-        self.outage = Outage(reason, before.since if before else time.monotonic(), certain)
+        before = self.state.outage
+        since = before.since if before else time.monotonic()
+        self.publish(outage=Outage(reason, since, certain))
 
     def complete(self, connections: int) -> None:
         """Note that the commits which the slot may lack are polled, unless `connections` shows a newer connection."""
         with self._completing:
-            if connections != self.connections:
+            if connections != self.state.connections:
                 return
-            if self.incomplete and self._recognition is not None:
+            if self.state.incomplete and self._recognition is not None:
                 self._recognition.leave(None)
-            self.incomplete = False
+            self.publish(incomplete=False)
 
     def leave(self, stream: WalStream) -> None:
         """End a stream, after `note_left`: before another process can read the slot."""
@@ -202,7 +194,8 @@ class Replication:
         """
         if self._recognition is None or not self.closing.is_set() or self._noted_left:
             return
-        if self.connections and not self.incomplete and not self.on_standby:
+        state = self.state
+        if state.connections and not state.incomplete and not state.on_standby:
             self._noted_left = True
             self._recognition.leave(self._progress.flushed)
 
@@ -272,18 +265,19 @@ class Replication:
                 return
             nonlocal stands_by
             self.heartbeat.update("waits to connect again", Due.LATE)
-            self.on_standby = isinstance(error, _SlotActive)
-            if self.on_standby:
-                self.outage = None
+            on_standby = isinstance(error, _SlotActive)
+            if on_standby:
+                self.publish(on_standby=True, outage=None)
                 self.condition.works()
                 if not stands_by:
                     log.warning("another process reads the slot; standing by")
             else:
+                self.publish(on_standby=False)
                 certain = isinstance(error, Unavailable)
                 fault = str(error) if certain else describe(error)
                 self.unavailable(f"cannot stream yet: {fault}", certain)
                 self.condition.fails(fault)
-            stands_by = self.on_standby
+            stands_by = on_standby
 
         return note
 
@@ -322,12 +316,11 @@ class Replication:
         timeout = sender_timeout(conn)
         server_encoding = conn.info.parameter_status("server_encoding")
         encoding = Encoding.of(server_encoding)
-        self.codec = codec_of(server_encoding)
         require_same_hash(conn)
         partitioned = is_partitioned(conn, self._settings.source)
         confirmed = Lsn.parse(state.confirmed_flush_lsn or "0/0")
-        incomplete = recreated or self._is_incomplete(comparison, confirmed)
-        if incomplete and self._recovery is None:
+        lacks = recreated or self._is_incomplete(comparison, confirmed)
+        if lacks and self._recovery is None:
             raise RelayError(
                 f"the slot {slot!r} does not continue where group {self._settings.group!r} left it: another client has "
                 "advanced it, or the server is another one: set source.mode to auto, which polls the events that the "
@@ -341,16 +334,22 @@ class Replication:
             session = opened.enter_context(open_session(self._settings, conn))
             self._require_unchanged(session, confirmed)
             with self._completing:
+                epoch = self.state.epoch
                 if self._recognition is not None and comparison is not None:
-                    # Only the process that reads the slot changes the group's state.
-                    self.incomplete |= incomplete
-                    self.epoch = self._recognition.follow(comparison, self.incomplete)
-                self.next_xid = system.next_xid
+                    # Only the process that reads the slot changes the group's state. What the slot lacks stays true
+                    # if the target does not answer.
+                    self.publish(incomplete=self.state.incomplete or lacks)
+                    epoch = self._recognition.follow(comparison, self.state.incomplete)
                 self._progress.start(confirmed)
                 self._system = system
-                self.on_standby = False
                 self._orphaned_since = None
-                self.connections += 1
+                self.publish(
+                    connections=self.state.connections + 1,
+                    on_standby=False,
+                    epoch=epoch,
+                    codec=codec_of(server_encoding),
+                    next_xid=system.next_xid,
+                )
             opened.pop_all()
         self._changed()
         self.condition.works()
@@ -380,7 +379,7 @@ class Replication:
         if comparison is None:
             return False
         left_at = comparison.origin.confirmed
-        if left_at is None and self.connections:
+        if left_at is None and self.state.connections:
             left_at = self._progress.flushed
         if not left_at:
             # A reader that is killed leaves nothing out. In mode wal a group begins with its slot.
