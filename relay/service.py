@@ -24,8 +24,8 @@ from relay.observe.engines import EngineCounts
 from relay.observe.liveness import Parts
 from relay.observe.long_tasks import LongTasks
 from relay.observe.traces import open_traces
+from relay.pipeline.deferral import rekey
 from relay.pipeline.listeners import Listeners, Meter
-from relay.pipeline.rekeying import rekey
 from relay.pipeline.retries import RetryWorker
 from relay.pipeline.runner import Pipeline
 from relay.retention.schedule import Schedule

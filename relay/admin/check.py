@@ -26,7 +26,7 @@ from relay.faults import ConfigurationError, RelayError, Unreachable, first_line
 from relay.handlers import Sink
 from relay.model.spool import require_writable
 from relay.observe.traces import require_exporter
-from relay.pipeline.route_rules import shadowed
+from relay.pipeline.routing import shadowed
 from relay.retention.removable import identity
 from relay.retention.schedule import require_not_given_up
 from relay.runtime.parts import SOON_SECONDS, Condition

@@ -15,7 +15,7 @@ from relay.delivery.queues import Delivery
 from relay.model.dispositions import AttemptHistory, DeadLetter, Scheduled
 from relay.model.events import Transaction
 from relay.model.transactions import Routed, Transactions, Undecoded
-from relay.pipeline.deferral import Ordering, delivery_times
+from relay.pipeline.deferral import Ordering
 from relay.pipeline.routing import BatchRouter
 from relay.pipeline.settlement import not_received
 from relay.store import (
@@ -78,7 +78,7 @@ class Submission:
 
     async def _scheduled(self, transactions: Transactions) -> dict[int, datetime]:
         """The transactions with an event for later, by index, with the time until which each is deferred."""
-        times = delivery_times(transactions, self._router)
+        times = self._router.delivery_times(transactions)
         if not times:
             return {}
         later: dict[int, datetime] = await self._in_target(clock.ahead, self._claim.conn, times)

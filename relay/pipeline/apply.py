@@ -7,43 +7,36 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import psycopg
 
 from relay.config.handlers import PythonHandler
 from relay.config.settings import Settings
-from relay.faults import Braked, TooLarge, timed_out
-from relay.model.batch import DeadLettered, Range, TaskOutcome, Work
+from relay.faults import Braked, RelayError, TooLarge, timed_out
+from relay.model.batch import DeadLettered, Range, Task, TaskOutcome, Work
 from relay.model.dispositions import (
     APPLIED,
     AttemptHistory,
     DeadLetter,
     is_deferred,
 )
+from relay.model.events import Lsn
 from relay.model.snapshots import RowCounts, full_xids
 from relay.model.trace_context import Traced, TraceRecord
-from relay.model.transactions import Transactions
+from relay.model.transactions import Mask, Transactions
 from relay.pipeline.deferral import DeferralRules
 from relay.pipeline.failure_limit import FailureLimit, store_streaks
 from relay.pipeline.handling import HandlerFailed, HandlerRunner, HandlingMode, reason_of
-from relay.pipeline.positions import (
-    advances,
-    fresh_of,
-    is_ahead,
-    is_early,
-    last_positions,
-    reached_lsns,
-    require_same_source,
-)
-from relay.pipeline.range_reader import RangeReader
+from relay.pipeline.ranges import RangeReader, is_early, last_positions
 from relay.pipeline.routing import Assignment, BatchRouter
 from relay.pipeline.settlement import Settlement, Unsettled, not_received
-from relay.pipeline.tracing import Tracing, joined, traced_as
+from relay.pipeline.tracing import joined, trace_record, traced_as
 from relay.store import brakes
 from relay.store.connections import Connection
 from relay.store.deferred import due as deferred_due
@@ -106,10 +99,8 @@ class Applier:
         self._limits = settings.brakes
         self._settings = settings
         self._settlement = Settlement(settings)
-        self._range_reader = RangeReader(settings, connections)
-        self._tracing = (
-            Tracing(self._router, self._handler_runner.names) if settings.observe.traces else None
-        )
+        self._ranges = RangeReader(settings, connections)
+        self._traces = settings.observe.traces
 
     def mark(self, application_name: str) -> None:
         """Set the application_name of the next transactions."""
@@ -128,7 +119,7 @@ class Applier:
         """Close the connections."""
         self._handler_runner.close()
         self._pool.close()
-        self._range_reader.close()
+        self._ranges.close()
 
     def apply(self, task: Work, guarded: bool = False) -> TaskOutcome:
         """Apply the task and commit. If it raises, the target is unchanged.
@@ -170,7 +161,7 @@ class Applier:
         except TooLarge:
             if not isinstance(task, Range) or task.by_reference:
                 raise
-            outcome = self._commit(self._range_reader.by_reference(task), mode)
+            outcome = self._commit(self._ranges.by_reference(task), mode)
         if outcome.trace_record is None:
             return outcome
         return replace(outcome, trace_record=outcome.trace_record.since(began))
@@ -184,13 +175,13 @@ class Applier:
                 conn, self._group, task.partitions, task.transactions.distinct_hosts
             )
             positions = locked.positions
-            require_same_source(task, locked)
+            _require_same_source(task, locked)
             require_kept(task.lower_bounds, positions)
-            if not locked.has_no_open_difference or is_ahead(task, positions):
+            if not locked.has_no_open_difference or _is_ahead(task, positions):
                 return TaskOutcome(task.partitions, busy=True)
-            fresh = fresh_of(task, locked)
+            fresh = _fresh_of(task, locked)
             if not len(fresh):
-                reached = {} if self._durable else reached_lsns(positions)
+                reached = {} if self._durable else _reached_lsns(positions)
                 return TaskOutcome(task.partitions, skipped=task.events, reached=reached)
             limit = FailureLimit(self._limits, locked.streaks)
             delivered = self._deliver(conn, fresh, locked.holding, mode, limit)
@@ -205,7 +196,7 @@ class Applier:
         outcome = _outcome(task, events, task.events - events, [delivered], len(fresh))
         # Only what the target could still lose in a crash is reported.
         return (
-            outcome if self._durable else replace(outcome, reached=reached_lsns(positions, moved))
+            outcome if self._durable else replace(outcome, reached=_reached_lsns(positions, moved))
         )
 
     def _apply_range(self, conn: Connection, task: Range, mode: HandlingMode) -> TaskOutcome:
@@ -223,8 +214,8 @@ class Applier:
         noted = snapshots.noted_in(conn, self._group, lower_bounds)
         events = count = 0
         all_delivered: list[_Delivered] = []
-        found = self._range_reader.read(task, lower_bounds, noted)
-        for transactions in self._range_reader.portions(self.active_jobs.reading(found)):
+        found = self._ranges.read(task, lower_bounds, noted)
+        for transactions in self._ranges.portions(self.active_jobs.reading(found)):
             events += transactions.events
             count += len(transactions)
             left = transactions
@@ -258,15 +249,17 @@ class Applier:
         found = self._handler_runner.handle(conn, left, mode, {}, limit)
         braked = store_streaks(conn, self._group, self._limits, left, found, limit)
         dispositions |= {flowing[index]: disposition for index, disposition in found.items()}
+        keys |= {
+            index: self._deferral_rules.keys(assigned.part(index, index + 1))
+            for index, disposition in dispositions.items()
+            if index not in keys and is_deferred(disposition)
+        }
         # In commit order, which is the order of their retries.
         indices = sorted(dispositions)
-        unsettled = []
-        for index, rows in zip(indices, transactions.take(indices), strict=True):
-            if index not in keys and is_deferred(dispositions[index]):
-                keys[index] = self._deferral_rules.keys(assigned.part(index, index + 1))
-            unsettled.append(
-                Unsettled(rows, self._router.events(rows), dispositions[index], keys.get(index, ()))
-            )
+        unsettled = [
+            Unsettled(rows, self._router.events(rows), dispositions[index], keys.get(index, ()))
+            for index, rows in zip(indices, transactions.take(indices), strict=True)
+        ]
         dead = self._settlement.store(conn, unsettled)
         self._settlement.log_retries(dispositions.values())
         waiting = [
@@ -274,12 +267,10 @@ class Applier:
             for index, disposition in dispositions.items()
             if not isinstance(disposition, DeadLetter)
         ]
-        trace_record = self._trace_record(
+        traced = self._trace_record(
             assigned, lambda index: traced_as(dispositions.get(index, APPLIED), is_retry=False)
         )
-        return _Delivered(
-            dead, int(transactions.facts["events"][waiting].sum()), braked, trace_record
-        )
+        return _Delivered(dead, int(transactions.facts["events"][waiting].sum()), braked, traced)
 
     def _dead_letter_too_large(
         self, conn: Connection, transactions: Transactions, by_reference: Collection[int]
@@ -302,7 +293,7 @@ class Applier:
     def _trace_record(
         self, assigned: Assignment, find: Callable[[int], Traced | None]
     ) -> TraceRecord | None:
-        return None if self._tracing is None else self._tracing.trace_record(assigned, find)
+        return trace_record(assigned, self._handler_runner.names, find) if self._traces else None
 
     def retry_deferred(self, guarded: bool = False) -> Redelivery:
         """Retry the deferred transactions that are due, and commit. If it raises, the target is unchanged."""
@@ -375,13 +366,13 @@ class Applier:
         )
         dead = self._settlement.store(conn, unsettled)
         self._settlement.log_retries(dispositions.values())
-        trace_record = self._trace_record(
+        traced = self._trace_record(
             assigned,
             lambda index: traced_as(
                 dispositions.get(index, APPLIED), True, histories[index].attempts
             ),
         )
-        return Redelivery(len(due), len(due) - len(dispositions), dead, trace_record)
+        return Redelivery(len(due), len(due) - len(dispositions), dead, traced)
 
 
 def _report_sample(braked: Braked) -> None:
@@ -418,3 +409,86 @@ def _outcome(
         trace_record=joined(each.trace_record for each in delivered),
         transactions=transactions,
     )
+
+
+def _require_same_source(task: Task, locked: offsets.Locked) -> None:
+    """Raise RelayError if the group has followed the source to another timeline since the task was read."""
+    if task.source_epoch not in (None, locked.source_epoch):
+        raise RelayError(
+            "another instance has followed the source to another server or timeline since this one read its batch, of "
+            "which nothing was applied: start relay again"
+        )
+
+
+def _fresh_of(task: Task, locked: offsets.Locked) -> Transactions:
+    """The transactions that are not in the target yet: `task.transactions` itself if all are new, otherwise a copy.
+
+    A transaction is new if its commit ends after the applied LSN of its partitions and, once the group has polled, if
+    the last snapshot does not see it. All partitions that a transaction touches moved together when it was applied.
+
+    Example: partition 0 is at LSN 20, partition 1 at 10; transactions end at 10 (partition 1), 20 (0) and 30 (0 and 1).
+    Only the last one is new.
+    """
+    facts = task.transactions.facts
+    seen = None
+    if locked.last is not None:
+        seen = locked.last.snapshot.sees(full_xids(facts["xid"], task.next_xid))
+    end = facts["end_lsn"]
+    furthest = max(position.applied_lsn for position in locked.positions.values())
+    # Usually everything is new, which one comparison finds out.
+    if end[0] > furthest and (seen is None or not seen.any()):
+        return task.transactions
+    fresh = np.zeros(len(end), np.bool_)
+    for partitions, here in _by_partitions(task.transactions, task.touched):
+        for partition in partitions:
+            fresh |= here & (end > locked.positions[partition].applied_lsn)
+    if seen is not None:
+        fresh &= ~seen
+    return task.transactions if fresh.all() else task.transactions.take(np.flatnonzero(fresh))
+
+
+def advances(fresh: Transactions, touched: Sequence[tuple[int, ...]]) -> list[offsets.Advance]:
+    """The LSN and next offset to which transactions move the partitions that they touch, in order of the partitions.
+
+    `touched` has the partitions of each tuple of hosts, by the index in `fresh.facts["hosts"]`.
+    """
+    reached: dict[int, tuple[Lsn, int]] = {}
+    for partitions, here in _by_partitions(fresh, touched):
+        # The greatest bigint has no next one.
+        following = max(1, min(int(fresh.facts["last_offset"][here].max()), offsets.LAST - 1) + 1)
+        end = Lsn(fresh.facts["end_lsn"][here].max())
+        for partition in partitions:
+            lsn, next_offset = reached.get(partition, (Lsn(0), 1))
+            reached[partition] = (max(lsn, end), max(next_offset, following))
+    return [
+        offsets.Advance(partition, *position) for partition, position in sorted(reached.items())
+    ]
+
+
+def _reached_lsns(
+    positions: Mapping[int, offsets.PartitionPosition], moved: Iterable[offsets.Advance] = ()
+) -> dict[int, Lsn]:
+    """The LSN of each partition after a task has `moved` some of them."""
+    reached = {partition: position.applied_lsn for partition, position in positions.items()}
+    for each in moved:
+        before = reached[each.partition_id]
+        reached[each.partition_id] = max(before, each.applied_lsn)
+    return reached
+
+
+def _is_ahead(task: Task, positions: Mapping[int, offsets.PartitionPosition]) -> bool:
+    """Whether a partition of the task has not reached the end of the batch before (`task.after`)."""
+    return any(positions[partition].applied_lsn < lsn for partition, lsn in task.after.items())
+
+
+def _by_partitions(
+    transactions: Transactions, touched: Sequence[tuple[int, ...]]
+) -> Iterator[tuple[tuple[int, ...], Mask]]:
+    """Group transactions by the partitions they touch: yields partitions, and a mask (bool) of transactions."""
+    kinds: dict[tuple[int, ...], int] = {}
+    of_hosts = np.array([kinds.setdefault(each, len(kinds)) for each in touched])
+    kind = of_hosts[transactions.facts["hosts"]]
+    for partitions, number in kinds.items():
+        here = kind == number
+        if here.any():
+            yield partitions, here

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from datetime import UTC, datetime
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from relay.config.effects import Effects
 from relay.config.handlers import HandlerSettings, SinkHandler
 from relay.config.settings import Settings
 from relay.model.dispositions import BLOCKED, Dispositions, Scheduled
@@ -17,9 +18,11 @@ from relay.pipeline.routing import Assignment, BatchRouter, Parts
 from relay.store import clock, deferred
 from relay.store.connections import Connection
 from relay.store.deferred import Deferral
+from relay.store.deferred import due as deferred_due
 
-_LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
-_NEVER = datetime(9999, 12, 31, tzinfo=UTC)
+log = logging.getLogger(__name__)
+
+_REKEYED_AT_ONCE = 1_000
 
 
 class Ordering:
@@ -124,7 +127,7 @@ class DeferralRules:
         """
         keys: dict[int, frozenset[str]] = {}
         dispositions: Dispositions = {}
-        times = delivery_times(assigned.transactions, self._router)
+        times = self._router.delivery_times(assigned.transactions)
         for index, moment in clock.ahead(conn, times).items():
             one = assigned.part(index, index + 1)
             # Sinks defer what goes to sinks only.
@@ -161,20 +164,42 @@ class DeferralRules:
         return blocked
 
 
-def delivery_times(transactions: Transactions, router: BatchRouter) -> dict[int, datetime]:
-    """The transactions with a time of delivery (`deliver_at`), by index, with the latest of their times."""
-    ends = np.cumsum(transactions.facts["events"])
-    found: dict[int, datetime] = {}
-    for row, value in router.times(transactions):
-        moment = moment_of(value)
-        index = int(np.searchsorted(ends, row, side="right"))
-        found[index] = max(moment, found.get(index, moment))
-    return found
+def rekey(settings: Settings, conn: Connection, former: Mapping[str, str]) -> None:
+    """Compute the keys of deferred transactions again where the configuration orders by others than before.
+
+    Their rows have the keys that `order_by` gave them when they were deferred. New transactions have those of the
+    current configuration, so they would pass the ones before them.
+
+    `former` are the effects of the former configuration. In the current database transaction. Raises psycopg.Error, and
+    Unrouted as `BatchRouter.route` does.
+    """
+    for sink in Effects.of(settings).reordered(former):
+        if not sink:
+            # A retry of the target's transactions may be under way in another instance.
+            deferred.lock(conn, settings.group)
+        count = _rekey(settings, conn, sink)
+        if count:
+            log.info(
+                "deferred transactions have new ordering keys",
+                extra={"sink": sink, "transactions": count},
+            )
 
 
-def moment_of(value: str) -> datetime:
-    """Parse a time as PostgreSQL prints it in UTC; a time outside of Python's calendar becomes its nearest end."""
-    try:
-        return datetime.fromisoformat(value)
-    except ValueError:
-        return _LONG_AGO if value.startswith("-") or value.endswith("BC") else _NEVER
+def _rekey(settings: Settings, conn: Connection, sink: str) -> int:
+    limits = settings.batch
+    router = BatchRouter(settings)
+    rules = DeferralRules(settings, router)
+    count = last = 0
+    while rows := deferred_due.stored(conn, settings.group, sink, last, _REKEYED_AT_ONCE):
+        found = deferred_due.transactions(conn, rows, limits.max_bytes, limits.spool_directory)
+        if sink:
+            keys = [rules.delivery_keys(found.part(n, n + 1), sink) for n in range(len(rows))]
+        else:
+            assigned = router.route(found)
+            keys = [rules.keys(assigned.part(n, n + 1)) for n in range(len(rows))]
+        deferred.set_keys(conn, {row.id: each for row, each in zip(rows, keys, strict=True)})
+        last = rows[-1].id
+        count += len(rows)
+    if count:
+        deferred.hold_set_keys(conn, settings.group, sink)
+    return count

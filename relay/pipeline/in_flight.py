@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from relay.faults import TaskFault
 from relay.model.batch import Batch, Task, TaskOutcome, Work
 from relay.model.events import Lsn
+from relay.pipeline.apply import advances
 from relay.pipeline.inline import Result
-from relay.pipeline.positions import advances
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,30 +1,75 @@
-"""Routes the events of many transactions at once: finds the handlers of each event."""
+"""Finds the handlers of each event by the routes of the configuration, for many transactions at once."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from functools import cached_property, lru_cache
 from itertools import chain, islice, repeat
+from typing import Any
 
 import numpy as np
 
-from relay.config.settings import Settings
+from relay.config.fields import dig, split
+from relay.config.settings import Route, Scalar, Settings
 from relay.faults import NotRouted, Undecodable, Unrouted
-from relay.model.events import COMMIT_FIELDS, NOTE, Commit, Events, Tuples
+from relay.model import exact_json
+from relay.model.events import COMMIT_FIELDS, NOTE, Event, Events, Tuples
 from relay.model.transactions import Mask, Routed, Transactions, Undecoded, text
 from relay.model.tuples import RowDecoder
-from relay.pipeline.route_rules import RouteRules
 
+_LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
+_NEVER = datetime(9999, 12, 31, tzinfo=UTC)
 _NOTES_SHOWN = 20
 _ROWS_AT_ONCE = 4_000
 _BYTES_AT_ONCE = 4 * 1024 * 1024
 
+_JSON_FIELDS = frozenset({"payload", "metadata"})
+
+Values = tuple[str | None, ...]
+Test = Callable[[Values], bool]
 Names = tuple[str, ...]
 Parts = Mapping[str, Routed]
 """The routed transactions of each handler."""
 Refused = dict[int, NotRouted | Undecodable]
 """Why transactions have no handlers, by index."""
+
+
+class RouteRules:
+    """The routes of a configuration, in order: the first that matches wins unless it says `continue: true`.
+
+    `fields` are the fields that the routes match.
+    """
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        names = [name for route in routes for name in route.match]
+        self.fields = tuple(dict.fromkeys(split(name)[0] for name in names))
+        self._routes = [
+            (
+                [_test(self.fields, name, patterns) for name, patterns in route.match.items()],
+                route.handlers,
+                route.continue_,
+            )
+            for route in routes
+        ]
+        # Event types and aggregates are few. Payloads rarely repeat, and may be large.
+        remembered = 0 if not _JSON_FIELDS.isdisjoint(self.fields) else 10_000
+        self.choose = lru_cache(maxsize=remembered)(self._choose)
+
+    def handlers(self, event: Event) -> tuple[str, ...]:
+        """The names of the event's handlers, each once, in the order of the routes; empty if no route matches."""
+        return self.choose(tuple(event.text(field) for field in self.fields))
+
+    def _choose(self, values: Values) -> tuple[str, ...]:
+        names: dict[str, None] = {}
+        for tests, handlers, goes_on in self._routes:
+            if all(test(values) for test in tests):
+                names.update(dict.fromkeys(handlers))
+                if not goes_on:
+                    break
+        return tuple(names)
 
 
 class _Chosen:
@@ -45,7 +90,7 @@ class _Chosen:
 class Assignment:
     """Transactions with the handlers of each of their events. `take` and `part` keep these, so that routing runs once.
 
-    `refused` says why transactions have no handlers, by index.
+    `refused` says why transactions have no handlers, by index. `decoder` decodes the rows; None without transactions.
     """
 
     def __init__(
@@ -59,7 +104,7 @@ class Assignment:
         """`every` are the handlers of all events; if it is None, `names` has the handlers of each event, in order."""
         self.transactions = transactions
         self.refused: Refused = refused or {}
-        self._decoder = decoder
+        self.decoder = decoder
         self._every = every
         self._names = names
 
@@ -69,22 +114,16 @@ class Assignment:
     @cached_property
     def parts(self) -> Parts:
         """The transactions of each handler, with only the events that go there."""
-        if self._decoder is None or not len(self.transactions):
+        if self.decoder is None or not len(self.transactions):
             return {}
         if self._every is not None:
-            return dict.fromkeys(self._every, Routed(self.transactions, self._decoder))
+            return dict.fromkeys(self._every, Routed(self.transactions, self.decoder))
         return {
             name: Routed(
-                _part(self.transactions, [name in each for each in self._names]), self._decoder
+                _part(self.transactions, [name in each for each in self._names]), self.decoder
             )
             for name in dict.fromkeys(chain.from_iterable(set(self._names)))
         }
-
-    def names(self) -> Iterator[Names]:
-        """The handlers of each event, in order."""
-        if self._every is None:
-            return iter(self._names)
-        return repeat(self._every, self.transactions.events)
 
     def take(self, indices: Sequence[int]) -> Assignment:
         """The transactions at `indices`, in that order, with their handlers."""
@@ -94,7 +133,7 @@ class Assignment:
         refused = {new: self.refused[old] for new, old in enumerate(indices) if old in self.refused}
         return Assignment(
             self.transactions.take(indices),
-            self._decoder,
+            self.decoder,
             self._every,
             list(chain.from_iterable(names)),
             refused,
@@ -109,7 +148,7 @@ class Assignment:
         refused = {index - first: self.refused[index] for index in indices}
         return Assignment(
             self.transactions.part(first, last),
-            self._decoder,
+            self.decoder,
             self._every,
             self._names[start : start + int(events[first:last].sum())],
             refused,
@@ -133,7 +172,6 @@ class BatchRouter:
         self._unrouted = settings.unrouted
         self._mapping = settings.source.mapping
         self._decoders: dict[tuple[str, ...], RowDecoder] = {}
-        self._by_commit = not set(COMMIT_FIELDS).isdisjoint(self._rules.fields)
 
     def route(self, transactions: Transactions) -> Assignment:
         """Find the handlers of all events; a refused transaction has none.
@@ -142,25 +180,22 @@ class BatchRouter:
         """
         if not len(transactions):
             return Assignment(transactions, None, ())
-        if NOTE not in transactions.columns or not (undecodable := self._undecodable(transactions)):
-            return self._route(transactions)
-        # An event that cannot be decoded cannot be matched.
-        indices = transactions.besides(undecodable)
-        routed = self._route(transactions.take(indices))
-        refused = undecodable | {indices[at]: why for at, why in routed.refused.items()}
-        found = routed.names()
-        names = [next(found) if kept else () for kept in _kept(transactions, undecodable)]
-        return Assignment(transactions, self.decoder(transactions.columns), None, names, refused)
-
-    def _route(self, transactions: Transactions) -> Assignment:
         decoder = self.decoder(transactions.columns)
-        if not self._rules.fields and (names := self._rules.choose(())):
-            return Assignment(transactions, decoder, names)
-        chosen = list(self._handlers_of_events(transactions, decoder))
-        if () not in set(chosen) or not (refused := self._refused(transactions, decoder, chosen)):
-            return Assignment(transactions, decoder, None, chosen)
-        kept = _kept(transactions, refused)
-        chosen = [names if keep else () for names, keep in zip(chosen, kept, strict=True)]
+        # Whatever matches an event that cannot be decoded says nothing.
+        refused = self._undecodable(transactions) if NOTE in transactions.columns else {}
+        if self._rules.fields:
+            chosen = list(self._chosen(transactions, decoder))
+        else:
+            every = self._rules.choose(())
+            if every and not refused:
+                return Assignment(transactions, decoder, every)
+            chosen = [every] * transactions.events
+        if () in set(chosen):
+            refused |= self._without_route(transactions, chosen, refused)
+        if refused:
+            kept = [index not in refused for index in range(len(transactions))]
+            of_events = np.repeat(kept, transactions.facts["events"]).tolist()
+            chosen = [names if keep else () for names, keep in zip(chosen, of_events, strict=True)]
         return Assignment(transactions, decoder, None, chosen, refused)
 
     def events(self, transaction: Undecoded) -> Events:
@@ -172,9 +207,15 @@ class BatchRouter:
         """Transactions with all of their events, whatever the routes say."""
         return Routed(transactions, self.decoder(transactions.columns))
 
-    def times(self, transactions: Transactions) -> Iterator[tuple[int, str]]:
-        """The times (`deliver_at`) of the events that have one, each with the event's index among all events."""
-        return self._present(transactions, "deliver_at")
+    def delivery_times(self, transactions: Transactions) -> dict[int, datetime]:
+        """The transactions with a time of delivery (`deliver_at`), by index, with the latest of their times."""
+        ends = np.cumsum(transactions.facts["events"])
+        found: dict[int, datetime] = {}
+        for row, value in self._present(transactions, "deliver_at"):
+            moment = _moment_of(value)
+            index = int(np.searchsorted(ends, row, side="right"))
+            found[index] = max(moment, found.get(index, moment))
+        return found
 
     def _present(self, transactions: Transactions, field: str) -> Iterator[tuple[int, str]]:
         """The values of a field that few events have, each with the event's index among all events."""
@@ -199,28 +240,14 @@ class BatchRouter:
             notes.setdefault(index, []).append(f"event {number}: {note}")
         return {index: Undecodable(_few(shown)) for index, shown in notes.items()}
 
-    def _handlers_of_events(
-        self, transactions: Transactions, decoder: RowDecoder
-    ) -> Iterator[Names]:
+    def _chosen(self, transactions: Transactions, decoder: RowDecoder) -> Iterator[Names]:
         """The handlers of each event."""
-        if not self._rules.fields:
-            return repeat((), transactions.events)
-        if not self._by_commit:
-            return self._chosen(decoder, transactions, None)
-        return chain.from_iterable(
-            self._chosen(decoder, transactions.part(index, index + 1), each.commit)
-            for index, each in enumerate(transactions)
-        )
-
-    def _chosen(
-        self, decoder: RowDecoder, transactions: Transactions, commit: Commit | None
-    ) -> Iterator[Names]:
         fields = self._rules.fields
         stored = [field for field in fields if field not in COMMIT_FIELDS]
-        of_commit = dict(zip(COMMIT_FIELDS, commit.fields, strict=True)) if commit else {}
+        of_commits = self._of_commits(transactions) if len(stored) < len(fields) else {}
         for rows in transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
             values: dict[str, Iterable[str | None]] = {
-                field: repeat(value, len(rows)) for field, value in of_commit.items()
+                field: islice(found, len(rows)) for field, found in of_commits.items()
             }
             for field, column in zip(stored, decoder.columns(rows, stored), strict=True):
                 values[field] = (None if value is None else text(value) for value in column)
@@ -228,17 +255,28 @@ class BatchRouter:
                 self._rules.choose, zip(*(values[field] for field in fields), strict=True)
             )
 
-    def _refused(
-        self, transactions: Transactions, decoder: RowDecoder, chosen: Sequence[Names]
+    def _of_commits(self, transactions: Transactions) -> dict[str, Iterator[str | None]]:
+        """For each field of commits, its value for each event."""
+        events = transactions.facts["events"].tolist()
+        columns = zip(*(each.commit.fields for each in transactions), strict=True)
+        return {
+            field: chain.from_iterable(map(repeat, values, events))
+            for field, values in zip(COMMIT_FIELDS, columns, strict=True)
+        }
+
+    def _without_route(
+        self, transactions: Transactions, chosen: Sequence[Names], refused: Collection[int]
     ) -> Refused:
-        """The transactions with an event that no route matches, by index; the first such event is named."""
+        """The transactions, besides those `refused`, with an event that no route matches; its type is named."""
         if self._unrouted == "ignore":
             return {}
         ends = np.cumsum(transactions.facts["events"])
         lost = np.flatnonzero([not names for names in chosen])
         indices, first = np.unique(np.searchsorted(ends, lost, side="right"), return_index=True)
-        refused: Refused = {}
+        found: Refused = {}
         for index, row in zip(indices.tolist(), lost[first].tolist(), strict=True):
+            if index in refused:
+                continue
             undecoded = transactions[index]
             within = row - int(ends[index]) + len(undecoded.tuples)
             (event,) = islice(self.events(undecoded), within, within + 1)
@@ -247,8 +285,8 @@ class BatchRouter:
                 raise Unrouted(
                     f"routes: {what}, and unrouted is `fail`: add a route, or set unrouted"
                 )
-            refused[index] = NotRouted(what)
-        return refused
+            found[index] = NotRouted(what)
+        return found
 
     def decoder(self, columns: tuple[str, ...]) -> RowDecoder:
         """The decoder of rows with these columns; one for each set of columns is kept."""
@@ -258,10 +296,12 @@ class BatchRouter:
         return decoder
 
 
-def _kept(transactions: Transactions, refused: Collection[int]) -> Iterator[bool]:
-    """For each event, whether its transaction is not refused."""
-    kept = [index not in refused for index in range(len(transactions))]
-    return iter(np.repeat(kept, transactions.facts["events"]).tolist())
+def _moment_of(value: str) -> datetime:
+    """Parse a time as PostgreSQL prints it in UTC; a time outside of Python's calendar becomes its nearest end."""
+    try:
+        return datetime.fromisoformat(value)
+    except ValueError:
+        return _LONG_AGO if value.startswith("-") or value.endswith("BC") else _NEVER
 
 
 def _few(notes: Sequence[str]) -> str:
@@ -282,3 +322,73 @@ def _part(transactions: Transactions, chosen: Sequence[bool]) -> Transactions:
     facts = transactions.facts.copy()
     facts["events"] = [len(rows) for rows in spooled]
     return replace(transactions, facts=facts, spooled=spooled).take(left)
+
+
+def shadowed(routes: Sequence[Route]) -> Iterator[tuple[int, int]]:
+    """Yield the index of each route that can never apply, and of an earlier one that matches all of its events."""
+    for index, route in enumerate(routes):
+        for before, earlier in enumerate(routes[:index]):
+            if not earlier.continue_ and _covers(earlier, route):
+                yield index, before
+                break
+
+
+def _covers(earlier: Route, later: Route) -> bool:
+    return all(
+        name in later.match
+        and all(any(_includes(each, given) for each in patterns) for given in later.match[name])
+        for name, patterns in earlier.match.items()
+    )
+
+
+def _includes(pattern: Scalar, other: Scalar) -> bool:
+    """Whether a pattern certainly matches all that another one matches."""
+    if pattern == "*" or (pattern == other and type(pattern) is type(other)):
+        return True
+    if not _is_glob(other):
+        return _matches(other, pattern)
+    # Two globs: only a beginning is compared.
+    beginning = pattern[:-1] if isinstance(pattern, str) and pattern.endswith("*") else None
+    return beginning is not None and not _is_glob(beginning) and str(other).startswith(beginning)
+
+
+def _is_glob(pattern: Scalar) -> bool:
+    return isinstance(pattern, str) and any(sign in pattern for sign in "*?[")
+
+
+def _test(fields: Sequence[str], name: str, patterns: Sequence[Scalar]) -> Test:
+    head, path = split(name)
+    index = fields.index(head)
+    if not path:
+        return lambda values: any(_matches(values[index], pattern) for pattern in patterns)
+
+    def test(values: Values) -> bool:
+        text = values[index]
+        if text is None:
+            return False
+        try:
+            found, value = dig(exact_json.loads(text), path)
+        except ValueError:
+            return False  # a mapped text column need not hold JSON
+        return found and any(_matches(value, pattern) for pattern in patterns)
+
+    return test
+
+
+def _matches(value: Any, pattern: Scalar) -> bool:
+    """Whether a value equals the pattern or, as text, matches it as a glob (case-sensitive)."""
+    if value is None:
+        return False
+    if isinstance(pattern, str):
+        return fnmatchcase(value if isinstance(value, str) else _text(value), pattern)
+    if isinstance(value, str):
+        return not isinstance(pattern, bool) and value == str(pattern)
+    return isinstance(value, bool) is isinstance(pattern, bool) and bool(value == pattern)
+
+
+def _text(value: Any) -> str:
+    """A number, or an array or object, as PostgreSQL prints it; empty if it cannot be written."""
+    try:
+        return exact_json.dumps(value, "")
+    except ValueError:
+        return ""

@@ -6,7 +6,7 @@ It runs where the task is applied, also on executors; the driver makes spans of 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import assert_never
 
 import numpy as np
@@ -21,8 +21,8 @@ from relay.model.dispositions import (
     Scheduled,
 )
 from relay.model.trace_context import PublishOrigin, TraceContext, Traced, TraceRecord, parse
-from relay.model.transactions import Transactions, text
-from relay.pipeline.routing import Assignment, BatchRouter
+from relay.model.transactions import text
+from relay.pipeline.routing import Assignment
 
 MOST_TRACED = 1_000
 """How many business transactions of a task are traced at most."""
@@ -36,70 +36,64 @@ _ROWS_AT_ONCE = 4_000
 _BYTES_AT_ONCE = 4 * 1024 * 1024
 
 
-class Tracing:
-    """Finds the traced transactions of a task."""
+def trace_record(
+    assigned: Assignment, handlers: Sequence[str], find: Callable[[int], Traced | None]
+) -> TraceRecord | None:
+    """The traced transactions with their dispositions, at most MOST_TRACED; None if there are none.
 
-    def __init__(self, router: BatchRouter, handlers: tuple[str, ...]) -> None:
-        """`handlers` are the names of the transactional handlers."""
-        self._router = router
-        self._handlers = handlers
-
-    def trace_record(
-        self, assigned: Assignment, find: Callable[[int], Traced | None]
-    ) -> TraceRecord | None:
-        """The traced transactions with their dispositions, at most MOST_TRACED; None if there are none.
-
-        `find` returns the disposition of the transaction at an index, None if it was not tried.
-        """
-        found, left_out = self._origins(assigned.transactions)
-        if not found:
-            return None
-        indices = list(found)
-        traces = assigned.take(indices)
-        some = traces.transactions
-        reached = {name: traces.reached(name) for name in self._handlers}
-        traced = []
-        for number, index in enumerate(indices):
-            one = find(index)
-            names = tuple(name for name, mask in reached.items() if mask[number])
-            # Sinks trace what goes to sinks only.
-            if one is None or not (names or one.disposition == "dead"):
-                continue
-            transaction_id = some.ids[number]
-            traced.append(
-                one._replace(
-                    origins=found[index],
-                    transaction_id=None if transaction_id is None else text(transaction_id),
-                    committed=int(some.facts["ts"][number]),
-                    handlers=names,
-                )
+    `handlers` are the names of the transactional handlers. `find` returns the disposition of the transaction at an
+    index, None if it was not tried.
+    """
+    found, left_out = _origins(assigned)
+    if not found:
+        return None
+    indices = list(found)
+    traces = assigned.take(indices)
+    some = traces.transactions
+    reached = {name: traces.reached(name) for name in handlers}
+    traced = []
+    for number, index in enumerate(indices):
+        one = find(index)
+        names = tuple(name for name, mask in reached.items() if mask[number])
+        # Sinks trace what goes to sinks only.
+        if one is None or not (names or one.disposition == "dead"):
+            continue
+        transaction_id = some.ids[number]
+        traced.append(
+            one._replace(
+                origins=found[index],
+                transaction_id=None if transaction_id is None else text(transaction_id),
+                committed=int(some.facts["ts"][number]),
+                handlers=names,
             )
-        return TraceRecord(tuple(traced), left_out) if traced else None
+        )
+    return TraceRecord(tuple(traced), left_out) if traced else None
 
-    def _origins(
-        self, transactions: Transactions
-    ) -> tuple[dict[int, tuple[PublishOrigin, ...]], int]:
-        """The sampled contexts of the first MOST_TRACED transactions that have any, and how many more there are."""
-        decoder = self._router.decoder(transactions.columns)
-        facts = transactions.facts["events"]
-        index_of = np.repeat(np.arange(len(facts)), facts).tolist()
-        found: dict[int, dict[TraceContext, PublishOrigin]] = {}
-        left_out: set[int] = set()
-        first = 0
-        for rows in transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
-            columns = zip(*decoder.columns(rows, _FIELDS), strict=True)
-            for row, (metadata, event_id) in enumerate(columns, first):
-                if metadata is None or not _SAMPLED.search(metadata):
-                    continue
-                index = index_of[row]
-                if index not in found and len(found) >= MOST_TRACED:
-                    left_out.add(index)
-                    continue
-                context = parse(metadata)
-                if context is not None and context.sampled:
-                    add(found.setdefault(index, {}), context, event_id and text(event_id))
-            first += len(rows)
-        return {index: tuple(origins.values()) for index, origins in found.items()}, len(left_out)
+
+def _origins(assigned: Assignment) -> tuple[dict[int, tuple[PublishOrigin, ...]], int]:
+    """The sampled contexts of the first MOST_TRACED transactions that have any, and how many more there are."""
+    transactions, decoder = assigned.transactions, assigned.decoder
+    if decoder is None:
+        return {}, 0
+    facts = transactions.facts["events"]
+    index_of = np.repeat(np.arange(len(facts)), facts).tolist()
+    found: dict[int, dict[TraceContext, PublishOrigin]] = {}
+    left_out: set[int] = set()
+    first = 0
+    for rows in transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
+        columns = zip(*decoder.columns(rows, _FIELDS), strict=True)
+        for row, (metadata, event_id) in enumerate(columns, first):
+            if metadata is None or not _SAMPLED.search(metadata):
+                continue
+            index = index_of[row]
+            if index not in found and len(found) >= MOST_TRACED:
+                left_out.add(index)
+                continue
+            context = parse(metadata)
+            if context is not None and context.sampled:
+                add(found.setdefault(index, {}), context, event_id and text(event_id))
+        first += len(rows)
+    return {index: tuple(origins.values()) for index, origins in found.items()}, len(left_out)
 
 
 def traced_as(disposition: Disposition, is_retry: bool, attempts: int = 0) -> Traced | None:

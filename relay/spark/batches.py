@@ -17,7 +17,7 @@ from psycopg import sql
 from relay.config.settings import Settings
 from relay.model.events import EVENT_FIELDS, SQL_TYPES, Event
 from relay.model.transactions import Routed, Undecoded
-from relay.pipeline.deferral import Ordering, delivery_times
+from relay.pipeline.deferral import Ordering
 from relay.pipeline.routing import BatchRouter
 from relay.source.outbox.differences import XID, Difference, condition, cut
 from relay.source.outbox.rows import OutboxRows, Wanted
@@ -210,7 +210,7 @@ def scheduled(
         routed = router.route(transactions).parts.get(sink)
         if routed is None:
             continue
-        times = delivery_times(routed.transactions, router)
+        times = router.delivery_times(routed.transactions)
         for index, (rows, events) in enumerate(zip(routed.transactions, routed, strict=True)):
             keys = ordering.delivery_keys(sink, rows.hosts, [events])
             yield rows, Deferral(keys, holds=False, until=times.get(index))

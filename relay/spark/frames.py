@@ -22,7 +22,7 @@ from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError, Unrouted
 from relay.model import headers
 from relay.model.events import FIELDS, INSERTED_BY, SQL_TYPES, timestamp
-from relay.pipeline.route_rules import RouteRules, Values
+from relay.pipeline.routing import RouteRules, Values
 from relay.source.outbox.differences import XID, Difference, array, condition
 from relay.spark.faults import of_function, safe_description
 from relay.spark.reading import PARTITION, MappedTable, TaskPortion, by_xid, map_type, read

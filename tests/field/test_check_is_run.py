@@ -25,7 +25,7 @@ from relay.config.imports import load
 from relay.config.settings import Route, Settings
 from relay.faults import ConfigurationError, Rejected, RelayError, Unreachable
 from relay.handlers.brokers import Message, Publishing
-from relay.pipeline.route_rules import shadowed
+from relay.pipeline.routing import shadowed
 from relay.store import connections, locks, rights
 from relay.store.migrations import Side
 from relay.store.positions import sinks

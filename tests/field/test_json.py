@@ -20,7 +20,7 @@ from relay.config.settings import Route
 from relay.faults import Rejected
 from relay.handlers import build_sinks
 from relay.model import exact_json, trace_context
-from relay.pipeline.route_rules import RouteRules
+from relay.pipeline.routing import RouteRules
 from tests.jetstream import jetstream
 from tests.outbox import Outbox, host, relaying
 from tests.sinks import make_event, transaction

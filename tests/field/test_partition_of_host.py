@@ -205,7 +205,7 @@ def test_a_host_that_changes_after_the_delivery_is_not_delivered_again(
 
 def test_a_host_that_changes_between_plan_and_read_is_not_left_out(outbox: Outbox) -> None:
     """Of a commit one partition has applied its part; the host of the other part moves after the plan."""
-    from relay.pipeline.positions import wanted_of
+    from relay.pipeline.ranges import wanted_of
     from relay.source.outbox.differences import Difference
     from relay.source.outbox.rows import OutboxRows
     from relay.source.server import current_position

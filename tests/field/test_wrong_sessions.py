@@ -12,7 +12,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from relay.config.effects import Effects
 from relay.faults import FaultAction, action_for
-from relay.pipeline.rekeying import rekey
+from relay.pipeline.deferral import rekey
 from relay.retention.schedule import Schedule
 from relay.source.stream.walsender import open_replication
 from relay.store import presence

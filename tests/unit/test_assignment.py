@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from relay.config.settings import Settings
 from relay.model.events import NOTE
 from relay.model.transactions import FACTS, Rows, Transactions
-from relay.pipeline.route_rules import RouteRules
-from relay.pipeline.routing import Assignment, BatchRouter
+from relay.pipeline.routing import Assignment, BatchRouter, RouteRules
 from tests.unit import wire
 
 COLUMNS = ("event_type", "id")

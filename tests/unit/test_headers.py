@@ -23,7 +23,7 @@ from relay.model.events import EVENT_FIELDS, FIELDS, Event, TypedEvent
 from relay.model.headers import ATTRIBUTES, as_json, from_json
 from relay.model.transactions import Rows
 from relay.model.tuples import RowDecoder
-from relay.pipeline.route_rules import RouteRules
+from relay.pipeline.routing import RouteRules
 from relay.source.decode.grouping import Grouping
 from relay.source.decode.layout import Layout, polled
 from tests.unit import wire

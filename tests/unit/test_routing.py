@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from relay.config.settings import Route
 from relay.model.events import EVENT_FIELDS, Event
-from relay.pipeline.route_rules import RouteRules
+from relay.pipeline.routing import RouteRules
 
 
 def event(**fields: str | None) -> Event:

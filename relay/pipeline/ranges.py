@@ -1,4 +1,4 @@
-"""Reads the transactions of polled ranges from the outbox, where a task is applied."""
+"""Polled ranges: what of one is still to be applied, read from the outbox where the task is applied."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from contextlib import closing
 from dataclasses import replace
 from functools import cached_property
 
+import numpy as np
 from psycopg_pool import ConnectionPool
 
 from relay.config.settings import Settings
 from relay.faults import RelayError
-from relay.model.batch import Range
+from relay.model.batch import Range, Share
 from relay.model.snapshots import Xids
-from relay.model.transactions import Transactions
-from relay.pipeline.positions import wanted_of
-from relay.source.outbox.rows import OutboxRows, prepare_reading
+from relay.model.transactions import Int64Array, Mask, Transactions
+from relay.source.outbox.rows import OutboxRows, Wanted, prepare_reading
 from relay.store.connections import Connection, open_pool
+from relay.store.positions import offsets
+
+_NONE = "{}"
 
 
 class RangeReader:
@@ -85,3 +88,73 @@ class RangeReader:
                 portion, events, size = [], 0, 0
         if portion:
             yield Transactions.joined(portion)
+
+
+def is_early(task: Range, positions: Mapping[int, offsets.PartitionPosition]) -> bool:
+    """Whether what precedes the range is not applied yet in one of its partitions."""
+    return any(
+        (position.snapshot_id or 0, position.polled_offset)
+        < (task.snapshot_id, task.lower_bounds[partition])
+        for partition, position in positions.items()
+    )
+
+
+def last_positions(task: Range, lower_bounds: Mapping[int, int]) -> dict[int, int]:
+    """The last position of the range's transactions in each partition that has a lower bound."""
+    ends: dict[int, int] = {}
+    for share in task.shares:
+        for partition in share.partitions:
+            if partition in lower_bounds:
+                last = int(share.positions[-1])
+                ends[partition] = max(ends.get(partition, last), last)
+    return ends
+
+
+def wanted_of(
+    shares: Iterable[Share],
+    unmarked: bool,
+    lower_bounds: Mapping[int, int],
+    noted: Mapping[int, Xids],
+) -> Wanted:
+    """The transactions of `shares` that are still to be applied in the partitions that have a lower bound, in order.
+
+    `noted` are full xids (int64) in each partition that are applied already. A transaction that some of its partitions
+    have applied is read without the rows of these, not with those of the others alone: a host may have changed since
+    the plan, and its row must not fall out of both.
+    """
+    none = np.zeros(0, np.int64)
+    xids, positions, done = [none], [none], list[str]()
+    for share in shares:
+        if share.unmarked != unmarked:
+            continue
+        masks = {
+            partition: _unread(share, lower_bounds.get(partition), noted.get(partition))
+            for partition in share.partitions
+        }
+        unread = np.logical_or.reduce(list(masks.values()))
+        xids.append(share.xids[unread])
+        positions.append(share.positions[unread])
+        done += _done(masks, np.flatnonzero(unread))
+    return Wanted(
+        np.concatenate(xids),
+        np.concatenate(positions),
+        done if any(map(_NONE.__ne__, done)) else None,
+    )
+
+
+def _done(masks: Mapping[int, Mask], indices: Int64Array) -> list[str]:
+    """For each transaction, by its index, the partitions that have applied it, as a PostgreSQL array."""
+    first, *others = masks.values()
+    if all((first == other).all() for other in others):
+        return [_NONE] * len(indices)
+    return [
+        "{" + ",".join(str(partition) for partition, mask in masks.items() if not mask[index]) + "}"
+        for index in indices.tolist()
+    ]
+
+
+def _unread(share: Share, lower_bound: int | None, noted: Xids | None) -> Mask:
+    if lower_bound is None:
+        return np.zeros(len(share.xids), np.bool_)
+    unread: Mask = share.positions > lower_bound
+    return unread if noted is None else unread & ~np.isin(share.xids, noted)
