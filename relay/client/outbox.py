@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
-from relay.client import sessions, tracing
+from relay.client import sessions
 from relay.client.errors import EventInvalid, OutboxForbidden, translated
 from relay.client.event import Event, Id
 from relay.client.payloads import encode
@@ -178,7 +179,7 @@ class Outbox:
         }
         if published.user_id is not None:
             common["user_id"] = _text(published.user_id)
-        context = tracing.context()
+        context = _trace_context()
         rows = [
             common | _row(event, number, context) for number, event in enumerate(published.events)
         ]
@@ -296,3 +297,16 @@ def _is_uuid(value: object) -> bool:
 def _text(value: Id) -> str | int:
     """Return an id as JSON has it; faster than the encoder's `default`."""
     return str(value) if isinstance(value, uuid.UUID) else value
+
+
+def _trace_context() -> dict[str, str]:
+    """Return W3C `traceparent` and its companions for an event's metadata; empty without a current span."""
+    # A service that has a span has imported this module.
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None or not trace.get_current_span().get_span_context().is_valid:
+        return {}
+    from opentelemetry.propagate import inject
+
+    carrier: dict[str, str] = {}
+    inject(carrier)
+    return carrier

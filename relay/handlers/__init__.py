@@ -62,8 +62,8 @@ class Sink(Protocol):
           repeated; if all keys fail, the circuit breaker stops the sink.
         - the destination, until a person acts: DestinationRefused. The sink stops at its position at once.
 
-        When in doubt it is not the event: Undelivered costs a retry, Rejected an event. Any other exception is judged
-        by `relay.faults.action_for`.
+        When in doubt it is not the event: Undelivered costs a retry, Rejected an event. For any other exception
+        `relay.faults.action_for` decides.
         """
 
     async def close(self) -> None:

@@ -200,7 +200,7 @@ class Http:
                 )
 
     async def _send(self, headers: dict[str, str], body: bytes, tls: ssl.SSLContext) -> None:
-        """Post a body and judge the response. Raises Undelivered, DestinationRefused or Rejected."""
+        """Post a body. Raises what the response means: Undelivered, DestinationRefused or Rejected."""
         response: aiohttp.ClientResponse | None = None
         start = bytearray()
         timeout = self._settings.timeout

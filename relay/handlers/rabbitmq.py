@@ -107,7 +107,7 @@ class Rabbitmq:
         except (Undelivered, Rejected):
             raise
         except Exception as error:
-            raise _judged(error) from None
+            raise _fault_of(error) from None
 
     async def _send_alone(self, messages: Sequence[Message]) -> None:
         """Send messages one by one on a channel of their own: if the broker closes it, the last message is at fault."""
@@ -268,7 +268,7 @@ def _fail(future: asyncio.Future[Any], _: object, error: BaseException) -> None:
         future.exception()
 
 
-def _judged(error: Exception) -> Exception:
+def _fault_of(error: Exception) -> Exception:
     """The Rejected or Undelivered for an error of the client."""
     if isinstance(error, ShortStringTooLong):
         return Rejected(type(error).__name__)

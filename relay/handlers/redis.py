@@ -144,9 +144,9 @@ class Redis:
                     await self._send_singly(appends, fault)
                     continue
                 if fault is not None:
-                    judged = self._judged(fault)
+                    refusal = self._fault_of(fault)
                     for append in appends:
-                        append.complete(judged)
+                        append.complete(refusal)
             except asyncio.CancelledError:
                 for append in (*appends, *self._pending):
                     append.complete(Undelivered("the sink is closed"))
@@ -164,7 +164,7 @@ class Redis:
                 # Any other fault, such as silence, is not the one's.
                 lost = lost + 1 if _is_lost(alone) else _MOST_LOST
                 fault = alone
-            append.complete(self._judged(fault))
+            append.complete(self._fault_of(fault))
 
     async def _send_together(self, appends: Sequence[_Append]) -> Exception | None:
         """Send in one round trip, and complete what the server has answered; returns the fault if it has not."""
@@ -176,12 +176,13 @@ class Redis:
                 # A new connection may lead to another server, by its name or through a proxy.
                 await client.connection_pool.disconnect()
             for append in appends:
-                append.complete(append.judge(answers))
+                append.complete(append.take(answers))
         except Exception as error:
             return error
         return None
 
-    def _judged(self, error: Exception) -> Undelivered:
+    def _fault_of(self, error: Exception) -> Undelivered:
+        """The fault of messages that the server did not answer."""
         if isinstance(error, SecretUnavailable):
             return error
         if isinstance(error, AuthenticationError) or is_refusal(error):
@@ -233,7 +234,7 @@ class _Append:
         if not self.fault.done():
             self.fault.set_result(fault)
 
-    def judge(self, answers: deque[Any]) -> Exception | None:
+    def take(self, answers: deque[Any]) -> Exception | None:
         """Remove the answers to these commands from `answers`; returns the fault that they report, or None."""
         queued = [answers.popleft() for _ in range(len(self.messages) + 1)]
         done = answers.popleft()

@@ -222,8 +222,8 @@ def test_a_header_above_frame_max_is_not_sent_to_rabbitmq() -> None:
     connection.params = SimpleNamespace(frame_max=4_096)
     with pytest.raises(amqp._FrameTooLarge) as raised:
         connection._output_marshaled_frames([b"method", b"x" * 4_097, b"body"])
-    assert isinstance(amqp._judged(raised.value), Rejected)
-    assert isinstance(amqp._judged(ShortStringTooLong("x")), Rejected)
+    assert isinstance(amqp._fault_of(raised.value), Rejected)
+    assert isinstance(amqp._fault_of(ShortStringTooLong("x")), Rejected)
 
 
 @pytest.mark.brokers
@@ -279,12 +279,12 @@ def test_messages_with_equal_ids_are_returned_by_rabbitmq_each(
 # Redis: the destination.
 
 
-def judged(*answers: Any) -> Exception | None:
-    async def judge() -> Exception | None:
+def fault_of(*answers: Any) -> Exception | None:
+    async def take() -> Exception | None:
         message = Message("t", None, "1", "s/1/1", "", {}, b"")
-        return streams._Append([message]).judge(deque(answers))
+        return streams._Append([message]).take(deque(answers))
 
-    return asyncio.run(judge())
+    return asyncio.run(take())
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def judged(*answers: Any) -> Exception | None:
 def test_an_error_of_redis_is_the_events_only_where_the_event_is_at_fault(
     fault: Exception, kind: type[Exception]
 ) -> None:
-    assert type(judged(b"OK", b"QUEUED", [fault])) is kind
+    assert type(fault_of(b"OK", b"QUEUED", [fault])) is kind
 
 
 def test_a_value_that_redis_closes_the_connection_for_is_not_sent(
