@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def register(spark: SparkSession) -> None:
     """Register `format("outbox")` in a session; the executors need relay too. See docs/reference/data-source.md."""
-    from relay.spark.source import register as register_source
+    from relay.spark.data_source import register as register_source
 
     register_source(spark)
 

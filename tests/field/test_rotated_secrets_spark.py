@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from relay.spark.data_source import register
 from relay.spark.session import Session
-from relay.spark.source import register
 from tests import callables
 from tests.field.test_rotated_secrets import Login, login
 from tests.outbox import event, host, relaying

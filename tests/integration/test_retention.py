@@ -23,8 +23,8 @@ from relay.faults import ConfigurationError
 from relay.retention.partitions import partitions
 from relay.retention.schedule import Schedule
 from relay.service import Service
+from relay.spark.data_source import register
 from relay.spark.session import Session
-from relay.spark.source import register
 from relay.store import migrations
 from relay.store.connections import connect
 from tests.outbox import Outbox, event, host, relaying, wait_until

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from relay.faults import ConfigurationError
 from relay.model.snapshots import BEGINNING, Snapshot
 from relay.source.outbox.differences import Difference, up_to
+from relay.spark.data_source import SCHEMA, StreamReader
 from relay.spark.options import parse
 from relay.spark.reading import by_host
-from relay.spark.source import SCHEMA, StreamReader
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ from relay.faults import RelayError
 from relay.model.snapshots import Snapshot
 from relay.source.outbox.differences import Difference, cut
 from relay.spark import register
+from relay.spark.data_source import DifferenceReader as BatchReader
+from relay.spark.data_source import StreamReader
 from relay.spark.options import parse
 from relay.spark.reading import COLUMNS, TaskPortion, read
 from relay.spark.session import Session
-from relay.spark.source import DifferenceReader as BatchReader
-from relay.spark.source import StreamReader
 from tests.outbox import Outbox, event, host
 from tests.postgres import Server
 
