@@ -1,4 +1,6 @@
-"""Counts what happens in the process, and collects all series for Prometheus.
+"""Counts what happens in the process, and collects all series for Prometheus: names, help texts and labels.
+
+docs/reference/metrics.md has the output of `table`.
 
 The parts of a service report to `Metrics`, its `Meter`. A scrape reads gauges from memory, or from the last readings of
 `relay.observe.databases`; it queries no database.
@@ -313,10 +315,6 @@ def table() -> str:
     return "\n".join([*lines, ""])
 
 
-if __name__ == "__main__":
-    print(table(), end="")
-
-
 GROUP = "group"
 NOT_CONFIGURED = "(not configured)"
 """The label of handlers that occur in a database, but not in the configuration."""
@@ -609,3 +607,7 @@ class _MeteredSink:
 def _age(microseconds: int) -> float:
     """Return the seconds since a moment in microseconds since 2000; 0 if the source's clock is ahead."""
     return max(0.0, time.time() - _EPOCH - microseconds / 1_000_000)
+
+
+if __name__ == "__main__":
+    print(table(), end="")
