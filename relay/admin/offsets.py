@@ -19,19 +19,15 @@ from relay.model.events import INSERTED_BY, Lsn
 from relay.model.snapshots import BEGINNING, Snapshot, Xids, full_xids
 from relay.model.transactions import Transactions
 from relay.model.tuples import Walked
-from relay.pipeline.runner import Pipeline
 from relay.retention import removable
 from relay.runtime.reporting import ProgressReport, silent
 from relay.source.applied import AppliedPosition, applied_in
-from relay.source.outbox.polling import Poller
 from relay.source.outbox.table import OutboxTable
 from relay.source.outbox.unread import Backlog, ReadPosition, UnreadRows, position_of_target
 from relay.source.recovery import Recognition
 from relay.source.server import durable_position
 from relay.source.stream.receiver import commits_after
 from relay.source.stream.slot import slot_state
-from relay.spark.engine import SparkEngine
-from relay.spark.session import Session
 from relay.store import (
     actions,
     groups,
@@ -448,6 +444,12 @@ def _require_confirmed(settings: Settings, positions: Sequence[offsets.Partition
 
 
 def _catch_up(settings: Settings, report: ProgressReport) -> None:
+    # These imports take a tenth of a second, which the other commands need not wait.
+    from relay.pipeline.runner import Pipeline
+    from relay.source.outbox.polling import Poller
+    from relay.spark.engine import SparkEngine
+    from relay.spark.session import Session
+
     done = 0
     poller = Poller(settings)
     session = Session(settings.spark, settings)
