@@ -36,7 +36,7 @@ from relay.store import (
 from relay.store.connections import Connection
 from relay.store.positions import offsets, rewind, sinks, snapshots
 from relay.store.positions.rewind import GivenUp
-from relay.store.positions.sinks import Position
+from relay.store.positions.sinks import SinkPosition
 
 _ROWS_AT_ONCE = 10_000
 _BYTES_AT_ONCE = 4 * 1024 * 1024
@@ -327,9 +327,9 @@ def _move(
 
 def move_sink(target: Connection, settings: Settings, name: str, goal: Goal) -> GivenUp:
     """Move a sink to a goal, while relay runs or not; returns how much is discarded."""
-    position = Position(goal.snapshot, applied_lsn=goal.lsn)
+    position = SinkPosition(goal.snapshot, applied_lsn=goal.lsn)
     if goal.polled_offset != offsets.FIRST:
-        position = Position(goal.snapshot, goal.now, goal.polled_offset)
+        position = SinkPosition(goal.snapshot, goal.now, goal.polled_offset)
     sinks.move(target, settings.group, name, position)
     if goal.snapshot is None:
         return GivenUp(0, 0)

@@ -36,8 +36,8 @@ from relay.store.positions.sinks import (
     BEFORE_FIRST,
     LAGGING,
     Claim,
-    Position,
     SinkMoved,
+    SinkPosition,
     SinkState,
 )
 
@@ -256,7 +256,7 @@ class Checkpoint:
     def _write(
         self,
         outcomes: Sequence[tuple[Delivery, Disposition]],
-        position: Position,
+        position: SinkPosition,
         done: Sequence[int],
         state: str,
         attempts: Attempts | None,
@@ -304,7 +304,7 @@ class Checkpoint:
             log.warning("dead letter", extra=each.fields)
         self._meter.stored(self._name, sum(map(is_deferred, dispositions)), dead)
 
-    def _write_attempts(self, attempts: Attempts, position: Position) -> None:
+    def _write_attempts(self, attempts: Attempts, position: SinkPosition) -> None:
         is_polling = position.following is not None and position.polled_offset > BEFORE_FIRST
         polled_offset = position.polled_offset if is_polling else None
         activity.add_attempts(

@@ -76,7 +76,7 @@ class Dispatcher:
         self._pending: dict[int, Delivery] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._size = 0
-        self._paused = self._spills = False
+        self._paused = self._defers_new = False
         self._changed = asyncio.Event()
         self._last_fault: str | None = None
         self._attempts = Attempts()
@@ -152,9 +152,9 @@ class Dispatcher:
         self._paused = False
         self._start()
 
-    def spill(self, on: bool) -> None:
-        """Turn spilling on or off: while it is on, new deliveries are deferred instead of queued in memory."""
-        self._spills = on
+    def defer_new(self, on: bool) -> None:
+        """Turn the deferral of new deliveries on or off: while it is on, they are not queued in memory."""
+        self._defers_new = on
         self._start()
 
     async def wait_for_room(self) -> None:
@@ -196,11 +196,11 @@ class Dispatcher:
 
     def _start(self) -> None:
         """Start ready deliveries, up to `concurrency`, and complete the blocked ones."""
-        keeps_blocked = self.breaker.is_open and not self._spills
+        keeps_blocked = self.breaker.is_open and not self._defers_new
         if self._blocked and not keeps_blocked:
             self._ready.extendleft(reversed(self._blocked))
             self._blocked.clear()
-        while self._ready and (self._spills or not self._paused):
+        while self._ready and (self._defers_new or not self._paused):
             delivery = self._ready[0]
             if delivery.blockers:
                 # Meanwhile a retry with one of its keys was queued before it.
@@ -248,7 +248,7 @@ class Dispatcher:
     def _is_blocked(self, delivery: Delivery) -> bool:
         # A retry holds its keys itself.
         is_held = delivery.due is None and not self._held.isdisjoint(delivery.keys)
-        return is_held or delivery.is_blocked or (self._spills and delivery.due is None)
+        return is_held or delivery.is_blocked or (self._defers_new and delivery.due is None)
 
     def _may_begin(self) -> bool:
         seconds = self.breaker.seconds_to_trial()

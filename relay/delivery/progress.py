@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from relay.model.events import Lsn
 from relay.model.snapshots import Snapshot, Xids
-from relay.store.positions.sinks import BEFORE_FIRST, Position
+from relay.store.positions.sinks import BEFORE_FIRST, SinkPosition
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +91,7 @@ class SinkProgress:
     in it up to which it is done; other transactions that are done are remembered by their xids.
     """
 
-    def __init__(self, position: Position, done: Xids, polls: bool) -> None:
+    def __init__(self, position: SinkPosition, done: Xids, polls: bool) -> None:
         """`done`: full xids (int64, any order; copied) that are done and not covered by the position.
 
         Without `polls` the sink reads the WAL only, and its position is an LSN.
@@ -239,7 +239,7 @@ class SinkProgress:
             commit.prefix.advance()
         self._advance()
 
-    def to_store(self) -> tuple[Position, list[int]]:
+    def to_store(self) -> tuple[SinkPosition, list[int]]:
         """The position to store, and the xids done after it: those since the last call, or all without a snapshot."""
         if self._position_suffices:
             reached = self._differences[0].prefix.reached

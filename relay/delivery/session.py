@@ -288,7 +288,7 @@ class SinkSession:
     async def _lag(self) -> None:
         """Stop holding back WAL: defer deliveries, or leave the stream."""
         if not self._polls:
-            self._dispatcher.spill(True)
+            self._dispatcher.defer_new(True)
         elif self._attached:
             await self._detach()
         else:
@@ -379,7 +379,7 @@ class SinkSession:
     def _released(self) -> None:
         """Stop deferring new deliveries, since no deferred transaction holds a key any more."""
         if not self._lags:
-            self._dispatcher.spill(False)
+            self._dispatcher.defer_new(False)
 
     def _stored(self, paused: bool) -> None:
         """Confirm WAL after a store, and pause or resume as the operator wants (`paused`)."""

@@ -1,6 +1,6 @@
 """Creates partitions by time ahead, drops those that all readers are past, and deletes rows where there are none.
 
-No lock blocks publishers longer than LOCK_TIMEOUT: a statement that does not get its lock is retried later.
+No lock blocks publishers longer than SHORT_LOCK_TIMEOUT: a statement that does not get its lock is retried later.
 
 Source: PostgreSQL documentation, "Table Partitioning" and "ALTER TABLE".
 """
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-LOCK_TIMEOUT = "40ms"
+SHORT_LOCK_TIMEOUT = "40ms"
 """How long a statement waits for a lock; publishers are blocked for as long."""
 ATTEMPTS = 8
 """How often a statement that needs a lock is tried."""
@@ -114,7 +114,7 @@ def partitions(source: Connection, table: str) -> list[Partition]:
 
 
 def with_short_lock(source: Connection, act: Callable[[], T], attempts: int = ATTEMPTS) -> T:
-    """Call `act` in a database transaction whose lock_timeout is LOCK_TIMEOUT, up to `attempts` times.
+    """Call `act` in a database transaction whose lock_timeout is SHORT_LOCK_TIMEOUT, up to `attempts` times.
 
     Raises psycopg.errors.LockNotAvailable after the last attempt.
     """
@@ -122,7 +122,7 @@ def with_short_lock(source: Connection, act: Callable[[], T], attempts: int = AT
     for attempt in range(attempts):
         try:
             with source.transaction():
-                source.execute("select set_config('lock_timeout', %s, true)", (LOCK_TIMEOUT,))
+                source.execute("select set_config('lock_timeout', %s, true)", (SHORT_LOCK_TIMEOUT,))
                 return act()
         except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
             if attempt + 1 == attempts:

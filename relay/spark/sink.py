@@ -47,8 +47,8 @@ from relay.store.positions.sinks import (
     CAUGHT_UP,
     LAGGING,
     Claim,
-    Position,
     SinkMoved,
+    SinkPosition,
     SinkState,
 )
 from relay.store.positions.spark_batches import Contents, OpenBatch
@@ -399,7 +399,7 @@ class SparkWorker:
         """
         before = state.position
         is_over = before.following is None or contents.after == before.following
-        position = Position(
+        position = SinkPosition(
             contents.after,
             None if is_over else before.following,
             BEFORE_FIRST if is_over else before.polled_offset,

@@ -107,23 +107,8 @@ def store(conn: Connection, group: str, handler: str, streak: Streak | None) -> 
     """Store the streak of a handler that only one worker counts; None deletes it, since the handler has succeeded."""
     if streak is None:
         forget(conn, group, handler)
-        return
-    conn.execute(
-        """
-        insert into relay.brakes as b (group_id, handler, fault, deaths, braked_at)
-        values (%(group)s, %(handler)s, %(fault)s, %(deaths)s, case when %(braked)s then now() end)
-        on conflict (group_id, handler) do update
-           set deaths = excluded.deaths, fault = excluded.fault,
-               braked_at = case when %(braked)s then coalesce(b.braked_at, now()) end
-        """,
-        {
-            "group": group,
-            "handler": handler,
-            "fault": streak.fault,
-            "deaths": streak.deaths,
-            "braked": streak.braked,
-        },
-    )
+    else:
+        add(conn, group, handler, streak.fault, streak.deaths, begin=True, braked=streak.braked)
 
 
 def mark(conn: Connection, group: str, braked: Braked) -> bool:

@@ -16,7 +16,7 @@ from relay.delivery.progress import Prefix, SinkCommit, SinkProgress
 from relay.model.events import Lsn
 from relay.model.snapshots import Snapshot
 from relay.model.transactions import Routed, Transactions
-from relay.store.positions.sinks import BEFORE_FIRST, Position
+from relay.store.positions.sinks import BEFORE_FIRST, SinkPosition
 
 NOTHING = np.zeros(0, np.int64)
 
@@ -24,7 +24,7 @@ NOTHING = np.zeros(0, np.int64)
 def cursor(
     snapshot: Snapshot | None = None, done: tuple[int, ...] = (), polls: bool = True
 ) -> SinkProgress:
-    return SinkProgress(Position(snapshot), np.array(done, np.int64), polls)
+    return SinkProgress(SinkPosition(snapshot), np.array(done, np.int64), polls)
 
 
 def commit(position: int, deliveries: int = 1) -> SinkCommit:
@@ -64,14 +64,14 @@ def test_what_the_snapshot_sees_or_is_done_is_not_new() -> None:
 
 
 def test_without_polling_the_position_in_the_wal_says_what_is_new() -> None:
-    found = SinkProgress(Position(None, applied_lsn=Lsn(15)), NOTHING, polls=False)
+    found = SinkProgress(SinkPosition(None, applied_lsn=Lsn(15)), NOTHING, polls=False)
     assert new(found, 14, 15, 16) == [False, False, True]
     found.join(Lsn(0))
     first, second = commit(20), commit(30)
     found.stream(first)
     found.stream(second)
     found.finish(second)
-    delivered = Position(None, applied_lsn=Lsn(15), delivered_lsn=Lsn(30))
+    delivered = SinkPosition(None, applied_lsn=Lsn(15), delivered_lsn=Lsn(30))
     assert found.to_store() == (delivered, [30])
     # Until the position tells it.
     assert found.to_store() == (delivered, [30])
@@ -95,7 +95,7 @@ def test_what_is_polled_while_joining_does_not_come_again_by_the_stream() -> Non
     assert not found.adopt(Snapshot(13, 13))
     found.finish(polled)
     assert found.reached == 12
-    position = Position(Snapshot(10, 10), delivered_lsn=Lsn(12))
+    position = SinkPosition(Snapshot(10, 10), delivered_lsn=Lsn(12))
     assert found.to_store() == (position, [12, 11])
     assert found.to_store() == (position, [])
     assert found.adopt(Snapshot(12, 12))
@@ -117,7 +117,7 @@ def test_of_a_difference_the_offset_is_stored_and_what_is_done_beyond_it() -> No
     assert found.known.tolist() == [15]
     assert position.snapshot == Snapshot(10, 10)
     found.read()
-    assert found.to_store()[0] == Position(Snapshot(20, 20))
+    assert found.to_store()[0] == SinkPosition(Snapshot(20, 20))
     assert len(found.known) == 0
 
 
@@ -162,7 +162,7 @@ def test_what_takes_long_does_not_keep_the_next_difference_or_the_stream() -> No
     assert after_a_crash.reading == (Snapshot(10, 10), Snapshot(20, 20), BEFORE_FIRST)
     assert after_a_crash.known.tolist() == [12, 21]
     found.finish(slow)
-    assert found.to_store() == (Position(Snapshot(30, 30)), [])
+    assert found.to_store() == (SinkPosition(Snapshot(30, 30)), [])
 
 
 @given(

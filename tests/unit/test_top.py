@@ -17,7 +17,7 @@ from relay.store.activity import EngineTotals
 from relay.store.brakes import BrakedHandler
 from relay.store.deferred.selection import DeferredSummary, Reason
 from relay.store.positions.offsets import PartitionPosition
-from relay.store.positions.sinks import Position, StoredSink
+from relay.store.positions.sinks import SinkPosition, StoredSink
 
 NOW = datetime.now(UTC)
 SLOT = SlotState("s", "pgoutput", "db", True, 1, "reserved", "0/1", 2_500, 31_000_000, None, False)
@@ -26,7 +26,9 @@ SLOT = SlotState("s", "pgoutput", "db", True, 1, "reserved", "0/1", 2_500, 31_00
 def sink(name: str, state: str = "attached", fault: str | None = None) -> StoredSink:
     since = NOW - timedelta(minutes=5) if fault else None
     lags = state == "lagging"
-    return StoredSink(name, state, Position(None), None, None, None, fault, since, "host:1", lags)
+    return StoredSink(
+        name, state, SinkPosition(None), None, None, None, fault, since, "host:1", lags
+    )
 
 
 def picture(**more: Any) -> Status:

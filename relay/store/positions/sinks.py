@@ -39,7 +39,7 @@ class SinkMoved(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class SinkPosition:
     """The position of a sink, as its row in `relay.sinks` has it.
 
     Everything that `snapshot` sees is delivered. While the difference to `following` is polled, so are its transactions
@@ -65,7 +65,7 @@ class SinkState:
     `left_out_since` is the time from which the WAL is read without it; None if it is read for it.
     """
 
-    position: Position
+    position: SinkPosition
     done: Xids
     paused: bool
     attached: bool
@@ -160,7 +160,9 @@ class Claim:
             left_out_since,
         )
 
-    def store(self, position: Position, epoch: int, done: Sequence[int], state: str) -> bool | None:
+    def store(
+        self, position: SinkPosition, epoch: int, done: Sequence[int], state: str
+    ) -> bool | None:
         """Store the sink's position; returns whether it is to be paused, None if it was moved or removed meanwhile.
 
         `done` are delivered transactions (full xids) that are not part of the position: all of them without a snapshot,
@@ -224,7 +226,7 @@ class Claim:
         )
 
 
-def _forget(cursor: psycopg.Cursor[Any], of: Mapping[str, str], position: Position) -> None:
+def _forget(cursor: psycopg.Cursor[Any], of: Mapping[str, str], position: SinkPosition) -> None:
     """Delete the transactions that a snapshot sees; store the others as one row."""
     cursor.execute(
         """
@@ -245,9 +247,9 @@ def begin(conn: Connection, group: str, sink: str, start: str) -> bool:
     """
     with conn.transaction():
         links = snapshots.chain(conn, group)
-        position = Position(links[0].snapshot if links else None)
+        position = SinkPosition(links[0].snapshot if links else None)
         if links and start == "beginning":
-            position = Position(BEGINNING)
+            position = SinkPosition(BEGINNING)
         elif len(links) > 1:
             position = replace(position, following=links[1].snapshot)
         begun = conn.execute(
@@ -308,7 +310,7 @@ def give_snapshot(conn: Connection, group: str, sink: str) -> None:
     )
 
 
-def why_not_wal(sink: str, position: Position, needs_outbox: bool) -> str | None:
+def why_not_wal(sink: str, position: SinkPosition, needs_outbox: bool) -> str | None:
     """Explain why a sink cannot run in mode wal, and what to do; None if it can."""
     if not needs_outbox or position.snapshot is None:
         return None
@@ -337,7 +339,7 @@ class StoredSink:
 
     sink: str
     state: str
-    position: Position
+    position: SinkPosition
     paused_at: datetime | None
     paused_by: str | None
     reason: str | None
@@ -372,7 +374,7 @@ def read(conn: Connection, group: str, configured: Collection[str]) -> list[Stor
     )
     stored = [StoredSink(row[5], row[6], _position(*row[:5]), *row[7:]) for row in rows]
     begun = {each.sink for each in stored}
-    nothing = (Position(None), None, None, None, None, None, None, False)
+    nothing = (SinkPosition(None), None, None, None, None, None, None, False)
     stored += [StoredSink(name, NEW, *nothing) for name in configured if name not in begun]
     return sorted(stored, key=lambda each: each.sink)
 
@@ -389,7 +391,7 @@ def done(conn: Connection, group: str, sink: str) -> Xids:
     return xids_of(row[0])
 
 
-def move(conn: Connection, group: str, sink: str, position: Position) -> bool:
+def move(conn: Connection, group: str, sink: str, position: SinkPosition) -> bool:
     """Set the position of a sink, even while relay runs; returns whether the sink exists."""
     with conn.transaction():
         moved = conn.execute(
@@ -440,7 +442,7 @@ def remove(conn: Connection, group: str, sinks: Collection[str]) -> int:
         ).rowcount
 
 
-def _columns(position: Position) -> dict[str, Any]:
+def _columns(position: SinkPosition) -> dict[str, Any]:
     return {
         "snapshot": None if position.snapshot is None else str(position.snapshot),
         "following": None if position.following is None else str(position.following),
@@ -452,8 +454,8 @@ def _columns(position: Position) -> dict[str, Any]:
 
 def _position(
     snapshot: str | None, following: str | None, polled: int, applied: str, delivered: str
-) -> Position:
-    return Position(
+) -> SinkPosition:
+    return SinkPosition(
         _parse(snapshot), _parse(following), polled, Lsn.parse(applied), Lsn.parse(delivered)
     )
 
