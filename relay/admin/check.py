@@ -22,7 +22,7 @@ from relay.config.effects import Effects
 from relay.config.files import Configuration, observed
 from relay.config.settings import Address, Settings
 from relay.event_types.registry import registered
-from relay.faults import ConfigurationError, RelayError, Unreachable, first_line
+from relay.faults import ConfigurationError, RelayError, Unreachable, first_line, is_transient
 from relay.handlers import Sink
 from relay.model.spool import require_writable
 from relay.observe.traces import require_exporter
@@ -327,6 +327,11 @@ def _check_handler(conn: Connection, name: str, handler: handlers.Handler) -> Fi
     except RelayError as error:
         return Finding(Severity.ERROR, "handler", str(error))
     except psycopg.Error as error:
+        if is_transient(error):
+            passes = f"handlers.{name}: its statement cannot be checked now: {first_line(error)}"
+            if isinstance(error, psycopg.errors.LockNotAvailable):
+                passes += ": end the session that holds a table's lock, or wait"
+            return finding_of_error("handler", Unreachable(passes))
         return Finding(
             Severity.ERROR,
             "handler",

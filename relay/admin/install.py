@@ -235,7 +235,9 @@ class _Installation:
                 # A crash of the source must not lose a commit that the group's position counts as applied.
                 durable_position(source)
             if streaming and self._ensure_slot(warn):
-                self._join_slot()
+                if settings.source.mode != "wal":
+                    # In mode wal nobody polls: relay says that the slot does not continue where the former one ended.
+                    self._join_slot()
                 self.done.append(f"replication slot {settings.source.slot}")
             undo.pop_all()
         if settings.source.mode == "poll":

@@ -88,6 +88,7 @@ UntilOption = Annotated[
 ExceptionOption = Annotated[
     str | None, typer.Option("--exception", metavar="TEXT", help="A part of the exception.")
 ]
+_STATUSES = ("dead", "replaying", "replayed", "discarded")
 StatusOption = Annotated[
     str | None, typer.Option("--status", help="dead, replaying, replayed or discarded.")
 ]
@@ -130,6 +131,10 @@ class StatusSelectionOptions(SelectionOptions):
     status: StatusOption = None
 
     def selection(self) -> DeadLetterSelection:
+        if self.status is not None and self.status not in _STATUSES:
+            raise ConfigurationError(
+                f"--status: {self.status!r} is not dead, replaying, replayed or discarded"
+            )
         return replace(super().selection(), status=self.status)
 
 

@@ -33,18 +33,26 @@ _HUNG_SECONDS = 60.0
 """After so long a call that has not returned is given up, and the function called again."""
 _LEAST_SHARE = 0.5
 """Which part of its term is left of a text that a client keeps: Kafka's asks again after 80 % of what is left."""
+_FILE_BYTES = 1 << 20
 _FORMS = "must be a text, {env: NAME}, {file: PATH} or {call: module:function}"
 
 
 def read_secret_file(path: str) -> str:
     """The text of a file, without leading and trailing white space. Raises ValueError."""
     try:
+        with Path(path).open("rb") as file:
+            data = file.read(_FILE_BYTES + 1)
         # Some editors begin a file with a byte order mark.
-        return Path(path).read_text(encoding="utf-8-sig").strip()
+        text = data.decode("utf-8-sig").strip()
     except OSError as error:
         raise ValueError(f"the file {path} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise ValueError(f"the file {path} is not UTF-8 text") from None
+    if len(data) > _FILE_BYTES:
+        raise ValueError(f"the file {path} has more than {_FILE_BYTES} bytes: it is no secret")
+    if "\0" in text:
+        raise ValueError(f"the file {path} has a NUL character, which no secret has")
+    return text
 
 
 class Reference(SecretStr):

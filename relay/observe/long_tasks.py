@@ -48,7 +48,7 @@ class LongTasks(Recurring):
 
     def _check(self, now: float) -> None:
         jobs = self._jobs.jobs()
-        self._report_ended(jobs, now)
+        self._report_ended(jobs)
         long = [job for job in jobs if now - job.at >= self._long]
         due = [job for job in long if now - self._logged.get(job, -AGAIN_SECONDS) >= AGAIN_SECONDS]
         if not due:
@@ -75,14 +75,18 @@ class LongTasks(Recurring):
                 extra={name: value for name, value in fields.items() if value is not None},
             )
 
-    def _report_ended(self, jobs: Sequence[Job], now: float) -> None:
+    def _report_ended(self, jobs: Sequence[Job]) -> None:
         """Log the tasks that took long and have ended."""
         ended = [job for job in self._logged if job not in jobs]
         self._logged = {job: at for job, at in self._logged.items() if job not in ended}
         for job in ended:
             log.info(
                 "a task that was in flight for long has ended",
-                extra={"seconds": round(now - job.at), "handler": job.handler},
+                # `at` is when it has gone on at last. Its end is noticed later.
+                extra={
+                    "seconds": round(job.at - job.began),
+                    "handler": max(job.seconds, key=job.seconds.__getitem__, default=None),
+                },
             )
 
     def _waits(self, pids: Sequence[int]) -> Mapping[int, tuple[str | None, str | None]]:

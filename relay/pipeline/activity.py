@@ -18,11 +18,12 @@ Item = TypeVar("Item")
 class Job:
     """A task that is being applied. `thread` is the thread's native id, `pid` that of the session's server process.
 
-    `at` is the time of the last progress (monotonic clock, seconds); `seconds` is how long each handler has taken.
-    `reads` says that the task is reading from the source.
+    `began` and `at` are the times of its begin and of its last progress (monotonic clock, seconds). `seconds` is how
+    long each handler has taken. `reads` says that the task is reading from the source.
     """
 
     thread: int
+    began: float
     at: float
     pid: int | None = None
     handler: str | None = None
@@ -39,7 +40,8 @@ class ActiveJobs:
     @contextmanager
     def job(self) -> Iterator[Job]:
         """Track a task of this thread until the context ends."""
-        job = self._jobs[get_ident()] = Job(get_native_id(), time.monotonic())
+        now = time.monotonic()
+        job = self._jobs[get_ident()] = Job(get_native_id(), now, now)
         try:
             yield job
         finally:

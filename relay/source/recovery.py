@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 import psycopg
 
@@ -140,7 +140,8 @@ class Recognition:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._reading: UUID | None = None
+        self._process = uuid4()
+        self._has_read = False
 
     def inspect(self, conn: Connection) -> SourceComparison:
         """Compare the server of a replication connection with the source that the group has stored. Changes nothing.
@@ -169,9 +170,9 @@ class Recognition:
         Raises RelayError if events that were applied are lost, and psycopg.Error if the target does not answer.
         """
         epoch = self._remember(comparison)
-        self._reading = uuid4()
+        self._has_read = True
         with connect(self._settings.target_dsn) as target:
-            groups.note_reading(target, comparison.group, self._reading, incomplete)
+            groups.note_reading(target, comparison.group, self._process, incomplete)
         return epoch
 
     def follow_polled(self, source: Connection, origin: groups.SourceOrigin) -> None:
@@ -290,13 +291,17 @@ class Recognition:
             )
         return epoch
 
+    def is_last_reader(self, origin: groups.SourceOrigin) -> bool:
+        """Whether no other process of the group has read the slot since this one did."""
+        return self._has_read and origin.reading == self._process
+
     def leave(self, confirmed: Lsn | None) -> None:
         """Store how far the slot is confirmed; None while it is read. Does nothing once another process has read it."""
-        if self._reading is None:
+        if not self._has_read:
             return
         # May fail: without it, the next reader only notices later that another client has advanced the slot.
         with suppress(psycopg.Error), connect(self._settings.target_dsn) as target:
-            groups.note_left(target, self._settings.group, self._reading, confirmed)
+            groups.note_left(target, self._settings.group, self._process, confirmed)
 
 
 class Recovery:

@@ -141,7 +141,7 @@ class SourceOrigin:
     `history` is that of its timeline as text, `applied` the greatest applied_lsn of the group's partitions, and
     `polled` a position at or after the end of all commits that were polled or delivered to sinks. `xmax` is that of the
     newest snapshot, 0 without one, and `confirmed` is how far the slot was confirmed when it was left: 0/0 if it may
-    lack commits, None while it is read, or if that is unknown.
+    lack commits, None while it is read, or if that is unknown. `reading` names the process that has read it last.
     """
 
     identifier: str | None
@@ -152,6 +152,7 @@ class SourceOrigin:
     polled: Lsn
     xmax: int
     confirmed: Lsn | None
+    reading: UUID | None
 
 
 def origin(conn: psycopg.Connection[Any], group: str, locked: bool = False) -> SourceOrigin:
@@ -179,12 +180,12 @@ def origin(conn: psycopg.Connection[Any], group: str, locked: bool = False) -> S
                         union all
                         select coalesce(following, snapshot) from relay.sinks
                          where group_id = %(group)s) as all_seen (seen)),
-               confirmed_lsn::text
+               confirmed_lsn::text, reading
           from (select) as one left join relay.groups on group_id = %(group)s
         """,
         {"group": group},
     )
-    identifier, timeline, history, epoch, applied, polled, xmax, confirmed = row
+    identifier, timeline, history, epoch, applied, polled, xmax, confirmed, reading = row
     return SourceOrigin(
         identifier,
         timeline,
@@ -194,6 +195,7 @@ def origin(conn: psycopg.Connection[Any], group: str, locked: bool = False) -> S
         Lsn.parse(polled),
         xmax,
         None if confirmed is None else Lsn.parse(confirmed),
+        reading,
     )
 
 
@@ -223,7 +225,7 @@ def note_confirmed(conn: psycopg.Connection[Any], group: str, confirmed: Lsn) ->
 def note_reading(
     conn: psycopg.Connection[Any], group: str, reading: UUID, incomplete: bool
 ) -> None:
-    """Store that the slot is read from now on, in a stream named `reading`; `incomplete`: it may lack commits."""
+    """Store that the slot is read from now on, by the process `reading`; `incomplete`: it may lack commits."""
     conn.execute(
         """
         insert into relay.groups (group_id, reading, confirmed_lsn) values (%s, %s, %s)

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 
 import psycopg
 import pytest
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from relay.admin import connections, sinks, status
+from relay.admin import check, connections, sinks, status
 from relay.config.settings import ObserveSettings
 from relay.faults import Unreachable
 from relay.observe import databases
@@ -247,3 +247,23 @@ def test_a_read_only_target_is_no_target(outbox: Outbox, apart: SimpleNamespace)
     finally:
         outbox.conn.execute(f"alter database {name} reset default_transaction_read_only".encode())
         found.close()
+
+
+def test_relay_waits_at_its_start_for_a_table_of_a_handler_that_is_locked(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    """A start beside a long `lock table` ended with "canceling statement due to lock timeout: grant what it needs"."""
+    settings = outbox.settings(
+        target={"dsn": make_conninfo(outbox.dsn, options="-c lock_timeout=100ms")}
+    )
+    with psycopg.connect(outbox.dsn) as other:
+        other.execute("lock table projection in access exclusive mode")
+        with pytest.raises(
+            Unreachable, match=r"handlers\.projection: .* lock timeout: end the session"
+        ):
+            check.require(settings)
+        outbox.publish(host(1), event(1))
+        with relaying(settings):
+            wait_until(lambda: bool(outbox.column("select 1 from pg_locks where not granted")))
+            other.rollback()
+            outbox.wait_handled()

@@ -59,6 +59,7 @@ def test_a_window_that_another_instance_holds_is_not_planned_again_and_again(
 def test_a_task_that_waits_says_for_what(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "relay")
     monkeypatch.setattr(long_tasks.LongTasks.__init__, "__defaults__", (0.4,))
     settings = outbox.settings(source={**outbox.config()["source"], "mode": "poll"})
     with psycopg.connect(outbox.dsn, application_name="a report") as other:
@@ -68,6 +69,9 @@ def test_a_task_that_waits_says_for_what(
             wait_until(lambda: "a task is in flight for long" in messages(caplog), 10)
             other.rollback()
             outbox.wait_handled(10)
+            wait_until(
+                lambda: "a task that was in flight for long has ended" in messages(caplog), 5
+            )
     (line,) = [
         vars(record)
         for record in caplog.records
@@ -76,6 +80,8 @@ def test_a_task_that_waits_says_for_what(
     assert line["waits_for"] == "Lock relation"
     assert "(a report)" in line["blocked_by"]
     assert line["handler"] == "projection"
+    (end,) = [vars(each) for each in caplog.records if each.getMessage().endswith("has ended")]
+    assert end["handler"] == "projection"
 
 
 def test_what_is_applied_one_at_a_time_after_a_death_is_committed_in_small_windows(

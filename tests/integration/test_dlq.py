@@ -202,6 +202,7 @@ def test_the_commands(config: Path, outbox: Outbox, tmp_path: Path) -> None:
     assert json.loads(dlq("list", "--until", "2020-01-01", "--json")) == []
 
     assert "by a filter such as --id" in dlq("replay", "--yes", status=2)
+    assert "--status: 'ded' is not dead, " in dlq("list", "--status", "ded", status=2)
     assert "4 transactions with 5 events will be applied again" in dlq(
         "replay", "--all", "--dry-run"
     )

@@ -803,3 +803,8 @@ def test_a_secret_file_that_is_not_there_or_not_text_says_so(tmp_path: Path) -> 
     file.write_bytes(b"\xff")
     with pytest.raises(ValueError, match="is not UTF-8 text"):
         read_secret_file(str(file))
+    file.write_bytes(b"a\0b")
+    with pytest.raises(ValueError, match="has a NUL character"):
+        read_secret_file(str(file))
+    with pytest.raises(ValueError, match="has more than 1048576 bytes"):
+        read_secret_file("/dev/zero")

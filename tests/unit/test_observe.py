@@ -27,6 +27,7 @@ from relay.model.events import Lsn
 from relay.observe import databases, metrics, server
 from relay.observe.databases import Counted, Databases
 from relay.observe.liveness import Level, Liveness
+from relay.observe.long_tasks import LongTasks
 from relay.observe.metrics import OTHER, SERIES, Metrics, table
 from relay.observe.observer import ServiceGauges
 from relay.observe.server import HttpListener, listen
@@ -298,6 +299,24 @@ def test_a_task_whose_session_nobody_sees_is_not_judged(
         time.sleep(0.1)
         judge.sample()
         assert [each.level for each in judge._jobs()] == ([] if live else [Level.HANGS])
+
+
+def test_the_end_of_a_long_task_says_how_long_it_took(caplog: pytest.LogCaptureFixture) -> None:
+    """An entry `seconds: 3` for a task of 26 s: it was the time since its last progress."""
+    jobs = ActiveJobs()
+    caplog.set_level("INFO")
+    looks = LongTasks(lambda: "", jobs)  # type: ignore[arg-type]
+    with jobs.job() as job:
+        job.began -= 26
+        job.at -= 26
+        job.reads = True
+        looks._check(time.monotonic())
+        with jobs.handler("orders"):
+            pass
+    looks._check(time.monotonic())
+    (record,) = [each for each in caplog.records if each.getMessage().endswith("has ended")]
+    assert vars(record)["seconds"] == 26
+    assert vars(record)["handler"] == "orders"
 
 
 def test_a_task_that_waits_for_the_source_says_so() -> None:

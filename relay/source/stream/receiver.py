@@ -333,6 +333,9 @@ class Receiver:
     def _fail(self, error: BaseException) -> None:
         if self._closing.is_set():
             return
+        with suppress(Exception):
+            # A slot that is made in place of a missing one begins later than that was confirmed.
+            self._replication.note_left()
         if isinstance(error, ProtocolError):
             error = RelayError(f"the replication stream cannot be read: {error}")
         self.commits.fail(error)

@@ -183,16 +183,17 @@ class Replication:
             self.publish(incomplete=False)
 
     def leave(self, stream: WalStream) -> None:
-        """End a stream, after `note_left`: before another process can read the slot."""
-        self.note_left()
+        """End a stream, if relay closes after `note_left`: before another process can read the slot."""
+        if self.closing.is_set():
+            self.note_left()
         stream.end()
 
     def note_left(self) -> None:
-        """Store how far the slot is confirmed if relay closes, has read it, and has left nothing out.
+        """Store how far the slot is confirmed if relay ends, has read it, and has left nothing out.
 
         Without a stream too: the slot may be replaced between a lost connection and the next start.
         """
-        if self._recognition is None or not self.closing.is_set() or self._noted_left:
+        if self._recognition is None or self._noted_left:
             return
         state = self.state
         if state.connections and not state.incomplete and not state.on_standby:
@@ -308,7 +309,8 @@ class Replication:
             raise TransientFault("the slot was just dropped")
         if state is None:
             raise ConfigurationError(
-                f"source.slot: there is no replication slot {slot!r}: run `relay init` to create it"
+                f"source.slot: there is no replication slot {slot!r}: run `relay init` to create it; events of commits "
+                "that no slot has are not delivered in mode wal"
             )
         self.heartbeat.update("starts to stream", Due.LATE)
         require_ours(state, conn.info.dbname)
@@ -319,20 +321,27 @@ class Replication:
         require_same_hash(conn)
         partitioned = is_partitioned(conn, self._settings.source)
         confirmed = Lsn.parse(state.confirmed_flush_lsn or "0/0")
-        lacks = recreated or self._is_incomplete(comparison, confirmed)
-        if lacks and self._recovery is None:
-            raise RelayError(
-                f"the slot {slot!r} does not continue where group {self._settings.group!r} left it: another client has "
-                "advanced it, or the server is another one: set source.mode to auto, which polls the events that the "
-                "slot does not have, or skip them with `relay offsets seek`"
-            )
+        left_at = self._left_at(comparison)
+        lacks = recreated or self._is_incomplete(comparison, left_at, confirmed)
         if recreated:
             self._progress.reset()
         start = max(confirmed, self._progress.received)
+        # The server refuses a slot that another process reads: it may be an instance that has taken over.
         start_replication(conn, self._settings.source, start, encoding)
+        if lacks and self._recovery is None:
+            raise RelayError(
+                f"the slot {slot!r} does not continue where group {self._settings.group!r} left it: another client has "
+                "advanced it, or it was dropped and made again, or the server is another one: set source.mode to auto, "
+                "which polls the events that the slot does not have, or skip them with `relay offsets seek`"
+            )
         with ExitStack() as opened:
             session = opened.enter_context(open_session(self._settings, conn))
             self._require_unchanged(session, confirmed)
+            if left_at and confirmed > left_at and not recreated:
+                log.warning(
+                    "another client has advanced the slot; events that it does not have are polled",
+                    extra={"from": str(left_at), "to": str(confirmed)},
+                )
             with self._completing:
                 epoch = self.state.epoch
                 if self._recognition is not None and comparison is not None:
@@ -374,22 +383,27 @@ class Replication:
         if state is None or Lsn.parse(state.confirmed_flush_lsn or "0/0") != confirmed:
             raise TransientFault("the slot was just recreated or advanced")
 
-    def _is_incomplete(self, comparison: SourceComparison | None, confirmed: Lsn) -> bool:
+    def _left_at(self, comparison: SourceComparison | None) -> Lsn | None:
+        """How far the slot was confirmed when the group left it; None if unknown, 0/0 if it may lack commits."""
+        if comparison is None or self._recognition is None:
+            return None
+        # What this process has confirmed says nothing once another instance has taken over.
+        if comparison.origin.confirmed is None and self._recognition.is_last_reader(
+            comparison.origin
+        ):
+            return self._progress.flushed
+        return comparison.origin.confirmed
+
+    def _is_incomplete(
+        self, comparison: SourceComparison | None, left_at: Lsn | None, confirmed: Lsn
+    ) -> bool:
         """Whether the slot may lack commits: it is new to the group, or another server's, or was advanced."""
         if comparison is None:
             return False
-        left_at = comparison.origin.confirmed
-        if left_at is None and self.state.connections:
-            left_at = self._progress.flushed
         if not left_at:
             # A reader that is killed leaves nothing out. In mode wal a group begins with its slot.
             uncertain = left_at is not None or comparison.origin.identifier is None
             return comparison.foreign or (uncertain and self._recovery is not None)
-        if confirmed > left_at:
-            log.warning(
-                "another client has advanced the slot; events that it does not have are polled",
-                extra={"from": str(left_at), "to": str(confirmed)},
-            )
         return comparison.foreign or confirmed > left_at
 
     def _inspect(self, conn: Connection) -> tuple[System, SourceComparison | None]:
