@@ -1,4 +1,4 @@
-"""Retries without a limit what fails because of an outage."""
+"""Goes on through an outage: retries without a limit what fails because of it, after waits that grow."""
 
 from __future__ import annotations
 
@@ -23,11 +23,35 @@ LONGEST_WAIT_SECONDS = 5.0
 
 Result = TypeVar("Result")
 
+_growing = wait_exponential_jitter(
+    multiplier=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS, jitter=0.1
+)
+
+
+class Backoff:
+    """Waits that double from `first` to `longest` seconds with each that is taken, until `reset`."""
+
+    def __init__(
+        self, first: float = FIRST_WAIT_SECONDS, longest: float = LONGEST_WAIT_SECONDS
+    ) -> None:
+        self._first = self._next = min(first, longest)
+        self._longest = longest
+
+    def take(self) -> float:
+        """Return how long to wait now, in seconds."""
+        wait, self._next = self._next, min(self._next * 2, self._longest)
+        return wait
+
+    def reset(self) -> None:
+        """Make the next wait short: there was no fault, or something to do."""
+        self._next = self._first
+
 
 class RetryUntilSuccess:
     """Repeats a call with a `retryable` fault after growing waits, and raises the fault once `stopping` is set.
 
-    Each fault and each success is reported to `condition`; `failed` reports a fault in another way.
+    Each fault and each success is reported to `condition`; `failed` reports a fault in another way. `wait` returns the
+    seconds to wait after a fault for which the wait does not grow, and None for others.
     Create it once and call it often: each is a reference cycle, and garbage collection stops all threads.
     """
 
@@ -37,14 +61,14 @@ class RetryUntilSuccess:
         condition: Condition,
         failed: Callable[[BaseException], None] | None = None,
         retryable: Callable[[BaseException], bool] = is_transient,
+        wait: Callable[[BaseException], float | None] = lambda error: None,
     ) -> None:
         self._condition = condition
+        self._wait = wait
         self._failed = failed or (lambda error: condition.fails(describe(error)))
         self._retrying = Retrying(
             retry=retry_if_exception(retryable),
-            wait=wait_exponential_jitter(
-                multiplier=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS, jitter=0.1
-            ),
+            wait=self._seconds,
             stop=stop_when_event_set(stopping),
             sleep=sleep_using_event(stopping),
             before_sleep=self._report,
@@ -56,6 +80,11 @@ class RetryUntilSuccess:
         result = self._retrying(call, *arguments)
         self._condition.works()
         return result
+
+    def _seconds(self, state: RetryCallState) -> float:
+        error = state.outcome.exception() if state.outcome else None
+        seconds = None if error is None else self._wait(error)
+        return float(_growing(state)) if seconds is None else seconds
 
     def _report(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None

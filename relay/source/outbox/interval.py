@@ -11,6 +11,7 @@ import psycopg
 from relay.config.settings import Settings
 from relay.faults import describe
 from relay.runtime.parts import Condition
+from relay.runtime.retry import Backoff
 from relay.runtime.threads import Thread
 from relay.source.wakeup import Wakeup
 from relay.store.connections import Dsn, connect
@@ -32,8 +33,7 @@ class Interval:
     def __init__(self, settings: Settings) -> None:
         self._dsn = settings.source_dsn
         self._listens = settings.poll.listen
-        self._longest = settings.poll.wait_period_ms / 1000
-        self._next = FIRST_SECONDS
+        self._waits = Backoff(FIRST_SECONDS, settings.poll.wait_period_ms / 1000)
         self._wakeup = Wakeup()
         self._listener: Listener | None = None
         self.condition = Condition(
@@ -48,13 +48,12 @@ class Interval:
         """Wait, and make the next wait longer."""
         if self._listens and self._listener is None:
             self._listener = Listener(self._dsn, self._wakeup.wake, self.condition)
-        if self._wakeup.wait(min(self._next, self._longest)):
+        if self._wakeup.wait(self._waits.take()):
             self._wakeup.clear()
-        self._next = min(self._next * 2, self._longest)
 
     def shorten(self) -> None:
         """Make the next wait short, since events came."""
-        self._next = FIRST_SECONDS
+        self._waits.reset()
 
     def wake(self) -> None:
         """End the current wait, or else the next one. Safe in any thread."""

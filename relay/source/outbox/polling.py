@@ -27,7 +27,7 @@ from relay.model.events import Lsn
 from relay.model.snapshots import RowCounts, Xids
 from relay.model.transactions import Transactions
 from relay.runtime.parts import SOON_SECONDS, Condition, Due, Heartbeat, Part
-from relay.runtime.retry import RetryUntilSuccess
+from relay.runtime.retry import Backoff, RetryUntilSuccess
 from relay.source.outbox.differences import Difference
 from relay.source.outbox.interval import Interval
 from relay.source.outbox.rows import OutboxRows, Portion, prepare_reading
@@ -95,7 +95,7 @@ class Poller:
         )
         self._retrying = RetryUntilSuccess(self._stopping, self.condition)
         self._windows = 0
-        self._busy_seconds = BUSY_SECONDS
+        self._busy_waits = Backoff(BUSY_SECONDS, LONGEST_BUSY_SECONDS)
         self._guarded_events = 0
         self._recognition = Recognition(settings)
         self._marked = self._checked = False
@@ -116,7 +116,7 @@ class Poller:
         """Note the outcome of the last window: the next wait for other instances is short if it has moved anything."""
         if outcome.did_nothing:
             return
-        self._busy_seconds = BUSY_SECONDS
+        self._busy_waits.reset()
         if self._guarded_events > 0:
             self._guarded_events -= outcome.applied + outcome.deferred
             if self._guarded_events <= 0:
@@ -374,14 +374,13 @@ class Poller:
             group = self._settings.group
             if offsets.complete(target, group, plan.before.id, plan.after.id, ends):
                 snapshots.prune(target, group)
-                self._busy_seconds = BUSY_SECONDS
+                self._busy_waits.reset()
                 return
         # Another instance still applies a part of it. To plan the rest is a query of the whole difference.
         self._heartbeat.update(
             "waits for other instances, which apply a part of what is polled", Due.LATE
         )
-        self._stopping.wait(self._busy_seconds)
-        self._busy_seconds = min(2 * self._busy_seconds, LONGEST_BUSY_SECONDS)
+        self._stopping.wait(self._busy_waits.take())
 
     def _drop_plan(self) -> None:
         plan, self._plan = self._plan, None

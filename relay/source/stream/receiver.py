@@ -28,6 +28,7 @@ from relay.model.events import POSTGRES_EPOCH, Lsn
 from relay.model.transactions import Transactions
 from relay.model.tuples import ProtocolError
 from relay.runtime.parts import Due
+from relay.runtime.retry import Backoff
 from relay.runtime.threads import Thread
 from relay.source.decode.assembler import Assembler, OpenCommit
 from relay.source.decode.emitted import Emitted
@@ -199,7 +200,7 @@ class Receiver:
         )
         self._receiver_suspects = ReceiverSuspects(settings)
         self._reported = Lsn(0)
-        self._failed_streams = 0
+        self._reconnects = Backoff(*RECONNECT_SECONDS)
         self._has_received = False
         self._logged_ignored = False
         self._refusals = RepeatedLines(
@@ -395,9 +396,7 @@ class Receiver:
 
     def _wait_to_reconnect(self) -> None:
         self.heartbeat.update("waits to connect again", Due.LATE)
-        first, longest = RECONNECT_SECONDS
-        self._closing.wait(min(longest, first * 2.0 ** min(self._failed_streams, 10)))
-        self._failed_streams += 1
+        self._closing.wait(self._reconnects.take())
 
     def _receive(self, stream: WalStream) -> None:
         self._assembler.reset(stream.encoding, stream.partitioned, stream.next_xid)
@@ -480,7 +479,7 @@ class Receiver:
         return lasted > STEADY_SECONDS and self._has_received and not self._assembler.open
 
     def _recovered(self) -> None:
-        self._failed_streams = 0
+        self._reconnects.reset()
         self._replication.recovered()
 
     def _read_socket(self, pgconn: psycopg.pq.abc.PGconn) -> bool:

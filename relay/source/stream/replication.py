@@ -14,14 +14,6 @@ from threading import Event, Lock
 from typing import Any
 
 import psycopg
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception,
-    sleep_using_event,
-    stop_when_event_set,
-    wait_exponential_jitter,
-)
 
 from relay.config.settings import Settings
 from relay.faults import (
@@ -34,6 +26,7 @@ from relay.faults import (
 )
 from relay.model.events import Lsn
 from relay.runtime.parts import LATE_SECONDS, SOON_SECONDS, Condition, Due, Heartbeat
+from relay.runtime.retry import RetryUntilSuccess
 from relay.source.decode.translation import Encoding, codec_of
 from relay.source.outbox.columns import is_partitioned
 from relay.source.outbox.table import require_same_hash
@@ -110,6 +103,9 @@ class Replication:
             "the source can be used again",
             LATE_SECONDS if recovery else SOON_SECONDS,
         )
+        self._retrying = RetryUntilSuccess(
+            self.closing, self.condition, self._note_why, _may_pass, _wait
+        )
         self.state = StreamState()
         self._publishing = Lock()
         # Held while the group's state in the target is changed together with `incomplete`.
@@ -128,16 +124,8 @@ class Replication:
 
     def connect(self) -> WalStream | None:
         """Open the stream, with retries until it succeeds; None once relay closes. Raises RelayError, psycopg.Error."""
-        retrying = Retrying(
-            retry=retry_if_exception(_may_pass),
-            wait=_wait,
-            stop=stop_when_event_set(self.closing),
-            sleep=sleep_using_event(self.closing),
-            before_sleep=self._note_why(),
-            reraise=True,
-        )
         try:
-            return retrying(self._open)
+            return self._retrying(self._open)
         except (psycopg.Error, _SlotActive, Unavailable):
             if self.closing.is_set():
                 return None
@@ -256,31 +244,21 @@ class Replication:
             running.remove(groups.INSTANCE)
         return reader.removeprefix(groups.PREFIX) in running
 
-    def _note_why(self) -> Callable[[RetryCallState], None]:
-        """Return a callback that stores the reason of a retry as the outage, and reports it."""
-        stands_by = False
-
-        def note(state: RetryCallState) -> None:
-            error = state.outcome.exception() if state.outcome else None
-            if error is None:
-                return
-            nonlocal stands_by
-            self.heartbeat.update("waits to connect again", Due.LATE)
-            on_standby = isinstance(error, _SlotActive)
-            if on_standby:
-                self.publish(on_standby=True, outage=None)
-                self.condition.works()
-                if not stands_by:
-                    log.warning("another process reads the slot; standing by")
-            else:
-                self.publish(on_standby=False)
-                certain = isinstance(error, Unavailable)
-                fault = str(error) if certain else describe(error)
-                self.unavailable(f"cannot stream yet: {fault}", certain)
-                self.condition.fails(fault)
-            stands_by = on_standby
-
-        return note
+    def _note_why(self, error: BaseException) -> None:
+        """Publish why there is no stream, and report it, before the next attempt."""
+        self.heartbeat.update("waits to connect again", Due.LATE)
+        stood_by = self.state.on_standby
+        if isinstance(error, _SlotActive):
+            self.publish(on_standby=True, outage=None)
+            self.condition.works()
+            if not stood_by:
+                log.warning("another process reads the slot; standing by")
+            return
+        certain = isinstance(error, Unavailable)
+        fault = str(error) if certain else describe(error)
+        self.publish(on_standby=False)
+        self.unavailable(f"cannot stream yet: {fault}", certain)
+        self.condition.fails(fault)
 
     def _creating(self, waits_for: str | None) -> None:
         self.heartbeat.update("recreates the slot", Due.OPEN)
@@ -361,7 +339,6 @@ class Replication:
                 )
             opened.pop_all()
         self._changed()
-        self.condition.works()
         log.info("streaming", extra={"slot": slot, "lsn": str(start)})
         return WalStream(
             conn,
@@ -446,14 +423,8 @@ def _may_pass(error: BaseException) -> bool:
     return isinstance(error, _SlotActive | Unavailable) or is_transient(error)
 
 
-_backoff = wait_exponential_jitter(multiplier=0.1, max=5.0, jitter=0.5)
-
-
-def _wait(state: RetryCallState) -> float:
-    outcome = state.outcome
-    if outcome is not None and isinstance(outcome.exception(), _SlotActive):
-        return ACTIVE_WAIT_SECONDS
-    return float(_backoff(state))
+def _wait(error: BaseException) -> float | None:
+    return ACTIVE_WAIT_SECONDS if isinstance(error, _SlotActive) else None
 
 
 def _explained(error: psycopg.Error, settings: Settings) -> RelayError:
