@@ -21,9 +21,15 @@ from relay.model.transactions import Transactions
 from relay.model.tuples import Walked
 from relay.retention import removable
 from relay.runtime.reporting import ProgressReport, silent
-from relay.source.applied import AppliedPosition, applied_in
 from relay.source.outbox.table import OutboxTable
-from relay.source.outbox.unread import Backlog, ReadPosition, UnreadRows, position_of_target
+from relay.source.outbox.unread import (
+    AppliedPosition,
+    Backlog,
+    ReadPosition,
+    UnreadRows,
+    applied_in,
+    position_of_target,
+)
 from relay.source.recovery import Recognition
 from relay.source.server import durable_position
 from relay.source.stream.receiver import commits_after

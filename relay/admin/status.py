@@ -21,8 +21,8 @@ from relay.admin.connections import TableLocked, reach_source, reach_target, sou
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, Unreachable, describe, first_line
 from relay.retention import partitions, removable
-from relay.source.applied import AppliedPosition
 from relay.source.outbox.unread import (
+    AppliedPosition,
     Backlog,
     ReadPosition,
     UnreadRows,

@@ -1,15 +1,20 @@
-"""Threads that inherit the context of their creator, so that their log lines have the group.
+"""Threads that inherit the context of their creator, so that their log lines have the group, and what wakes them.
 
 Source: Python documentation, "contextvars — Context Variables": a thread starts with an empty context.
 """
 
 from __future__ import annotations
 
+import logging
+import select
+import socket
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, copy_context
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 class Thread(threading.Thread):
@@ -35,3 +40,40 @@ def pool(workers: int, prefix: str) -> ThreadPoolExecutor:
 def _enter(context: Context) -> None:
     for variable, value in context.items():
         variable.set(value)
+
+
+class Wakeup:
+    """Wakes a thread that waits in a selector or in `wait`: it is readable from `wake` until `clear`. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._sender, self._receiver = socket.socketpair()
+        self._sender.setblocking(False)
+        self._receiver.setblocking(False)
+        self._poll = select.poll()
+        self._poll.register(self._receiver, select.POLLIN)
+
+    def fileno(self) -> int:
+        """The file descriptor that a selector watches."""
+        return self._receiver.fileno()
+
+    def wake(self) -> None:
+        """End the current wait, or else the next one."""
+        try:
+            self._sender.send(b"!")
+        except BlockingIOError:
+            pass  # the thread is being woken already
+        except OSError:
+            log.debug("a closed wakeup was called")
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for `wake`, at most `timeout` seconds; returns whether it was called."""
+        return bool(self._poll.poll(timeout * 1000))
+
+    def clear(self) -> None:
+        """Forget all calls of `wake`."""
+        self._receiver.recv(4096)
+
+    def close(self) -> None:
+        """Close the sockets. No thread may wait any more."""
+        self._sender.close()
+        self._receiver.close()

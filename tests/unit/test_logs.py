@@ -239,10 +239,8 @@ def test_a_dead_letter_that_was_polled_has_no_lsn() -> None:
 def test_why_nothing_is_streamed_is_a_field(caplog: pytest.LogCaptureFixture) -> None:
     condition = Condition("replication", logging.getLogger("relay"), "cannot stream yet", "over")
     source = Mock(condition=condition)
-    state = Mock(outcome=Mock(**{"exception.return_value": Unavailable("the slot is lost")}))
-    note = Replication._note_why(source)
-    note(state)
-    note(state)
+    for _ in range(2):
+        Replication._note_why(source, Unavailable("the slot is lost"))
     source.unavailable.assert_called_with("cannot stream yet: the slot is lost", True)
     (record,) = caplog.records
     assert (record.getMessage(), vars(record)["fault"]) == ("cannot stream yet", "the slot is lost")

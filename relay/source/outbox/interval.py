@@ -12,8 +12,7 @@ from relay.config.settings import Settings
 from relay.faults import describe
 from relay.runtime.parts import Condition
 from relay.runtime.retry import Backoff
-from relay.runtime.threads import Thread
-from relay.source.wakeup import Wakeup
+from relay.runtime.threads import Thread, Wakeup
 from relay.store.connections import Dsn, connect
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Counts the rows of the outbox that a reader has not read: all of them, or at a bounded cost for `relay top`.
 
-Also counts the rows that a move of the offsets would change.
+Also counts the rows that a move of the offsets would change, by what each partition has applied.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from datetime import datetime
 from typing import Any, LiteralString
 
 import numpy as np
+import psycopg
 from psycopg import sql
 
 from relay.model.events import INSERTED_BY
-from relay.model.snapshots import Xids
-from relay.source.applied import AppliedPosition, applied_in
+from relay.model.snapshots import Snapshot, Xids
 from relay.source.outbox.differences import array
 from relay.source.outbox.table import OutboxTable, partition_of
 from relay.store.connections import Connection
-from relay.store.positions import sinks, snapshots
+from relay.store.positions import offsets, sinks, snapshots
 
 MOST_ROWS = 10_000
 """How many rows each of the two scans of `estimate` reads at most: that of the newest rows, and that of the oldest."""
@@ -31,6 +31,40 @@ _OLDEST = sql.SQL(
     "case when min(happened) is not null then least(greatest(min(happened), '0001-01-02'), '9999-12-30') end"
 )
 _AGE = sql.SQL("extract(epoch from clock_timestamp() - {})::float8").format(_OLDEST)
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedPosition:
+    """What a partition has applied, or would have applied after a move.
+
+    That is everything that `snapshot` sees and, up to the position `polled_offset`, what the snapshot `after` sees.
+    """
+
+    partition: int
+    snapshot: Snapshot
+    after: Snapshot
+    polled_offset: int
+
+
+def applied_in(
+    target: psycopg.Connection[Any], group: str, partition: int | None = None
+) -> list[AppliedPosition]:
+    """Read what each partition, or one, has applied; empty where only the WAL is read. Raises psycopg.Error."""
+    positions, links = offsets.positions_and_chain(target, group)
+    if not links:
+        return []
+    positions = [position for position in positions if partition in (None, position.partition_id)]
+    index = {link.id: number for number, link in enumerate(links)}
+    applied = []
+    for position in positions:
+        current = index[position.snapshot_id or links[-1].id]
+        before, after = links[current], links[min(current + 1, len(links) - 1)]
+        applied.append(
+            AppliedPosition(
+                position.partition_id, before.snapshot, after.snapshot, position.polled_offset
+            )
+        )
+    return applied
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from relay.model.transactions import Transactions
 from relay.model.tuples import ProtocolError
 from relay.runtime.parts import Due
 from relay.runtime.retry import Backoff
-from relay.runtime.threads import Thread
+from relay.runtime.threads import Thread, Wakeup
 from relay.source.decode.assembler import Assembler, OpenCommit
 from relay.source.decode.emitted import Emitted
 from relay.source.decode.layout import require_contents
@@ -39,7 +39,6 @@ from relay.source.stream.commit_queue import CommitQueue
 from relay.source.stream.progress import Progress
 from relay.source.stream.replication import Replication
 from relay.source.stream.walsender import WalStream, end_of_stream
-from relay.source.wakeup import Wakeup
 from relay.store.suspects import Suspects
 
 log = logging.getLogger(__name__)

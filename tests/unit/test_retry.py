@@ -1,0 +1,60 @@
+"""Waits that grow, and the loop that repeats a call during an outage."""
+
+import logging
+from threading import Event
+
+import psycopg
+import pytest
+
+from relay.runtime.parts import Condition
+from relay.runtime.retry import Backoff, RetryUntilSuccess
+
+
+class Elsewhere(Exception):
+    """A fault after which the wait does not grow."""
+
+
+def condition() -> Condition:
+    return Condition("part", logging.getLogger("relay"), "fails", "over")
+
+
+def test_waits_double_up_to_the_longest_until_they_are_reset() -> None:
+    backoff = Backoff(1.0, 5.0)
+    assert [backoff.take() for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
+    backoff.reset()
+    assert backoff.take() == 1.0
+
+
+def test_the_first_wait_is_not_longer_than_the_longest() -> None:
+    assert Backoff(120.0, 0.5).take() == 0.5
+
+
+def test_a_call_is_repeated_and_each_fault_reported() -> None:
+    faults: list[Exception] = [Elsewhere(), psycopg.OperationalError("connection refused")]
+    waits: list[BaseException] = []
+
+    def call() -> int:
+        if faults:
+            raise faults.pop(0)
+        return 7
+
+    def wait(error: BaseException) -> float | None:
+        waits.append(error)
+        return 0.0 if isinstance(error, Elsewhere) else None
+
+    part = condition()
+    retrying = RetryUntilSuccess(Event(), part, None, lambda error: True, wait)
+    assert retrying(call) == 7
+    assert [type(each) for each in waits] == [Elsewhere, psycopg.OperationalError]
+    assert part.fault is None
+
+
+def test_a_fault_is_raised_once_relay_stops() -> None:
+    stopping, part = Event(), condition()
+    stopping.set()
+
+    def call() -> None:
+        raise psycopg.OperationalError("connection refused")
+
+    with pytest.raises(psycopg.OperationalError):
+        RetryUntilSuccess(stopping, part)(call)
