@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from relay.cli import dlq as dlq_commands
-from relay.cli import terminal as terminal_module
+from relay.cli import terminal as printing
 from relay.cli.terminal import print_facts, print_table
 
 ID = "11111111-2222-3333-4444-555555555555"
@@ -19,7 +19,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """A narrow terminal; what it shows."""
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=40, color_system=None)
-    monkeypatch.setattr(terminal_module, "out", console)
+    monkeypatch.setattr(printing, "out", console)
     return shown
 
 
