@@ -6,17 +6,19 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 from relay.config.handlers import DeliveryHandler
 from relay.delivery.breaker import Breaker
 from relay.delivery.pace import ProcessorShare, RateLimit
-from relay.delivery.queues import Delivery, Queues
+from relay.delivery.queues import Delivery, HeldKeys, Queues
 from relay.faults import DestinationRefused, FaultAction, Unauthorized, action_for, describe
 from relay.handlers import Sink
+from relay.logs import RepeatedLines
 from relay.model.dispositions import (
     APPLIED,
     BLOCKED,
+    Applied,
     DeadLetter,
     Disposition,
     Failed,
@@ -41,11 +43,14 @@ DEFER_BLOCKED_SECONDS = 300.0
 
 
 class Dispatcher:
-    """Runs deliveries in the current event loop, and calls `complete` with each delivery that ends and its disposition.
+    """Runs deliveries in the current event loop, and queues those that have ended, with their dispositions.
 
-    The calls are in order for each key. A delivery is `Blocked` and not tried if an earlier one with the same key is
-    deferred, or a deferred transaction holds one of its keys (`hold`). While the destination is down, blocked
-    deliveries stay in memory: reading stops, and the log is not copied into the table of deferred transactions.
+    `take_ended` takes that queue, which is in order for each key; `has_ended` is set while it is not empty. `failure`
+    gets a fault that no retry can repair.
+
+    A delivery is `Blocked` and not tried if an earlier one with the same key is deferred, or a deferred transaction
+    holds one of its keys (`held`). While the destination is down, blocked deliveries stay in memory: reading stops, and
+    the log is not copied into the table of deferred transactions.
     """
 
     def __init__(
@@ -54,22 +59,19 @@ class Dispatcher:
         settings: DeliveryHandler,
         most_bytes: int,
         limit: FailureLimit,
-        complete: Callable[[Delivery, Disposition], None],
-        failed: Callable[[BaseException], None],
     ) -> None:
-        """`failed` is called with a fault that no retry can repair."""
-        self._limit = limit
+        self.limit = limit
         self._sink = sink
         self._settings = settings
         self._most_bytes = most_bytes
-        self._complete = complete
-        self._failed = failed
+        self.held = HeldKeys()
+        self.has_ended = asyncio.Event()
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ended: list[tuple[Delivery, Disposition]] = []
         # A sink that is not reliable drops what fails, so it needs no breaker.
         self.breaker = Breaker(settings.circuit_breaker if settings.reliable else None)
         self._pace = RateLimit(settings.rate_limit) if settings.rate_limit else None
         self._queues = Queues()
-        self._held: set[str] = set()
-        self._held_since: set[str] = set()
         self._ready: deque[Delivery] = deque()
         self._blocked: deque[Delivery] = deque()
         self._blocked_since = time.monotonic()
@@ -82,6 +84,12 @@ class Dispatcher:
         self._attempts = Attempts()
         self._timer: asyncio.TimerHandle | None = None
         self._share: ProcessorShare | None = None
+        self._losses = RepeatedLines(
+            log,
+            logging.WARNING,
+            "not delivered, and not tried again: the handler is not reliable",
+            "losses",
+        )
 
     @property
     def fault(self) -> str | None:
@@ -92,6 +100,23 @@ class Dispatcher:
         """Return what was attempted since the last call."""
         taken, self._attempts = self._attempts, Attempts()
         return taken
+
+    def take_ended(self) -> list[tuple[Delivery, Disposition]]:
+        """Return the deliveries that have ended since the last call, in order, each with its disposition."""
+        self.has_ended.clear()
+        taken, self._ended = self._ended, []
+        return taken
+
+    def end(self, delivery: Delivery, disposition: Disposition) -> None:
+        """Put a delivery that is not submitted into the queue of those that have ended."""
+        if isinstance(disposition, Failed) and not self._settings.reliable:
+            self._losses.note(1, handler=self._sink.name, fault=describe(disposition.error))
+            disposition = APPLIED
+        if not isinstance(disposition, Applied):
+            holds = holds_keys(disposition) and self._settings.reliable
+            self.held.add(delivery.keys if holds else ())
+        self._ended.append((delivery, disposition))
+        self.has_ended.set()
 
     @property
     def is_paused(self) -> bool:
@@ -129,19 +154,6 @@ class Dispatcher:
             self._ready.appendleft(delivery)
         else:
             self._ready.append(delivery)
-
-    def begin_query(self) -> None:
-        """Record the keys that are held from now on, since a query for held keys that begins now may miss them."""
-        self._held_since.clear()
-
-    def hold(self, keys: Collection[str], asked: Collection[str]) -> None:
-        """Set the held keys among those `asked` to the answer, `keys`, and those held since `begin_query`."""
-        self._held.difference_update(asked)
-        self._held.update(keys, self._held_since)
-
-    def release(self) -> None:
-        """Forget all held keys: no deferred transaction is left."""
-        self._held.clear()
 
     def pause(self) -> None:
         """Start no delivery until `resume`."""
@@ -231,7 +243,7 @@ class Dispatcher:
         delivery.is_running = True
         task = asyncio.create_task(self._run(delivery))
         self._running.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._stopped)
 
     def _put_back(self, delivery: Delivery, queue: Callable[[Delivery], None]) -> None:
         """Return a delivery that was tried to `queue`, after the retries with its keys."""
@@ -247,7 +259,7 @@ class Dispatcher:
 
     def _is_blocked(self, delivery: Delivery) -> bool:
         # A retry holds its keys itself.
-        is_held = delivery.due is None and not self._held.isdisjoint(delivery.keys)
+        is_held = delivery.due is None and not self.held.known.isdisjoint(delivery.keys)
         return is_held or delivery.is_blocked or (self._defers_new and delivery.due is None)
 
     def _may_begin(self) -> bool:
@@ -269,10 +281,11 @@ class Dispatcher:
         self._timer = None
         self._start()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _stopped(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._failed(error)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self.failure.done():
+            self.failure.set_exception(error)
         self._changed.set()
         self._start()
 
@@ -304,7 +317,7 @@ class Dispatcher:
     def _confirmed(self, delivery: Delivery) -> None:
         if self.breaker.succeeded(_key(delivery)):
             log.info("the circuit breaker is closed", extra={"handler": self._sink.name})
-        self._limit.succeeded((self._sink.name,))
+        self.limit.succeeded((self._sink.name,))
         self._completed(delivery, APPLIED)
 
     def _after_failure(
@@ -375,7 +388,7 @@ class Dispatcher:
 
     def _limited(self, failed: Failed) -> Failed:
         """After too many dead letters in a row, defer the transaction instead and stop the sink."""
-        if not isinstance(failed, DeadLetter) or not self._limit.stops(
+        if not isinstance(failed, DeadLetter) or not self.limit.stops(
             self._sink.name, failed.error
         ):
             return failed
@@ -405,10 +418,7 @@ class Dispatcher:
         del self._pending[id(delivery)]
         self._size -= delivery.rows.size
         holds_up = holds_keys(disposition) and self._settings.reliable
-        if holds_up:
-            self._held |= delivery.keys
-            self._held_since |= delivery.keys
-        self._complete(delivery, disposition)
+        self.end(delivery, disposition)
         following = self._queues.remove(delivery)
         for follower in following:
             follower.is_blocked |= holds_up

@@ -9,8 +9,7 @@ from concurrent.futures import Executor
 from contextlib import aclosing
 from typing import TypeVar
 
-from relay.delivery.checkpoint import Checkpoint
-from relay.delivery.feed import Feed
+from relay.delivery.checkpoint import Checkpoint, SinkContext
 from relay.delivery.log_reader import LogReader, Polled
 from relay.delivery.progress import SinkCommit, SinkProgress, commits_of
 from relay.delivery.submission import Submission
@@ -39,19 +38,18 @@ class SinkPolling:
 
     def __init__(
         self,
-        name: str,
+        context: SinkContext,
         reader: LogReader,
         progress: SinkProgress,
         checkpoint: Checkpoint,
         submission: Submission,
-        feed: Feed,
     ) -> None:
+        self._context = context
         self._reader = reader
         self._progress = progress
         self._checkpoint = checkpoint
         self._submission = submission
-        self._feed = feed
-        self._source: Executor = pool(1, f"{name} source")
+        self._source: Executor = pool(1, f"{context.name} source")
 
     def close(self) -> None:
         """Close the connections to the source as soon as the query in flight has ended, without waiting for it."""
@@ -85,11 +83,11 @@ class SinkPolling:
                     await self._checkpoint.finished()
         self._progress.read()
 
-    async def catch_up(self, streamed: Xids, ready: Callable[[], None]) -> bool:
+    async def catch_up(self, streamed: Xids) -> bool:
         """Submit everything up to a snapshot that sees `streamed` (full xids), while the feed buffers the stream.
 
-        Calls `ready` once the snapshot is known. False if there are too many transactions, if the session leaves the
-        stream meanwhile, or if some of `streamed` stay invisible for JOIN_SECONDS.
+        The sink is ready once the snapshot is known. False if there are too many transactions, if the session leaves
+        the stream meanwhile, or if some of `streamed` stay invisible for JOIN_SECONDS.
         """
         end = self._progress.end
         if end is None:
@@ -102,14 +100,14 @@ class SinkPolling:
             if time.monotonic() > ends:
                 return False
             await asyncio.sleep(FIRST_POLL_SECONDS)
-        ready()
+        self._context.ready.set()
         self._progress.reach(seen.lsn)
         count = 0
         async with aclosing(self._read(Difference(end, seen.snapshot))) as portions:
             async for polled in portions:
                 count += len(polled.xids)
                 await self._submit(polled, self._progress.poll_beside)
-                if count > JOINING_TRANSACTIONS or not self._feed.is_open:
+                if count > JOINING_TRANSACTIONS or not self._context.feed.is_open:
                     return False
         return True
 

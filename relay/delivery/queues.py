@@ -1,10 +1,10 @@
-"""Keeps deliveries in order: a queue for each ordering key. No I/O."""
+"""Keeps deliveries in order: a queue for each ordering key, and the keys that deferred transactions hold. No I/O."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -41,6 +41,41 @@ class Delivery:
     def early(self) -> float:
         """The seconds until it may be tried, as its last fault has asked; 0 if it may be now."""
         return max(0.0, self.asked[1] - time.monotonic()) if self.asked else 0.0
+
+
+class HeldKeys:
+    """The ordering keys of a sink that deferred transactions hold: a new delivery with one of them is blocked.
+
+    `known` are those of deliveries that were deferred here, and those that a query has found. While `any`, there may be
+    others, so that keys are queried before something with them is delivered.
+    """
+
+    def __init__(self) -> None:
+        self.known: set[str] = set()
+        self.any = True
+        self.deferred = 0
+        self._since_query: set[str] = set()
+
+    def add(self, keys: Collection[str]) -> None:
+        """Note that a delivery was deferred, which holds `keys`; counts it as `deferred`."""
+        self.known.update(keys)
+        self._since_query.update(keys)
+        self.any = True
+        self.deferred += 1
+
+    def begin_query(self) -> None:
+        """Note that a query begins, which may miss the keys of deliveries that are deferred from now on."""
+        self._since_query.clear()
+
+    def end_query(self, held: Collection[str], asked: Collection[str]) -> None:
+        """Note that of the keys `asked` only `held` are held, and those added since `begin_query`."""
+        self.known.difference_update(asked)
+        self.known.update(held, self._since_query)
+
+    def release(self) -> None:
+        """Forget all keys: no deferred transaction holds one."""
+        self.known.clear()
+        self.any = False
 
 
 class Queues:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable
-from concurrent.futures import Executor
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import psycopg
 
 from relay.config.handlers import DeliveryHandler
-from relay.config.settings import Settings
-from relay.delivery.checkpoint import STORE_SECONDS, Checkpoint
+from relay.delivery.checkpoint import STORE_SECONDS, Checkpoint, SinkContext
 from relay.delivery.dispatch import Dispatcher
-from relay.delivery.feed import Feed, Stream, Streamed
-from relay.delivery.hold import WalHold
+from relay.delivery.feed import Streamed
 from relay.delivery.log_reader import LogReader
 from relay.delivery.polling import FIRST_POLL_SECONDS, SinkPolling
 from relay.delivery.progress import SinkCommit, SinkProgress, commits_of
@@ -29,16 +24,12 @@ from relay.model.dispositions import BLOCKED
 from relay.model.snapshots import full_xids
 from relay.model.transactions import Routed
 from relay.pipeline.failure_limit import FailureLimit
-from relay.pipeline.listeners import Meter
 from relay.pipeline.routing import BatchRouter
-from relay.runtime.threads import pool
 from relay.source.server import SourcePosition
-from relay.store.positions.sinks import ATTACHED, CAUGHT_UP, LAGGING, Claim, SinkState
+from relay.store.positions.sinks import ATTACHED, CAUGHT_UP, LAGGING, SinkState
 from relay.store.presence import instances
 
 log = logging.getLogger(__name__)
-
-Done = TypeVar("Done")
 
 CHECK_SECONDS = 0.2
 """How often the session checks whether the sink lags."""
@@ -52,80 +43,32 @@ class SinkSession:
     """
 
     def __init__(
-        self,
-        name: str,
-        sink: Sink,
-        configured: DeliveryHandler,
-        settings: Settings,
-        stream: Stream,
-        feed: Feed,
-        hold: WalHold,
-        claim: Claim,
-        state: SinkState,
-        ready: Callable[[], None],
-        meter: Meter,
+        self, context: SinkContext, sink: Sink, configured: DeliveryHandler, state: SinkState
     ) -> None:
-        """`ready` is called once the feed is open, or the session knows that it does not join the stream now."""
-        self._name = name
-        self._settings = settings
-        self._stream = stream
-        self._feed = feed
-        self._hold = hold
-        self._claim = claim
+        settings = context.settings
+        self._context = context
         self._sink = sink
         self._series = state.series
-        self._paused = state.paused
-        self._polls = settings.source.mode != "wal"
-        self._progress = SinkProgress(state.position, state.done, self._polls)
-        self._router = BatchRouter(settings)
-        limit = FailureLimit(settings.brakes, state.streaks, gradual=True)
-        self._checkpoint = Checkpoint(
-            name,
-            settings,
-            claim,
-            state,
-            self._progress,
-            limit,
-            hold,
-            self._in_target,
-            lambda: self._dispatcher.fault,
-            self._stored,
-            lambda: self._dispatcher.take_attempts(),
-            meter,
-        )
-        self._dispatcher: Dispatcher = Dispatcher(
+        self._progress = SinkProgress(state.position, state.done, context.polls)
+        self._dispatcher = Dispatcher(
             sink,
             configured,
             settings.sinks.attach_bytes,
-            limit,
-            self._checkpoint.complete,
-            self._fail,
+            FailureLimit(settings.brakes, state.streaks, gradual=True),
         )
-        self._submission = Submission(
-            name,
-            settings,
-            self._router,
-            claim,
-            self._checkpoint,
-            self._dispatcher,
-            self._in_target,
-            self._released,
-        )
+        self._checkpoint = Checkpoint(context, state, self._progress, self._dispatcher)
+        router = BatchRouter(settings)
+        self._submission = Submission(context, router, self._checkpoint, self._dispatcher)
         self._polling = SinkPolling(
-            name,
-            LogReader(settings, name, self._router),
+            context,
+            LogReader(settings, context.name, router),
             self._progress,
             self._checkpoint,
             self._submission,
-            feed,
         )
         self._tasks: list[asyncio.Future[None]] = []
-        self._ready = ready
-        self.left = False
         self._stopping = asyncio.Event()
-        self._woken = asyncio.Event()
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._target: Executor = pool(1, f"{name} target")
+        self.left = False
 
     @property
     def state(self) -> str:
@@ -145,12 +88,12 @@ class SinkSession:
     @property
     def since(self) -> float | None:
         """When the oldest unfinished commit was read (monotonic, seconds); None without one. Safe in any thread."""
-        times = (self._progress.since, self._feed.oldest)
+        times = (self._progress.since, self._context.feed.oldest)
         return min((each for each in times if each is not None), default=None)
 
     def wake(self) -> None:
         """Wake the session: the feed or the claim has changed."""
-        self._woken.set()
+        self._context.woken.set()
 
     def stop(self) -> None:
         """End once the deliveries in flight have ended."""
@@ -164,18 +107,19 @@ class SinkSession:
     async def run(self, timeout: float) -> None:
         """Run until `stop`, or until the session leaves the sink; deliveries in flight then have `timeout` s to end."""
         self._sink.resume(self._series)
-        if self._paused:
+        if self._checkpoint.paused:
             self._dispatcher.pause()
         self._tasks = [
             asyncio.ensure_future(self._advance()),
             asyncio.ensure_future(self._submission.retry()),
+            asyncio.ensure_future(self._checkpoint.complete()),
             asyncio.ensure_future(self._checkpoint.keep()),
             asyncio.ensure_future(self._watch()),
         ]
         tasks: list[asyncio.Future[Any]] = [
             *self._tasks,
             asyncio.ensure_future(self._stopping.wait()),
-            self._ended,
+            self._dispatcher.failure,
         ]
         try:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -184,7 +128,7 @@ class SinkSession:
                     task.result()
             except psycopg.Error:
                 # If only the source is unreachable, deliveries in flight can still be stored.
-                if not (self._claim.conn.closed or self._checkpoint.has_failed):
+                if not (self._context.claim.conn.closed or self._checkpoint.has_failed):
                     await self._finish(timeout)
                 raise
             await self._finish(timeout)
@@ -194,7 +138,7 @@ class SinkSession:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._dispatcher.close()
             self._polling.close()
-            self._target.shutdown(wait=False)
+            self._context.target.shutdown(wait=False)
 
     async def _finish(self, timeout: float) -> None:
         # A cancelled task must not interrupt a store.
@@ -215,45 +159,38 @@ class SinkSession:
     def _defer_partial_commits(self) -> None:
         """Defer the rest of each commit of which some deliveries are done, and what precedes it with its keys."""
         for delivery in rests_of_partial_commits(self._dispatcher.pending):
-            self._checkpoint.record(delivery, BLOCKED)
-
-    def _fail(self, error: BaseException) -> None:
-        if not self._ended.done():
-            self._ended.set_exception(error)
-
-    async def _in_target(self, call: Callable[..., Done], *arguments: object) -> Done:
-        return await asyncio.get_running_loop().run_in_executor(self._target, call, *arguments)
+            self._dispatcher.end(delivery, BLOCKED)
 
     async def _wait(self, seconds: float) -> None:
         """Wait until `wake`, for `seconds` at most."""
         # In Python 3.11 wait_for swallows a cancellation that comes together with the result.
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._woken.wait()
-        self._woken.clear()
+                await self._context.woken.wait()
+        self._context.woken.clear()
 
     # Where events come from
 
     async def _advance(self) -> None:
         """Take the stream while the sink is attached, otherwise poll, until the session leaves the sink."""
-        wait = FIRST_POLL_SECONDS
+        wait, context = FIRST_POLL_SECONDS, self._context
         while not self.left:
-            self._dispatcher.yield_to_others(self._stream.reads and not self._attached)
-            if self._paused and self._polls:
-                self._ready()
+            self._dispatcher.yield_to_others(context.stream.reads and not self._attached)
+            if self._checkpoint.paused and context.polls:
+                context.ready.set()
                 await self._wait(STORE_SECONDS)
             elif self._attached:
                 await self._take()
-            elif self._polls and self._progress.reading is not None:
+            elif context.polls and self._progress.reading is not None:
                 await self._polling.resume()
-            elif await self._join() or (self._polls and await self._polling.poll()):
+            elif await self._join() or (context.polls and await self._polling.poll()):
                 wait = FIRST_POLL_SECONDS
-            elif not (self._stream.reads or self._progress.since):
+            elif not (context.stream.reads or self._progress.since):
                 self._checkpoint.state = CAUGHT_UP
                 self._leave()
             else:
                 await self._wait(wait)
-                wait = min(wait * 2, self._settings.poll.wait_period_ms / 1000)
+                wait = min(wait * 2, context.settings.poll.wait_period_ms / 1000)
 
     @property
     def _attached(self) -> bool:
@@ -261,33 +198,18 @@ class SinkSession:
 
     async def _take(self) -> None:
         """Submit the next commits of the feed; leave the sink if this process no longer reads the stream."""
-        streamed = self._feed.take()
+        streamed = self._context.feed.take()
         if streamed is not None:
             routed, commits = self._new_in(streamed)
             await self._submission.submit(routed, commits)
-        elif self._stream.reads:
+        elif self._context.stream.reads:
             await self._wait(CHECK_SECONDS)
         else:
             self._leave()
 
-    @property
-    def _lags(self) -> bool:
-        if self._feed.overflowed or self._paused or self._stream.is_stalled:
-            return True
-        if self._hold.lower_bound is not None and self._is_old(
-            self._checkpoint.at + 2 * STORE_SECONDS
-        ):
-            # While progress cannot be stored, delivered commits hold back WAL too.
-            return True
-        return self._is_old(self._progress.since or self._feed.oldest)
-
-    def _is_old(self, since: float | None) -> bool:
-        """Whether a time (monotonic clock) is more than `sinks.attach_seconds` ago; False for None."""
-        return since is not None and time.monotonic() - since > self._settings.sinks.attach_seconds
-
     async def _lag(self) -> None:
         """Stop holding back WAL: defer deliveries, or leave the stream."""
-        if not self._polls:
+        if not self._context.polls:
             self._dispatcher.defer_new(True)
         elif self._attached:
             await self._detach()
@@ -298,11 +220,12 @@ class SinkSession:
     async def _detach(self) -> None:
         """Leave the stream and poll. Submitted deliveries continue; commits that are still in the feed are polled."""
         self._checkpoint.state = LAGGING
-        has_more = self._feed.overflowed or self._feed.oldest is not None
+        feed = self._context.feed
+        has_more = feed.overflowed or feed.oldest is not None
         self._leave_stream()
         await self._checkpoint.store()
-        log.info("a sink lags, and polls", extra={"handler": self._name})
-        is_down = self._paused or self._dispatcher.breaker.is_open
+        log.info("a sink lags, and polls", extra={"handler": self._context.name})
+        is_down = self._checkpoint.paused or self._dispatcher.breaker.is_open
         if has_more and not is_down and await self._has_others():
             self._leave()
 
@@ -312,13 +235,13 @@ class SinkSession:
 
     async def _has_others(self) -> bool:
         """Whether other instances of the group run, which may have less to do."""
-        running = await self._in_target(instances, self._claim.conn, self._settings.group)
+        running = await self._context.in_target(instances, self._context.group)
         return len(running) > 1
 
     def _leave_stream(self) -> None:
-        self._feed.close()
-        self._hold.leave()
-        self._stream.confirm()
+        self._context.feed.close()
+        self._context.hold.leave()
+        self._context.stream.confirm()
 
     async def _join(self) -> bool:
         """Attach to the stream; False if that is not possible now.
@@ -333,22 +256,21 @@ class SinkSession:
         end = self._progress.end
         # Rows that are older than the column c_xid are done up to a position in a difference: the stream has none.
         may_join = not (
-            self._is_old(self._progress.since) or (end is not None and end.is_beginning)
+            self._checkpoint.is_old(self._progress.since) or (end is not None and end.is_beginning)
         )
-        join_point = self._stream.join(self._feed, self._hold) if may_join else None
+        context = self._context
+        join_point = context.stream.join(context.feed, context.hold) if may_join else None
         if join_point is None:
-            self._ready()
+            context.ready.set()
             return False
         self._progress.join(join_point.lsn)
         try:
-            caught_up = not self._polls or await self._polling.catch_up(
-                join_point.streamed, self._ready
-            )
-            if caught_up and self._feed.is_open:
+            caught_up = not context.polls or await self._polling.catch_up(join_point.streamed)
+            if caught_up and context.feed.is_open:
                 self._checkpoint.attach()
-                log.info("a sink is attached to the stream", extra={"handler": self._name})
+                log.info("a sink is attached to the stream", extra={"handler": context.name})
         finally:
-            self._ready()
+            context.ready.set()
             if not self._attached:
                 self._leave_stream()
         return self._attached
@@ -373,25 +295,5 @@ class SinkSession:
         """Leave the stream when the sink lags, even while nothing can be stored; runs until it is cancelled."""
         while True:
             await asyncio.sleep(CHECK_SECONDS)
-            if self._feed.is_open and self._lags:
+            if self._context.feed.is_open and self._checkpoint.lags:
                 await self._lag()
-
-    def _released(self) -> None:
-        """Stop deferring new deliveries, since no deferred transaction holds a key any more."""
-        if not self._lags:
-            self._dispatcher.defer_new(False)
-
-    def _stored(self, paused: bool) -> None:
-        """Confirm WAL after a store, and pause or resume as the operator wants (`paused`)."""
-        self._stream.confirm()
-        if paused == self._paused:
-            return
-        self._paused = paused
-        if paused:
-            self._dispatcher.pause()
-        else:
-            self._dispatcher.resume()
-        log.info(
-            "a sink is paused" if paused else "a sink is resumed", extra={"handler": self._name}
-        )
-        self.wake()

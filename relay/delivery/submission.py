@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 
-from relay.config.settings import Settings
-from relay.delivery.checkpoint import Blocking, Checkpoint
+from relay.delivery.checkpoint import Checkpoint, SinkContext
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.progress import SinkCommit
 from relay.delivery.queues import Delivery
@@ -23,7 +22,6 @@ from relay.store import (
     deferred,
 )
 from relay.store.deferred import due as deferred_due
-from relay.store.positions.sinks import Claim
 
 RETRY_SECONDS = 0.5
 """How often deferred transactions that are due are queried."""
@@ -35,25 +33,16 @@ class Submission:
 
     def __init__(
         self,
-        name: str,
-        settings: Settings,
+        context: SinkContext,
         router: BatchRouter,
-        claim: Claim,
         checkpoint: Checkpoint,
         dispatcher: Dispatcher,
-        in_target: Blocking,
-        released: Callable[[], None],
     ) -> None:
-        """`released` is called when no deferred transaction holds a key any more."""
-        self._name = name
-        self._settings = settings
+        self._context = context
         self._router = router
-        self._claim = claim
         self._checkpoint = checkpoint
         self._dispatcher = dispatcher
-        self._in_target = in_target
-        self._released = released
-        self._ordering = Ordering({name: settings.handlers[name]})
+        self._ordering = Ordering({context.name: context.settings.handlers[context.name]})
 
     async def submit(
         self, routed: Routed, commits: Sequence[SinkCommit], large: Collection[int] = ()
@@ -62,16 +51,16 @@ class Submission:
 
         `large` are the c_offsets of rows that were too large to be read: their transactions are dead-lettered.
         """
-        transactions, table = routed.transactions, self._settings.source.table
+        transactions, table = routed.transactions, self._context.settings.source.table
         later = await self._scheduled(transactions)
         keys = [self._keys(each.hosts, events) for each, events in _pairs(routed)]
         await self._query_held(keys)
         for index, (rows, events) in enumerate(_pairs(routed)):
             delivery = Delivery(rows, events, keys[index], commits[index])
             if large and (fault := not_received(rows, events.events, large, table)):
-                self._checkpoint.complete(delivery, DeadLetter(self._name, fault))
+                self._dispatcher.end(delivery, DeadLetter(self._context.name, fault))
             elif index in later:
-                self._checkpoint.record(delivery, Scheduled(later[index]))
+                self._dispatcher.end(delivery, Scheduled(later[index]))
             else:
                 await self._dispatcher.wait_for_room()
                 self._dispatcher.submit(delivery)
@@ -81,25 +70,23 @@ class Submission:
         times = self._router.delivery_times(transactions)
         if not times:
             return {}
-        later: dict[int, datetime] = await self._in_target(clock.ahead, self._claim.conn, times)
-        return later
+        return await self._context.in_target(clock.ahead, times)
 
     def _keys(self, hosts: Sequence[str], events: Transaction) -> frozenset[str]:
-        return self._ordering.delivery_keys(self._name, hosts, [events])
+        return self._ordering.delivery_keys(self._context.name, hosts, [events])
 
     async def _query_held(self, keys: Iterable[frozenset[str]]) -> None:
-        """Pass to the dispatcher which of the keys deferred transactions hold."""
-        if not self._checkpoint.held_any:
+        """Query which of the keys deferred transactions hold."""
+        held, context = self._dispatcher.held, self._context
+        if not held.any:
             return
         asked = frozenset[str]().union(*keys)
         # First, since the query misses a delivery that fails during the flush.
-        self._dispatcher.begin_query()
+        held.begin_query()
         await self._checkpoint.flush()
         if asked:
-            held = await self._in_target(
-                deferred.held, self._claim.conn, self._settings.group, self._name, asked
-            )
-            self._dispatcher.hold(held, asked)
+            found = await context.in_target(deferred.held, context.group, context.name, asked)
+            held.end_query(found, asked)
 
     async def retry(self) -> None:
         """Deliver deferred transactions when they are due; runs until it is cancelled."""
@@ -118,27 +105,25 @@ class Submission:
             limit = 0 if self._checkpoint.retried else 1
         if self._dispatcher.is_paused or not limit:
             return False
-        group, conn = self._settings.group, self._claim.conn
-        due = await self._in_target(
-            deferred_due.heads, conn, group, self._name, limit, tuple(self._checkpoint.retried)
+        context, retried = self._context, self._checkpoint.retried
+        due = await context.in_target(
+            deferred_due.heads, context.group, context.name, limit, tuple(retried)
         )
         if not due:
-            if self._checkpoint.held_any and not (
-                self._checkpoint.retried or self._checkpoint.has_outcomes
-            ):
+            if self._dispatcher.held.any and not (retried or self._checkpoint.has_unstored):
                 await self._refresh_held()
             return False
         # An operator may have replayed dead letters, which hold keys again.
-        self._checkpoint.held_any = True
-        limits = self._settings.batch
-        transactions = await self._in_target(
-            deferred_due.transactions, conn, due, limits.max_bytes, limits.spool_directory
+        self._dispatcher.held.any = True
+        limits = context.settings.batch
+        transactions = await context.in_target(
+            deferred_due.transactions, due, limits.max_bytes, limits.spool_directory
         )
         decoder = self._router.decoder(transactions.columns)
         pairs = _pairs(Routed(transactions, decoder))
         for each, (rows, events) in zip(due, pairs, strict=True):
             # Not after `wait_for_room`: later deliveries with the same keys may fill it, and only be deferred.
-            self._checkpoint.retried.add(each.id)
+            retried.add(each.id)
             history = AttemptHistory.of(each.attempts, each.failing_seconds)
             keys = frozenset(each.keys)
             self._dispatcher.submit(Delivery(rows, events, keys, due=each, history=history))
@@ -146,14 +131,15 @@ class Submission:
 
     async def _refresh_held(self) -> None:
         """Release all keys if no deferred transaction holds one."""
-        records = self._checkpoint.records
-        group, conn = self._settings.group, self._claim.conn
-        held = await self._in_target(deferred.any_held, conn, group, self._name)
-        if held or records != self._checkpoint.records:
+        held, context = self._dispatcher.held, self._context
+        before = held.deferred
+        if await context.in_target(deferred.any_held, context.group, context.name):
             return
-        self._checkpoint.held_any = False
-        self._dispatcher.release()
-        self._released()
+        if held.deferred != before:
+            return
+        held.release()
+        if not self._checkpoint.lags:
+            self._dispatcher.defer_new(False)
 
 
 def _pairs(routed: Routed) -> Iterator[tuple[Undecoded, Transaction]]:

@@ -11,6 +11,7 @@ from threading import Event
 
 from relay.config.handlers import DeliveryHandler
 from relay.config.settings import Settings
+from relay.delivery.checkpoint import SinkContext
 from relay.delivery.feed import Feed, Stream
 from relay.delivery.hold import WalHold
 from relay.delivery.session import SinkSession
@@ -19,7 +20,7 @@ from relay.handlers import Sink
 from relay.pipeline.listeners import Meter
 from relay.runtime.parts import Condition, Due, Heartbeat
 from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
-from relay.runtime.threads import Thread
+from relay.runtime.threads import Thread, pool
 from relay.source.server import SourcePosition
 from relay.store.positions import sinks
 from relay.store.positions.sinks import Claim, SinkMoved, SinkState
@@ -237,19 +238,18 @@ class Worker:
                         "a sink is configured again: nothing was kept for it meanwhile",
                         extra={"handler": self.name, "since": str(state.left_out_since)},
                     )
-                self._session = SinkSession(
+                context = SinkContext(
                     self.name,
-                    self._sink,
-                    self._configured,
                     settings,
                     self._stream,
                     self.feed,
                     self.hold,
+                    self.ready,
                     self._claim,
-                    state,
-                    self.ready.set,
+                    pool(1, f"{self.name} target"),
                     self._meter,
                 )
+                self._session = SinkSession(context, self._sink, self._configured, state)
                 self._began = time.monotonic()
                 try:
                     await self._session.run(settings.shutdown_timeout / 2)

@@ -149,14 +149,7 @@ def test_an_event_keeps_its_own_time_when_others_close_the_breaker() -> None:
         settings = HttpHandler(
             type="http", url="http://h", circuit_breaker=CircuitBreaker(failures=1)
         )
-        dispatcher = Dispatcher(
-            sink,
-            settings,
-            1_000_000,
-            FailureLimit({}, {}),
-            lambda each, disposition: found.update({str(each.rows.transaction_id): disposition}),
-            lambda error: None,
-        )
+        dispatcher = Dispatcher(sink, settings, 1_000_000, FailureLimit({}, {}))
         for number in behave:
             commit = Commit(Lsn(1), Lsn(1), 0, int(number))
             events: Any = Transaction(number, commit, ())  # type: ignore[arg-type]
@@ -164,10 +157,12 @@ def test_an_event_keeps_its_own_time_when_others_close_the_breaker() -> None:
             dispatcher.submit(Delivery(rows, events, frozenset(number)))
         while not dispatcher.breaker.is_open:
             await asyncio.sleep(0.001)
-        assert not found
+        assert not dispatcher.has_ended.is_set()
         opened.set()
         while dispatcher.count:
             await asyncio.sleep(0.001)
+        for each, disposition in dispatcher.take_ended():
+            found[str(each.rows.transaction_id)] = disposition
         await dispatcher.close()
 
     asyncio.run(asyncio.wait_for(check(), 10))

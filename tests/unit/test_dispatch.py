@@ -1,11 +1,10 @@
-"""Deliveries to a sink: order for each key, concurrency across keys, retries, the circuit breaker and the brake."""
+"""Deliveries to a sink: order for each key, others side by side, retries, the circuit breaker and the failure limit."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from relay.delivery import dispatch
 from relay.delivery.breaker import Breaker
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.queues import Delivery
-from relay.delivery.submission import Submission
 from relay.faults import DestinationRefused, Rejected, Undelivered
 from relay.model.dispositions import (
     APPLIED,
@@ -83,26 +81,22 @@ class Run:
         self.sink = Scripted(behave)
         self.dispositions: dict[int, Disposition] = {}
         self.order: list[int] = []
-        self.faults: list[BaseException] = []
         limits = {} if brake is None else {"scripted": brake}
-        self.dispatcher = Dispatcher(
-            self.sink,
-            settings(**more),
-            1_000,
-            FailureLimit(limits, {}),
-            self._settle,
-            self.faults.append,
-        )
+        self.dispatcher = Dispatcher(self.sink, settings(**more), 1_000, FailureLimit(limits, {}))
+        self._taking = asyncio.create_task(self._take())
 
-    def _settle(self, delivery: Delivery, disposition: Disposition) -> None:
-        number = delivery.rows.commit.xid
-        assert number not in self.dispositions
-        self.dispositions[number] = disposition
-        self.order.append(number)
+    async def _take(self) -> None:
+        while True:
+            await self.dispatcher.has_ended.wait()
+            for delivery, disposition in self.dispatcher.take_ended():
+                number = delivery.rows.commit.xid
+                assert number not in self.dispositions
+                self.dispositions[number] = disposition
+                self.order.append(number)
 
     async def idle(self) -> None:
         """Wait until nothing is in flight or queued."""
-        while self.dispatcher.count:
+        while self.dispatcher.count or self.dispatcher.has_ended.is_set():
             await asyncio.sleep(0.001)
 
     async def all(self, deliveries: Iterable[Delivery]) -> None:
@@ -309,7 +303,7 @@ def test_keys_that_fail_each_trial_are_deferred_so_that_others_follow() -> None:
     assert sorted(run.sink.delivered) == list(range(10, 20))
 
 
-def deferred(number: int, *keys: str) -> Delivery:
+def retried(number: int, *keys: str) -> Delivery:
     """A transaction that is in relay.deferred."""
     found = delivery(number, *keys)
     of_row: tuple[Any, ...] = (number, list(keys), True, 1, 0.0, None, None, True, str(number))
@@ -323,7 +317,7 @@ def test_what_was_deferred_goes_before_what_waits_for_its_turn() -> None:
         run = Run(at_once, concurrency=1)
         for number in range(10):
             run.dispatcher.submit(delivery(number, str(number)))
-        run.dispatcher.submit(deferred(10, "held"))
+        run.dispatcher.submit(retried(10, "held"))
         await run.all(())
         return run
 
@@ -339,7 +333,7 @@ def test_what_follows_on_a_deferred_transaction_is_deferred_again_while_the_dest
     async def main() -> Run:
         run = Run(behave, circuit_breaker={"failures": 1, "cool_down": 0.001}, retry=AT_ONCE)
         for number in range(3):
-            run.dispatcher.submit(deferred(number, "a"))
+            run.dispatcher.submit(retried(number, "a"))
         await asyncio.wait_for(run.idle(), 10)
         await run.dispatcher.close()
         return run
@@ -362,14 +356,14 @@ def test_what_was_deferred_does_not_wait_for_what_is_kept_after_it() -> None:
         run.dispatcher.submit(delivery(0, "b"))
         while not run.dispatcher.breaker.is_open:
             await asyncio.sleep(0)
-        run.dispatcher.hold("a", "a")
+        run.dispatcher.held.end_query("a", "a")
         run.dispatcher.submit(delivery(2, "a"))
-        run.dispatcher.submit(deferred(1, "a"))
+        run.dispatcher.submit(retried(1, "a"))
         while 1 not in run.dispositions:
             await asyncio.sleep(0.001)
         assert 2 not in run.dispositions
         up = True
-        run.dispatcher.submit(deferred(3, "a"))
+        run.dispatcher.submit(retried(3, "a"))
         await asyncio.wait_for(run.idle(), 10)
         await run.dispatcher.close()
         return run
@@ -449,7 +443,7 @@ def test_a_pause_ends_nothing_and_begins_nothing() -> None:
 def test_what_is_held_is_not_tried() -> None:
     async def main() -> Run:
         run = Run(at_once)
-        run.dispatcher.hold({"a"}, {"a", "b"})
+        run.dispatcher.held.end_query({"a"}, {"a", "b"})
         await run.all([delivery(1, "a"), delivery(2, "b"), delivery(3, "a", "b"), delivery(4, "b")])
         return run
 
@@ -471,13 +465,11 @@ def test_a_fault_that_stops_relay_is_reported() -> None:
     async def main() -> Run:
         run = Run(behave)
         run.dispatcher.submit(delivery(1, "a"))
-        while not run.faults:
-            await asyncio.sleep(0)
+        with pytest.raises(ConfigurationError, match=r"^wrong$"):
+            await asyncio.wait_for(run.dispatcher.failure, 10)
         return run
 
-    run = asyncio.run(main())
-    assert [str(fault) for fault in run.faults] == ["wrong"]
-    assert run.dispositions == {}
+    assert asyncio.run(main()).dispositions == {}
 
 
 def test_the_time_between_trials_doubles(monkeypatch: Any) -> None:
@@ -511,45 +503,3 @@ def test_one_key_that_fails_among_others_does_not_open_the_breaker() -> None:
     assert breaker.failed("c")
     alone = Breaker(CircuitBreaker(failures=3))
     assert [alone.failed("a") for _ in range(3)] == [False, False, True]
-
-
-def test_what_fails_while_held_keys_are_looked_up_holds_its_keys() -> None:
-    async def main() -> Run:
-        stores = asyncio.Event()
-
-        async def behave(number: int) -> None:
-            await stores.wait()
-            if number == 1:
-                raise Rejected("HTTP 400")
-
-        run = Run(behave, on_exhausted="block_key")
-
-        class Checkpoint:
-            """Busy storing something else while a delivery fails."""
-
-            held_any = True
-
-            async def flush(self) -> None:
-                stores.set()
-                while 1 not in run.dispositions:
-                    await asyncio.sleep(0)
-
-        async def nothing_held(*_: object) -> Any:
-            return set()  # the failure is not stored yet
-
-        config: Any = SimpleNamespace(group="group", handlers={"scripted": settings()})
-        unused: Any = SimpleNamespace(conn=None)
-        checkpoint: Any = Checkpoint()
-        in_target: Any = nothing_held
-        submission = Submission(
-            *("scripted", config, unused, unused, checkpoint, run.dispatcher),
-            in_target,
-            lambda: None,
-        )
-        run.dispatcher.submit(delivery(1, "a"))
-        await submission._query_held([frozenset("a")])
-        await run.all([delivery(2, "a")])
-        return run
-
-    run = asyncio.run(main())
-    assert isinstance(run.dispositions[2], Blocked)
