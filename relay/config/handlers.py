@@ -53,7 +53,7 @@ class RetrySettings(Section):
     """Sinks only: the seconds within which attempts are made without deferring the transaction."""
 
 
-class CircuitBreaker(Section):
+class CircuitBreakerSettings(Section):
     """Stops a sink at its position after `failures` failed attempts in a row, so that no delivery uses up its attempts.
 
     One delivery at a time then tests whether the destination is back, at first soon, later every `cool_down` seconds.
@@ -231,7 +231,9 @@ class DeliveryHandler(SinkHandler):
     payload: Alike[Literal["json", "text"]] = "json"
     """`json`: an event is a dead letter if its payload is not JSON, which a column of text permits; `text`: the payload
     is sent as a text."""
-    circuit_breaker: Own[CircuitBreaker | None] = Field(default_factory=CircuitBreaker)
+    circuit_breaker: Own[CircuitBreakerSettings | None] = Field(
+        default_factory=CircuitBreakerSettings
+    )
     """When an outage of the destination stops the sink; null: never."""
 
 

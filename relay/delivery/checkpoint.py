@@ -15,8 +15,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from relay.config.settings import Settings
 from relay.delivery.dispatch import Dispatcher
-from relay.delivery.feed import Feed, Stream
-from relay.delivery.hold import WalHold
+from relay.delivery.feed import Feed, Stream, WalHold
 from relay.delivery.progress import SinkProgress
 from relay.delivery.queues import Delivery
 from relay.model.batch import DeadLettered

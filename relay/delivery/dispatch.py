@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 
 from relay.config.handlers import DeliveryHandler
-from relay.delivery.breaker import Breaker
-from relay.delivery.pace import ProcessorShare, RateLimit
+from relay.delivery.circuit_breaker import CircuitBreaker
 from relay.delivery.queues import Delivery, HeldKeys, Queues
 from relay.faults import DestinationRefused, FaultAction, Unauthorized, action_for, describe
 from relay.handlers import Sink
@@ -40,6 +39,8 @@ _LAGGING_SHARE = 0.5
 """The share of one processor that a lagging sink may use in the process that streams."""
 DEFER_BLOCKED_SECONDS = 300.0
 """How long blocked deliveries may fill the memory before they are deferred."""
+_BURST_SECONDS = 0.005
+"""How much of its share of a processor a sink may save up."""
 
 
 class Dispatcher:
@@ -69,7 +70,7 @@ class Dispatcher:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ended: list[tuple[Delivery, Disposition]] = []
         # A sink that is not reliable drops what fails, so it needs no breaker.
-        self.breaker = Breaker(settings.circuit_breaker if settings.reliable else None)
+        self.breaker = CircuitBreaker(settings.circuit_breaker if settings.reliable else None)
         self._pace = RateLimit(settings.rate_limit) if settings.rate_limit else None
         self._queues = Queues()
         self._ready: deque[Delivery] = deque()
@@ -424,6 +425,41 @@ class Dispatcher:
             follower.is_blocked |= holds_up
         self._unblock(following)
         self._changed.set()
+
+
+class RateLimit:
+    """Spaces turns evenly, `rate` a second."""
+
+    def __init__(self, rate: float) -> None:
+        self._interval = 1 / rate
+        self._next = 0.0
+
+    def turn(self) -> float:
+        """Take the next turn; returns the seconds until it."""
+        now = time.monotonic()
+        turn = max(now, self._next)
+        self._next = turn + self._interval
+        return turn - now
+
+
+class ProcessorShare:
+    """Limits a thread to a share of a processor, in small portions, so that other threads of the process run.
+
+    Python runs one thread at a time.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._left = _BURST_SECONDS
+        self._at, self._used = time.monotonic(), time.thread_time()
+
+    def wait(self) -> float:
+        """Seconds that the calling thread has to wait; 0 means that it may run now."""
+        at, used = time.monotonic(), time.thread_time()
+        self._left += (at - self._at) * self._share - (used - self._used)
+        self._left = min(self._left, _BURST_SECONDS)
+        self._at, self._used = at, used
+        return max(0.0, -self._left / self._share)
 
 
 def _key(delivery: Delivery) -> Hashable:

@@ -14,7 +14,6 @@ from relay.config.handlers import DeliveryHandler
 from relay.delivery.checkpoint import STORE_SECONDS, Checkpoint, SinkContext
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.feed import Streamed
-from relay.delivery.log_reader import LogReader
 from relay.delivery.polling import FIRST_POLL_SECONDS, SinkPolling
 from relay.delivery.progress import SinkCommit, SinkProgress, commits_of
 from relay.delivery.queues import rests_of_partial_commits
@@ -61,7 +60,7 @@ class SinkSession:
         self._submission = Submission(context, router, self._checkpoint, self._dispatcher)
         self._polling = SinkPolling(
             context,
-            LogReader(settings, context.name, router),
+            router,
             self._progress,
             self._checkpoint,
             self._submission,

@@ -16,8 +16,7 @@ import psycopg
 from relay import handlers
 from relay.config.handlers import DeliveryHandler
 from relay.config.settings import Settings
-from relay.delivery.feed import Feed, JoinPoint, Streamed
-from relay.delivery.hold import WalHold
+from relay.delivery.feed import Feed, JoinPoint, Streamed, WalHold
 from relay.delivery.worker import Worker
 from relay.event_types.registry import registered
 from relay.event_types.upcasting import Upcasting

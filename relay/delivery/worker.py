@@ -12,8 +12,7 @@ from threading import Event
 from relay.config.handlers import DeliveryHandler
 from relay.config.settings import Settings
 from relay.delivery.checkpoint import SinkContext
-from relay.delivery.feed import Feed, Stream
-from relay.delivery.hold import WalHold
+from relay.delivery.feed import Feed, Stream, WalHold
 from relay.delivery.session import SinkSession
 from relay.faults import RelayError, TaskFault, describe, is_transient
 from relay.handlers import Sink

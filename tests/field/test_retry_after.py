@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from relay.config.handlers import CircuitBreaker, HttpHandler
+from relay.config.handlers import CircuitBreakerSettings, HttpHandler
 from relay.config.settings import Settings
-from relay.delivery import breaker
-from relay.delivery.breaker import Breaker
+from relay.delivery import circuit_breaker
+from relay.delivery.circuit_breaker import CircuitBreaker
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.queues import Delivery
 from relay.faults import Undelivered
@@ -147,7 +147,7 @@ def test_an_event_keeps_its_own_time_when_others_close_the_breaker() -> None:
 
         sink: Any = SimpleNamespace(name="h", deliver=deliver)
         settings = HttpHandler(
-            type="http", url="http://h", circuit_breaker=CircuitBreaker(failures=1)
+            type="http", url="http://h", circuit_breaker=CircuitBreakerSettings(failures=1)
         )
         dispatcher = Dispatcher(sink, settings, 1_000_000, FailureLimit({}, {}))
         for number in behave:
@@ -176,7 +176,7 @@ def test_an_event_keeps_its_own_time_when_others_close_the_breaker() -> None:
 def test_trials_keep_what_the_destination_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    one = Breaker(CircuitBreaker(failures=2, cool_down=30))
+    one = CircuitBreaker(CircuitBreakerSettings(failures=2, cool_down=30))
     # The limit of a single key does not hold up a sink whose destination is away.
     one.failed("a", 3_000.0)
     assert not one.is_open
@@ -196,6 +196,6 @@ def test_trials_keep_what_the_destination_asks_for(monkeypatch: pytest.MonkeyPat
     now += 2
     one.begin()
     one.failed("a", 86_400.0)
-    assert one.seconds_to_trial() == breaker.LONGEST_ASKED_SECONDS == 3_600
+    assert one.seconds_to_trial() == circuit_breaker.LONGEST_ASKED_SECONDS == 3_600
     one.succeeded("a")
     assert one.seconds_to_trial() == 0

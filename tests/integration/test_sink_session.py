@@ -8,8 +8,7 @@ from typing import Any
 
 from relay.delivery.checkpoint import Checkpoint, SinkContext
 from relay.delivery.dispatch import Dispatcher
-from relay.delivery.feed import Feed
-from relay.delivery.hold import WalHold
+from relay.delivery.feed import Feed, WalHold
 from relay.delivery.progress import SinkProgress
 from relay.delivery.sinks import Sinks
 from relay.delivery.submission import Submission

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.config.handlers import CircuitBreaker, HttpHandler
+from relay.config.handlers import CircuitBreakerSettings, HttpHandler
 from relay.delivery import dispatch
-from relay.delivery.breaker import Breaker
+from relay.delivery.circuit_breaker import CircuitBreaker
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.queues import Delivery
 from relay.faults import DestinationRefused, Rejected, Undelivered
@@ -407,7 +407,9 @@ def test_a_destination_that_refuses_everything_stops_the_sink_at_once() -> None:
     async def check() -> None:
         nonlocal refuses
         run = Run(
-            behave, concurrency=1, circuit_breaker=CircuitBreaker(failures=100, cool_down=0.2)
+            behave,
+            concurrency=1,
+            circuit_breaker=CircuitBreakerSettings(failures=100, cool_down=0.2),
         )
         for number in range(1, 11):
             run.dispatcher.submit(delivery(number, str(number)))
@@ -474,8 +476,8 @@ def test_a_fault_that_stops_relay_is_reported() -> None:
 
 def test_the_time_between_trials_doubles(monkeypatch: Any) -> None:
     now = [0.0]
-    monkeypatch.setattr("relay.delivery.breaker.time.monotonic", lambda: now[0])
-    breaker = Breaker(CircuitBreaker(failures=2, cool_down=3))
+    monkeypatch.setattr("relay.delivery.circuit_breaker.time.monotonic", lambda: now[0])
+    breaker = CircuitBreaker(CircuitBreakerSettings(failures=2, cool_down=3))
     assert breaker.seconds_to_trial() == 0
     assert [breaker.failed("a"), breaker.failed("b")] == [False, True]
     waits = []
@@ -495,11 +497,11 @@ def test_the_time_between_trials_doubles(monkeypatch: Any) -> None:
 
 
 def test_one_key_that_fails_among_others_does_not_open_the_breaker() -> None:
-    breaker = Breaker(CircuitBreaker(failures=3))
+    breaker = CircuitBreaker(CircuitBreakerSettings(failures=3))
     for key in "abc":
         breaker.succeeded(key)
     assert not any(breaker.failed("a") for _ in range(20))
     assert not breaker.failed("b")
     assert breaker.failed("c")
-    alone = Breaker(CircuitBreaker(failures=3))
+    alone = CircuitBreaker(CircuitBreakerSettings(failures=3))
     assert [alone.failed("a") for _ in range(3)] == [False, False, True]

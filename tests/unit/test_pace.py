@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relay.delivery.pace import ProcessorShare, RateLimit
+from relay.delivery.dispatch import ProcessorShare, RateLimit
 
 
 class Clock:
@@ -12,8 +12,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.used = 100.0
-        monkeypatch.setattr("relay.delivery.pace.time.monotonic", lambda: self.now)
-        monkeypatch.setattr("relay.delivery.pace.time.thread_time", lambda: self.used)
+        monkeypatch.setattr("relay.delivery.dispatch.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("relay.delivery.dispatch.time.thread_time", lambda: self.used)
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.delivery.feed import Feed, Streamed
-from relay.delivery.hold import WalHold
+from relay.delivery.feed import Feed, Streamed, WalHold
 from relay.delivery.progress import Prefix, SinkCommit, SinkProgress
 from relay.model.events import Lsn
 from relay.model.snapshots import Snapshot

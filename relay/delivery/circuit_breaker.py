@@ -9,14 +9,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Hashable
 
-from relay.config.handlers import CircuitBreaker
+from relay.config.handlers import CircuitBreakerSettings
 
 _FIRST_SECONDS = 1.0
 LONGEST_ASKED_SECONDS = 3_600.0
 """How long a destination's request to wait (Retry-After) holds up all trials, at most."""
 
 
-class Breaker:
+class CircuitBreaker:
     """Opens after `failures` failures in a row; while open, it lets one delivery at a time through, as a trial.
 
     It opens only if all of the last `failures` keys have failed: a single key that fails is deferred and does not stop
@@ -24,9 +24,9 @@ class Breaker:
     destination has asked for in the last failure.
     """
 
-    def __init__(self, settings: CircuitBreaker | None) -> None:
+    def __init__(self, settings: CircuitBreakerSettings | None) -> None:
         """Without settings, only `hold` opens it."""
-        self._settings = settings or CircuitBreaker()
+        self._settings = settings or CircuitBreakerSettings()
         self._enabled = settings is not None
         self._failures = 0
         self._failed: set[Hashable] = set()
