@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
 from relay.admin.check import require
@@ -229,3 +230,23 @@ def test_messages_have_no_columns() -> None:
         Client(message_prefix=PREFIX).publish(
             None, Placed("e", payload=1, extra={"region": "eu"}), host_id=1
         )
+
+
+def test_who_may_emit_is_who_may_call_the_function(shop: Outbox) -> None:
+    """Every role that may connect publishes, as security.md says, until the functions are taken from `public`."""
+    name = f"{shop.slot}_passer_by"
+    shop.conn.execute(f"create role {name}".encode())
+    functions = shop.column(
+        "select oid::regprocedure::text from pg_proc where proname = 'pg_logical_emit_message'"
+    )
+    try:
+        shop.conn.execute(f"set role {name}".encode())
+        shop.conn.execute(EMIT, (True, PREFIX, json.dumps(message(1))))
+        shop.conn.execute("reset role")
+        for function in functions:
+            shop.conn.execute(f"revoke execute on function {function} from public".encode())
+        shop.conn.execute(f"set role {name}".encode())
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            shop.conn.execute(EMIT, (True, PREFIX, json.dumps(message(1))))
+    finally:
+        shop.conn.execute(f"reset role; drop role {name}".encode())
