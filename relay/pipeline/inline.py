@@ -1,9 +1,13 @@
-"""The inline engine: runs tasks in threads of this process, since a Spark job costs far more than a small batch."""
+"""What an engine is, and the inline one: it runs tasks in threads of this process, for small batches.
+
+A Spark job costs far more than a small batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from typing import Protocol
 
 from relay.faults import TaskFault
 from relay.model.batch import JobName, TaskOutcome, Work
@@ -16,6 +20,19 @@ Result = TaskOutcome | TaskFault
 
 Committed = Callable[[TaskOutcome], None]
 """Is called with the outcome of each task once that is committed, whatever becomes of the other tasks of its batch."""
+
+
+class Engine(Protocol):
+    """Applies tasks, each in its own database transaction of the target."""
+
+    name: str
+
+    @property
+    def workers(self) -> int | None:
+        """How many tasks run concurrently; None if unknown."""
+
+    def run(self, tasks: Sequence[Work], guarded: bool, name: JobName) -> list[Result]:
+        """The result of each task, in order. `guarded` tasks run one at a time, so that a crash has one cause."""
 
 
 def attempt(applier: Applier, task: Work, guarded: bool) -> Result:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import replace
 from threading import Event
-from typing import Protocol
 
 from relay.config.settings import Settings
 from relay.faults import (
@@ -27,20 +25,16 @@ from relay.faults import (
 from relay.model.batch import Batch, JobName, Outcome, Task, TaskOutcome, Work
 from relay.model.events import Lsn
 from relay.pipeline.apply import Applier
-from relay.pipeline.in_flight import BatchInFlight, ends, following
-from relay.pipeline.inline import Committed, InlineEngine, Result
+from relay.pipeline.in_flight import IN_FLIGHT, Ahead, BatchesInFlight, SideEngine
+from relay.pipeline.inline import Committed, Engine, InlineEngine, Result
 from relay.pipeline.plan import Planner
 from relay.runtime.parts import SOON_SECONDS, Condition, Due, Heartbeat, Part
 from relay.runtime.retry import RetryUntilSuccess
-from relay.runtime.threads import pool
 
 log = logging.getLogger(__name__)
 
 SINGLE_WORKER_EVENTS = 100
 """Up to so many events, a batch is one task: another commit costs more than concurrency saves."""
-
-POLL_SECONDS = 0.02
-"""How often the source is polled for the batch after the one that Spark applies."""
 
 PLANS = "plans a batch"
 APPLIES_HERE = "applies a batch"
@@ -51,42 +45,6 @@ WAITS_FOR_SPARK = "waits for the Spark session"
 LARGE = "large"
 GUARDED = "guarded"
 
-IN_FLIGHT = 2
-"""How many batches are in flight on Spark at most."""
-
-
-class Engine(Protocol):
-    """Applies tasks, each in its own database transaction of the target."""
-
-    name: str
-
-    @property
-    def workers(self) -> int | None:
-        """How many tasks run concurrently; None if unknown."""
-
-    def run(self, tasks: Sequence[Work], guarded: bool, name: JobName) -> list[Result]:
-        """The result of each task, in order. `guarded` tasks run one at a time, so that a crash has one cause."""
-
-
-class SideEngine(Engine, Protocol):
-    """An engine that applies tasks in other processes, so that the next batch can be planned meanwhile."""
-
-    def start(self) -> None:
-        """Begin to start the processes, unless they run or are being started; returns at once."""
-
-    def is_ready(self, timeout: float = 0.0) -> bool:
-        """Whether it can apply tasks, within `timeout` seconds. Raises ConfigurationError if it never can."""
-
-    def abandon(self, name: JobName) -> None:
-        """Let a job in flight fail. Safe in any thread."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether others have all of its workers."""
-
-
-Ahead = Callable[[int], Batch | None]
-"""Asks the source for the batch after the current one, if it has about as many events as the argument says."""
 
 LowerBounds = Callable[[Iterable[int]], Mapping[int, Lsn]]
 
@@ -118,8 +76,7 @@ class Pipeline(Part):
         self._settings = settings
         self._batch_events = settings.batch.max_events
         self._guarded_events = 0
-        self._threads = pool(IN_FLIGHT, "spark-batch")
-        self._later: BatchInFlight | None = None
+        self._on_spark = BatchesInFlight(settings, spark, self._plan, self._stopping)
         self._smooth = True
         self._stalled: str | None = None
         self.condition = Condition(
@@ -130,7 +87,7 @@ class Pipeline(Part):
             SOON_SECONDS,
         )
         self._retrying = RetryUntilSuccess(self._stopping, self.condition, self._note_fault)
-        self._in_flight = 0
+        self._number = 0
         self._committed = committed
         self.heartbeat = Heartbeat()
 
@@ -157,7 +114,7 @@ class Pipeline(Part):
     def close(self) -> None:
         """Stop the engines and close the connections."""
         self._stopping.set()
-        self._end_later()
+        self._on_spark.close()
         self._inline.close()
 
     def run(self, batch: Batch, ahead: Ahead | None = None) -> Outcome:
@@ -173,7 +130,7 @@ class Pipeline(Part):
         reason = ""
         attempt = 0
         self.heartbeat.update(PLANS, Due.LATE)
-        flight = self._landing(batch)
+        flight = self._on_spark.take(batch)
         if self._stalled and not self._spark.is_busy:
             self._stalled = None
 
@@ -184,19 +141,24 @@ class Pipeline(Part):
             if flight is not None:
                 landed, flight = flight, None
                 engine, reason = self._spark, LARGE
-                todo = self._land(landed, done, ahead)
+                finished, again = self._on_spark.finish(landed, self._if_smooth(ahead))
+                if landed.died:
+                    self.guard()
+                self._report(finished)
+                done.extend(finished)
+                todo = self._with_lower_bounds(again)
                 if not todo:
                     return
                 attempt += 1
             engine, reason = self._engine(batch)
             if todo is None:
                 workers = 1 if batch.events <= SINGLE_WORKER_EVENTS else engine.workers
-                todo = self._with_lower_bounds(self._planner.work(batch, workers))
+                todo = self._plan(batch, workers)
             guarded = self._guarded_events > 0
             reason = GUARDED if guarded else reason
             name = JobName.of(self._settings.group, batch, attempt)
-            prefetch = ahead if attempt == 1 and not guarded else None
-            results = self._results(engine, todo, guarded, name, batch, prefetch)
+            following = self._if_smooth(ahead) if attempt == 1 else None
+            results = self._results(engine, todo, guarded, name, batch, following)
             if any(isinstance(result, TaskFault) and result.died for result in results):
                 self.guard()
             for result in results:
@@ -229,10 +191,13 @@ class Pipeline(Part):
             self.heartbeat.update(APPLIES_HERE)
             return engine.run(tasks, guarded, name)
         self.heartbeat.update(APPLIES, Due.LATE)
-        results = self._threads.submit(engine.run, tasks, guarded, name)
-        self._prefetch(results, batch, tasks, ahead)
-        self._report(results.result())
-        return results.result()
+        results = self._on_spark.run(batch, tasks, guarded, name, ahead)
+        self._report(results)
+        return results
+
+    def _if_smooth(self, ahead: Ahead | None) -> Ahead | None:
+        """`ahead` if the next batch may be started before the current one is durable."""
+        return ahead if self._smooth and self._guarded_events <= 0 else None
 
     def _report(self, results: Iterable[Result]) -> None:
         """Report the tasks that Spark has committed; those of this process report themselves."""
@@ -240,72 +205,8 @@ class Pipeline(Part):
             if isinstance(result, TaskOutcome):
                 self._committed(result)
 
-    def _landing(self, batch: Batch) -> BatchInFlight | None:
-        """The batch if it is in flight already, otherwise None; waits for another one that is in flight."""
-        flight = self._later
-        if flight is None:
-            return None
-        if flight.batch is not batch:
-            wait([flight.results])
-            return None
-        self._later = None
-        return flight
-
-    def _land(
-        self, flight: BatchInFlight, done: list[TaskOutcome], ahead: Ahead | None
-    ) -> Sequence[Work]:
-        """Wait for a batch that was started ahead; returns the tasks that have to run again."""
-        self._prefetch(flight.results, flight.batch, flight.tasks, ahead)
-        if flight.died:
-            self.guard()
-        finished, again = flight.ended()
-        self._report(finished)
-        done += finished
-        return self._with_lower_bounds(again)
-
-    def _prefetch(
-        self,
-        results: Future[list[Result]],
-        batch: Batch,
-        tasks: Sequence[Work],
-        ahead: Ahead | None,
-    ) -> None:
-        """Start the next batch as soon as the source has it; returns when `results`, of the current batch, are there.
-
-        The next batch must be as large, since otherwise ever smaller ones would go to Spark.
-        """
-        least = max(self._limit + 1, min(batch.events, self._batch_events))
-        while ahead is not None and self._is_smooth and not results.done():
-            found = ahead(least)
-            if found is not None:
-                self._start_later(found, tasks)
-                break
-            wait([results], POLL_SECONDS)
-        wait([results])
-
-    @property
-    def _is_smooth(self) -> bool:
-        if self._later is not None or self._stopping.is_set():
-            return False
-        return self._smooth and self._guarded_events <= 0
-
-    def _start_later(self, batch: Batch, before: Sequence[Work]) -> None:
-        engine = self._spark
-        if batch.spooled or batch.events <= self._limit:
-            return
-        planned = self._with_lower_bounds(self._planner.work(batch, engine.workers))
-        tasks = following(planned, ends(before))
-        name = JobName.of(self._settings.group, batch, 1)
-        self._later = BatchInFlight(
-            batch, tasks, self._threads.submit(engine.run, tasks, False, name)
-        )
-
-    def _end_later(self) -> None:
-        """Wait up to `shutdown_timeout` for the later batch. What it has committed is recognised at redelivery."""
-        flight, self._later = self._later, None
-        if flight is not None and wait([flight.results], self._settings.shutdown_timeout).not_done:
-            self._spark.abandon(JobName.of(self._settings.group, flight.batch, 1))
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    def _plan(self, batch: Batch, workers: int | None) -> Sequence[Work]:
+        return self._with_lower_bounds(self._planner.work(batch, workers))
 
     def _with_lower_bounds(self, tasks: Sequence[Work]) -> Sequence[Work]:
         if self._lower_bounds is None:
@@ -318,7 +219,7 @@ class Pipeline(Part):
         ]
 
     def _retry_until_success(self, attempt: Callable[[], None], batch: Batch) -> None:
-        self._in_flight = batch.number
+        self._number = batch.number
         try:
             self._retrying(attempt)
         except Exception as error:
@@ -331,9 +232,9 @@ class Pipeline(Part):
         text = str(error) if isinstance(error, TransientFault) else describe(error)
         self.heartbeat.update(f"retries a batch: {text}", Due.LATE)
         if isinstance(error, Braked):
-            self.condition.fails(text, logging.ERROR, "a handler is stopped", batch=self._in_flight)
+            self.condition.fails(text, logging.ERROR, "a handler is stopped", batch=self._number)
         else:
-            self.condition.fails(text, batch=self._in_flight)
+            self.condition.fails(text, batch=self._number)
 
     def _engine(self, batch: Batch) -> tuple[Engine, str]:
         """The engine for the batch, and why that one."""
