@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hmac
 import json
+import logging
 import ssl
 import time
 from collections.abc import Iterator
@@ -524,3 +525,57 @@ def test_the_rights_that_are_granted_suffice_for_what_waits_and_comes_back(
                         == 1
                     )
                 )
+
+
+_DEFERRED = """
+    select sink, hosts[1], attempts, blocked, split_part(reason, ':', 1), dead_transaction is not null
+      from relay.deferred order by id
+"""
+_HELD = (
+    "select split_part(key, ' ', 1), count(*)::int from relay.deferred_keys group by 1 order by 1"
+)
+
+
+@pytest.mark.parametrize("blocks_key", [False, True])
+def test_a_delivery_that_fails_leaves_what_the_explanation_shows(
+    outbox: Outbox, webhook: Webhook, blocks_key: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stages of docs/explanation/failed-delivery.md."""
+    answer = Answer(503)
+    webhook.answers = lambda _, body: answer if str(host(1)).encode() in body else Answer(204)
+    retry = {"wait": 0.2, "jitter": 0, "defer_after": 0}
+    failing = posting(
+        webhook, retry=retry, on_exhausted="block_key" if blocks_key else "dead_letter"
+    )
+    with caplog.at_level(logging.WARNING, "relay"), relaying(outbox.settings(**failing)):
+        for number in range(2):
+            outbox.publish(host(1), event(number))
+        outbox.publish(host(2), event(2))
+        outbox.wait_drained()
+        wait_until(lambda: len(webhook.accepted) == 1)
+        wait_until(lambda: outbox.value("select max(attempts) from relay.deferred") > 1)
+        first, second = outbox.conn.execute(_DEFERRED).fetchall()
+        assert (first[0], first[1], first[3:]) == (
+            "hook",
+            str(host(1)),
+            (False, "Undelivered", False),
+        )
+        assert second == ("hook", str(host(1)), 0, False, None, False)
+        assert outbox.conn.execute(_HELD).fetchall() == [(str(host(1)), 2)]
+
+        answer = Answer(422)
+        wait_until(lambda: outbox.value("select count(*) from relay.dead_letter_queue") > 0)
+        if blocks_key:
+            blocked, waits = outbox.conn.execute(_DEFERRED).fetchall()
+            assert (blocked[0], blocked[1], blocked[3:]) == (
+                "hook",
+                str(host(1)),
+                (True, "Rejected", True),
+            )
+            assert waits == ("hook", str(host(1)), 0, False, None, False)
+            assert outbox.conn.execute(_HELD).fetchall() == [(str(host(1)), 2)]
+        else:
+            wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
+            assert outbox.conn.execute(_HELD).fetchall() == []
+            assert outbox.value("select count(*) from relay.dead_letter_queue") == 2
+    assert {"deferred", "dead letter"} <= {record.message for record in caplog.records}
