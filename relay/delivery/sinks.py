@@ -49,9 +49,6 @@ class SinkWorker(Protocol):
     def stop(self) -> None:
         """End once the deliveries in flight have ended. Safe in a signal handler's thread."""
 
-    def close(self, timeout: float) -> None:
-        """Stop, and wait up to `timeout` seconds for the deliveries in flight."""
-
 
 class Sinks(Part):
     """The configured sinks, each with a worker. Raises ConfigurationError when one cannot be built.
@@ -164,8 +161,10 @@ class Sinks(Part):
         """Stop, and wait up to `shutdown_timeout` for the deliveries in flight."""
         self.stop()
         ends = time.monotonic() + self._settings.shutdown_timeout
-        for worker in self._all:
-            worker.close(max(0.0, ends - time.monotonic()))
+        for worker in self._workers.values():
+            worker.join(max(0.0, ends - time.monotonic()))
+        for spark in self._spark:
+            spark.close(max(0.0, ends - time.monotonic()))
 
     @property
     def workers(self) -> Sequence[Worker]:

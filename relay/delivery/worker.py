@@ -17,9 +17,9 @@ from relay.delivery.session import SinkSession
 from relay.faults import RelayError, TaskFault, describe, is_transient
 from relay.handlers import Sink
 from relay.pipeline.listeners import Meter
-from relay.runtime.parts import Condition, Due, Heartbeat
+from relay.runtime.parts import Condition, Due, Recurring
 from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
-from relay.runtime.threads import Thread, pool
+from relay.runtime.threads import pool
 from relay.source.server import SourcePosition
 from relay.store.positions import sinks
 from relay.store.positions.sinks import Claim, SinkMoved, SinkState
@@ -34,8 +34,11 @@ CLAIM_SECONDS = 1.0
 """How often a worker tries to claim a sink that another process works."""
 
 
-class Worker:
-    """Works a sink from `start` to `close`. Calls `failed` once after a fault that no retry can repair (`error`)."""
+class Worker(Recurring):
+    """Works a sink from `start` to `close`, in an event loop that lasts as long: connections of the sink belong to it.
+
+    Every fault that no retry can repair is `error`.
+    """
 
     def __init__(
         self,
@@ -47,11 +50,18 @@ class Worker:
         failed: Callable[[], None],
         meter: Meter,
     ) -> None:
+        super().__init__(
+            Condition(
+                f"sink {name}",
+                log,
+                "a sink is interrupted",
+                "a sink goes on",
+                first_pause=FIRST_WAIT_SECONDS,
+            ),
+            failed,
+        )
         self.name = name
-        self.heartbeat = Heartbeat()
         self._meter = meter
-        self.condition = Condition(f"sink {name}", log, "a sink is interrupted", "a sink goes on")
-        self.error: RelayError | None = None
         self._polls = settings.source.mode != "wal"
         self.feed = Feed(settings.sinks.attach_bytes if self._polls else None, self._wake)
         self.hold = WalHold(self._polls)
@@ -61,35 +71,22 @@ class Worker:
         self._configured = configured
         self._settings = settings
         self._stream = stream
-        self._failed = failed
-        self._stopping = Event()
         self._is_elsewhere = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: SinkSession | None = None
         self._began: float | None = None
         self._called: asyncio.Event | None = None
-        self._thread = Thread(target=self._run, name=f"sink {name}", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
 
     def stop(self) -> None:
         """End once the deliveries in flight have ended. Safe in a signal handler's thread."""
-        self._stopping.set()
+        self.stopping.set()
         self._call_in_loop(self._stop)
 
     def claim(self) -> None:
         """Try to claim the sink now; `ready` is set again once that has succeeded or failed."""
-        if self._session is None and self._thread.is_alive():
+        if self._session is None and self.is_alive:
             self.ready.clear()
         self._call_in_loop(self._call)
-
-    def close(self, timeout: float) -> None:
-        """Stop, and wait up to `timeout` seconds for the deliveries in flight."""
-        self.stop()
-        if self._thread.is_alive():
-            self._thread.join(timeout)
 
     def adopt(self, seen: SourcePosition) -> None:
         """Adopt a position of the source: the stream has brought everything up to it. Safe in any thread."""
@@ -124,19 +121,19 @@ class Worker:
         if self._session is not None:
             self._session.stop()
 
-    def _run(self) -> None:
+    def turn(self) -> float:
+        """Work the sink until `stop`. Raises RelayError."""
         try:
             asyncio.run(self._main())
         except Exception as error:
-            self.error = TaskFault.of(error).as_error()
-            self._failed()
-        finally:
-            self.ready.set()
+            raise TaskFault.of(error).as_error() from error
+        self.ready.set()
+        return 0.0
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
+    def _end(self, error: Exception) -> None:
+        super()._end(error)
+        # Last: who waits for it finds the error.
+        self.ready.set()
 
     @property
     def session(self) -> SinkSession | None:
@@ -154,7 +151,7 @@ class Worker:
 
     def _release_unattended(self) -> None:
         """Release the WAL of a sink that lags and cannot store that, or that another process does not give up."""
-        if self._stopping.is_set() or not self._stream.reads:
+        if self.stopping.is_set() or not self._stream.reads:
             return
         is_stuck = self._session is not None or self._is_elsewhere
         if is_stuck and self.hold.expire(self._settings.sinks.attach_seconds):
@@ -164,15 +161,13 @@ class Worker:
         heartbeat_task = asyncio.ensure_future(self._keep_heartbeat())
         self._called = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        wait = FIRST_WAIT_SECONDS
         try:
-            while not self._stopping.is_set():
+            while not self.stopping.is_set():
                 try:
                     if not await self._work():
                         self.ready.set()
                         # Longer than other processes, so that one of them claims it first.
                         await self._pause(2 * CLAIM_SECONDS)
-                    wait = FIRST_WAIT_SECONDS
                     self.condition.works()
                 except Exception as error:
                     if not is_transient(error):
@@ -180,8 +175,7 @@ class Worker:
                     self._require_polling(describe(error))
                     self.ready.set()
                     self.condition.fails(describe(error), handler=self.name)
-                    await self._pause(wait)
-                    wait = min(wait * 2, LONGEST_WAIT_SECONDS)
+                    await self._pause(min(self.condition.pause, LONGEST_WAIT_SECONDS))
         finally:
             heartbeat_task.cancel()
             self._claim.release()
@@ -228,7 +222,7 @@ class Worker:
         if self._is_elsewhere:
             return False
         try:
-            while not self._stopping.is_set():
+            while not self.stopping.is_set():
                 state = await asyncio.to_thread(self._load)
                 if not (self._stream.reads or state.lags):
                     return False

@@ -44,7 +44,8 @@ class Condition:
     """The condition of one part. The part reports; any thread may read.
 
     `failing` and `over` are the log lines at a fault and once the part works again. `level` is that of the first one.
-    A fault counts after `least_attempts` attempts in a row: a session that was ended meanwhile costs a single one.
+    A fault counts after `least_attempts` attempts in a row: a session that was ended meanwhile costs a single one. The
+    first pause lasts `first_pause` seconds, by default FIRST_PAUSE_SECONDS.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Condition:
         remind_seconds: float = LATE_SECONDS,
         level: int = logging.WARNING,
         least_attempts: int = 1,
+        first_pause: float | None = None,
     ) -> None:
         self.part = part
+        self._first_pause = first_pause
         self._least_attempts = least_attempts
         self._attempts = 0
         self._remind_seconds = remind_seconds
@@ -80,7 +83,8 @@ class Condition:
         """Seconds until the next attempt is due: they grow with each fault in a row."""
         if not self._attempts:
             return 0.0
-        return min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(self._attempts - 1, 16))
+        first = self._first_pause or FIRST_PAUSE_SECONDS
+        return min(LONGEST_PAUSE_SECONDS, first * 2.0 ** min(self._attempts - 1, 16))
 
     def fails(
         self, fault: str, level: int | None = None, text: str | None = None, **fields: object
@@ -211,8 +215,12 @@ class Recurring(Part):
     def close(self) -> None:
         """Let the thread end after the call in flight, and wait for that."""
         self.stopping.set()
+        self.join(self._close_seconds)
+
+    def join(self, seconds: float) -> None:
+        """Wait up to `seconds` until the thread has ended."""
         if self._thread.is_alive():
-            self._thread.join(self._close_seconds)
+            self._thread.join(seconds)
 
     @property
     def error(self) -> RelayError | None:
