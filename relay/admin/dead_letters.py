@@ -267,7 +267,7 @@ class DeadLetters:
     def _keys(self, one: Transactions, sink: str) -> frozenset[str]:
         if sink:
             return self._deferral_rules.delivery_keys(one, sink)
-        return self._deferral_rules.keys(self._router.route(one))
+        return self._deferral_rules.keys(self._router.route(one), 0)
 
     def _rebuilt(self, dead: Sequence[FoundTransaction]) -> Transactions:
         """Rebuild transactions from their dead letters, as they were published."""

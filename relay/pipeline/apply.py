@@ -250,7 +250,7 @@ class Applier:
         braked = store_streaks(conn, self._group, self._limits, left, found, limit)
         dispositions |= {flowing[index]: disposition for index, disposition in found.items()}
         keys |= {
-            index: self._deferral_rules.keys(assigned.part(index, index + 1))
+            index: self._deferral_rules.keys(assigned, index)
             for index, disposition in dispositions.items()
             if index not in keys and is_deferred(disposition)
         }

@@ -84,8 +84,9 @@ class DeferralRules:
         self._ordering = Ordering(settings.handlers)
         self._sinks = list(settings.sink_handlers)
 
-    def keys(self, one: Assignment) -> frozenset[str]:
-        """The ordering keys of a single transaction for transactional handlers; empty if it is refused."""
+    def keys(self, assigned: Assignment, index: int) -> frozenset[str]:
+        """The ordering keys of the transaction at an index for transactional handlers; empty if it is refused."""
+        one = assigned.part(index, index + 1)
         found = one.transactions
         return self._ordering.transactional_keys(
             found.hosts[int(found.facts["hosts"][0])], one.parts
@@ -132,7 +133,7 @@ class DeferralRules:
             one = assigned.part(index, index + 1)
             # Sinks defer what goes to sinks only.
             if one.parts.keys() - set(self._sinks):
-                dispositions[index], keys[index] = Scheduled(moment), self.keys(one)
+                dispositions[index], keys[index] = Scheduled(moment), self.keys(one, 0)
         if holding:
             blocked = self._blocked(conn, assigned, dispositions, holding)
             dispositions |= dict.fromkeys(blocked, BLOCKED)
@@ -150,7 +151,7 @@ class DeferralRules:
         transactions = assigned.transactions
         suspects = np.array([not holding.isdisjoint(hosts) for hosts in transactions.hosts])
         keys = {
-            index: self.keys(assigned.part(index, index + 1))
+            index: self.keys(assigned, index)
             for index in np.flatnonzero(suspects[transactions.facts["hosts"]]).tolist()
             if index not in scheduled
         }
@@ -196,7 +197,7 @@ def _rekey(settings: Settings, conn: Connection, sink: str) -> int:
             keys = [rules.delivery_keys(found.part(n, n + 1), sink) for n in range(len(rows))]
         else:
             assigned = router.route(found)
-            keys = [rules.keys(assigned.part(n, n + 1)) for n in range(len(rows))]
+            keys = [rules.keys(assigned, n) for n in range(len(rows))]
         deferred.set_keys(conn, {row.id: each for row, each in zip(rows, keys, strict=True)})
         last = rows[-1].id
         count += len(rows)

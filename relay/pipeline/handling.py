@@ -234,7 +234,7 @@ class HandlerRunner:
         held: set[str] = set()
         blocked: Dispositions = {}
         for index in range(min(blocking, default=len(assigned)), len(assigned)):
-            keys = self._deferral_rules.keys(assigned.part(index, index + 1))
+            keys = self._deferral_rules.keys(assigned, index)
             if index in blocking:
                 held |= keys
             elif index not in dispositions and not held.isdisjoint(keys):
