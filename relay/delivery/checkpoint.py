@@ -18,7 +18,7 @@ from relay.delivery.dispatch import Dispatcher
 from relay.delivery.feed import Feed, Stream, WalHold
 from relay.delivery.progress import SinkProgress
 from relay.delivery.queues import Delivery
-from relay.model.batch import DeadLettered
+from relay.model.batch import DeadLetterReport
 from relay.model.dispositions import Applied, Blocked, Disposition, is_deferred
 from relay.pipeline.failure_limit import FailureLimit
 from relay.pipeline.listeners import Meter
@@ -284,7 +284,7 @@ class Checkpoint:
         done: Sequence[int],
         state: str,
         attempts: Attempts | None,
-    ) -> tuple[bool, list[DeadLettered]]:
+    ) -> tuple[bool, list[DeadLetterReport]]:
         """Write all in one database transaction; returns whether to pause, and the new dead letters.
 
         Raises SinkMoved.
@@ -298,7 +298,9 @@ class Checkpoint:
             paused = self._row.write(position, done, state, attempts, self._dispatcher)
         return paused, dead
 
-    def _report(self, dispositions: Collection[Disposition], dead: Sequence[DeadLettered]) -> None:
+    def _report(
+        self, dispositions: Collection[Disposition], dead: Sequence[DeadLetterReport]
+    ) -> None:
         """Log dead letters and the faults that defer transactions, and count both. Called once they are stored."""
         self._settlement.log_retries(dispositions)
         for each in dead:

@@ -132,8 +132,8 @@ class JobName:
 
 
 @dataclass(frozen=True, slots=True)
-class DeadLettered:
-    """A business transaction that was dead-lettered; `fault` and its `kind` are safe in a log.
+class DeadLetterReport:
+    """What is logged and counted of a transaction that was dead-lettered; `fault` and `kind` are safe in a log.
 
     `trace_id` is the id of the publisher's trace, sampled or not.
     """
@@ -176,7 +176,7 @@ class TaskOutcome:
     applied: int = 0
     skipped: int = 0
     deferred: int = 0
-    dead: tuple[DeadLettered, ...] = ()
+    dead: tuple[DeadLetterReport, ...] = ()
     braked: tuple[str, ...] = ()
     busy: bool = False
     reached: Mapping[int, Lsn] = field(default_factory=dict)
@@ -228,6 +228,6 @@ class Outcome:
         }
 
     @property
-    def dead(self) -> list[DeadLettered]:
+    def dead(self) -> list[DeadLetterReport]:
         """The transactions that were dead-lettered."""
         return [dead for task in self.tasks for dead in task.dead]

@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from relay.config.settings import Settings
 from relay.handlers import Sink
-from relay.model.batch import Batch, DeadLettered, Outcome, TaskOutcome
+from relay.model.batch import Batch, DeadLetterReport, Outcome, TaskOutcome
 from relay.model.events import POSTGRES_EPOCH, Transaction
 from relay.pipeline.apply import Redelivery
 from relay.pipeline.listeners import Meter
@@ -431,13 +431,13 @@ class Metrics(Meter):
         self._counter("relay_retried_transactions_total").inc(redelivery.tried)
         self._dead(redelivery.dead)
 
-    def stored(self, sink: str, deferred: int, dead: Iterable[DeadLettered]) -> None:
+    def stored(self, sink: str, deferred: int, dead: Iterable[DeadLetterReport]) -> None:
         """Count the deferred and the dead deliveries that a sink has stored."""
         if deferred:
             self._counter("relay_sink_deferred_total", sink).inc(deferred)
         self._dead(dead)
 
-    def _dead(self, dead: Iterable[DeadLettered]) -> None:
+    def _dead(self, dead: Iterable[DeadLetterReport]) -> None:
         for each in dead:
             handler = each.handler or ""
             known = self._kinds.setdefault(handler, set())

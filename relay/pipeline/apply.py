@@ -19,7 +19,7 @@ import psycopg
 from relay.config.handlers import PythonHandler
 from relay.config.settings import Settings
 from relay.faults import Braked, RelayError, TooLarge, timed_out
-from relay.model.batch import DeadLettered, Range, Task, TaskOutcome, Work
+from relay.model.batch import DeadLetterReport, Range, Task, TaskOutcome, Work
 from relay.model.dispositions import (
     APPLIED,
     AttemptHistory,
@@ -59,14 +59,14 @@ class Redelivery(NamedTuple):
 
     tried: int
     applied: int
-    dead: list[DeadLettered]
+    dead: list[DeadLetterReport]
     trace_record: TraceRecord | None = None
 
 
 class _Delivered(NamedTuple):
     """What became of transactions: the dead letters, the number of deferred events, why handlers were stopped."""
 
-    dead: list[DeadLettered]
+    dead: list[DeadLetterReport]
     deferred_events: int
     braked: list[str]
     trace_record: TraceRecord | None = None
@@ -274,7 +274,7 @@ class Applier:
 
     def _dead_letter_too_large(
         self, conn: Connection, transactions: Transactions, by_reference: Collection[int]
-    ) -> tuple[Transactions, list[DeadLettered]]:
+    ) -> tuple[Transactions, list[DeadLetterReport]]:
         """Dead-letter the transactions with a row that was too large to be read; returns the others and the dead.
 
         `by_reference` are the c_offsets of such rows.

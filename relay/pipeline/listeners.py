@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from relay.handlers import Sink
-from relay.model.batch import Batch, DeadLettered, Outcome, TaskOutcome
+from relay.model.batch import Batch, DeadLetterReport, Outcome, TaskOutcome
 from relay.pipeline.apply import Redelivery
 
 
@@ -50,7 +50,7 @@ class Listeners(BatchListener):
 class Meter(BatchListener):
     """Receives what metrics count, and ignores it; `relay.observe.metrics` counts."""
 
-    def stored(self, sink: str, deferred: int, dead: Iterable[DeadLettered]) -> None:
+    def stored(self, sink: str, deferred: int, dead: Iterable[DeadLetterReport]) -> None:
         """Receive what a sink has stored: its deferred and its dead deliveries."""
 
     def watched(self, sink: Sink) -> Sink:

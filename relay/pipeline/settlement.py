@@ -23,7 +23,7 @@ from relay.config.fields import JSON_FIELDS
 from relay.config.settings import Settings
 from relay.faults import NotReceived, NotRouted, ProcessDied, Undecodable, describe, kind_of
 from relay.logs import RepeatedLines
-from relay.model.batch import DeadLettered
+from relay.model.batch import DeadLetterReport
 from relay.model.dispositions import (
     NEW,
     Applied,
@@ -71,12 +71,12 @@ class Settlement:
         self._max_event_bytes = settings.source.max_event_bytes
         self._lines = RepeatedLines(log, logging.WARNING, "deferred", "attempts")
 
-    def store(self, conn: Connection, unsettled: Iterable[Unsettled]) -> list[DeadLettered]:
+    def store(self, conn: Connection, unsettled: Iterable[Unsettled]) -> list[DeadLetterReport]:
         """Store what became of transactions; returns those that were dead-lettered.
 
         New ones are deferred in the order of `unsettled`, which is the order of their retries.
         """
-        dead: list[DeadLettered] = []
+        dead: list[DeadLetterReport] = []
         new: list[tuple[Undecoded, Deferral]] = []
         again: list[tuple[int, Deferral]] = []
         done: list[int] = []
@@ -86,7 +86,7 @@ class Settlement:
             number = due.dead_transaction if due else None
             if isinstance(disposition, DeadLetter):
                 number = self._dead_letter(conn, each, disposition)
-                dead.append(_dead_lettered(each, disposition))
+                dead.append(_report(each, disposition))
             deferral = _deferral(each)
             if deferral is not None:
                 deferral = replace(deferral, dead_transaction=number)
@@ -178,8 +178,8 @@ def _deferral(each: Unsettled) -> Deferral | None:
     )
 
 
-def _dead_lettered(each: Unsettled, failure: DeadLetter) -> DeadLettered:
-    return DeadLettered(
+def _report(each: Unsettled, failure: DeadLetter) -> DeadLetterReport:
+    return DeadLetterReport(
         each.rows.transaction_id,
         each.rows.commit.end_lsn,
         len(each.events),

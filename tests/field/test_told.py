@@ -9,7 +9,7 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from relay.model.batch import DeadLettered
+from relay.model.batch import DeadLetterReport
 from relay.pipeline.listeners import Meter
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
@@ -17,7 +17,7 @@ from tests.outbox import Outbox, event, host, relaying, wait_until
 def test_dead_letters_are_told_while_another_task_of_their_batch_waits(
     outbox: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted: list[DeadLettered] = []
+    counted: list[DeadLetterReport] = []
     monkeypatch.setattr(Meter, "committed", lambda _, task: counted.extend(task.dead))
     settings = outbox.settings(batch={"inline_workers": 2})
     held = (

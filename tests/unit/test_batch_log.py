@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from relay.logs import BATCH, _Text
-from relay.model.batch import Batch, DeadLettered, Outcome, TaskOutcome, Window
+from relay.model.batch import Batch, DeadLetterReport, Outcome, TaskOutcome, Window
 from relay.model.events import POSTGRES_EPOCH, Lsn
 from relay.model.transactions import FACTS, Rows, Transactions
 from relay.observe.batch_log import Summary
@@ -27,7 +27,7 @@ def batch(number: int, seconds_ago: float) -> Batch:
 
 OUTCOME = Outcome(
     "inline",
-    [TaskOutcome((0,), applied=1, dead=(DeadLettered(None, Lsn(1), 2, "h", "KeyError"),))],
+    [TaskOutcome((0,), applied=1, dead=(DeadLetterReport(None, Lsn(1), 2, "h", "KeyError"),))],
 )
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.model.batch import DeadLettered, Outcome, TaskOutcome
+from relay.model.batch import DeadLetterReport, Outcome, TaskOutcome
 from relay.model.events import COMMIT_FIELDS, EVENT_FIELDS, FIELDS, SQL_TYPES, Commit, Event, Lsn
 
 ORDER = "11111111-2222-4333-8444-555555555555"
@@ -203,7 +203,7 @@ def test_a_commit_gives_its_fields_in_the_order_of_their_names() -> None:
 
 
 def test_an_outcome_adds_up_its_tasks() -> None:
-    dead = DeadLettered("t", Lsn(1), 3, "orders", "ValueError")
+    dead = DeadLetterReport("t", Lsn(1), 3, "orders", "ValueError")
     outcome = Outcome(
         "inline",
         [

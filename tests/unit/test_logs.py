@@ -15,7 +15,7 @@ from opentelemetry.trace import format_span_id, format_trace_id
 from relay import logs
 from relay.cli.options import fail
 from relay.logs import LogFormat
-from relay.model.batch import DeadLettered
+from relay.model.batch import DeadLetterReport
 from relay.model.events import Lsn
 from relay.runtime import threads
 from relay.runtime.parts import Condition
@@ -232,8 +232,8 @@ def test_lines_inside_a_batch_and_a_span_name_both(capsys: pytest.CaptureFixture
 
 
 def test_a_dead_letter_that_was_polled_has_no_lsn() -> None:
-    assert DeadLettered(None, Lsn(0), 1, "hook", "").fields["lsn"] is None
-    assert DeadLettered(None, Lsn(16), 1, "hook", "").fields["lsn"] == "0/10"
+    assert DeadLetterReport(None, Lsn(0), 1, "hook", "").fields["lsn"] is None
+    assert DeadLetterReport(None, Lsn(16), 1, "hook", "").fields["lsn"] == "0/10"
 
 
 def test_why_nothing_is_streamed_is_a_field(caplog: pytest.LogCaptureFixture) -> None:

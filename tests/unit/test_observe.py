@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from relay.config.settings import Address, Settings
 from relay.faults import ConfigurationError
-from relay.model.batch import DeadLettered
+from relay.model.batch import DeadLetterReport
 from relay.model.events import Lsn
 from relay.observe import databases, metrics, server
 from relay.observe.databases import Counted, Databases
@@ -91,7 +91,10 @@ def test_kinds_of_fault_are_bounded() -> None:
     counted.stored(
         "hook",
         0,
-        [DeadLettered(None, Lsn(1), 1, "hook", "", kind=f"Kind{number}") for number in range(500)],
+        [
+            DeadLetterReport(None, Lsn(1), 1, "hook", "", kind=f"Kind{number}")
+            for number in range(500)
+        ],
     )
     (family,) = [each for each in counted.collect() if each.name == "relay_dead_lettered"]
     kinds = {sample.labels["fault"]: sample.value for sample in family.samples}
