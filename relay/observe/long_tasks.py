@@ -20,6 +20,7 @@ LONG_SECONDS = 10.0
 AGAIN_SECONDS = 60.0
 """After how long it is logged again."""
 
+_IDLE = {"Client ClientRead": "the handler, which runs no statement"}
 _WAITS = """
     select a.pid, coalesce(a.wait_event_type || ' ' || a.wait_event, a.state),
            (select string_agg(b.pid || ' (' || coalesce(nullif(b.application_name, ''), b.usename) || ')', ', ')
@@ -67,7 +68,9 @@ class LongTasks(Recurring):
             fields = {
                 "seconds": round(now - job.at),
                 "handler": job.handler,
-                "waits_for": "the source" if job.reads else state or otherwise,
+                "waits_for": "the source"
+                if job.reads
+                else _IDLE.get(state or "", state) or otherwise,
                 "blocked_by": blockers,
             }
             log.warning(

@@ -304,21 +304,29 @@ def test_a_task_whose_session_nobody_sees_is_not_judged(
         assert [each.level for each in judge._jobs()] == ([] if live else [Level.HANGS])
 
 
-def test_the_end_of_a_long_task_says_how_long_it_took(caplog: pytest.LogCaptureFixture) -> None:
-    """An entry `seconds: 3` for a task of 26 s: it was the time since its last progress."""
+def test_a_long_task_says_what_it_waits_for_and_how_long_it_took(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler that slept had "waits_for": "Client ClientRead", the server's word for it.
+
+    The end of a task of 26 s had "seconds": 3, the time since its last progress.
+    """
     jobs = ActiveJobs()
     caplog.set_level("INFO")
     looks = LongTasks(lambda: "", jobs)  # type: ignore[arg-type]
+    monkeypatch.setattr(looks, "_waits", lambda pids: {1: ("Client ClientRead", None)})
     with jobs.job() as job:
+        job.pid = 1
         job.began -= 26
         job.at -= 26
-        job.reads = True
         looks._check(time.monotonic())
         with jobs.handler("orders"):
             pass
     looks._check(time.monotonic())
     (record,) = [each for each in caplog.records if each.getMessage().endswith("has ended")]
     assert vars(record)["seconds"] == 26
+    (begun,) = [each for each in caplog.records if each.getMessage().endswith("in flight for long")]
+    assert vars(begun)["waits_for"] == "the handler, which runs no statement"
     assert vars(record)["handler"] == "orders"
 
 
