@@ -239,6 +239,9 @@ def test_what_one_partition_has_applied_of_a_commit_is_polled_for_the_other_alon
     if found == "by comparison":
         # As a relay leaves it that does not end by itself.
         outbox.conn.execute("update relay.groups set confirmed_lsn = null")
+    # A walsender frees its slot after it has answered the end of the stream.
+    active = "select active from pg_replication_slots where slot_name = %s"
+    wait_until(lambda: not outbox.value(active, (outbox.slot,)), 5)
     outbox.conn.execute(
         "select pg_replication_slot_advance(%s, pg_current_wal_lsn())", (outbox.slot,)
     )
