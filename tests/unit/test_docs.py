@@ -235,3 +235,22 @@ def test_the_page_of_threads_has_every_thread() -> None:
         "index build",
     }
     assert [name for name in sorted(names) if f"`{name}`" not in re.sub("<.*?>", "<>", page)] == []
+
+
+def test_the_page_of_states_has_every_state_of_a_sink() -> None:
+    """States are constants, literals of the statements, and the default of the column."""
+    page = (ROOT / "docs/explanation/sink-states.md").read_text()
+    statements = (ROOT / "relay/store/positions/sinks.py").read_text()
+    schema = (ROOT / "sql/target/001_target.sql").read_text()
+    table = re.search(r"create table.*?relay\.sinks \((.*?)\n\)", schema, re.DOTALL)
+    assert table
+    constants = re.findall(r'^[A-Z_, ]+ = ("[a-z ", ]+")$', statements, re.MULTILINE)
+    states = {state for each in constants for state in re.findall(r'"([a-z ]+)"', each)}
+    states |= set(re.findall(r"\bstate (?:in \()?(?:= )?'([a-z ]+)'", statements))
+    states |= set(re.findall(r"\bthen '([a-z ]+)'", statements))
+    states |= set(re.findall(r"\bstate +text .*default '([a-z ]+)'", table[1]))
+    assert states == {
+        *("new", "attached", "lagging", "caught up", "left out", "paused", "down"),
+        *("not begun", "not configured", "not running"),
+    }
+    assert [state for state in sorted(states) if f"| `{state}` |" not in page] == []
