@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,17 +45,6 @@ _PORTION_BYTES = 1024 * 1024
 """Bytes of a pickled block: a compressing stream buffers as much, and malloc returns blocks of this size at once."""
 PADDING = bytes(32)
 """Follows the last row or message in a buffer, so that reads of several octets at once stay within the buffer."""
-
-
-Scalar = TypeVar("Scalar", bound=np.generic)
-
-
-def at_each_octet(data: bytes, form: np.dtype[Scalar]) -> NDArray[Scalar]:
-    """A view of `data` in which element i is the value of dtype `form` at octet i: values in `data` are not aligned.
-
-    Its shape is (len(data) - form.itemsize + 1,). It shares the memory of `data`.
-    """
-    return np.ndarray(len(data) - form.itemsize + 1, form, data, strides=(1,))
 
 
 class Rows:

@@ -10,12 +10,14 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from operator import eq
 from struct import Struct
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from relay.model import headers
 from relay.model.events import FIELDS, NOTE, Event, Row
-from relay.model.transactions import Int64Array, Mask, Rows, Values, at_each_octet, text
+from relay.model.transactions import Int64Array, Mask, Rows, Values, text
 
 FEW_ROWS = 40
 """Fewer rows are walked one by one: an array operation costs as much as the walk over several rows."""
@@ -33,9 +35,19 @@ _UTC = b"+00"
 NULL = ord("n")
 TEXT = ord("t")
 
+Scalar = TypeVar("Scalar", bound=np.generic)
+
 
 class ProtocolError(Exception):
     """The stream is not valid pgoutput, protocol version 1."""
+
+
+def at_each_octet(data: bytes, form: np.dtype[Scalar]) -> NDArray[Scalar]:
+    """A view of `data` in which element i is the value of dtype `form` at octet i: values in `data` are not aligned.
+
+    Its shape is (len(data) - form.itemsize + 1,). It shares the memory of `data`.
+    """
+    return np.ndarray(len(data) - form.itemsize + 1, form, data, strides=(1,))
 
 
 def values(rows: Rows, indices: Collection[int]) -> dict[int, Values]:

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relay.model.events import Lsn
-from relay.model.transactions import Buffer, Int64Array, Rows, at_each_octet
-from relay.model.tuples import NULL, TEXT, ProtocolError
+from relay.model.transactions import Buffer, Int64Array, Rows
+from relay.model.tuples import NULL, TEXT, ProtocolError, at_each_octet
 
 _BEGIN = Struct(">QqI")
 _U16 = Struct(">H")
