@@ -225,7 +225,7 @@ def test_the_page_of_threads_has_every_thread() -> None:
     """A name is a literal, of a thread or the condition of a recurring part; names of sinks and groups stand in <>."""
     page = (ROOT / "docs/explanation/threads.md").read_text()
     code = "\n".join(each.read_text() for each in (ROOT / "relay").rglob("*.py"))
-    threads = re.findall(r'Thread\([^()]*?\bname=f?"([^"]+)"', code, re.DOTALL)
+    threads = re.findall(r'Thread\((?:[^()]|\([^()]*\))*?\bname=f?"([^"]+)"', code, re.DOTALL)
     pools = re.findall(r'(?<!_)\bpool\(\w+, f?"([^"]+)"', code)
     assert len(threads) > 10
     assert len(pools) > 2
