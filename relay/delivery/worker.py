@@ -127,13 +127,14 @@ class Worker(Recurring):
             asyncio.run(self._main())
         except Exception as error:
             raise TaskFault.of(error).as_error() from error
-        self.ready.set()
         return 0.0
 
-    def _end(self, error: Exception) -> None:
-        super()._end(error)
-        # Last: who waits for it finds the error.
-        self.ready.set()
+    def _run(self) -> None:
+        try:
+            super()._run()
+        finally:
+            # Last, so that who waits for it finds the error.
+            self.ready.set()
 
     @property
     def session(self) -> SinkSession | None:
