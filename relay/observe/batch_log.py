@@ -74,7 +74,8 @@ class Summary(BatchListener, Recurring):
         self._lock = Lock()
         self._interval = interval
         super().__init__(
-            Condition("summary", log, "cannot sum up batches", "batches are summed up")
+            Condition("summary", log, "cannot sum up batches", "batches are summed up"),
+            close_seconds=1.0,
         )
 
     @property
