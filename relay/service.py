@@ -213,7 +213,7 @@ class _GroupRun(Part):
 
     def start(self) -> None:
         """Record the start, and guard what is delivered again after a crash."""
-        if self._may_have_died():
+        if self._begin():
             for each in self._guarded:
                 each.guard()
 
@@ -222,7 +222,7 @@ class _GroupRun(Part):
         with suppress(psycopg.Error), connect(self._settings.target_dsn) as conn:
             groups.end(conn, self._settings.group)
 
-    def _may_have_died(self) -> bool:
+    def _begin(self) -> bool:
         """Record that the group runs; return whether an instance may have died with the next batch in flight."""
         try:
             with connect(self._settings.target_dsn) as conn:

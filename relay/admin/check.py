@@ -31,12 +31,12 @@ from relay.retention.removable import identity
 from relay.retention.schedule import require_not_given_up
 from relay.runtime.parts import SOON_SECONDS, Condition
 from relay.runtime.retry import RetryUntilSuccess
-from relay.source.recovery import Recognition
+from relay.source.recognition import Recognition
 from relay.spark.jvm import java_home
 from relay.store import (
+    admission,
     connections,
     groups,
-    presence,
     rights,
 )
 from relay.store.connections import Connection, connect
@@ -200,7 +200,7 @@ def _target(
         yield finding_of(
             "configuration",
             "no instance runs with another configuration that this one may not replace",
-            presence.require_admissible,
+            admission.require_admissible,
             *(conn, settings.group, Effects.of(settings), accept),
         )
         if source is not None:

@@ -30,7 +30,7 @@ from relay.source.outbox.unread import (
     applied_in,
     position_of_target,
 )
-from relay.source.recovery import Recognition
+from relay.source.recognition import Recognition
 from relay.source.server import durable_position
 from relay.source.stream.receiver import commits_after
 from relay.source.stream.slot import slot_state

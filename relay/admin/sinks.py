@@ -24,6 +24,7 @@ from relay.source.outbox.unread import Backlog, ReadPosition, UnreadRows, positi
 from relay.store import (
     actions,
     activity,
+    admission,
     deferred,
     presence,
 )
@@ -248,7 +249,7 @@ def drop(settings: Settings, name: str, reason: str | None) -> int:
         )
     with reach_target(settings) as target, target.transaction():
         _require(target, settings, name)
-        if name in presence.running_handlers(target, settings.group):
+        if name in admission.running_handlers(target, settings.group):
             raise ConfigurationError(
                 f"handlers.{name}: an instance of group {settings.group!r} runs with a configuration that still has "
                 "it: restart all instances without it first"

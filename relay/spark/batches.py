@@ -134,7 +134,7 @@ def packed_events(
     hosts = {event.text("host_id") or "" for event in events}
     hashes = spark_batches.hashes(conn, sorted(hosts))
     rows = list(_rows(events, hashes, host_buckets, bool(settings.source.headers)))
-    return frames.pack(rows, frames.columns(settings.source))
+    return frames.packed_rows(rows, frames.columns(settings.source))
 
 
 def _rows(

@@ -225,9 +225,9 @@ class SparkEngine:
         guarded: bool,
         name: JobName,
     ) -> list[Result]:
-        from relay.spark.executor import apply_rows, packed
+        from relay.spark.executor import apply_rows, packed_tasks
 
-        frame = session.createDataFrame(packed(tasks))
+        frame = session.createDataFrame(packed_tasks(tasks))
         with self._named(session, name), self._watched(session, name) as mark:
             rows = frame.mapInArrow(
                 partial(apply_rows, configuration, guarded, mark), self._schema

@@ -60,7 +60,7 @@ class PackedSettings:
         return cls(pickle.dumps(settings), sha256(secrets.pickled_without(settings)).digest())
 
 
-def packed(tasks: Sequence[Work]) -> pa.Table:
+def packed_tasks(tasks: Sequence[Work]) -> pa.Table:
     """The tasks as a table of `TASKS`. Spark makes each Arrow batch a partition, so each task gets one."""
     return pa.Table.from_batches([_packed(*numbered) for numbered in enumerate(tasks)])
 
@@ -135,7 +135,7 @@ def apply_rows(
     `mark` is the application_name of their sessions, by which the driver recognises them.
     """
     for batch in batches:
-        for number, task in _unpacked(batch):
+        for number, task in _unpacked_tasks(batch):
             try:
                 applier = _applier(configuration)
                 applier.mark(mark)
@@ -145,7 +145,7 @@ def apply_rows(
             yield _row(number, result)
 
 
-def _unpacked(batch: pa.RecordBatch) -> Iterator[tuple[int, Work]]:
+def _unpacked_tasks(batch: pa.RecordBatch) -> Iterator[tuple[int, Work]]:
     for number, work in zip(batch.column("task"), batch.column("work"), strict=True):
         with pa.CompressedInputStream(work.as_buffer(), _CODEC) as stream:
             yield number.as_py(), pickle.load(stream)  # noqa: S301

@@ -102,7 +102,7 @@ def frame(
     if contents.data is not None:
         # A batch that was stored before source.headers was set has no such column.
         rows = rows.unionByName(
-            session.createDataFrame(_unpacked(contents.data)), allowMissingColumns=True
+            session.createDataFrame(_unpacked_rows(contents.data)), allowMissingColumns=True
         )
     return rows.withColumn(BATCH_COLUMN, functions.lit(batch.id))
 
@@ -134,7 +134,7 @@ def left_out(table: MappedTable, contents: Contents) -> sql.Composable | None:
     return sql.SQL(" and ").join(wanted) if wanted else None
 
 
-def pack(rows: Sequence[Sequence[Any]], names: Sequence[str]) -> bytes:
+def packed_rows(rows: Sequence[Sequence[Any]], names: Sequence[str]) -> bytes:
     """Rows of a frame's columns as an Arrow IPC stream. Times are microseconds since 1970, dates days since 1970."""
     import pyarrow as pa
 
@@ -149,7 +149,7 @@ def pack(rows: Sequence[Sequence[Any]], names: Sequence[str]) -> bytes:
     return sink.getvalue()
 
 
-def _unpacked(data: bytes) -> pa.Table:
+def _unpacked_rows(data: bytes) -> pa.Table:
     import pyarrow as pa
 
     with pa.ipc.open_stream(data) as stream:

@@ -1,6 +1,6 @@
-"""Shows which instances of a group run, admits new ones by their configuration, and stores which of their parts fail.
+"""Shows which instances of a group run, and which of their parts fail (`relay.part_faults`).
 
-Each holds advisory locks in the target until it ends. The tables are `relay.groups` and `relay.part_faults`.
+Each instance holds advisory locks in the target until it ends.
 
 Source: PostgreSQL documentation, "Advisory Locks".
 """
@@ -16,12 +16,11 @@ from datetime import datetime
 
 import psycopg
 from psycopg.rows import class_row
-from psycopg.types.json import Jsonb
 
-from relay.config.effects import Effects, handlers_of
-from relay.faults import ConfigurationError, describe
+from relay.config.effects import Effects
+from relay.faults import describe
 from relay.runtime.parts import SOON_SECONDS, Condition, PartFault, Recurring
-from relay.store import groups, locks
+from relay.store import admission, locks
 from relay.store.connections import Connection, Dsn, connect, require_writable
 from relay.store.groups import APPLICATION_NAME, INSTANCE, PREFIX
 
@@ -37,9 +36,9 @@ CHECK_SECONDS = 5.0
 class Presence(Recurring):
     """Holds this instance's shared locks on its group and its configuration, on a connection of its own.
 
-    `accept` lets its configuration replace that of running instances. `changed` is called as `admit` does,
-    and may raise RelayError. `replaced` is called from a thread once another instance's configuration has replaced this
-    one's; `error` is set then. It stores what `faults` returns, for `relay status`.
+    `accept` lets its configuration replace that of running instances. `changed` is called as `admission.admit` does,
+    and may raise RelayError. `replaced` is called from a thread once another instance's configuration has replaced
+    this one's; `error` is set then. It stores what `faults` returns, for `relay status`.
     """
 
     def __init__(
@@ -102,11 +101,11 @@ class Presence(Recurring):
                 require_writable(self._conn)
                 self._lock_instance(self._conn)
                 # Before the stored configuration is read: of two that start at once, the second sees the first.
-                hold(self._conn, self._group, self._effects)
+                admission.hold(self._conn, self._group, self._effects)
             if self._admitted:
-                require_current(self._conn, self._group, self._effects)
+                admission.require_current(self._conn, self._group, self._effects)
             else:
-                admit(self._conn, self._group, self._effects, self._accept, self._changed)
+                admission.admit(self._conn, self._group, self._effects, self._accept, self._changed)
                 self._admitted = True
         except psycopg.Error:
             self._drop()
@@ -161,99 +160,6 @@ def stopped(conn: Connection, group: str) -> Iterator[bool]:
     finally:
         if free:
             locks.unlock(conn, key)
-
-
-def hold(conn: Connection, group: str, effects: Effects) -> None:
-    """Lock the configuration that this instance runs with, shared, until the connection ends."""
-    locks.lock_shared(conn, locks.configuration(group, effects.digest))
-
-
-def admit(
-    conn: Connection,
-    group: str,
-    effects: Effects,
-    accept: bool,
-    changed: Callable[[Connection, Mapping[str, str]], None],
-) -> None:
-    """Admit an instance with this configuration to the group.
-
-    A configuration that differs from the stored one replaces it if no instance runs with that, or if `accept` is true
-    and no handler orders by another key. `changed` is then called with the stored values, in the database transaction
-    that replaces them. Otherwise raises ConfigurationError, which names the difference.
-    """
-    with conn.transaction():
-        groups.lock(conn, group)
-        digest, values = _stored(conn, group)
-        if digest == effects.digest:
-            return
-        if digest is not None:
-            running = _runs(conn, group, digest)
-            if running:
-                _require_replaceable(group, effects, values, accept)
-            changed(conn, values)
-            log.log(
-                logging.WARNING if running else logging.INFO,
-                "the group's configuration has changed",
-                extra={"group": group, "difference": effects.difference(values)},
-            )
-        conn.execute(
-            "update relay.groups set configuration_digest = %s, configuration = %s where group_id = %s",
-            (effects.digest, Jsonb(dict(effects.values)), group),
-        )
-
-
-def require_current(conn: Connection, group: str, effects: Effects) -> None:
-    """Raise ConfigurationError if another configuration has replaced this one."""
-    digest, values = _stored(conn, group)
-    if digest not in (None, effects.digest):
-        raise ConfigurationError(
-            f"group: another instance has replaced the configuration of {group!r}: {effects.difference(values)}: "
-            "start this instance with the same configuration, or with --accept-configuration"
-        )
-
-
-def require_admissible(conn: Connection, group: str, effects: Effects, accept: bool) -> None:
-    """Raise ConfigurationError if `admit` would. Changes nothing."""
-    digest, values = _stored(conn, group)
-    if digest != effects.digest and _runs(conn, group, digest):
-        _require_replaceable(group, effects, values, accept)
-
-
-def _require_replaceable(
-    group: str, effects: Effects, running: Mapping[str, str], accept: bool
-) -> None:
-    """Raise ConfigurationError unless this configuration may replace that of a running instance."""
-    difference = effects.difference(running)
-    if keys := effects.reordered_handlers(running):
-        raise ConfigurationError(
-            f"{', '.join(keys)}: has changed, and an instance of {group!r} defers transactions by the former one: stop "
-            f"the others first; --accept-configuration cannot replace it (differences: {difference})"
-        )
-    if not accept:
-        raise ConfigurationError(
-            f"group: an instance of {group!r} runs with another configuration: {difference}: give all instances the "
-            "same one, or stop the others first; --accept-configuration replaces theirs"
-        )
-
-
-def running_handlers(conn: Connection, group: str) -> set[str]:
-    """Return the names of the handlers of the stored configuration; empty if no instance runs with it."""
-    digest, values = _stored(conn, group)
-    return handlers_of(values) if _runs(conn, group, digest) else set()
-
-
-def _stored(conn: Connection, group: str) -> tuple[str | None, dict[str, str]]:
-    """Return digest and values of the stored configuration; None and no values before an instance has run."""
-    stored = conn.execute(
-        "select configuration_digest, coalesce(configuration, '{}') from relay.groups where group_id = %s",
-        (group,),
-    ).fetchone()
-    return stored or (None, {})
-
-
-def _runs(conn: Connection, group: str, digest: str | None) -> bool:
-    """Whether an instance runs with a configuration."""
-    return digest is not None and bool(locks.sharing(conn, locks.configuration(group, digest)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from relay import handlers
 from relay.config.settings import Settings
 from relay.model.events import Transaction
-from relay.source import hybrid, recovery
+from relay.source import hybrid, lost_slot
 from tests.outbox import Outbox, host, relaying, wait_until, work_and_crash
 from tests.postgres import start_server
 
@@ -239,7 +239,7 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(hybrid, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.2)
-    monkeypatch.setattr(recovery, "RECREATIONS_AN_HOUR", 10**6)
+    monkeypatch.setattr(lost_slot, "RECREATIONS_AN_HOUR", 10**6)
     with ExitStack() as stack:
         server = stack.enter_context(start_server({"max_prepared_transactions": "100"}))
         outbox = stack.enter_context(Outbox(server.create_database("positions")))

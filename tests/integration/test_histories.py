@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from relay.source import recovery
+from relay.source import recognition
 from relay.source.stream import walsender
 from tests.outbox import Outbox, event, host, relaying, run_until_fault, wait_for_fault, wait_until
 from tests.process import relay
@@ -41,7 +41,7 @@ def test_an_instance_that_stands_by_does_not_touch_the_group(
             seen.append(str(system.position))
         return system
 
-    monkeypatch.setattr(recovery, "identify", slowly)
+    monkeypatch.setattr(recognition, "identify", slowly)
     outbox.watch_positions()
     with relaying(outbox.settings()):
         outbox.publish(host(1), event(0))
@@ -152,7 +152,7 @@ def test_what_others_apply_of_the_former_history_until_it_is_left_counts(
         advance_beyond_the_source(outbox)
         return system
 
-    monkeypatch.setattr(recovery, "identify", slowly)
+    monkeypatch.setattr(recognition, "identify", slowly)
     assert LOST in run_until_fault(outbox.settings())
     assert outbox.column("select timeline from relay.groups") == [2]
 

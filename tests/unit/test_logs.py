@@ -19,7 +19,7 @@ from relay.model.batch import DeadLetterReport
 from relay.model.events import Lsn
 from relay.runtime import threads
 from relay.runtime.parts import Condition
-from relay.source.recovery import Unavailable
+from relay.source.recognition import Unavailable
 from relay.source.stream.replication import Replication
 
 log = logging.getLogger("relay.test")

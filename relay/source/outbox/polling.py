@@ -31,7 +31,7 @@ from relay.runtime.retry import Backoff, RetryUntilSuccess
 from relay.source.outbox.differences import Difference
 from relay.source.outbox.interval import Interval
 from relay.source.outbox.rows import OutboxRows, Portion, prepare_reading
-from relay.source.recovery import Recognition
+from relay.source.recognition import Recognition
 from relay.source.server import SourcePosition, current_position, durable_position
 from relay.source.state import POLLS, SourceState
 from relay.source.stream.slot import membership, reader_activity, require_published

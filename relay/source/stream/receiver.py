@@ -33,7 +33,8 @@ from relay.runtime.threads import Thread, Wakeup
 from relay.source.decode.assembler import Assembler, OpenCommit
 from relay.source.decode.emitted import Emitted
 from relay.source.decode.layout import require_contents
-from relay.source.recovery import Recognition, Recovery
+from relay.source.lost_slot import Recovery
+from relay.source.recognition import Recognition
 from relay.source.state import Received, StreamState
 from relay.source.stream.commit_queue import CommitQueue
 from relay.source.stream.progress import Progress

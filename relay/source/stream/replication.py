@@ -28,14 +28,10 @@ from relay.model.events import Lsn
 from relay.runtime.parts import LATE_SECONDS, SOON_SECONDS, Condition, Due, Heartbeat
 from relay.runtime.retry import RetryUntilSuccess
 from relay.source.decode.translation import Encoding, codec_of
+from relay.source.lost_slot import Recovery
 from relay.source.outbox.columns import is_partitioned
 from relay.source.outbox.table import require_same_hash
-from relay.source.recovery import (
-    Recognition,
-    Recovery,
-    SourceComparison,
-    Unavailable,
-)
+from relay.source.recognition import Recognition, SourceComparison, Unavailable
 from relay.source.state import Outage, StreamState
 from relay.source.stream.progress import Progress
 from relay.source.stream.slot import (

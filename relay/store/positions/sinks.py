@@ -1,7 +1,7 @@
 """Stores the position, the claim and the pause of each sink: `relay.sinks`.
 
-All statements on `relay.sinks` and `relay.sink_commits` are here, in more than 400 lines, since a claim, `read` and
-`move` share the form of a position.
+All statements on `relay.sinks` and `relay.sink_commits` are here: a claim, `read` and `move` share the form of a
+position.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Recreates a lost slot or publication, and recognises a source that is another server or has lost events."""
+"""Recognises a source that is another server or timeline, or has lost events, or whose slot others have moved."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from uuid import uuid4
@@ -12,7 +11,6 @@ import psycopg
 
 from relay.config.settings import Settings
 from relay.faults import (
-    ConfigurationError,
     RelayError,
     TransientFault,
     first_line,
@@ -20,25 +18,12 @@ from relay.faults import (
 )
 from relay.model.events import Lsn
 from relay.source.outbox.table import OutboxTable
-from relay.source.server import TimelineHistory, current_position, require_logical_wal, server_of
-from relay.source.stream.slot import (
-    create_slot,
-    drop_slot,
-    ensure_publication,
-    oldest_open,
-    reporting_blockers,
-    require_ours,
-    slot_state,
-)
+from relay.source.server import TimelineHistory, current_position, server_of
 from relay.source.stream.walsender import System, identify, open_replication
-from relay.store import groups, streams
+from relay.store import groups
 from relay.store.connections import Connection, connect
 
 log = logging.getLogger(__name__)
-
-
-RECREATIONS_AN_HOUR = 3
-"""How often a lost slot is recreated within an hour before relay stops."""
 
 
 class Unavailable(Exception):
@@ -302,76 +287,3 @@ class Recognition:
         # May fail: without it, the next reader only notices later that another client has advanced the slot.
         with suppress(psycopg.Error), connect(self._settings.target_dsn) as target:
             groups.note_left(target, self._settings.group, self._process, confirmed)
-
-
-class Recovery:
-    """Recreates a lost slot, publication first.
-
-    The positions in the target say which commits the new slot does not have: these are polled.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-
-    def restore(
-        self, conn: Connection, undecodable: bool, creating: Callable[[str | None], None]
-    ) -> bool:
-        """Create publication and slot if they are missing or unusable; returns whether the slot is new.
-
-        `undecodable`: the slot's position is in WAL from before the publication. The creation of a slot waits for all
-        running transactions: `creating` is called before it and, in another thread, repeatedly during it, with the
-        oldest of them. Raises Unavailable if the server cannot have a slot, RelayError if the slot is lost repeatedly,
-        ConfigurationError if it is not ours.
-        """
-        source = self._settings.source
-        state = slot_state(conn, source.slot)
-        if state is not None:
-            require_ours(state, conn.info.dbname)
-        lost = state is not None and (state.lost or undecodable) and not state.active
-        published = conn.execute(
-            "select from pg_publication where pubname = %s", (source.publication,)
-        ).rowcount
-        if state is not None and published and not lost:
-            return False
-        _require_capable(conn)
-        with connect(self._settings.target_dsn) as target:
-            if groups.recreations(target, self._settings.group) >= RECREATIONS_AN_HOUR:
-                raise RelayError(
-                    f"source.slot: {source.slot!r} was lost {RECREATIONS_AN_HOUR} times within an hour: raise "
-                    "max_slot_wal_keep_size, or find out who drops it, and restart relay; or set source.mode: poll"
-                )
-            reason = "it was missing" if state is None else state.invalidation_reason
-            try:
-                ensure_publication(conn, source)
-                # If this process dies now, the next one polls first too.
-                groups.note_confirmed(target, self._settings.group, Lsn(0))
-                if state is not None:
-                    drop_slot(conn, source.slot)
-                oldest = oldest_open(conn)
-                creating(None if oldest is None else str(oldest))
-                with reporting_blockers(self._settings.source_dsn, creating):
-                    create_slot(conn, source.slot)
-                # A role that an administrator made need not have the right.
-                with suppress(psycopg.errors.InsufficientPrivilege):
-                    streams.record(conn, source.slot, self._settings.group)
-            except psycopg.errors.InsufficientPrivilege as error:
-                raise Unavailable(
-                    f"the role may not create publication and slot ({error.diag.message_primary}): "
-                    "run `relay init` as an administrator"
-                ) from None
-            groups.note_recreation(target, self._settings.group)
-        log.warning(
-            "the slot was recreated; events that it does not have are polled",
-            extra={"slot": source.slot, "reason": reason or "the publication was missing"},
-        )
-        return True
-
-
-def _require_capable(conn: Connection) -> None:
-    (row,) = conn.execute("select pg_is_in_recovery()")
-    if row[0]:
-        raise Unavailable("the server is a standby")
-    try:
-        require_logical_wal(conn)
-    except ConfigurationError as error:
-        raise Unavailable(str(error)) from None
