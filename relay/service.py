@@ -173,8 +173,9 @@ class Service:
         self._relays = False
 
     def _raise_faults(self) -> None:
-        if self.error is not None:
-            raise self.error
+        error = self.error
+        if error is not None:
+            raise error
 
     @property
     def error(self) -> RelayError | None:

@@ -24,6 +24,7 @@ from relay.model.snapshots import full_xids
 from relay.model.transactions import Routed
 from relay.pipeline.failure_limit import FailureLimit
 from relay.pipeline.routing import BatchRouter
+from relay.runtime.retry import Backoff
 from relay.source.server import SourcePosition
 from relay.store.positions.sinks import ATTACHED, CAUGHT_UP, LAGGING, SinkState
 from relay.store.presence import instances
@@ -172,7 +173,8 @@ class SinkSession:
 
     async def _advance(self) -> None:
         """Take the stream while the sink is attached, otherwise poll, until the session leaves the sink."""
-        wait, context = FIRST_POLL_SECONDS, self._context
+        context = self._context
+        waits = Backoff(FIRST_POLL_SECONDS, context.settings.poll.wait_period_ms / 1000)
         while not self.left:
             self._dispatcher.yield_to_others(context.stream.reads and not self._attached)
             if self._checkpoint.paused and context.polls:
@@ -183,13 +185,12 @@ class SinkSession:
             elif context.polls and self._progress.reading is not None:
                 await self._polling.resume()
             elif await self._join() or (context.polls and await self._polling.poll()):
-                wait = FIRST_POLL_SECONDS
+                waits.reset()
             elif not (context.stream.reads or self._progress.since):
                 self._checkpoint.state = CAUGHT_UP
                 self._leave()
             else:
-                await self._wait(wait)
-                wait = min(wait * 2, context.settings.poll.wait_period_ms / 1000)
+                await self._wait(waits.take())
 
     @property
     def _attached(self) -> bool:

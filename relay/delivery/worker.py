@@ -57,6 +57,7 @@ class Worker(Recurring):
                 "a sink is interrupted",
                 "a sink goes on",
                 first_pause=FIRST_WAIT_SECONDS,
+                longest_pause=LONGEST_WAIT_SECONDS,
             ),
             failed,
         )
@@ -129,12 +130,9 @@ class Worker(Recurring):
             raise TaskFault.of(error).as_error() from error
         return 0.0
 
-    def _run(self) -> None:
-        try:
-            super()._run()
-        finally:
-            # Last, so that who waits for it finds the error.
-            self.ready.set()
+    def release(self) -> None:
+        """Keep nobody waiting: whoever waits for the sink to join the stream finds the error."""
+        self.ready.set()
 
     @property
     def session(self) -> SinkSession | None:
@@ -176,7 +174,7 @@ class Worker(Recurring):
                     self._require_polling(describe(error))
                     self.ready.set()
                     self.condition.fails(describe(error), handler=self.name)
-                    await self._pause(min(self.condition.pause, LONGEST_WAIT_SECONDS))
+                    await self._pause(self.condition.pause)
         finally:
             heartbeat_task.cancel()
             self._claim.release()

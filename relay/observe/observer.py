@@ -228,7 +228,6 @@ log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 5.0
 """Interval between two probes of the databases and the jobs."""
-_CLOSE_SECONDS = 1.0
 
 
 class Observer(Recurring):
@@ -240,10 +239,12 @@ class Observer(Recurring):
     def __init__(self, settings: Settings) -> None:
         super().__init__(
             Condition(
-                "observe", log, "cannot observe the service", "the service is observed again"
-            ),
-            longest_pause=PROBE_SECONDS,
-            close_seconds=_CLOSE_SECONDS,
+                "observe",
+                log,
+                "cannot observe the service",
+                "the service is observed again",
+                longest_pause=PROBE_SECONDS,
+            )
         )
         self._settings = settings
         self._metrics = Metrics(settings)
@@ -268,12 +269,14 @@ class Observer(Recurring):
     def close(self) -> None:
         """Stop. A statement in flight may end later."""
         super().close()
-        if not self.is_alive:
-            self._databases.close()
         if self._listener is not None:
             self._listener.remove(self._metrics, self._liveness.health)
             self._listener.close()
             self._listener = None
+
+    def release(self) -> None:
+        """Close the connections to the databases."""
+        self._databases.close()
 
     def turn(self) -> float:
         """Probe the databases and the jobs."""

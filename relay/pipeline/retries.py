@@ -8,7 +8,7 @@ from collections.abc import Callable
 from relay.faults import is_transient
 from relay.pipeline.apply import Applier, Redelivery
 from relay.runtime.parts import Condition, Due, Recurring
-from relay.runtime.retry import LONGEST_WAIT_SECONDS
+from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +35,12 @@ class RetryWorker(Recurring):
             log,
             "cannot retry deferred transactions yet",
             "deferred transactions are retried again",
+            first_pause=FIRST_WAIT_SECONDS,
+            longest_pause=LONGEST_WAIT_SECONDS,
         )
         super().__init__(
             condition,
             failed,
-            longest_pause=LONGEST_WAIT_SECONDS,
             is_final=lambda error: not is_transient(error),
             close_seconds=timeout,
         )

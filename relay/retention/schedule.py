@@ -74,11 +74,6 @@ class Schedule(Recurring):
         """End after the statement in flight."""
         self.stopping.set()
 
-    def close(self) -> None:
-        """Stop, and wait up to five seconds for the thread to end."""
-        super().close()
-        self._disconnect()
-
     def turn(self) -> float:
         """Run retention once, on connections that are kept until a fault."""
         of = self._settings
@@ -108,6 +103,10 @@ class Schedule(Recurring):
         else:
             self._on_standby = False
         return self._note_seconds
+
+    def release(self) -> None:
+        """Close the connections."""
+        self._disconnect()
 
     def _disconnect(self) -> None:
         connections, self._connections = self._connections, None

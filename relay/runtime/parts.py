@@ -44,8 +44,8 @@ class Condition:
     """The condition of one part. The part reports; any thread may read.
 
     `failing` and `over` are the log lines at a fault and once the part works again. `level` is that of the first one.
-    A fault counts after `least_attempts` attempts in a row: a session that was ended meanwhile costs a single one. The
-    first pause lasts `first_pause` seconds, by default FIRST_PAUSE_SECONDS.
+    A fault counts after `least_attempts` attempts in a row: a session that was ended meanwhile costs a single one.
+    Pauses grow from `first_pause` seconds, by default FIRST_PAUSE_SECONDS, to `longest_pause`.
     """
 
     def __init__(
@@ -58,9 +58,11 @@ class Condition:
         level: int = logging.WARNING,
         least_attempts: int = 1,
         first_pause: float | None = None,
+        longest_pause: float = LONGEST_PAUSE_SECONDS,
     ) -> None:
         self.part = part
         self._first_pause = first_pause
+        self._longest_pause = longest_pause
         self._least_attempts = least_attempts
         self._attempts = 0
         self._remind_seconds = remind_seconds
@@ -84,7 +86,7 @@ class Condition:
         if not self._attempts:
             return 0.0
         first = self._first_pause or FIRST_PAUSE_SECONDS
-        return min(LONGEST_PAUSE_SECONDS, first * 2.0 ** min(self._attempts - 1, 16))
+        return min(self._longest_pause, first * 2.0 ** min(self._attempts - 1, 16))
 
     def fails(
         self, fault: str, level: int | None = None, text: str | None = None, **fields: object
@@ -180,9 +182,8 @@ class Part:
 class Recurring(Part):
     """A part that calls `turn` again and again in a thread, until `close`.
 
-    After a fault it goes on, later each time, up to `longest_pause` seconds. Only a fault that `is_final` ends it, by
-    default a RelayError: it is `error` then, and `failed` is called once. `close` waits `close_seconds` for the call in
-    flight.
+    After a fault it goes on, after the pause of its condition. Only a fault that `is_final` ends it, by default a
+    RelayError: it is `error` then, and `failed` is called once. `close` waits `close_seconds` for the call in flight.
     """
 
     def __init__(
@@ -190,7 +191,6 @@ class Recurring(Part):
         condition: Condition,
         failed: Callable[[], None] = lambda: None,
         *,
-        longest_pause: float = LONGEST_PAUSE_SECONDS,
         is_final: Callable[[Exception], bool] = lambda error: isinstance(error, RelayError),
         close_seconds: float = 0.0,
     ) -> None:
@@ -198,7 +198,6 @@ class Recurring(Part):
         self.stopping = Event()
         self.heartbeat = Heartbeat()
         self._failed = failed
-        self._longest_pause = longest_pause
         self._is_final = is_final
         self._close_seconds = close_seconds
         self._error: RelayError | None = None
@@ -207,6 +206,9 @@ class Recurring(Part):
     def turn(self) -> float:
         """Do the work once; returns the seconds until the next call. It reports to `condition` that it works."""
         raise NotImplementedError
+
+    def release(self) -> None:
+        """Release what `turn` holds. The thread calls it when it ends; by default there is nothing."""
 
     def start(self) -> None:
         """Start the thread."""
@@ -238,20 +240,28 @@ class Recurring(Part):
         return self._thread.is_alive()
 
     def _run(self) -> None:
-        while not self.stopping.is_set():
-            try:
-                pause = self.turn()
-            except Exception as error:
-                if self._is_final(error):
-                    self._end(error)
-                    return
+        try:
+            while not self.stopping.is_set():
+                self.stopping.wait(self._turn())
+        except Exception as error:
+            self._end(error)
+        finally:
+            self.release()
+
+    def _turn(self) -> float:
+        """Call `turn`; returns the seconds until the next call, also after a fault. Raises a final one."""
+        try:
+            return self.turn()
+        except Exception as error:
+            if self._is_final(error):
+                raise
+            if not self.stopping.is_set():  # the end of others may cause it
                 self.condition.fails(TaskFault.of(error).text)
-                pause = min(self.condition.pause, self._longest_pause)
-            self.stopping.wait(pause)
+            return self.condition.pause
 
     def _end(self, error: Exception) -> None:
         if self.stopping.is_set() and not isinstance(error, RelayError):
-            return  # what the end of others may cause
+            return  # the end of others may cause it
         self._error = error if isinstance(error, RelayError) else TaskFault.of(error).as_error()
         self._failed()
 

@@ -9,8 +9,9 @@ import logging
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import Context, copy_context
 from typing import Any
 
@@ -28,6 +29,19 @@ class Thread(threading.Thread):
         daemon: bool | None = None,
     ) -> None:
         super().__init__(target=copy_context().run, name=name, args=(target, *args), daemon=daemon)
+
+
+@contextmanager
+def beside(work: Callable[[threading.Event], object], name: str) -> Iterator[None]:
+    """Run `work` in a thread during the block; its event is set at the end of the block, which waits for it."""
+    ended = threading.Event()
+    thread = Thread(work, name=name, args=(ended,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def pool(workers: int, prefix: str) -> ThreadPoolExecutor:

@@ -20,7 +20,7 @@ from relay.config.handlers import SparkHandler
 from relay.config.settings import Settings
 from relay.faults import TransientFault
 from relay.pipeline.listeners import Meter
-from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
+from relay.runtime.retry import FIRST_WAIT_SECONDS, Backoff
 from relay.runtime.threads import Thread
 from relay.source.outbox.rows import prepare_reading
 from relay.spark import batches, frames
@@ -110,7 +110,7 @@ class SparkWorker:
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        wait, last_logged = FIRST_WAIT_SECONDS, ""
+        waits, last_logged = Backoff(), ""
         while not self._stopping.is_set():
             try:
                 if not self._claim.take():
@@ -118,7 +118,8 @@ class SparkWorker:
                     continue
                 while not self._stopping.is_set():
                     self.work()
-                    wait, last_logged = FIRST_WAIT_SECONDS, ""
+                    waits.reset()
+                    last_logged = ""
             except SinkMoved:
                 log.info("a sink continues from its stored position", extra={"handler": self._name})
             except Exception as error:
@@ -133,8 +134,7 @@ class SparkWorker:
                         extra={"handler": self._name, "fault": fault},
                     )
                 self._fail(fault)
-                self._pause(wait)
-                wait = min(wait * 2, LONGEST_WAIT_SECONDS)
+                self._pause(waits.take())
         self._disconnect()
 
     def _pause(self, seconds: float) -> None:

@@ -1,7 +1,7 @@
 """Opens and pools connections to the source and the target.
 
 A pooler may give the statements of one session to several sessions of the server. relay's claims are advisory locks,
-and its settings are those of a session: both would stay behind in the pooler's sessions, and belong to whoever gets
+and its settings are those of a session: both would remain in the pooler's sessions, and belong to whoever gets
 these next. So relay refuses such an address.
 
 Source: PgBouncer documentation, "SQL feature map for pooling modes".
@@ -264,7 +264,7 @@ _TRIES = 3
 """How often the two sessions are compared: a pooler may hand out its sessions in turn."""
 _ANSWER_SECONDS = 2.0
 _known: set[tuple[str, int, str, str]] = set()
-"""Addresses behind which each connection has a session of the server for itself."""
+"""Addresses at which each connection has a session of the server for itself."""
 
 
 def _require_session(dsn: Dsn, conn: psycopg.Connection[Any]) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Event, Thread
+from functools import partial
+from threading import Event
 from typing import Any
 
 import psycopg
@@ -16,6 +17,7 @@ from psycopg.conninfo import make_conninfo
 
 from relay.faults import describe
 from relay.runtime.reporting import ProgressReport, silent
+from relay.runtime.threads import beside
 from relay.store.connections import connect
 
 log = logging.getLogger(__name__)
@@ -30,17 +32,9 @@ def reported(conn: psycopg.Connection[Any], what: str, report: ProgressReport) -
         yield
         return
     report(what)
-    ended = Event()
     dsn = make_conninfo(conn.info.dsn, password=conn.info.password or None)
-    thread = Thread(
-        target=_watch, args=(dsn, conn.info.backend_pid, what, report, ended), daemon=True
-    )
-    thread.start()
-    try:
+    with beside(partial(_watch, dsn, conn.info.backend_pid, what, report), "index build"):
         yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _watch(dsn: str, pid: int, what: str, report: ProgressReport, ended: Event) -> None:

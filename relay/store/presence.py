@@ -66,10 +66,9 @@ class Presence(Recurring):
             "the target cannot be used",
             "the target can be used again",
             SOON_SECONDS,
+            longest_pause=CHECK_SECONDS,
         )
-        super().__init__(
-            condition, replaced, longest_pause=CHECK_SECONDS, close_seconds=CHECK_SECONDS
-        )
+        super().__init__(condition, replaced, close_seconds=CHECK_SECONDS)
 
     def start(self) -> None:
         """Take the locks, again whenever the connection was lost.

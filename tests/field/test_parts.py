@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from threading import Event, Thread, current_thread
 
 import psycopg
 import pytest
@@ -18,6 +19,7 @@ from relay.admin import status
 from relay.admin.retention import partition_new
 from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
+from relay.delivery.sinks import Sinks
 from relay.demo.embedded import free_port
 from relay.model.batch import Batch, Outcome
 from relay.model.events import Lsn
@@ -26,7 +28,8 @@ from relay.observe.engines import EngineCounts
 from relay.retention.partitions import partitions
 from relay.retention.schedule import Schedule
 from relay.runtime import parts
-from relay.runtime.parts import Condition
+from relay.runtime.parts import Condition, Recurring
+from relay.service import Service
 from relay.source import hybrid
 from relay.source.outbox import interval
 from relay.store import activity, connections, presence
@@ -187,3 +190,78 @@ def test_an_audit_that_is_cancelled_again_and_again_is_shown(
             wait_until(lambda: Scrape(port).value("relay_part_failing", part="audit") == 1, 10)
             assert "audit: note: fails for" in ask(port, "/readyz").text
         wait_until(lambda: failing(settings) == {}, 30)
+
+
+def left_open(outbox: Outbox) -> list[object]:
+    """What an instance leaves in the databases that has not closed all of its parts."""
+    return [
+        outbox.column(
+            "select slot_name from pg_replication_slots where active and database = current_database()"
+        ),
+        presence.instances(outbox.conn, "default"),
+        outbox.column("select group_id from relay.groups where running or instances <> '{}'"),
+    ]
+
+
+def test_a_part_that_cannot_be_closed_leaves_no_other_open(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that came after it in the shutdown was left to the end of the process, which other groups may outlive."""
+
+    def close(_: object) -> None:
+        raise KeyError("a defect")
+
+    for part in (Sinks, Schedule):
+        monkeypatch.setattr(part, "close", close)
+    outbox.publish(host(1), event(1))
+    service = Service(outbox.settings())
+
+    def stop() -> None:
+        outbox.wait_drained()
+        service.stop()
+
+    stopping = Thread(target=stop, daemon=True)
+    stopping.start()
+    with pytest.raises(KeyError, match="a defect"):
+        service.run()
+    stopping.join(10)
+    wait_until(lambda: left_open(outbox) == [[], [], []], 10)
+    monkeypatch.undo()
+    with relaying(outbox.settings()):
+        outbox.publish(host(1), event(2))
+        outbox.wait_drained()
+    outbox.assert_exact()
+
+
+def test_a_part_that_cannot_start_leaves_no_other_open(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: object) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(Sinks, "start", start)
+    with pytest.raises(KeyError, match="a defect"):
+        Service(outbox.settings()).run()
+    wait_until(lambda: left_open(outbox) == [[], [], []], 10)
+
+
+def test_what_a_stop_causes_is_no_fault_of_a_part(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning at each orderly stop hides those that matter. The thread itself closes what it uses."""
+    begun = Event()
+    released: list[str] = []
+
+    class Waiting(Recurring):
+        def turn(self) -> float:
+            begun.set()
+            self.stopping.wait()
+            raise psycopg.OperationalError("the connection is closed")
+
+        def release(self) -> None:
+            released.append(current_thread().name)
+
+    condition = Condition("waiting", logging.getLogger("relay"), "fails", "goes on")
+    part = Waiting(condition, close_seconds=10)
+    part.start()
+    assert begun.wait(10)
+    part.close()
+    assert (condition.fault, released, caplog.messages) == (None, ["waiting"], [])

@@ -227,10 +227,12 @@ def test_the_page_of_threads_has_every_thread() -> None:
     code = "\n".join(each.read_text() for each in (ROOT / "relay").rglob("*.py"))
     threads = re.findall(r'Thread\((?:[^()]|\([^()]*\))*?\bname=f?"([^"]+)"', code, re.DOTALL)
     pools = re.findall(r'(?<!_)\bpool\(\w+, f?"([^"]+)"', code)
+    beside = re.findall(r'\bbeside\(.*, "([^"]+)"\)', code)
     assert len(threads) > 10
+    assert len(beside) > 1
     assert len(pools) > 2
     # Progress on a terminal, in the process of a command.
-    names = {re.sub(r"\{.*?\}", "<>", each) for each in [*threads, *pools]} - {
+    names = {re.sub(r"\{.*?\}", "<>", each) for each in [*threads, *pools, *beside]} - {
         "view",
         "index build",
     }

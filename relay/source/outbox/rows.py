@@ -189,7 +189,7 @@ class OutboxRows(OutboxTable):
         marked = sql.SQL(
             """
             select xid8send({xid}) as key, false as unmarked, bit_or(set_bit({none}, {partition}, 1)) as partitions,
-                   coalesce(max({place}), 0) as position, count(*) as events
+                   coalesce(max({row_position}), 0) as position, count(*) as events
               from {table} where {xid} is not null and {between} group by {xid}
             """
         )
@@ -197,7 +197,7 @@ class OutboxRows(OutboxTable):
             """
             union all
             select int8send(number), true, bit_or(partitions), max(position), count(*)
-              from (select {offset}::bigint as number, max({place}) over business as position,
+              from (select {offset}::bigint as number, max({row_position}) over business as position,
                            bit_or(set_bit({none}, {partition}, 1)) over business as partitions
                       from {table} where {xid} is null and {offset} is not null
                     window business as (partition by coalesce({transaction}::text, tableoid::text || ctid::text))
@@ -210,7 +210,7 @@ class OutboxRows(OutboxTable):
             "none": sql.SQL("repeat('0', {0})::bit({0})").format(settings.partitions),
             "partition": self._partition,
             "offset": self._offset,
-            "place": self._place,
+            "row_position": self._row_position,
             "table": self._table,
             "between": condition(between),
             "transaction": self._or_null(conn, "transaction_id", "null::uuid"),

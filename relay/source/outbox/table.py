@@ -63,7 +63,9 @@ class OutboxTable:
         self._table = sql.Identifier(*settings.source.table_name)
         self._offset = sql.Identifier(self._mapping["c_offset"])
         # A position is after the first one, which the least bigint is.
-        self._place = sql.SQL("greatest({}::bigint, -9223372036854775807)").format(self._offset)
+        self._row_position = sql.SQL("greatest({}::bigint, -9223372036854775807)").format(
+            self._offset
+        )
         self._partition = partition_of(self._mapping["host_id"], settings.partitions)
         self._known: frozenset[str] | None = None
 

@@ -182,8 +182,8 @@ class UnreadRows(OutboxTable):
             select row.id, row.partition, row.happened, {applied} as applied
               from (select tableoid::text || ctid::text as id, {partition} as partition, {happened} as happened,
                            coalesce({xid}, {unmarked}::xid8) as xid,
-                           case when {xid} is null then {place}
-                                else max({place}) over (partition by {xid}) end as position
+                           case when {xid} is null then {row_position}
+                                else max({row_position}) over (partition by {xid}) end as position
                       from {table} where {candidates}) as row
               join {positions} using (partition)
             """
@@ -193,7 +193,7 @@ class UnreadRows(OutboxTable):
             happened=self._or_null(conn, "event_ts", "null::timestamptz"),
             xid=_XID,
             unmarked=UNMARKED,
-            place=self._place,
+            row_position=self._row_position,
             table=self._table,
             candidates=sql.SQL(" or ").join(_candidates(bounds)),
             positions=_table_of(read.positions),
@@ -207,7 +207,7 @@ class UnreadRows(OutboxTable):
         kinds = [sql.SQL("{} order by {} {}").format(newer, _XID, sql.SQL(order)), *others]
         scan = sql.SQL(
             """
-            (select coalesce({xid}, {unmarked}::xid8) as xid, {place} as position,
+            (select coalesce({xid}, {unmarked}::xid8) as xid, {row_position} as position,
                     {happened} as happened, {partition} as partition
                from {table} where {kind} limit {most})
             """
@@ -216,7 +216,7 @@ class UnreadRows(OutboxTable):
             scan.format(
                 xid=_XID,
                 unmarked=UNMARKED,
-                place=self._place,
+                row_position=self._row_position,
                 happened=self._or_null(conn, "event_ts", "null::timestamptz"),
                 partition=self._partition_among(len(read.positions)),
                 table=self._table,

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -19,7 +20,7 @@ from psycopg.rows import args_row, class_row, scalar_row
 from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError, describe
 from relay.model.events import Lsn
-from relay.runtime.threads import Thread
+from relay.runtime.threads import beside
 from relay.source.outbox.columns import PUBLISHES_GENERATED, mapped
 from relay.store.connections import Dsn, connect
 
@@ -405,16 +406,8 @@ def oldest_open(conn: psycopg.Connection[Any]) -> OpenTransaction | None:
 @contextmanager
 def reporting_blockers(dsn: Dsn, report_blockers: Callable[[str], None]) -> Iterator[None]:
     """Call `report_blockers` every REPORT_EVERY_SECONDS, in another thread, with the oldest open transaction."""
-    ended = Event()
-    thread = Thread(
-        target=_report_oldest, args=(dsn, report_blockers, ended), name="blockers", daemon=True
-    )
-    thread.start()
-    try:
+    with beside(partial(_report_oldest, dsn, report_blockers), "blockers"):
         yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _report_oldest(dsn: Dsn, report_blockers: Callable[[str], None], ended: Event) -> None:

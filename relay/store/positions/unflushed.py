@@ -21,7 +21,7 @@ from relay.faults import RelayError, TransientFault, is_transient
 from relay.model.events import Lsn
 from relay.runtime.parts import Condition as PartCondition
 from relay.runtime.parts import Recurring
-from relay.runtime.retry import LONGEST_WAIT_SECONDS
+from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.store.connections import Dsn, connect
 from relay.store.positions import offsets
 
@@ -61,11 +61,12 @@ class Unflushed(Recurring):
             log,
             "cannot read yet what the target has flushed",
             "what the target has flushed is read again",
+            first_pause=FIRST_WAIT_SECONDS,
+            longest_pause=LONGEST_WAIT_SECONDS,
         )
         super().__init__(
             condition,
             failed,
-            longest_pause=LONGEST_WAIT_SECONDS,
             is_final=lambda error: not is_transient(error),
             close_seconds=CLOSE_SECONDS,
         )
@@ -83,7 +84,6 @@ class Unflushed(Recurring):
             self.stopping.set()
             self._changed.notify_all()
         super().close()
-        self._disconnect()
 
     def add(self, end: Lsn, reached: Mapping[int, Lsn]) -> None:
         """Add a commit of everything up to the source position `end`; `reached` has the positions of its partitions."""
@@ -108,9 +108,12 @@ class Unflushed(Recurring):
             self.condition.works()
         return 0.0
 
-    def _end(self, error: Exception) -> None:
-        super()._end(error)
-        # What is pending stays: tasks must not go on from positions that the target has lost.
+    def release(self) -> None:
+        """Close the connection, and wake `close`.
+
+        What is pending stays: tasks must not go on from positions that the target has lost.
+        """
+        self._disconnect()
         with self._changed:
             self._changed.notify_all()
 
