@@ -421,6 +421,13 @@ def test_only_the_event_with_an_undecodable_byte_is_dead(encoded: Outbox, mode: 
 
 
 @pytest.mark.parametrize("encoded", ["WIN1252"], indirect=True)
+def test_no_route_stops_relay_for_what_an_undecodable_byte_has_damaged(encoded: Outbox) -> None:
+    """The damaged payload matches no route; that says nothing, also where `unrouted` is `fail`."""
+    routes = [{"match": {"payload.note": "é"}, "handlers": ["projection"]}]
+    undecodable(encoded, encoded.settings(routes=routes, unrouted="fail"))
+
+
+@pytest.mark.parametrize("encoded", ["WIN1252"], indirect=True)
 def test_only_the_event_with_an_undecodable_byte_is_dead_on_spark(
     encoded: Outbox, spark_session: Session
 ) -> None:
