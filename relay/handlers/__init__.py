@@ -12,6 +12,7 @@ from relay.config.handlers import (
     PythonHandler,
     SqlHandler,
 )
+from relay.event_types.current_version import as_current, routed_as_current
 from relay.event_types.upcasting import Upcasting
 from relay.faults import ConfigurationError
 from relay.model.events import Transaction
@@ -32,6 +33,27 @@ class Handler(Protocol):
 
     def apply(self, conn: Connection, routed: Routed) -> None:
         """Apply transactions, in order. May raise any error: `relay.faults` decides what it means."""
+
+
+class Typed:
+    """A transactional handler that gets events in the current version of their type."""
+
+    def __init__(self, handler: Handler, upcaster: Upcasting) -> None:
+        self.name = handler.name
+        self._handler = handler
+        self._upcaster = upcaster
+
+    def configure(self, conn: Connection) -> None:
+        """Prepare a new connection of the target, once."""
+        self._handler.configure(conn)
+
+    def check(self, conn: Connection) -> None:
+        """Raise ConfigurationError if the handler cannot work on this database."""
+        self._handler.check(conn)
+
+    def apply(self, conn: Connection, routed: Routed) -> None:
+        """Apply transactions, in order. Raises InvalidEvent, and the errors of the handler and of upcasters."""
+        self._handler.apply(conn, routed_as_current(routed, self._upcaster))
 
 
 class Sink(Protocol):
@@ -70,6 +92,30 @@ class Sink(Protocol):
         """Close the connections. Deliveries in flight fail."""
 
 
+class TypedSink:
+    """A sink that gets events in the current version of their type.
+
+    No event of a transaction is sent unless all of them are valid.
+    """
+
+    def __init__(self, sink: Sink, upcaster: Upcasting) -> None:
+        self.name = sink.name
+        self._sink = sink
+        self._upcaster = upcaster
+
+    def resume(self, series: str) -> None:
+        """Prepare for deliveries from the sink's stored position."""
+        self._sink.resume(series)
+
+    async def deliver(self, transaction: Transaction) -> None:
+        """Deliver all events of a transaction. Raises InvalidEvent, and the errors of the sink and of upcasters."""
+        await self._sink.deliver(await as_current(transaction, self._upcaster))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._sink.close()
+
+
 def build(
     configured: Mapping[str, HandlerSettings],
     types: Mapping[str, LiteralString],
@@ -93,8 +139,6 @@ def build(
             case SqlHandler():
                 handlers[name] = SqlBatch(name, settings.statement, types)
     if upcaster:
-        from relay.handlers.typed import Typed
-
         return {name: Typed(handler, upcaster) for name, handler in handlers.items()}
     return handlers
 
@@ -123,8 +167,4 @@ def _sink(name: str, settings: DeliveryHandler, upcaster: Upcasting | None) -> S
         raise ConfigurationError(
             f"handlers.{name}.type: {kind} needs {error.name}: install relay-outbox[{kind}]"
         ) from None
-    if not upcaster:
-        return sink
-    from relay.handlers.typed import TypedSink
-
-    return TypedSink(sink, upcaster)
+    return TypedSink(sink, upcaster) if upcaster else sink

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relay.event_types import current_version
 from relay.event_types.upcasting import Upcasting
 from relay.faults import InvalidEvent
-from relay.handlers import typed
-from relay.handlers.typed import Typed, TypedSink
+from relay.handlers import Typed, TypedSink
 from relay.model.events import Commit, Event, Events, Lsn, Transaction
 from relay.model.transactions import FACTS, Routed, Rows, Transactions
 from relay.model.tuples import RowDecoder
@@ -122,7 +122,7 @@ def test_without_a_declared_type_a_handler_gets_what_it_got_before() -> None:
 def test_nothing_of_a_transaction_is_read_before_all_of_it_is_valid(
     held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(typed, "_KEPT_BYTES", held)
+    monkeypatch.setattr(current_version, "_KEPT_BYTES", held)
     valid: Row = ("order.placed", '{"amount": 1}', None)
     assert len(apply([valid] * 3, Reads()).events) == 3
     handler, sink = Reads(), Reads()

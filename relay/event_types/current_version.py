@@ -1,4 +1,4 @@
-"""Wraps handlers if the configuration has `events`: they get each event in the current version of its type."""
+"""Reads events in the current version of their types, as handlers get them if the configuration has `events`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from relay.event_types.upcasting import Upcasting
-from relay.handlers import Handler, Sink
 from relay.model.events import COMMIT_FIELDS, Decoder, Event, Events, Row, Transaction
 from relay.model.transactions import ColumnDecoder, Routed, Rows, Values
-from relay.store.connections import Connection
 
 _CHANGED = ("payload", "metadata")
 _NO_COMMIT: Row = (None,) * len(COMMIT_FIELDS)
@@ -93,69 +91,36 @@ class _CurrentRouted(Routed):
                 yield each
 
 
-class Typed:
-    """A transactional handler that gets events in the current version of their type."""
+def routed_as_current(routed: Routed, upcaster: Upcasting) -> Routed:
+    """Return routed transactions whose events are in the current version, or `routed` itself if none has a known type.
 
-    def __init__(self, handler: Handler, upcaster: Upcasting) -> None:
-        self.name = handler.name
-        self._handler = handler
-        self._upcaster = upcaster
-
-    def configure(self, conn: Connection) -> None:
-        """Prepare a new connection of the target, once."""
-        self._handler.configure(conn)
-
-    def check(self, conn: Connection) -> None:
-        """Raise ConfigurationError if the handler cannot work on this database."""
-        self._handler.check(conn)
-
-    def apply(self, conn: Connection, routed: Routed) -> None:
-        """Apply transactions, in order. Raises InvalidEvent, and the errors of the handler and of upcasters."""
-        if self._has_typed_events(routed):
-            decoder = _CurrentColumns(routed.decoder, self._upcaster)
-            routed = _CurrentRouted(routed.transactions, decoder)
-        self._handler.apply(conn, routed)
-
-    def _has_typed_events(self, routed: Routed) -> bool:
-        portions = routed.transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE)
-        return any(
-            not self._upcaster.none_of(kinds)
-            for rows in portions
-            for kinds in routed.decoder.columns(rows, ("event_type",))
-        )
-
-
-class TypedSink:
-    """A sink that gets events in the current version of their type.
-
-    No event of a transaction is sent unless all of them are valid.
+    Reading them raises InvalidEvent, and the errors of upcasters.
     """
+    portions = routed.transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE)
+    if all(
+        upcaster.none_of(kinds)
+        for rows in portions
+        for kinds in routed.decoder.columns(rows, ("event_type",))
+    ):
+        return routed
+    return _CurrentRouted(routed.transactions, _CurrentColumns(routed.decoder, upcaster))
 
-    def __init__(self, sink: Sink, upcaster: Upcasting) -> None:
-        self.name = sink.name
-        self._sink = sink
-        self._upcaster = upcaster
 
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._sink.close()
+async def as_current(transaction: Transaction, upcaster: Upcasting) -> Transaction:
+    """Return a transaction whose events are in the current version, after all of them have been found valid.
 
-    def resume(self, series: str) -> None:
-        """Prepare for deliveries from the sink's stored position."""
-        self._sink.resume(series)
-
-    async def deliver(self, transaction: Transaction) -> None:
-        """Deliver all events of a transaction. Raises InvalidEvent, and the errors of the sink and of upcasters."""
-        published = transaction.events
-        decoder = _CurrentDecoder(published.decoder, self._upcaster)
-        events = Events(published.tuples, decoder, published.commit)
-        if _is_small(events):
-            events = _DecodedEvents(events)
-        else:
-            for number, _ in enumerate(events):
-                if number % _VALIDATED_AT_ONCE == 0:
-                    await asyncio.sleep(0)
-        await self._sink.deliver(replace(transaction, events=events))
+    Raises InvalidEvent, and the errors of upcasters.
+    """
+    published = transaction.events
+    decoder = _CurrentDecoder(published.decoder, upcaster)
+    events = Events(published.tuples, decoder, published.commit)
+    if _is_small(events):
+        events = _DecodedEvents(events)
+    else:
+        for number, _ in enumerate(events):
+            if number % _VALIDATED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+    return replace(transaction, events=events)
 
 
 def _is_small(events: Events) -> bool:
