@@ -23,7 +23,6 @@ from relay.config.files import Configuration, observed
 from relay.config.settings import Address, Settings
 from relay.event_types.registry import registered
 from relay.faults import ConfigurationError, RelayError, Unreachable, first_line, is_transient
-from relay.handlers import Sink
 from relay.model.spool import require_writable
 from relay.observe.traces import require_exporter
 from relay.pipeline.routing import shadowed
@@ -31,6 +30,7 @@ from relay.retention.removable import identity
 from relay.retention.schedule import require_not_given_up
 from relay.runtime.parts import SOON_SECONDS, Condition
 from relay.runtime.retry import RetryUntilSuccess
+from relay.sinks import Sink, build_sinks
 from relay.source.recognition import Recognition
 from relay.spark.jvm import java_home
 from relay.store import (
@@ -71,7 +71,7 @@ def _after_source(source: Connection | None, settings: Settings, accept: bool) -
     """Check all but the source. `source` is None if it cannot be reached."""
     try:
         built = handlers.build(settings.handlers, settings.source.sql_types)
-        asyncio.run(_close(sink for sink, _ in handlers.build_sinks(settings.handlers).values()))
+        asyncio.run(_close(sink for sink, _ in build_sinks(settings.handlers).values()))
         _build_spark_sinks(settings)
     except ConfigurationError as error:
         yield Finding(Severity.ERROR, "handlers", str(error))

@@ -569,6 +569,6 @@ KINDS: dict[str, type[_HandlerSettings]] = {
     for settings in get_args(get_args(HandlerSettings)[0])
 }
 """The settings of each type of handlers. A sink of a type is built by `sink` of the module of its name in
-`relay.handlers`."""
+`relay.sinks`."""
 TRANSACTIONAL = tuple(kind for kind, each in KINDS.items() if not issubclass(each, SinkHandler))
 """The types of handlers that act in the target's transaction; the others are sinks."""

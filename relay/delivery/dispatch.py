@@ -12,7 +12,6 @@ from relay.config.handlers import DeliveryHandler
 from relay.delivery.circuit_breaker import CircuitBreaker
 from relay.delivery.queues import Delivery, HeldKeys, Queues
 from relay.faults import DestinationRefused, FaultAction, Unauthorized, action_for, describe
-from relay.handlers import Sink
 from relay.logs import RepeatedLines
 from relay.model.dispositions import (
     APPLIED,
@@ -29,6 +28,7 @@ from relay.model.dispositions import (
 )
 from relay.pipeline.failure_limit import FailureLimit
 from relay.runtime.retry import LONGEST_WAIT_SECONDS
+from relay.sinks import Sink
 from relay.store.activity import Attempts
 
 log = logging.getLogger(__name__)

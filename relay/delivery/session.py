@@ -18,13 +18,13 @@ from relay.delivery.polling import FIRST_POLL_SECONDS, SinkPolling
 from relay.delivery.progress import SinkCommit, SinkProgress, commits_of
 from relay.delivery.queues import rests_of_partial_commits
 from relay.delivery.submission import Submission
-from relay.handlers import Sink
 from relay.model.dispositions import BLOCKED
 from relay.model.snapshots import full_xids
 from relay.model.transactions import Routed
 from relay.pipeline.failure_limit import FailureLimit
 from relay.pipeline.routing import BatchRouter
 from relay.runtime.retry import Backoff
+from relay.sinks import Sink
 from relay.source.server import SourcePosition
 from relay.store.positions.sinks import ATTACHED, CAUGHT_UP, LAGGING, SinkState
 from relay.store.presence import instances

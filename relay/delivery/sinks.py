@@ -13,7 +13,6 @@ from typing import Protocol
 import numpy as np
 import psycopg
 
-from relay import handlers
 from relay.config.handlers import DeliveryHandler
 from relay.config.settings import Settings
 from relay.delivery.feed import Feed, JoinPoint, Streamed, WalHold
@@ -21,7 +20,6 @@ from relay.delivery.worker import Worker
 from relay.event_types.registry import registered
 from relay.event_types.upcasting import Upcasting
 from relay.faults import RelayError
-from relay.handlers import Sink
 from relay.model.batch import Batch
 from relay.model.events import Lsn
 from relay.model.snapshots import Xids, full_xids
@@ -29,6 +27,7 @@ from relay.model.transactions import Routed
 from relay.pipeline.listeners import Meter
 from relay.pipeline.routing import BatchRouter
 from relay.runtime.parts import Condition, Due, Heartbeat, Part
+from relay.sinks import Sink, build_sinks
 from relay.source.server import SourcePosition
 from relay.spark.session import Session
 from relay.spark.sink import SparkWorker
@@ -82,7 +81,7 @@ class Sinks(Part):
         self._streamed: list[Xids] = []
         self._begun: float | None = None
         upcaster = Upcasting(registered(settings.events))
-        built = handlers.build_sinks(settings.handlers, upcaster)
+        built = build_sinks(settings.handlers, upcaster)
         self._workers = {
             name: Worker(
                 name,

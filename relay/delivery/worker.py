@@ -15,11 +15,11 @@ from relay.delivery.checkpoint import SinkContext
 from relay.delivery.feed import Feed, Stream, WalHold
 from relay.delivery.session import SinkSession
 from relay.faults import RelayError, TaskFault, describe, is_transient
-from relay.handlers import Sink
 from relay.pipeline.listeners import Meter
 from relay.runtime.parts import Condition, Due, Recurring
 from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.runtime.threads import pool
+from relay.sinks import Sink
 from relay.source.server import SourcePosition
 from relay.store.positions import sinks
 from relay.store.positions.sinks import Claim, SinkMoved, SinkState

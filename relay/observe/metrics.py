@@ -18,11 +18,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from relay.config.settings import Settings
-from relay.handlers import Sink
 from relay.model.batch import Batch, DeadLetterReport, Outcome, TaskOutcome
 from relay.model.events import POSTGRES_EPOCH, Transaction
 from relay.pipeline.apply import Redelivery
 from relay.pipeline.listeners import Meter
+from relay.sinks import Sink
 
 _LATENCY = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 _DURATION = (

@@ -40,7 +40,6 @@ from opentelemetry.util.types import AttributeValue
 from relay import __version__
 from relay.config.handlers import BrokerHandler, DeliveryHandler, HttpHandler
 from relay.faults import describe
-from relay.handlers import Sink
 from relay.logs import RepeatedLines
 from relay.model.batch import Batch, JobName, Outcome
 from relay.model.events import POSTGRES_EPOCH, Event, Transaction
@@ -57,6 +56,7 @@ from relay.pipeline.apply import Redelivery
 from relay.pipeline.listeners import BatchListener
 from relay.pipeline.tracing import add
 from relay.runtime.parts import Part
+from relay.sinks import Sink
 from relay.store.groups import INSTANCE
 
 log = logging.getLogger(__name__)

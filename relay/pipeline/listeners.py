@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from relay.handlers import Sink
 from relay.model.batch import Batch, DeadLetterReport, Outcome, TaskOutcome
 from relay.pipeline.apply import Redelivery
+from relay.sinks import Sink
 
 
 class BatchListener:

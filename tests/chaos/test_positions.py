@@ -17,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relay import handlers
 from relay.config.settings import Settings
+from relay.delivery import sinks
 from relay.model.events import Transaction
 from relay.source import hybrid, lost_slot
 from tests.outbox import Outbox, host, relaying, wait_until, work_and_crash
@@ -249,7 +249,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         )
         found = World(outbox)
         monkeypatch.setattr(
-            handlers,
+            sinks,
             "build_sinks",
             lambda configured, _: {
                 name: (found.destination, each)

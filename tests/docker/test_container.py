@@ -205,7 +205,7 @@ def test_help_is_what_the_image_answers(image: str) -> None:
     "kind", [kind for kind, each in KINDS.items() if issubclass(each, DeliveryHandler)]
 )
 def test_the_client_of_a_handler_is_in_the_image(image: str, kind: str) -> None:
-    done(run(image, "-c", f"import relay.handlers.{kind}", entrypoint="python"))
+    done(run(image, "-c", f"import relay.sinks.{kind}", entrypoint="python"))
 
 
 def test_it_runs_as_an_ordinary_user_who_cannot_change_the_program(image: str) -> None:

@@ -17,10 +17,10 @@ from relay.config.handlers import HttpHandler
 from relay.config.settings import ConsoleSettings, Settings, address
 from relay.console.server import Server
 from relay.faults import Undelivered
-from relay.handlers import build_sinks
-from relay.handlers.http import Http, public_url
 from relay.observe.server import listen
 from relay.observe.spans import exporter
+from relay.sinks import build_sinks
+from relay.sinks.http import Http, public_url
 from tests.sinks import make_event, transaction
 from tests.webhook import Answer, Webhook
 

@@ -24,11 +24,11 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 
 from relay.config.handlers import HandlerSettings
 from relay.faults import Rejected, Undelivered
-from relay.handlers import Sink, build_sinks
-from relay.handlers import rabbitmq as amqp
-from relay.handlers import redis as streams
-from relay.handlers.brokers import Message, SendWindow, Unanswered
 from relay.model.events import Event
+from relay.sinks import Sink, build_sinks
+from relay.sinks import rabbitmq as amqp
+from relay.sinks import redis as streams
+from relay.sinks.brokers import Message, SendWindow, Unanswered
 from tests.brokers import KafkaCluster, NatsServer, RabbitmqServer, RedisServer, started
 from tests.jetstream import jetstream
 from tests.sinks import make_event, transaction

@@ -24,8 +24,8 @@ from relay.config.handlers import HandlerSettings
 from relay.config.imports import load
 from relay.config.settings import Route, Settings
 from relay.faults import ConfigurationError, Rejected, RelayError, Unreachable
-from relay.handlers.brokers import Message, Publishing
 from relay.pipeline.routing import shadowed
+from relay.sinks.brokers import Message, Publishing
 from relay.store import connections, locks, rights
 from relay.store.migrations import Side
 from relay.store.positions import sinks

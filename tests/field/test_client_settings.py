@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from relay.config.handlers import HttpHandler, KafkaHandler
-from relay.handlers.http import Http
+from relay.sinks.http import Http
 from tests.sinks import make_event, transaction
 from tests.webhook import Webhook
 

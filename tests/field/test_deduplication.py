@@ -15,7 +15,7 @@ import pytest
 
 from relay.admin import sinks
 from relay.config.handlers import NatsHandler
-from relay.handlers import build_sinks
+from relay.sinks import build_sinks
 from relay.store.positions import sinks as positions
 from tests.brokers import NatsServer, sending, started
 from tests.jetstream import JetStream, jetstream

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from relay.config.handlers import HandlerSettings
 from relay.faults import Undelivered
-from relay.handlers import Sink, build_sinks
+from relay.sinks import Sink, build_sinks
 from tests.jetstream import jetstream
 from tests.sinks import make_event, transaction
 

@@ -18,9 +18,9 @@ from relay.config.fields import Template
 from relay.config.handlers import NatsHandler
 from relay.config.settings import Route
 from relay.faults import Rejected
-from relay.handlers import build_sinks
 from relay.model import exact_json, trace_context
 from relay.pipeline.routing import RouteRules
+from relay.sinks import build_sinks
 from tests.jetstream import jetstream
 from tests.outbox import Outbox, host, relaying
 from tests.sinks import make_event, transaction

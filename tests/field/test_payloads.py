@@ -21,9 +21,9 @@ from relay.admin.install import initialise
 from relay.config.fields import Template
 from relay.config.handlers import HandlerSettings
 from relay.faults import Rejected
-from relay.handlers import build_sinks, cloudevents
 from relay.model import exact_json
 from relay.model.events import EVENT_FIELDS, Event
+from relay.sinks import build_sinks, cloudevents
 from tests.brokers import TYPE, KafkaCluster, started
 from tests.jetstream import jetstream
 from tests.outbox import Outbox, relaying, wait_until

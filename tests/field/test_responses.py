@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from relay.config.handlers import HttpHandler
 from relay.faults import Rejected, Undelivered
-from relay.handlers.http import Http
+from relay.sinks.http import Http
 from tests.sinks import make_event, transaction
 
 Respond = Callable[[int, asyncio.StreamWriter], Awaitable[bool]]

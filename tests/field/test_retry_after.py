@@ -19,11 +19,11 @@ from relay.delivery.circuit_breaker import CircuitBreaker
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.queues import Delivery
 from relay.faults import Undelivered
-from relay.handlers.http import retry_after
 from relay.model.dispositions import APPLIED, Disposition, RetryLater
 from relay.model.events import Commit, Lsn, Transaction
 from relay.model.transactions import Undecoded
 from relay.pipeline.failure_limit import FailureLimit
+from relay.sinks.http import retry_after
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.webhook import Answer, Webhook
 

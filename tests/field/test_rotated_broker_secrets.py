@@ -20,7 +20,7 @@ import pytest
 import redis
 
 from relay.config.handlers import KafkaHandler
-from relay.handlers.kafka import Kafka
+from relay.sinks.kafka import Kafka
 from tests import brokers, callables
 from tests.brokers import KafkaCluster, NatsServer, RabbitmqServer, RedisServer, sending
 from tests.outbox import Outbox, event, host, relaying, wait_until

@@ -34,9 +34,9 @@ from relay.config.secrets import CallSecret
 from relay.config.settings import Settings
 from relay.demo.embedded import free_port
 from relay.faults import ConfigurationError, NoCredentials, describe
-from relay.handlers.credentials import Certificates
-from relay.handlers.http import Http
 from relay.observe.server import listen
+from relay.sinks.credentials import Certificates
+from relay.sinks.http import Http
 from relay.store import refusals
 from relay.store.connections import connect
 from tests import callables

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from relay.config.handlers import HandlerSettings
 from relay.faults import Rejected, Undelivered
-from relay.handlers import Sink, build_sinks
+from relay.sinks import Sink, build_sinks
 from tests.brokers import (
     BROKERS,
     TYPE,

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from relay.config.handlers import HttpHandler
 from relay.faults import ConfigurationError, Rejected, Undelivered, describe, exception_text
-from relay.handlers.http import Http, retry_after, signatures
+from relay.sinks.http import Http, retry_after, signatures
 from tests.sinks import make_event, transaction
 from tests.webhook import Answer, Webhook
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from relay.handlers import brokers
-from relay.handlers.brokers import Message, Sending, SendWindow, Shared, Unanswered
+from relay.sinks import brokers
+from relay.sinks.brokers import Message, Sending, SendWindow, Shared, Unanswered
 
 
 def messages(count: int) -> list[Message]:

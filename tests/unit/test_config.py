@@ -16,7 +16,7 @@ from relay.config.loading import load
 from relay.config.secrets import read_secret_file
 from relay.config.settings import Settings, SparkSettings
 from relay.faults import ConfigurationError
-from relay.handlers import build_sinks
+from relay.sinks import build_sinks
 from relay.spark.jvm import as_properties
 from relay.spark.session import _classic_conf
 

@@ -10,8 +10,6 @@ import pytest
 
 from relay.config.handlers import HttpHandler, RetrySettings
 from relay.faults import Rejected, TransientFault
-from relay.handlers import cloudevents
-from relay.handlers.http import public_url, retry_after, signatures
 from relay.model.dispositions import (
     BLOCKED,
     NEW,
@@ -24,6 +22,8 @@ from relay.model.dispositions import (
     retry_delay,
 )
 from relay.model.events import EVENT_FIELDS, Event
+from relay.sinks import cloudevents
+from relay.sinks.http import public_url, retry_after, signatures
 
 
 def event(**fields: str) -> Event:

@@ -205,6 +205,7 @@ def test_architecture_names_every_module_and_no_other() -> None:
     covered = (
         "relay/spark/writers/",
         "relay/handlers/",
+        "relay/sinks/",
         "relay/client/",
         "relay/demo/",
         "relay/store/",

@@ -16,7 +16,7 @@ from relay.config.fields import Template, is_name
 from relay.config.settings import Route, Settings
 from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError, Rejected
-from relay.handlers import cloudevents, relation
+from relay.handlers import relation
 from relay.handlers.sql import SqlEvent
 from relay.model import tuples
 from relay.model.events import EVENT_FIELDS, FIELDS, Event, TypedEvent
@@ -24,6 +24,7 @@ from relay.model.headers import ATTRIBUTES, as_json, from_json
 from relay.model.transactions import Rows
 from relay.model.tuples import RowDecoder
 from relay.pipeline.routing import RouteRules
+from relay.sinks import cloudevents
 from relay.source.decode.grouping import Grouping
 from relay.source.decode.layout import Layout, polled
 from tests.unit import wire

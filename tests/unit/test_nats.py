@@ -19,8 +19,8 @@ import trustme
 
 from relay.config.handlers import NatsHandler
 from relay.faults import Undelivered
-from relay.handlers.brokers import Message
-from relay.handlers.nats import Nats
+from relay.sinks.brokers import Message
+from relay.sinks.nats import Nats
 
 MESSAGE = Message("shop.paid", None, "1", "s/1/1", "application/json", {}, b'{"card": "4111"}')
 

@@ -14,11 +14,11 @@ from opentelemetry.trace import get_current_span
 from pydantic import TypeAdapter
 
 from relay.config.handlers import HandlerSettings, NatsHandler
-from relay.handlers import cloudevents, kafka, nats, rabbitmq, redis
-from relay.handlers.brokers import Message, Publishing, SendWindow, Unanswered
 from relay.model.events import Event
 from relay.model.trace_context import MOST_BYTES, TraceContext, carrying, headers, parse, trace_id
 from relay.observe.spans import parent
+from relay.sinks import cloudevents, kafka, nats, rabbitmq, redis
+from relay.sinks.brokers import Message, Publishing, SendWindow, Unanswered
 from tests.sinks import make_event, transaction
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

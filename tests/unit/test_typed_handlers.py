@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from relay.event_types import current_version
 from relay.event_types.upcasting import Upcasting
 from relay.faults import InvalidEvent
-from relay.handlers import Typed, TypedSink
+from relay.handlers import Typed
 from relay.model.events import Commit, Event, Events, Lsn, Transaction
 from relay.model.transactions import FACTS, Routed, Rows, Transactions
 from relay.model.tuples import RowDecoder
+from relay.sinks import TypedSink
 from tests.event_types import registry
 from tests.unit import wire
 

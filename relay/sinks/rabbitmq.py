@@ -34,8 +34,8 @@ from relay.faults import (
     Unauthorized,
     Undelivered,
 )
-from relay.handlers.brokers import Message, Publishing, Sending, SendWindow, Shared, Unanswered
-from relay.handlers.credentials import is_refusal, read_aside
+from relay.sinks.brokers import Message, Publishing, Sending, SendWindow, Shared, Unanswered
+from relay.sinks.credentials import is_refusal, read_aside
 
 _REFUSED = frozenset({311, 406, 501})
 """Reply codes for a fault of the message: content too large, precondition failed, frame error."""

@@ -38,18 +38,18 @@ from relay.faults import (
     Unauthorized,
     Undelivered,
 )
-from relay.handlers import cloudevents
-from relay.handlers.credentials import Certificates, is_refusal
-from relay.handlers.http_connections import (
+from relay.model import trace_context
+from relay.model.dispositions import LONGEST_ASKED_SECONDS
+from relay.model.events import Event, Transaction
+from relay.sinks import cloudevents
+from relay.sinks.credentials import Certificates, is_refusal
+from relay.sinks.http_connections import (
     READ_BYTES,
     Connector,
     KeptConnectionLost,
     Malformed,
     Response,
 )
-from relay.model import trace_context
-from relay.model.dispositions import LONGEST_ASKED_SECONDS
-from relay.model.events import Event, Transaction
 
 log = logging.getLogger(__name__)
 

@@ -33,8 +33,8 @@ from relay.faults import (
     Unauthorized,
     Undelivered,
 )
-from relay.handlers.brokers import Message, Publishing
-from relay.handlers.credentials import is_refusal, read_aside
+from relay.sinks.brokers import Message, Publishing
+from relay.sinks.credentials import is_refusal, read_aside
 
 _ELSEWHERE = (ReadOnlyError, ClusterDownError, MovedError, AskError)
 """Answers of a server that does not take writes, such as a demoted primary (MASTERDOWN is a ClusterDownError)."""

@@ -22,9 +22,9 @@ from nats.errors import BadSubjectError, ConnectionClosedError, Error, MaxPayloa
 
 from relay.config.handlers import NatsHandler
 from relay.faults import Rejected, Unauthorized, Undelivered
-from relay.handlers import cloudevents
-from relay.handlers.brokers import Message, Publishing, Sending, SendWindow, Shared, Unanswered
-from relay.handlers.credentials import Certificates, is_refusal, read_aside
+from relay.sinks import cloudevents
+from relay.sinks.brokers import Message, Publishing, Sending, SendWindow, Shared, Unanswered
+from relay.sinks.credentials import Certificates, is_refusal, read_aside
 
 _TOO_LARGE = 10054
 """The error code of JetStream for a message that is larger than the stream accepts."""

@@ -11,9 +11,9 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from relay.config.fields import Template
 from relay.config.handlers import BrokerHandler
 from relay.faults import Rejected, Undelivered
-from relay.handlers import cloudevents
 from relay.model import trace_context
 from relay.model.events import Event, Transaction
+from relay.sinks import cloudevents
 
 _PORTION_MESSAGES = 500
 _PORTION_BYTES = 4_000_000

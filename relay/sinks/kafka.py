@@ -28,9 +28,9 @@ from relay.faults import (
     Unauthorized,
     Undelivered,
 )
-from relay.handlers.brokers import Message, Publishing, Sending, SendWindow
-from relay.handlers.credentials import read
 from relay.runtime.threads import Thread
+from relay.sinks.brokers import Message, Publishing, Sending, SendWindow
+from relay.sinks.credentials import read
 
 _OF_BATCH = frozenset(
     {

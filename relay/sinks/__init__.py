@@ -1,0 +1,100 @@
+"""Sinks: their protocol, and one module for each type, which is imported only if a handler has the type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Protocol
+
+from relay.config.handlers import DeliveryHandler, HandlerSettings
+from relay.event_types.current_version import as_current
+from relay.event_types.upcasting import Upcasting
+from relay.faults import ConfigurationError
+from relay.model.events import Transaction
+
+
+class Sink(Protocol):
+    """Delivers transactions to another system. Its methods run in one event loop, that of the sink's worker."""
+
+    name: str
+
+    def resume(self, series: str) -> None:
+        """Prepare for deliveries from the sink's stored position; called before the first one, and after a move.
+
+        `series` identifies the group, the sink and its last move. Within it, an event that is delivered again is a
+        repetition; in another one it is not.
+        """
+
+    async def deliver(self, transaction: Transaction) -> None:
+        """Deliver all events of a transaction, in order; returns when the receiver has confirmed them.
+
+        Many calls run concurrently, but never two for the same ordering key. Cancelling one call must not disturb the
+        others; its events may arrive nevertheless.
+
+        What the receiver refuses decides what is raised:
+
+        - an event, which it will never accept, even alone: Rejected. Its transaction is dead-lettered.
+        - a batch: nothing yet. The sink sends the batch's messages again, each alone; one that fails alone is refused.
+        - the connection, or this server (another one is the primary): the sink closes the connection, so that the next
+          attempt opens another, and raises Undelivered.
+        - the destination, for now: Undelivered, with the seconds that the receiver asks for as `after`. The attempt is
+          repeated; if all keys fail, the circuit breaker stops the sink.
+        - the destination, until a person acts: DestinationRefused. The sink stops at its position at once.
+
+        When in doubt it is not the event: Undelivered costs a retry, Rejected an event. For any other exception
+        `relay.faults.action_for` decides.
+        """
+
+    async def close(self) -> None:
+        """Close the connections. Deliveries in flight fail."""
+
+
+class TypedSink:
+    """A sink that gets events in the current version of their type.
+
+    No event of a transaction is sent unless all of them are valid.
+    """
+
+    def __init__(self, sink: Sink, upcaster: Upcasting) -> None:
+        self.name = sink.name
+        self._sink = sink
+        self._upcaster = upcaster
+
+    def resume(self, series: str) -> None:
+        """Prepare for deliveries from the sink's stored position."""
+        self._sink.resume(series)
+
+    async def deliver(self, transaction: Transaction) -> None:
+        """Deliver all events of a transaction. Raises InvalidEvent, and the errors of the sink and of upcasters."""
+        await self._sink.deliver(await as_current(transaction, self._upcaster))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._sink.close()
+
+
+def build_sinks(
+    configured: Mapping[str, HandlerSettings], upcaster: Upcasting | None = None
+) -> dict[str, tuple[Sink, DeliveryHandler]]:
+    """Build the sinks; returns each with its settings, by name, in the configuration's order.
+
+    A sink connects with its first delivery. With an upcaster it gets events in the current version of their type.
+    Raises ConfigurationError for one that cannot be built, or whose extra is not installed.
+    """
+    return {
+        name: (_sink(name, settings, upcaster), settings)
+        for name, settings in configured.items()
+        if isinstance(settings, DeliveryHandler)
+    }
+
+
+def _sink(name: str, settings: DeliveryHandler, upcaster: Upcasting | None) -> Sink:
+    kind = getattr(settings, "type")  # noqa: B009
+    try:
+        # Each module has a function `sink(name, settings)`. Its imports may need the extra of the type.
+        sink: Sink = import_module(f"relay.sinks.{kind}").sink(name, settings)
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"handlers.{name}.type: {kind} needs {error.name}: install relay-outbox[{kind}]"
+        ) from None
+    return TypedSink(sink, upcaster) if upcaster else sink
