@@ -100,7 +100,7 @@ class Service:
             engines,
             LongTasks(dsn, applier.active_jobs),
             _GroupRun(settings, [self._pipeline, self._source, retry_worker]),
-            _OwnSession(own_session) if own_session else None,
+            _SparkSession(session, own_session is not None) if settings.needs_spark else None,
             self._pipeline,
             retry_worker,
             Schedule(settings, self.stop),
@@ -236,15 +236,22 @@ class _GroupRun(Part):
             return True
 
 
-class _OwnSession(Part):
-    """The Spark session of this service alone, which the first large batch starts."""
+class _SparkSession(Part):
+    """The Spark session, which the first large batch starts. Several groups may share it; then it is not closed."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, owned: bool) -> None:
         self._session = session
+        self._owned = owned
 
     def close(self) -> None:
-        """End the session."""
-        self._session.close()
+        """End the session of this service alone."""
+        if self._owned:
+            self._session.close()
+
+    @property
+    def conditions(self) -> Sequence[Condition]:
+        """Whether the session can be built."""
+        return (self._session.condition,)
 
 
 def _observer(settings: Settings) -> Observer | None:

@@ -141,10 +141,12 @@ def _build_spark_sinks(settings: Settings) -> None:
     if not settings.spark_handlers:
         return
     # Its imports take long.
+    from relay.spark.session import Session
     from relay.spark.sink import SparkWorker
 
+    session = Session(settings.spark)
     for name in settings.spark_handlers:
-        SparkWorker(name, settings)
+        SparkWorker(name, settings, session)
 
 
 async def _close(sinks: Iterable[Sink]) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from threading import Event, Lock
-from typing import Protocol
 
 import numpy as np
 import psycopg
@@ -37,16 +36,6 @@ from relay.store.positions import sinks, snapshots
 log = logging.getLogger(__name__)
 
 _ROOM_SECONDS = 0.02
-
-
-class SinkWorker(Protocol):
-    """Works one sink in a thread."""
-
-    def claim(self) -> None:
-        """Claim the sink or leave it, since the mode of this process has changed."""
-
-    def stop(self) -> None:
-        """End once the deliveries in flight have ended. Safe in a signal handler's thread."""
 
 
 class Sinks(Part):
@@ -94,20 +83,20 @@ class Sinks(Part):
             )
             for name, (sink, configured) in built.items()
         }
-        self._spark = [SparkWorker(name, settings, meter) for name in settings.spark_handlers]
-        self._session = session
-        self._all: Sequence[SinkWorker] = [*self._workers.values(), *self._spark]
+        self._spark = (
+            [SparkWorker(name, settings, session, meter) for name in settings.spark_handlers]
+            if session
+            else []
+        )
+        self._all: Sequence[Worker | SparkWorker] = [*self._workers.values(), *self._spark]
 
     def start(self) -> None:
         """Start the workers. The process that reads the source works the sinks that do not lag.
 
         Spark sinks poll the outbox, and never use the stream.
         """
-        for worker in self._workers.values():
+        for worker in self._all:
             worker.start()
-        if self._session is not None:
-            for spark in self._spark:
-                spark.start(self._session)
 
     def streaming(self) -> None:
         """Let the sinks join the stream, which this process reads from now on; waits up to `sinks.attach_seconds`."""
@@ -160,10 +149,8 @@ class Sinks(Part):
         """Stop, and wait up to `shutdown_timeout` for the deliveries in flight."""
         self.stop()
         ends = time.monotonic() + self._settings.shutdown_timeout
-        for worker in self._workers.values():
+        for worker in self._all:
             worker.join(max(0.0, ends - time.monotonic()))
-        for spark in self._spark:
-            spark.close(max(0.0, ends - time.monotonic()))
 
     @property
     def workers(self) -> Sequence[Worker]:
@@ -177,8 +164,11 @@ class Sinks(Part):
 
     @property
     def conditions(self) -> Sequence[Condition]:
-        """Whether each sink's worker can use the databases; the destination has a circuit breaker."""
-        return [each.condition for each in self._workers.values()]
+        """Whether each sink's worker can use the databases, and a Spark sink's can write.
+
+        Other destinations have a circuit breaker.
+        """
+        return [each.condition for each in self._all]
 
     @property
     def durable_lsn(self) -> Lsn:

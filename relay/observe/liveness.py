@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 
@@ -172,13 +172,10 @@ class Liveness:
         yield self._target()
         if self._settings.needs_spark:
             yield self._spark()
-        for worker in parts.sinks.workers:
-            thread = self._thread(f"sink {worker.name}", worker.heartbeat, worker.is_alive)
+        for worker in (*parts.sinks.workers, *parts.sinks.spark_workers):
+            thread = self._thread(worker.condition.part, worker.heartbeat, worker.is_alive)
             if thread.level is not Level.OK:
                 yield thread
-        for spark in parts.sinks.spark_workers:
-            if not spark.is_alive:
-                yield PartState(f"sink {spark.name}", Level.HANGS, "its thread has ended")
         yield from self._sinks()
         yield from self._stopped()
         yield from self._failing()
@@ -254,21 +251,23 @@ class Liveness:
         session = self._parts.session
         if session.is_ready:
             return PartState("spark", Level.OK, "the session is ready")
-        since = session.failed_since
-        if since is None:
+        fault, failing = session.condition.fault, session.condition.failing_seconds
+        if fault is None:
             return PartState("spark", Level.OK, "no session yet")
-        failing = time.monotonic() - since
-        text = f"no session can be built for {failing:.0f} s"
+        text = f"no session can be built for {failing:.0f} s: {fault.fault}"
         if self._parts.pipeline.heartbeat.doing != WAITS_FOR_SPARK:
             return PartState("spark", Level.NOTE, text)
         if failing > self._limits.stall_seconds:
-            return PartState("spark", Level.HANGS, f"{text}, and batches wait for it")
+            return PartState("spark", Level.HANGS, f"{text}; batches wait for it")
         return PartState("spark", Level.NOT_READY, text)
 
     def _sinks(self) -> Iterator[PartState]:
         target = self._databases.target_readings
+        failing = {each.part for each in faults(self._parts.conditions)}
         for each in target.state.sinks if target else ():
             part = f"sink {each.sink}"
+            if part in failing:
+                continue  # `_failing` says more
             if each.fault:
                 yield PartState(part, Level.NOTE, f"nothing is delivered: {each.fault}")
             elif each.state == "paused":
@@ -278,10 +277,11 @@ class Liveness:
 
     def _failing(self) -> Iterator[PartState]:
         """Yield the background parts that do not do their work; they go on by themselves."""
-        for each in faults(self._parts.conditions):
-            seconds = (datetime.now(UTC) - each.since).total_seconds()
-            text = f"fails for {max(0.0, seconds):.0f} s: {each.fault}"
-            yield PartState(each.part, Level.NOTE, text)
+        for each in self._parts.conditions:
+            fault, seconds = each.fault, each.failing_seconds
+            if fault is not None and each is not self._parts.session.condition:
+                text = f"fails for {seconds:.0f} s: {fault.fault}"
+                yield PartState(each.part, Level.NOTE, text)
 
     def _stopped(self) -> Iterator[PartState]:
         target = self._databases.target_readings

@@ -111,7 +111,7 @@ class ServiceGauges:
             or self._parts.sinks.spark_workers
         )
         gauges["relay_spark_ready"][()] = session.is_ready
-        gauges["relay_spark_failing"][()] = bool(needs_spark and session.failed_since is not None)
+        gauges["relay_spark_failing"][()] = bool(needs_spark and session.condition.fault)
         gauges["relay_spark_slots"][()] = session.counted_slots or 0
 
     def _slot(self, gauges: Gauges) -> None:

@@ -81,6 +81,11 @@ class Condition:
         return self._fault
 
     @property
+    def failing_seconds(self) -> float:
+        """For how many seconds the fault has stayed, whatever the system's clock says; 0 while the part works."""
+        return 0.0 if self._fault is None else time.monotonic() - self._began
+
+    @property
     def pause(self) -> float:
         """Seconds until the next attempt is due: they grow with each fault in a row."""
         if not self._attempts:

@@ -1,4 +1,7 @@
-"""The Spark session: it is built in the background, rebuilt when it dies, and stopped with its JVM."""
+"""The Spark session: it is built in the background, rebuilt when it dies, and stopped with its JVM.
+
+While it cannot be built, each attempt is reported to its `condition`.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,11 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_not_exception_type,
-    sleep_using_event,
-    stop_when_event_set,
-    wait_exponential_jitter,
-)
-
 from relay.config.settings import Settings, SparkSettings
 from relay.faults import ConfigurationError, first_line
 from relay.runtime.memory import return_arrow_blocks
+from relay.runtime.parts import Condition
+from relay.runtime.retry import Backoff, RetryUntilSuccess
 from relay.spark.jvm import java_home, start_gateway
 
 if TYPE_CHECKING:
@@ -81,6 +77,9 @@ _WARM_UP = bytes(100_000)
 _WARM_UP_JOBS = 10
 _COUNT_SECONDS = 1.0
 """The least seconds between two counts of the Spark slots."""
+_FIRST_WAIT_SECONDS = 1.0
+_LONGEST_WAIT_SECONDS = 30.0
+"""How long to wait after the first attempt to build the session that fails, and after later ones at most."""
 
 
 class Session:
@@ -100,9 +99,13 @@ class Session:
         self._starting = Lock()
         self._replacing = Lock()
         self._error: ConfigurationError | None = None
-        self._failed_since: float | None = None
-        self.fault: str | None = None
-        """The error of the last failed attempt to build the session; None when there is a session."""
+        self.condition = Condition(
+            "spark",
+            log,
+            "the Spark session cannot be built yet",
+            "the Spark session could be built again",
+        )
+        """Whether the session can be built; it fails from the first attempt that failed until there is one."""
 
     @property
     def slots(self) -> int | None:
@@ -130,11 +133,6 @@ class Session:
     def counted_slots(self) -> int | None:
         """The last count of `slots`, without a call to the JVM; None while there is no session."""
         return self._slots if self._session is not None else None
-
-    @property
-    def failed_since(self) -> float | None:
-        """When building the session began to fail (monotonic clock, seconds); None if it does not fail."""
-        return self._failed_since
 
     def start(self) -> None:
         """Begin to build the session, unless it exists or is being built; returns at once."""
@@ -174,13 +172,13 @@ class Session:
         self._discard()
 
     def _retry_build(self) -> None:
-        retrying = Retrying(
-            retry=retry_if_not_exception_type(ConfigurationError),
-            wait=wait_exponential_jitter(multiplier=1.0, max=30.0),
-            stop=stop_when_event_set(self._closing),
-            sleep=sleep_using_event(self._closing),
-            before_sleep=self._note_failure,
-            reraise=True,
+        waits = Backoff(_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS)
+        retrying = RetryUntilSuccess(
+            self._closing,
+            self.condition,
+            lambda error: self.condition.fails(_why_not_built(error)),
+            lambda error: not isinstance(error, ConfigurationError),
+            lambda error: waits.take(),
         )
         try:
             retrying(self._build)
@@ -217,18 +215,8 @@ class Session:
         for configuration in (*[None] * (_WARM_UP_JOBS - 1), connecting):
             rows.mapInArrow(partial(warm_up, configuration), "version string").collect()
         self._session = session
-        self._failed_since = None
-        self.fault = None
         self._attempted.set()
         log.info("the Spark session is ready", extra={"spark": session.version})
-
-    def _note_failure(self, state: RetryCallState) -> None:
-        if self._failed_since is None:
-            self._failed_since = time.monotonic()
-        error = state.outcome.exception() if state.outcome else None
-        if error is not None:
-            self.fault = _why_not_built(error)
-            log.warning("the Spark session cannot be built yet", extra={"fault": self.fault})
 
     def _discard(self) -> None:
         session, self._session = self._session, None

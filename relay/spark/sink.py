@@ -20,8 +20,8 @@ from relay.config.handlers import SparkHandler
 from relay.config.settings import Settings
 from relay.faults import TransientFault
 from relay.pipeline.listeners import Meter
-from relay.runtime.retry import FIRST_WAIT_SECONDS, Backoff
-from relay.runtime.threads import Thread
+from relay.runtime.parts import Condition, Due, Recurring
+from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.source.outbox.rows import prepare_reading
 from relay.spark import batches, frames
 from relay.spark.faults import safe_description
@@ -67,12 +67,27 @@ BUILD_SECONDS = 5.0
 """Seconds after which `relay status` shows that the Spark session is still being built."""
 
 
-class SparkWorker:
-    """Writes the batches of one sink from `start` to `close`. It retries every fault: the outbox keeps the events."""
+class SparkWorker(Recurring):
+    """Writes the batches of one sink from `start` to `close`. It retries every fault: the outbox keeps the events.
 
-    def __init__(self, name: str, settings: Settings, meter: Meter | None = None) -> None:
+    The session may still be unstarted; a batch that is due starts it.
+    """
+
+    def __init__(
+        self, name: str, settings: Settings, session: Session, meter: Meter | None = None
+    ) -> None:
         """Raises ConfigurationError for a callable that cannot be imported."""
-        self.name = self._name = name
+        super().__init__(
+            Condition(
+                f"sink {name}",
+                log,
+                f"handlers.{name}: cannot write with Spark yet",
+                f"handlers.{name}: writes with Spark again",
+                first_pause=FIRST_WAIT_SECONDS,
+                longest_pause=LONGEST_WAIT_SECONDS,
+            )
+        )
+        self._name = name
         self._meter = meter or Meter()
         self._settings = settings
         self._handler: SparkHandler = settings.spark_handlers[name]
@@ -81,69 +96,55 @@ class SparkWorker:
         writer(name, self._handler)
         self._claim = Claim(settings.target_dsn, settings.group, name)
         self._source: Connection | None = None
-        self._session: Session | None = None
+        self._session = session
         self._checked: Any = None
         self._own: tuple[SparkSession, SparkSession] | None = None
         self._since: float | None = None
-        self._stopping = Event()
         self._woken = Event()
-        self._thread = Thread(target=self._run, name=f"sink {name}", daemon=True)
-
-    def start(self, session: Session) -> None:
-        """Start the thread. The session may still be unstarted."""
-        self._session = session
-        self._thread.start()
 
     def stop(self) -> None:
         """Ask the thread to end after the batch in flight. Safe in a signal handler."""
-        self._stopping.set()
+        self.stopping.set()
         self._woken.set()
 
     def claim(self) -> None:
         """Try to claim the sink now: another process may have released it."""
         self._woken.set()
 
-    def close(self, timeout: float) -> None:
-        """Stop, and wait `timeout` seconds for the batch in flight; after that the next process writes it again."""
-        self.stop()
-        if self._thread.is_alive():
-            self._thread.join(timeout)
+    def turn(self) -> float:
+        """Work the sink until `stop`, or a fault; pause if another process works it."""
+        try:
+            if not self._claim.take():
+                self.condition.clear()
+                self._pause(CLAIM_SECONDS)
+                return 0.0
+            while not self.stopping.is_set():
+                self.heartbeat.update("writes", Due.OPEN)
+                self.work()
+                self.condition.works()
+        except SinkMoved:
+            log.info("a sink continues from its stored position", extra={"handler": self._name})
+        except Exception as error:
+            if not self.stopping.is_set():
+                self._fail(error)
+                self._pause(self.condition.pause)
+        return 0.0
 
-    def _run(self) -> None:
-        waits, last_logged = Backoff(), ""
-        while not self._stopping.is_set():
-            try:
-                if not self._claim.take():
-                    self._pause(CLAIM_SECONDS)
-                    continue
-                while not self._stopping.is_set():
-                    self.work()
-                    waits.reset()
-                    last_logged = ""
-            except SinkMoved:
-                log.info("a sink continues from its stored position", extra={"handler": self._name})
-            except Exception as error:
-                # The user's function may have put values of events into its query.
-                fault = safe_description(error, quoted=not self._transform.has_function)
-                if self._stopping.is_set():
-                    break
-                if fault != last_logged:
-                    last_logged = fault
-                    log.warning(
-                        f"handlers.{self._name}: cannot write with Spark yet",
-                        extra={"handler": self._name, "fault": fault},
-                    )
-                self._fail(fault)
-                self._pause(waits.take())
+    def release(self) -> None:
+        """Close the connections, and with them the claim."""
         self._disconnect()
 
     def _pause(self, seconds: float) -> None:
+        """Wait until `claim` or `stop`, at most `seconds`."""
         self._woken.wait(seconds)
-        if not self._stopping.is_set():
+        if not self.stopping.is_set():
             self._woken.clear()
 
-    def _fail(self, fault: str) -> None:
-        """Store the fault for `relay status`, and close the connections."""
+    def _fail(self, error: Exception) -> None:
+        """Report the fault, store it for `relay sink list`, and close the connections."""
+        # The user's function may have put values of events into its query.
+        fault = safe_description(error, quoted=not self._transform.has_function)
+        self.condition.fails(fault, handler=self._name)
         self._checked = None
         with suppress(psycopg.Error, AssertionError):
             self._claim.note_fault(fault)
@@ -286,7 +287,6 @@ class SparkWorker:
             )
             return
         except Exception:
-            assert self._session is not None  # noqa: S101
             self._session.replace_if_dead(session)
             raise
         finally:
@@ -311,16 +311,10 @@ class SparkWorker:
         assert isinstance(destination, StagingWriter)  # noqa: S101
         destination.publish(self._own_session(session), identity, files)
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
-
     def _frame(self, session: SparkSession, batch: OpenBatch) -> DataFrame:
         """The frame to write: the batch's events after `sql` and `transform`."""
         from pyspark.sql import functions
 
-        assert self._session is not None  # noqa: S101
         own = self._own_session(session)
         frame = frames.frame(
             own,
@@ -350,15 +344,14 @@ class SparkWorker:
         return self._own[1]
 
     def _ready_session(self) -> SparkSession:
-        assert self._session is not None  # noqa: S101
         session = self._session.get()
         started, noted = time.monotonic(), ""
         while session is None:
-            if self._stopping.is_set():
+            if self.stopping.is_set():
                 raise TransientFault("stopping")
             if time.monotonic() - started >= BUILD_SECONDS:
-                why = self._session.fault
-                fault = f"the Spark session is being built{f': {why}' if why else ''}"
+                why = self._session.condition.fault
+                fault = f"the Spark session is being built{f': {why.fault}' if why else ''}"
                 if fault != noted:
                     self._claim.note_fault(fault)
                     noted = fault

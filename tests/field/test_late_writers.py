@@ -88,9 +88,9 @@ def sink(outbox: Outbox, **destination: Any) -> Settings:
 
 
 def started(settings: Settings, session: Session, name: str) -> SparkWorker:
-    worker = SparkWorker("lake", settings)
+    worker = SparkWorker("lake", settings, session)
     worker._thread.name = name
-    worker.start(session)
+    worker.start()
     return worker
 
 
@@ -151,8 +151,9 @@ def test_a_writer_that_wakes_up_takes_nothing_from_its_successor(
         else:
             assert sorted(row.id for row in spark.table(table).collect()) == published(outbox)
     finally:
-        successor.close(30)
-        late.close(30)
+        for each in (successor, late):
+            each.stop()
+            each.join(30)
         spark.sql(f"drop table if exists {table}")
 
 
@@ -165,8 +166,7 @@ def upper(frame: DataFrame) -> DataFrame:
 
 def claimed(settings: Settings, session: Session) -> SparkWorker:
     """A worker that has the sink's claim, and whose thread is this one."""
-    worker = SparkWorker("lake", settings)
-    worker._session = session
+    worker = SparkWorker("lake", settings, session)
     wait_until(worker._claim.take)
     return worker
 

@@ -32,11 +32,15 @@ from relay.runtime.parts import Condition, Recurring
 from relay.service import Service
 from relay.source import hybrid
 from relay.source.outbox import interval
+from relay.spark import session
+from relay.spark.session import Session
+from relay.spark.sink import SparkWorker
 from relay.store import activity, connections, presence
 from tests.observing import Scrape, ask
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
 KEEP = {"keep": "7d", "ahead": "3d"}
+LARGE_ON_SPARK = {"inline_max_events": 1_000, "max_events": 10_000}
 
 
 @pytest.fixture(autouse=True)
@@ -190,6 +194,92 @@ def test_an_audit_that_is_cancelled_again_and_again_is_shown(
             wait_until(lambda: Scrape(port).value("relay_part_failing", part="audit") == 1, 10)
             assert "audit: note: fails for" in ask(port, "/readyz").text
         wait_until(lambda: failing(settings) == {}, 30)
+
+
+@pytest.fixture
+def broken() -> Iterator[Event]:
+    """Set while a part of Spark is to fail."""
+    broken = Event()
+    broken.set()
+    yield broken
+    broken.clear()
+
+
+def test_a_spark_session_that_cannot_be_built_is_shown(
+    outbox: Outbox,
+    broken: Event,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only the log said it, once for each attempt, where batches go on without Spark."""
+
+    def build(_: Session) -> None:
+        if broken.is_set():
+            raise RuntimeError("no master answers")
+
+    caplog.set_level(logging.INFO, "relay.spark")
+    monkeypatch.setattr(Session, "_build", build)
+    monkeypatch.setattr(session, "_FIRST_WAIT_SECONDS", 0.05)
+    port = free_port()
+    settings = outbox.settings(
+        observe={"listen": f"127.0.0.1:{port}"}, batch=LARGE_ON_SPARK, spark={"eager": True}
+    )
+    with relaying(settings):
+        wait_until(lambda: failing(settings) == {"spark": "RuntimeError: no master answers"})
+        wait_until(lambda: Scrape(port).value("relay_part_failing", part="spark") == 1, 10)
+        (line,) = (line for line in ask(port, "/readyz").text.splitlines() if "spark" in line)
+        assert "spark: note: no session can be built for" in line
+        assert line.endswith("s: RuntimeError: no master answers")
+        assert caplog.messages.count("the Spark session cannot be built yet") == 1
+        broken.clear()
+        wait_until(lambda: failing(settings) == {})
+        assert "the Spark session could be built again" in caplog.messages
+        assert Scrape(port).value("relay_part_failing", part="spark") == 0
+
+
+def test_groups_that_share_a_spark_session_show_it_alike(outbox: Outbox) -> None:
+    """A group that needs no Spark does not."""
+    shared = Session(outbox.settings().spark)
+    shared.condition.fails("no master answers")
+    found = [
+        [fault.part for fault in parts.faults(Service(settings, shared).conditions)]
+        for settings in (outbox.settings(batch=LARGE_ON_SPARK), outbox.settings())
+    ]
+    assert found == [["spark"], []]
+
+
+def test_a_spark_sink_that_cannot_write_is_shown(
+    outbox: Outbox,
+    broken: Event,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a part of relay, and as the sink's last fault."""
+
+    def work(self: SparkWorker) -> None:
+        if broken.is_set():
+            raise RuntimeError("s3cret")
+        self._pause(0.05)
+
+    caplog.set_level(logging.INFO, "relay.spark")
+    monkeypatch.setattr(SparkWorker, "work", work)
+    port = free_port()
+    settings = outbox.settings(
+        observe={"listen": f"127.0.0.1:{port}"},
+        handlers={"lake": {"type": "spark", "path": "/nowhere"}},
+        routes=[{"handlers": ["lake"]}],
+    )
+    with relaying(settings):
+        wait_until(lambda: "sink lake" in failing(settings))
+        assert failing(settings)["sink lake"].startswith("RuntimeError")
+        wait_until(lambda: Scrape(port).value("relay_part_failing", part="sink lake") == 1, 10)
+        wait_until(lambda: "sink lake: note: fails for" in ask(port, "/readyz").text, 10)
+        assert ask(port, "/readyz").text.count("sink lake") == 1
+        assert caplog.messages.count("handlers.lake: cannot write with Spark yet") == 1
+        assert "s3cret" not in caplog.text
+        broken.clear()
+        wait_until(lambda: failing(settings) == {})
+        assert "handlers.lake: writes with Spark again" in caplog.messages
 
 
 def left_open(outbox: Outbox) -> list[object]:

@@ -39,8 +39,7 @@ def work(worker: SparkWorker, times: int) -> None:
 
 def claimed(configured: Settings, session: Session) -> SparkWorker:
     """A worker that has its sink, without a thread."""
-    worker = SparkWorker("lake", configured)
-    worker._session = session
+    worker = SparkWorker("lake", configured, session)
     assert worker._claim.take()
     return worker
 

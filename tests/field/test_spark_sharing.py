@@ -80,13 +80,13 @@ def test_a_slow_sink_with_a_query_stops_no_other(outbox: Outbox, spark_session: 
     """
     settings = outbox.settings(**sinks("slow", "quick", sql="select id from events"))
     outbox.publish(host(1), event(1, "order.slow"), transaction_id=host(1))
-    workers = [SparkWorker(name, settings) for name in settings.spark_handlers]
+    workers = [SparkWorker(name, settings, spark_session) for name in settings.spark_handlers]
     try:
-        workers[0].start(spark_session)
+        workers[0].start()
         assert reached.wait(60)
         for number in (2, 3):
             outbox.publish(host(number), event(1, "order.quick"), transaction_id=host(number))
-        workers[1].start(spark_session)
+        workers[1].start()
         outbox.wait_delivered("quick")
         assert written == {"quick": 2}
         opened.set()
@@ -94,7 +94,8 @@ def test_a_slow_sink_with_a_query_stops_no_other(outbox: Outbox, spark_session: 
     finally:
         opened.set()
         for worker in workers:
-            worker.close(30)
+            worker.stop()
+            worker.join(30)
     # Between its batch and this, the other sink has made its view.
     assert (written["slow"], written["view"]) == (1, 1)
 

@@ -149,8 +149,8 @@ def test_a_spark_function_that_exits_is_a_fault_of_its_sink(
     lake = {"type": "spark", "callable": "tests.callables:exit_of_spark", "every": 0.05}
     configured = outbox.settings(handlers={"lake": lake}, routes=[{"handlers": ["lake"]}])
     outbox.publish(host(1), event(1))
-    worker = SparkWorker("lake", configured)
-    worker.start(spark_session)
+    worker = SparkWorker("lake", configured, spark_session)
+    worker.start()
     try:
         wait_until(
             lambda: (
@@ -162,7 +162,8 @@ def test_a_spark_function_that_exits_is_a_fault_of_its_sink(
         )
         assert worker.is_alive
     finally:
-        worker.close(10)
+        worker.stop()
+        worker.join(10)
 
 
 def test_a_message_that_cannot_be_had_is_left_out() -> None:

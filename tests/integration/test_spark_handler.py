@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -17,6 +18,7 @@ import pytest
 from relay.admin.dead_letters import DeadLetters
 from relay.admin.sinks import listed, plan_seek, seek, set_paused
 from relay.config.settings import Settings
+from relay.runtime.parts import Condition
 from relay.spark.session import Session
 from relay.spark.sink import SparkWorker
 from relay.spark.writers import BATCH_COLUMN, BatchId, writer
@@ -359,7 +361,8 @@ def test_a_destination_that_cannot_be_written_holds_up_nobody(
 class NoSession:
     """A session that cannot be built."""
 
-    fault: str | None = None
+    def __init__(self) -> None:
+        self.condition = Condition("spark", logging.getLogger("relay"), "fails", "works")
 
     def start(self) -> None:
         """It has begun."""
@@ -375,14 +378,16 @@ def test_status_tells_that_the_session_is_missing(
     settings = outbox.settings(**lake(tmp_path / "lake", start="beginning"))
     outbox.publish(host(1), event(1))
     missing: Any = NoSession()
-    waiting = SparkWorker("lake", settings)
-    waiting.start(missing)
+    waiting = SparkWorker("lake", settings, missing)
+    waiting.start()
     output = "the Spark session is being built"
     wait_until(lambda: listed(settings)[0].fault == output)
-    missing.fault = "SparkException: Master removed our application"
-    wait_until(lambda: listed(settings)[0].fault == f"{output}: {missing.fault}")
+    why = "SparkException: Master removed our application"
+    missing.condition.fails(why)
+    wait_until(lambda: listed(settings)[0].fault == f"{output}: {why}")
     assert listed(settings)[0].since is not None
-    waiting.close(10)
+    waiting.stop()
+    waiting.join(10)
 
 
 def raises(frame: Any) -> Any:
@@ -458,8 +463,7 @@ def test_the_jvm_logs_lost_executors_and_no_value(session: Session) -> None:
 
 def worker(settings: Settings, session: Session) -> SparkWorker:
     """A sink that another process works; it has the claim."""
-    made = SparkWorker("lake", settings)
-    made._session = session
+    made = SparkWorker("lake", settings, session)
     wait_until(made._claim.take)
     return made
 
@@ -469,14 +473,15 @@ def test_one_instance_writes_and_another_takes_over(
 ) -> None:
     settings = outbox.settings(**lake(tmp_path / "lake"))
     outbox.publish(host(1), event(1))
-    second = SparkWorker("lake", settings)
+    second = SparkWorker("lake", settings, session)
     with relaying(outbox.settings(**lake(tmp_path / "lake", every=3_600)), session):
         outbox.wait_handled()
         wait_until(lambda: bool(outbox.column("select 1 from relay.sinks where instance <> ''")))
         assert not second._claim.take()
-    second.start(session)
+    second.start()
     written_all(outbox)
-    second.close(60)
+    second.stop()
+    second.join(60)
     assert_each_once(outbox, tmp_path / "lake")
 
 
