@@ -78,11 +78,6 @@ class Summary(BatchListener, Recurring):
             close_seconds=1.0,
         )
 
-    @property
-    def conditions(self) -> Sequence[Condition]:
-        """None: it uses nothing that could fail."""
-        return ()
-
     def durable(self, batch: Batch, outcome: Outcome, seconds: float) -> None:
         """Add a batch that is durable."""
         with self._lock:
@@ -110,6 +105,7 @@ class Summary(BatchListener, Recurring):
     def turn(self) -> float:
         """Log the sums, if there are any."""
         self._log()
+        self.condition.works()
         return self._interval
 
     def close(self) -> None:

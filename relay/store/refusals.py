@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 
@@ -88,11 +88,6 @@ class RefusalWatch(Recurring):
         self._accesses = set(accesses)
         self._logged: set[DatabaseAccess] = set()
 
-    @property
-    def conditions(self) -> Sequence[Condition]:
-        """None of its own: it reads what connections note, and those that are refused say so themselves."""
-        return ()
-
     def turn(self) -> float:
         """Raise ConfigurationError if a database has refused the credentials for too long."""
         for access in self._accesses:
@@ -103,6 +98,7 @@ class RefusalWatch(Recurring):
                     f"{access.key}: {found.text} (for {REFUSED_SECONDS:g} s): correct the address or the "
                     "credentials"
                 )
+        self.condition.works()
         return _CHECK_SECONDS
 
     def _log_change(self, access: DatabaseAccess, found: Refusal | None) -> None:

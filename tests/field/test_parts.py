@@ -35,7 +35,7 @@ from relay.source.outbox import interval
 from relay.spark import session
 from relay.spark.session import Session
 from relay.spark.sink import SparkWorker
-from relay.store import activity, connections, presence
+from relay.store import activity, connections, presence, refusals
 from tests.observing import Scrape, ask
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
@@ -194,6 +194,22 @@ def test_an_audit_that_is_cancelled_again_and_again_is_shown(
             wait_until(lambda: Scrape(port).value("relay_part_failing", part="audit") == 1, 10)
             assert "audit: note: fails for" in ask(port, "/readyz").text
         wait_until(lambda: failing(settings) == {}, 30)
+
+
+def test_a_part_that_uses_no_database_shows_its_faults_too(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing showed that the watch for refused credentials did not watch."""
+
+    def read(_: object) -> None:
+        raise KeyError("a defect")
+
+    settings = outbox.settings()
+    with relaying(settings):
+        with monkeypatch.context() as patched:
+            patched.setattr(refusals, "refusal", read)
+            wait_until(lambda: "refusals" in failing(settings))
+        wait_until(lambda: failing(settings) == {})
 
 
 @pytest.fixture
