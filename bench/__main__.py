@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,7 +15,7 @@ from rich.console import Console
 from bench import environment, report
 from bench.outbox import SERVER_SETTINGS
 from bench.plan import Plan
-from bench.results import run
+from bench.results import goals_table, run
 from bench.workloads import LONG, QUICK, WORKLOADS
 from relay.demo.embedded import Cluster
 
@@ -29,13 +30,18 @@ def main(
     workloads: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"{', '.join(WORKLOADS)}, {REPORT}; sinks or outage for all of these. By default all but outage."
+            help=f"{', '.join(WORKLOADS)}, {REPORT}; sinks, outage or endurance for all of these. "
+            "By default all but outage and endurance."
         ),
     ] = None,
     peers: Annotated[
         str, typer.Option(help="Prefixes of peers' names, with commas; relay is always measured.")
     ] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each contender.")] = 3,
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="How long a row of endurance runs whose cost grows with time."),
+    ] = None,
 ) -> None:
     """Measure relay beside its peers. QUICK=1 in the environment measures less.
 
@@ -49,12 +55,24 @@ def main(
     environment.build()
     named = [peer.strip() for peer in peers.split(",") if peer.strip()]
     results = PARTIAL_RESULTS if quick or named else RESULTS
+    measured: list[dict[str, Any]] = []
+    failed: list[str] = []
     for name in chosen:
         if name == REPORT:
             _report(console)
-        else:
-            _measure(name, console, quick, rounds, named, results)
+            continue
+        try:
+            measured.extend(_measure(name, console, quick, rounds, named, results, minutes))
+        except Exception:
+            # The others are still measured.
+            console.print_exception()
+            failed.append(name)
+    if len([result for result in measured if result["goals"]]) > 1:
+        console.print(goals_table(measured))
     console.print(f"figures: {results}")
+    if failed:
+        console.print(f"failed: {', '.join(failed)}", style="red")
+        raise typer.Exit(1)
 
 
 def _named(word: str) -> list[str]:
@@ -67,15 +85,22 @@ def _named(word: str) -> list[str]:
 
 
 def _measure(
-    name: str, console: Console, quick: bool, rounds: int, peers: list[str], results: Path
-) -> None:
+    name: str,
+    console: Console,
+    quick: bool,
+    rounds: int,
+    peers: list[str],
+    results: Path,
+    minutes: float | None,
+) -> Iterator[dict[str, Any]]:
     with (
         tempfile.TemporaryDirectory(prefix="relay-bench-") as folder,
         Cluster(settings=SERVER_SETTINGS) as cluster,
     ):
         console.rule(name)
-        for workload in WORKLOADS[name](Plan(cluster, Path(folder), quick, rounds, peers)):
-            run(workload, console, results)
+        plan = Plan(cluster, Path(folder), quick, rounds, peers, minutes)
+        for workload in WORKLOADS[name](plan):
+            yield run(workload, console, results)
 
 
 def _report(console: Console) -> None:

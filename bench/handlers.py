@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 
 from bench.workers.talk import Arrivals
+from relay.faults import RetryLater
 from relay.model.events import Transaction
 
 ARRIVALS = "BENCH_ARRIVALS"
@@ -19,6 +20,7 @@ _INSERT = """
 """
 _PARAMETERS = ("id", "host_id", "user_id", "aggregate_id", "payload", "payload")
 _arrivals: list[Arrivals] = []
+_deferred: set[str | None] = set()
 
 
 def nothing(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
@@ -48,6 +50,21 @@ def note_and_insert(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> No
     cursor.executemany(
         _INSERT, [tuple(map(event.text, _PARAMETERS)) for event in transaction.events]
     )
+
+
+def later(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Fail with an outage at the first attempt, so that the transaction is deferred for a second."""
+    first = next(iter(transaction.events)).text("id")
+    if first in _deferred:
+        _deferred.discard(first)
+        return
+    _deferred.add(first)
+    raise RetryLater("not yet", after=1.0)
+
+
+def poison(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Fail for good, so that the transaction is dead-lettered."""
+    raise ValueError("poison")
 
 
 def _file() -> Arrivals:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from bench.outage_case import HEALTHY, OTHER, SAMPLE_SECONDS, Case, Sample
-from bench.outbox import wait_until
+from bench.backlog import STATEMENTS
+from bench.case import SAMPLE_SECONDS, Case, Sample
+from bench.outbox import Outbox, wait_until
+from bench.receivers import Endpoint
 from bench.results import Measurement
 
+HEALTHY, OTHER, PROJECTION = "healthy", "other", "projection"
 SECOND = 1_000_000_000
 WARM_UP_SECONDS = 3.0
 DRAIN_SECONDS = 1_800.0
@@ -17,6 +22,21 @@ Harm = Callable[[float], None]
 """Does more harm during an outage, and returns after the given seconds."""
 Rows = dict[str, Measurement]
 """Figures by the name of their row."""
+
+
+def two_sinks(
+    outbox: Outbox, folder: Path, other: Mapping[str, Any] | None = None, instances: int = 1
+) -> Case:
+    """A projection, and two sinks with an endpoint each; `other` has additional settings of the other sink."""
+    endpoints = {
+        sink: Endpoint(folder, folder / f"{outbox.name}.{sink}") for sink in (HEALTHY, OTHER)
+    }
+    handlers = {
+        PROJECTION: STATEMENTS["each: event"],
+        HEALTHY: endpoints[HEALTHY].handler_of(HEALTHY),
+        OTHER: {**endpoints[OTHER].handler_of(OTHER), **(other or {})},
+    }
+    return Case(outbox, folder, handlers, endpoints, (HEALTHY, OTHER), instances)
 
 
 def delivered(
@@ -60,9 +80,9 @@ def down(case: Case, rate: int, before: float, away: float, after: float, harm: 
             _all_noted(case, sink, len(published))
         case.wait_attached(OTHER)
         attached = time.time_ns()
-        wait_until(lambda: case.outbox.applied() >= len(published), "the projection")
+        case.wait_applied(len(published))
         time.sleep(2)
-    again = case.outbox.applied() - int(
+    again = case.applied() - int(
         case.outbox.value("select count(distinct aggregate_id) from projection")
     )
     rows = _healthy(case, published)
@@ -74,7 +94,7 @@ def down(case: Case, rate: int, before: float, away: float, after: float, harm: 
         "attached s": (_attached(case.samples, back, attached) - back) / SECOND,
     }
     rows["projection"] = {
-        "missing": float(len(published) - case.outbox.applied() + again),
+        "missing": float(len(published) - case.applied() + again),
         "again": float(again),
     }
     return rows
@@ -100,7 +120,8 @@ def _drained(published: Mapping[int, int], arrivals: Sequence[tuple[int, int]], 
 
 def _attached(samples: Sequence[Sample], back: int, otherwise: int) -> int:
     return next(
-        (each.at for each in samples if each.at > back and each.state == "attached"), otherwise
+        (each.at for each in samples if each.at > back and each.states.get(OTHER) == "attached"),
+        otherwise,
     )
 
 
@@ -148,7 +169,7 @@ def rebuild(case: Case, rate: int, before: float) -> Rows:
         case.phases.begin("meanwhile")
         started = time.monotonic()
         case.command("sink", "rebuild", OTHER, "--yes")
-        wait_until(lambda: case.state(OTHER) != "attached", "the other sink lags", 60)
+        wait_until(lambda: case.states()[OTHER] != "attached", "the other sink lags", 60)
         took = case.wait_attached(OTHER, DRAIN_SECONDS) - started
         case.phases.begin("after")
         time.sleep(before)

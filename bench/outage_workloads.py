@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from bench import outage
-from bench.outage_case import Case
+from bench.case import Case
 from bench.outbox import Outbox
 from bench.plan import Plan
 from bench.results import Contender, Measurement, Workload
@@ -34,7 +34,8 @@ def _down(
     instances: int = 1,
 ) -> Iterator[Workload]:
     rate, before = 500, 10 if plan.quick else 60
-    case = Case(Outbox(plan.cluster, name.replace("-", "_")), plan.folder, instances=instances)
+    outbox = Outbox(plan.cluster, name.replace("-", "_"))
+    case = outage.two_sinks(outbox, plan.folder, instances=instances)
     rows = outage.down(case, rate, before, seconds, before, harm(case))
     size = f"{rate} transactions/s of one event, one endpoint away for {seconds:.0f} s{how}, milliseconds"
     yield from _case(name, size, rows)
@@ -64,7 +65,7 @@ def outage_rebuild(plan: Plan) -> Iterator[Workload]:
     transactions, rate = 6_000 if plan.quick else 200_000, 200
     outbox = Outbox(plan.cluster, "outage_rebuild")
     events = outbox.publish(transactions).events
-    rows = outage.rebuild(Case(outbox, plan.folder), rate, 10 if plan.quick else 30)
+    rows = outage.rebuild(outage.two_sinks(outbox, plan.folder), rate, 10 if plan.quick else 30)
     size = (
         f"{events:,} events to one sink, {rate} transactions/s of one event to both, milliseconds"
     )
@@ -76,7 +77,7 @@ def outage_hanging(plan: Plan) -> Iterator[Workload]:
     keys, rate = 2_000 if plan.quick else 10_000, 500
     # By default, the breaker and the limit of concurrent deliveries prevent that all keys hang at once.
     other = {"concurrency": keys, "circuit_breaker": None, "timeout": 60}
-    case = Case(Outbox(plan.cluster, "outage_hanging"), plan.folder, other)
+    case = outage.two_sinks(Outbox(plan.cluster, "outage_hanging"), plan.folder, other)
     rows = outage.hanging(case, rate, keys, 10 if plan.quick else 30, keys / rate + 30)
     size = (
         f"{rate} transactions/s of one event, {keys:,} keys hang in one of two sinks, milliseconds"

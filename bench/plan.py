@@ -43,6 +43,8 @@ class Plan:
     quick: bool
     rounds: int
     peers: Sequence[str] = ()
+    minutes: float | None = None
+    """How long each row of `endurance` runs, if its cost depends on time; None for as long as the row says."""
 
     def takes(self, workload: str, row: str) -> bool:
         """Whether a row is measured: as the command line asks, and always for relay."""

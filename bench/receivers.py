@@ -61,28 +61,56 @@ class Receiver(Protocol):
 
 
 class Endpoint:
-    """An HTTP endpoint. It notes each event's aggregate and the time of its arrival in a file, also while it hangs."""
+    """An HTTP endpoint of one sink or of many.
 
-    def __init__(self, folder: Path, arrivals: Path | None = None) -> None:
+    It notes each event's aggregate and the time of its arrival in a file, also while it hangs.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        arrivals: Path | None = None,
+        *,
+        status: int = 204,
+        delay: float = 0.0,
+        hangs: bool = False,
+    ) -> None:
+        """The options are those of the first `start`."""
         self._folder = folder
         self._port = free_port()
+        self._first = {"status": status, "delay": delay, "hangs": hangs}
         self._arrivals = arrivals
         self._job: Job | None = None
         self.url = f"http://127.0.0.1:{self._port}/events"
         self.handler: dict[str, Any] = {"type": "http", "url": self.url}
         self.loop: dict[str, Any] = {"kind": "http", "url": self.url, "concurrency": 16}
 
+    def handler_of(self, sink: str) -> dict[str, Any]:
+        """The settings of one of several sinks, whose arrivals are noted with its name."""
+        return {**self.handler, "url": f"{self.url}/{sink}"}
+
+    def arrived(self) -> list[tuple[str, int, int]]:
+        """The sink, the number and the clock (ns) of each event of `handler_of`, in the order of arrival."""
+        if self._arrivals is None or not self._arrivals.exists():
+            return []
+        lines = (line.partition(" ") for line in self._arrivals.read_text().splitlines())
+        names = ((*name.partition(":"), clock) for name, _, clock in lines)
+        return [(sink, int(number), int(clock)) for sink, _, number, clock in names]
+
     def __enter__(self) -> Self:
-        self.start()
+        self._start(self._first)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def start(self, hangs: bool = False) -> None:
-        """Listen, always on the same port; with `hangs`, accept requests without answering."""
+    def start(self, *, status: int = 204, delay: float = 0.0, hangs: bool = False) -> None:
+        """Listen, always on the same port; answer with this status after `delay` seconds, or never if it `hangs`."""
+        self._start({"status": status, "delay": delay, "hangs": hangs})
+
+    def _start(self, answers: Mapping[str, Any]) -> None:
         arrivals = str(self._arrivals) if self._arrivals else None
-        job = {"port": self._port, "arrivals": arrivals, "hangs": hangs}
+        job = {"port": self._port, "arrivals": arrivals, **answers}
         self._job = Job("bench.workers.endpoint", job, self._folder, seconds=None)
         self._job.answer("ready")
 

@@ -35,6 +35,8 @@ def write(document: Path, results: Path) -> list[str]:
             body = _environment(list(known.values()))
         elif name == "slower":
             body = _slower(known)
+        elif name == "goals":
+            body = _goals(known)
         elif name in known:
             body = _table(known[name]) + _plot(name)
         else:
@@ -75,6 +77,27 @@ def _against(result: Result) -> Iterator[str]:
 def _skipped(result: Result) -> Iterator[str]:
     for name, why in result["skipped"].items():
         yield f"Without {name}: {why}."
+
+
+def _goals(results: Mapping[str, Result]) -> str:
+    """The goals of all results, what was measured, and the size of each workload below."""
+    judged = {name: result for name, result in results.items() if result.get("goals")}
+    if not judged:
+        return "Not measured yet."
+    lines = [
+        "| workload | row | figure | measured | goal | met |",
+        "|---|---|---|---:|---|---|",
+        *(
+            f"| {name} | {goal['row']} | {goal['figure']} | {goal['measured']} | {goal['goal']} | {met} |"
+            for name, result in judged.items()
+            for goal in result["goals"]
+            for met in ["yes" if goal["met"] else "**no**"]
+        ),
+        "",
+        *(f"- {name}: {result['size']}." for name, result in judged.items()),
+        *(line for result in judged.values() for line in _skipped(result)),
+    ]
+    return "\n".join(lines)
 
 
 def _environment(results: Sequence[Result]) -> str:

@@ -38,16 +38,53 @@ class Contender:
 
 
 @dataclass(frozen=True, slots=True)
+class Goal:
+    """What a figure of a row has to be: at most, or at least, a number, or a multiple of another row's figure."""
+
+    row: str
+    figure: str
+    limit: float
+    of: str | None = None
+    at_least: bool = False
+
+    def judged(self, medians: Mapping[str, Measurement]) -> dict[str, Any]:
+        """The goal, what was measured, and whether that meets it; not measured, it is not met."""
+        value = medians.get(self.row, {}).get(self.figure)
+        reference = medians.get(self.of, {}).get(self.figure) if self.of else 1.0
+        words = "at least" if self.at_least else "at most"
+        judged: dict[str, Any] = {
+            "row": self.row,
+            "figure": self.figure,
+            "goal": f"{words} {self.limit:g}" + (f" × “{self.of}”" if self.of else ""),
+            "measured": "not measured",
+            "met": False,
+        }
+        if value is None or reference is None:
+            return judged
+        judged["measured"] = number(value)
+        bound = self.limit * reference
+        judged["met"] = value >= bound if self.at_least else value <= bound
+        if self.of:
+            ratio = f"{value / reference:.2f} × {number(reference)}" if reference else "of 0"
+            judged["measured"] += f" ({ratio})"
+        return judged
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
-    """A workload, the description of its size, and its contenders."""
+    """A workload, the description of its size, its contenders, and the goals that their figures have to meet."""
 
     name: str
     size: str
     contenders: Sequence[Contender]
+    goals: Sequence[Goal] = ()
 
 
-def run(workload: Workload, console: Console, folder: Path) -> None:
-    """Measure the contenders in alternating rounds, print the table and write the file."""
+def run(workload: Workload, console: Console, folder: Path) -> dict[str, Any]:
+    """Measure the contenders in alternating rounds, print the table and write the file, whose content is returned.
+
+    A contender that fails is measured once more. One that fails again is left out, and named in the table.
+    """
     measured: dict[str, list[Measurement]] = {c.name: [] for c in workload.contenders}
     skipped = {c.name: c.unavailable for c in workload.contenders if c.unavailable}
     for name, why in skipped.items():
@@ -57,18 +94,36 @@ def run(workload: Workload, console: Console, folder: Path) -> None:
             if contender.name in skipped or number > contender.rounds:
                 continue
             try:
-                figures = contender.measure()
+                figures = _measured(contender, console)
             except Exception as error:
                 # A contender that fails must not discard the figures of the others.
-                skipped[contender.name] = f"failed: {str(error)[:500] or type(error).__name__}"
-                console.print(f"[red]{contender.name}: {error}", markup=False)
+                skipped[contender.name] = f"failed twice: {_words_of(error)}"
+                console.print(f"{contender.name} failed: {error}", style="red", markup=False)
                 continue
             measured[contender.name].append(figures)
             console.print(f"{workload.name} round {number}: {contender.name}: {_words(figures)}")
     result = _result(workload, measured, skipped)
     console.print(_table(result))
+    for name, why in skipped.items():
+        console.print(f"{name}: {why}", markup=False)
+    if workload.goals:
+        console.print(goals_table([result]))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{workload.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _measured(contender: Contender, console: Console) -> Measurement:
+    """Measure a contender; once more if it fails. Raises what the second try raises."""
+    try:
+        return contender.measure()
+    except Exception as error:
+        console.print(f"{contender.name} failed: {error}", style="red", markup=False)
+    return contender.measure()
+
+
+def _words_of(error: Exception) -> str:
+    return str(error)[:500] or type(error).__name__
 
 
 def _result(
@@ -89,7 +144,8 @@ def _result(
         if c.name in medians
     ]
     head = {"workload": workload.name, "size": workload.size, **description()}
-    return {**head, "contenders": rows, "skipped": dict(skipped)}
+    judged = [goal.judged(medians) for goal in workload.goals]
+    return {**head, "contenders": rows, "skipped": dict(skipped), "goals": judged}
 
 
 def _medians(rounds: Sequence[Measurement]) -> Measurement:
@@ -138,6 +194,18 @@ def _table(result: Mapping[str, Any]) -> Table:
         table.add_column(name, justify="right")
     for row in result["contenders"]:
         table.add_row(row["name"], *(cell(row, name) for name in names))
+    for name in result["skipped"]:
+        table.add_row(name, *(["-"] * len(names)))
+    return table
+
+
+def goals_table(results: Sequence[Mapping[str, Any]]) -> Table:
+    """The goals of results, what was measured, and whether they are met."""
+    table = Table("workload", "row", "figure", "measured", "goal", "met", title="goals")
+    for result in results:
+        for goal in result["goals"]:
+            shown = (goal["row"], goal["figure"], goal["measured"], goal["goal"])
+            table.add_row(result["workload"], *shown, "yes" if goal["met"] else "[red]no")
     return table
 
 

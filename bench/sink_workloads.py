@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 from bench import live
 from bench.live import Consumer
@@ -13,7 +14,30 @@ from bench.peers.sink_loop import SinkLoop
 from bench.plan import Plan
 from bench.receivers import Broker, Endpoint, Nats, Rabbitmq, Redis
 from bench.relaying import Relay
-from bench.results import Contender, Measurement, Workload
+from bench.results import Contender, Goal, Measurement, Workload
+
+
+class Backlog(NamedTuple):
+    """A kind of receiver, the client library of the plain loop, and how many transactions of it are delivered."""
+
+    kind: Callable[[Path], Endpoint | Broker]
+    client: str
+    transactions: int
+    quick: int
+
+    def __call__(self, plan: Plan, name: str, at_least: float | None = None) -> Iterator[Workload]:
+        return _sinks(
+            *(plan, name, self.kind, self.client),
+            *(self.quick if plan.quick else self.transactions, at_least),
+        )
+
+
+BACKLOGS = {
+    "http": Backlog(Endpoint, "aiohttp", 8_000, 2_000),
+    "redis": Backlog(Redis, "redis-py", 20_000, 4_000),
+    "nats": Backlog(Nats, "nats-py", 20_000, 4_000),
+    "rabbitmq": Backlog(Rabbitmq, "pika", 20_000, 4_000),
+}
 
 
 def _sinks(
@@ -22,8 +46,9 @@ def _sinks(
     kind: Callable[[Path], Endpoint | Broker],
     client: str,
     transactions: int,
+    at_least: float | None,
 ) -> Iterator[Workload]:
-    """A backlog to a receiver, beside a plain loop over a client library."""
+    """A backlog to a receiver, beside a plain loop over a client library, of whose rate relay is to have a part."""
     outbox = Outbox(plan.cluster, name.replace("-", "_"))
     backlog = outbox.publish(transactions)
     with kind(plan.folder) as receiver:
@@ -59,27 +84,33 @@ def _sinks(
             for row, deliver in rows.items()
             if plan.takes(name, row)
         ]
-        yield Workload(name, f"{backlog.events:,} events in {transactions:,} commits", contenders)
+        goals = [
+            Goal(row, "events/s", at_least, plain, at_least=True)
+            for row in rows
+            if row != plain and at_least
+        ]
+        size = f"{backlog.events:,} events in {transactions:,} commits"
+        yield Workload(name, size, contenders, goals)
 
 
 def sinks_http(plan: Plan) -> Iterator[Workload]:
     """A backlog to an HTTP endpoint, a request for each event."""
-    return _sinks(plan, "sinks-http", Endpoint, "aiohttp", 2_000 if plan.quick else 8_000)
+    return BACKLOGS["http"](plan, "sinks-http")
 
 
 def sinks_redis(plan: Plan) -> Iterator[Workload]:
     """A backlog to Redis."""
-    return _sinks(plan, "sinks-redis", Redis, "redis-py", 4_000 if plan.quick else 20_000)
+    return BACKLOGS["redis"](plan, "sinks-redis")
 
 
 def sinks_nats(plan: Plan) -> Iterator[Workload]:
     """A backlog to NATS JetStream."""
-    return _sinks(plan, "sinks-nats", Nats, "nats-py", 4_000 if plan.quick else 20_000)
+    return BACKLOGS["nats"](plan, "sinks-nats")
 
 
 def sinks_rabbitmq(plan: Plan) -> Iterator[Workload]:
     """A backlog to RabbitMQ."""
-    return _sinks(plan, "sinks-rabbitmq", Rabbitmq, "pika", 4_000 if plan.quick else 20_000)
+    return BACKLOGS["rabbitmq"](plan, "sinks-rabbitmq")
 
 
 def sinks_live(plan: Plan) -> Iterator[Workload]:

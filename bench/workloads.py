@@ -6,7 +6,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from bench import client, delta, live, memory, outage_workloads, sink_workloads
+from bench import (
+    client,
+    delta,
+    endurance,
+    endurance_week,
+    live,
+    memory,
+    outage_workloads,
+    sink_workloads,
+)
 from bench.backlog import STATEMENTS
 from bench.live import Consumer
 from bench.outbox import Backlog, Outbox
@@ -361,10 +370,24 @@ WORKLOADS: dict[str, Callable[[Plan], Iterator[Workload]]] = {
     "outage-standby": outage_workloads.outage_standby,
     "outage-rebuild": outage_workloads.outage_rebuild,
     "outage-hanging": outage_workloads.outage_hanging,
+    "endurance-held-target": endurance.held_target,
+    "endurance-held-state": endurance.held_state,
+    "endurance-held-source": endurance.held_source,
+    "endurance-sinks-idle": endurance.sinks_idle,
+    "endurance-sinks-busy": endurance.sinks_busy,
+    "endurance-poll-sinks": endurance.poll_sinks,
+    "endurance-due": endurance.due,
+    "endurance-replay": endurance.replay,
+    "endurance-dead-letters": endurance.dead_letters,
+    "endurance-throughput": endurance.throughput,
+    "endurance-retention": endurance.retention,
+    "endurance-live": endurance.live_latencies,
+    "endurance-observed": endurance.observed,
+    "endurance-week": endurance_week.week,
 }
 
-LONG = tuple(name for name in WORKLOADS if name.startswith("outage-"))
-"""The workloads that take half an hour each, and run only if they are named."""
+LONG = tuple(name for name in WORKLOADS if name.startswith(("outage-", "endurance-")))
+"""The workloads that take long, and run only if they are named."""
 
 QUICK = tuple(
     name

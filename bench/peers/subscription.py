@@ -12,14 +12,11 @@ from psycopg.conninfo import make_conninfo
 
 from bench.outbox import PUBLICATION, Backlog, Outbox, wait_until
 
-# Without an index, like the table for relay's effects.
-COPY_OF_THE_TABLE = """
-    create table if not exists outbox_message_t (
-        id uuid, host_id uuid, user_id uuid, aggregate_id text, aggregate_version bigint, aggregate_type text,
-        event_type text, event_ts timestamptz, payload jsonb, metadata jsonb, c_offset bigint, transaction_id uuid,
-        transaction_ordinal int, transaction_count int, deliver_at timestamptz
-    )
+COLUMNS = """
+    select string_agg(format('%%I %%s', attname, format_type(atttypid, atttypmod)), ', ' order by attnum)
+      from pg_attribute where attrelid = 'outbox_message_t'::regclass and attnum > 0 and not attisdropped
 """
+FAILS = "select apply_error_count from pg_stat_subscription_stats where subname = %s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,9 @@ class Subscription:
             name = sql.Identifier(slot)
             try:
                 conn.execute(sql.SQL("alter subscription {} enable").format(name))
-                started = outbox.streaming(slot)
+                started = wait_until(
+                    lambda: self._streams(conn, outbox, slot), f"{slot} active", 120
+                )
                 finished = self._applied(conn, outbox, slot, backlog)
             finally:
                 conn.execute(sql.SQL("alter subscription {} disable").format(name))
@@ -69,8 +68,17 @@ class Subscription:
             outbox.conn.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
         dsn = make_conninfo(outbox.dsn, dbname=name)
         conn: psycopg.Connection[Any] = psycopg.connect(dsn, autocommit=True)
-        conn.execute(COPY_OF_THE_TABLE)
+        # The outbox's columns, whatever its edition; without an index, like the table for relay's effects.
+        columns = outbox.value(COLUMNS)
+        conn.execute(f"create table if not exists outbox_message_t ({columns})".encode())
         return conn
+
+    def _streams(self, conn: psycopg.Connection[Any], outbox: Outbox, slot: str) -> bool:
+        """Whether the slot is read. Raises RuntimeError if the subscription cannot apply what it receives."""
+        fails = conn.execute(FAILS, (slot,)).fetchone()
+        if fails and fails[0]:
+            raise RuntimeError("the subscription cannot apply the rows: the server's log says why")
+        return outbox.reader(slot) is not None
 
     def _applied(
         self, conn: psycopg.Connection[Any], outbox: Outbox, slot: str, backlog: Backlog

@@ -1,6 +1,7 @@
-"""An HTTP endpoint that answers each POST with 204, and each GET with the number of its events.
+"""An HTTP endpoint that answers each POST with one status, and each GET with the number of its events.
 
-It does as little work for a request as possible, because the client is measured. If it hangs, it answers no POST.
+It does as little work for a request as possible, because the client is measured. If it hangs, it answers no POST. An
+event that is posted to `/events/NAME` is noted as `NAME:` and its aggregate, and counted for each name.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import uvloop
 
 from bench.workers.talk import Arrivals, arguments, say
 
-ACCEPTED = b"HTTP/1.1 204 No Content\r\n\r\n"
+ANSWER = b"HTTP/1.1 %d Answered\r\n\r\n"
+REFUSAL = b"HTTP/1.1 %d Answered\r\ncontent-length: 0\r\n\r\n"
 COUNTED = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s"
 LENGTH = re.compile(rb"content-length: *([0-9]+)", re.IGNORECASE)
 IDENTITY = re.compile(rb'"id": ?"([^"]+)"')
 SUBJECT = re.compile(rb'"subject": ?"([^"]+)"')
+NAMED = re.compile(rb"POST /events/([^ ]+) ")
 
 
 class Received:
@@ -27,18 +30,20 @@ class Received:
         self.identities: set[bytes] = set()
         self._arrivals = Arrivals(arrivals) if arrivals else None
 
-    def add(self, body: bytes) -> None:
-        self.identities.update(IDENTITY.findall(body))
+    def add(self, body: bytes, sink: bytes) -> None:
+        self.identities.update(sink + identity for identity in IDENTITY.findall(body))
         if self._arrivals:
-            self._arrivals.note(subject.decode() for subject in SUBJECT.findall(body))
+            self._arrivals.note((sink + subject).decode() for subject in SUBJECT.findall(body))
 
 
 class Connection(asyncio.Protocol):
     """The consecutive requests of one client."""
 
-    def __init__(self, received: Received, hangs: bool) -> None:
+    def __init__(self, received: Received, answer: bytes | None, delay: float) -> None:
+        """`answer` is the answer to each POST after `delay` seconds; None for none."""
         self._received = received
-        self._hangs = hangs
+        self._answer = answer
+        self._delay = delay
         self._buffer = bytearray()
         self._transport: Any = None
 
@@ -52,23 +57,38 @@ class Connection(asyncio.Protocol):
             end = head + 4 + (int(length[1]) if length else 0)
             if len(self._buffer) < end:
                 return
-            line, body = bytes(self._buffer[:16]), bytes(self._buffer[head + 4 : end])
+            body = bytes(self._buffer[head + 4 : end])
+            named = NAMED.match(self._buffer)
+            sink = named[1] + b":" if named else b""
+            counts = self._buffer.startswith(b"GET")
             del self._buffer[:end]
-            if line.startswith(b"GET"):
+            if counts:
                 count = b"%d" % len(self._received.identities)
                 self._transport.write(COUNTED % (len(count), count))
                 continue
-            self._received.add(body)
-            if not self._hangs:
-                self._transport.write(ACCEPTED)
+            self._received.add(body, sink)
+            if self._answer is None:
+                continue
+            if self._delay:
+                asyncio.get_running_loop().call_later(
+                    self._delay, self._transport.write, self._answer
+                )
+            else:
+                self._transport.write(self._answer)
 
 
 async def main() -> None:
     job = arguments()
     received = Received(job.get("arrivals"))
     loop = asyncio.get_running_loop()
+    status = job["status"]
+    answer = (ANSWER if status == 204 else REFUSAL) % status
+    sent = None if job["hangs"] else answer
     server = await loop.create_server(
-        lambda: Connection(received, job["hangs"]), "127.0.0.1", job["port"], backlog=20_000
+        lambda: Connection(received, sent, job["delay"]),
+        "127.0.0.1",
+        job["port"],
+        backlog=20_000,
     )
     say("ready")
     await server.serve_forever()

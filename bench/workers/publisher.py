@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,24 @@ import psycopg
 from bench.workers.talk import arguments, say
 
 EVENTS, HOSTS = 5, 64
+EVENT_TYPE = "order.placed"
 Publish = Callable[[int, list[dict[str, Any]]], None]
 
 
-def events_of(transaction: int, count: int = EVENTS) -> list[dict[str, Any]]:
+def type_of(transaction: int, types: Mapping[str, int]) -> str:
+    """The type of a transaction's events: the first of `types` of which this is the n-th transaction."""
+    named = (name for name, every in types.items() if transaction % every == every - 1)
+    return next(named, EVENT_TYPE)
+
+
+def events_of(
+    transaction: int, count: int = EVENTS, event_type: str = EVENT_TYPE
+) -> list[dict[str, Any]]:
     """The events of a transaction, each with its own aggregate, which identifies its arrival."""
     note = "x" * 100
     return [
         {
-            "event_type": "order.placed",
+            "event_type": event_type,
             "aggregate_type": "Order",
             "aggregate_id": str(count * transaction + n),
             "payload": {"order": transaction, "amount": n, "note": note},
@@ -98,8 +107,9 @@ def main() -> None:
     rate, transactions = job["rate"], int(job["rate"] * job["seconds"])
     count = job.get("events", EVENTS)
     until = Path(job["until"]) if "until" in job else None
+    first, types = job.get("first", 0), job.get("types", {})
     committing: list[int] = []
-    with psycopg.connect(job["dsn"], autocommit=True) as conn:
+    with psycopg.connect(job["dsn"], autocommit=True, application_name="bench publisher") as conn:
         publish = STYLES[job["style"]](conn)
         if "hosts" in job:
             publish = to_relay(conn, job["hosts"])
@@ -107,17 +117,18 @@ def main() -> None:
         for transaction in range(transactions):
             if until and transaction % rate == 0 and until.exists():
                 break
-            events = events_of(transaction, count)
+            number = first + transaction
+            events = events_of(number, count, type_of(number, types))
             pause = started + transaction / rate - time.perf_counter()
             if pause > 0:
                 time.sleep(pause)
             with conn.transaction():
-                publish(transaction, events)
+                publish(number, events)
                 committing.append(time.time_ns())
         took = time.perf_counter() - started
     lines = [
         f"{count * transaction + n} {clock}"
-        for transaction, clock in enumerate(committing)
+        for transaction, clock in enumerate(committing, first)
         for n in range(count)
     ]
     Path(job["file"]).write_text("\n".join(lines))

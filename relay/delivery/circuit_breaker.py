@@ -90,7 +90,8 @@ class CircuitBreaker:
         self._last[key] = None
         self._last.move_to_end(key)
         while len(self._last) > self._settings.failures:
-            self._last.popitem(last=False)
+            # Forgotten whether it failed, too: an outage of days would leave all its keys here.
+            self._failed.discard(self._last.popitem(last=False)[0])
 
     def stop(self, key: Hashable, asked: float = 0.0) -> bool:
         """Open at once, since the destination refuses every event; returns whether that has opened the breaker."""

@@ -93,8 +93,11 @@ class _Pool(ConnectionPool[psycopg.Connection[Any]]):
         def prepare(conn: psycopg.Connection[Any]) -> None:
             try:
                 configure(conn)
-            except (psycopg.Error, ConfigurationError) as error:
-                faults[:] = [error]
+            except BaseException as error:
+                # The pool only forgets it, and the fault that is kept here refers to it by its traceback.
+                conn.close()
+                if isinstance(error, psycopg.Error | ConfigurationError):
+                    faults[:] = [error]
                 raise
             faults.clear()
 
