@@ -16,7 +16,7 @@ from bench.results import Measurement
 from relay.model.snapshots import BEGINNING
 from relay.source.outbox.differences import Difference
 from relay.source.server import current_position
-from relay.spark.options import parse
+from relay.spark.data_source_options import parse
 from relay.spark.reading import TaskPortion, read
 
 TIMEOUT_SECONDS = 600.0

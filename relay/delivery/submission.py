@@ -16,7 +16,7 @@ from relay.model.events import Transaction
 from relay.model.transactions import Routed, Transactions, Undecoded
 from relay.pipeline.deferral import Ordering
 from relay.pipeline.routing import BatchRouter
-from relay.pipeline.settlement import not_received
+from relay.source.outbox.rows import not_received
 from relay.store import (
     clock,
     deferred,

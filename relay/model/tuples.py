@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Sequence
 from functools import partial
-from operator import eq
+from operator import eq, itemgetter
 from struct import Struct
 from typing import TypeVar
 
@@ -235,7 +235,7 @@ class RowDecoder:
     the table does not have is None.
     """
 
-    __slots__ = ("_headers", "_indices", "_last", "_order")
+    __slots__ = ("_headers", "_in_order", "_indices", "_last")
 
     def __init__(self, names: Sequence[str], mapping: dict[str, str]) -> None:
         known = {name: index for index, name in enumerate(names)}
@@ -244,7 +244,7 @@ class RowDecoder:
         self._indices = {name: known.get(mapping.get(name, name)) for name in fields}
         self._last = len(names) - 1
         indices = [self._indices[name] for name in FIELDS]
-        self._order = tuple(-1 if index is None else index for index in indices)
+        self._in_order = itemgetter(*(-1 if index is None else index for index in indices))
 
     def columns(self, rows: Rows, fields: Sequence[str]) -> list[Values]:
         """The undecoded values of some fields, or of NOTE, in many rows, a sequence for each field.
@@ -283,22 +283,22 @@ class RowDecoder:
         """
         texts: list[str | None] = []
         at = 2
-        unpack = _U32.unpack_from
+        unpack, add = _U32.unpack_from, texts.append
         try:
             for _ in range(_U16.unpack_from(data)[0]):
                 if data[at] == TEXT:
                     start = at + 5
                     at = start + unpack(data, at + 1)[0]
-                    texts.append(str(data[start:at], "utf-8", "surrogateescape"))
+                    add(data[start:at].decode("utf-8", "surrogateescape"))
                 else:
-                    texts.append(None)
+                    add(None)
                     at += 1
         except (IndexError, struct.error) as error:
             raise ProtocolError("malformed TupleData") from error
         if at != len(data):
             raise ProtocolError("truncated column value")
-        texts.append(None)  # at index -1
-        row = (*(texts[index] for index in self._order), *commit_fields)
+        add(None)  # at index -1
+        row = (*self._in_order(texts), *commit_fields)
         return Event(row, self._headers_of(texts) if self._headers else None)
 
     def _headers_of(self, texts: Sequence[str | None]) -> dict[str, str | None]:

@@ -21,7 +21,7 @@ from relay.config.dsn import DatabaseAccess
 from relay.config.settings import Settings
 from relay.delivery.sinks import Sinks
 from relay.observe.databases import Databases
-from relay.pipeline.activity import Job
+from relay.pipeline.active_jobs import Job
 from relay.pipeline.retries import RetryWorker
 from relay.pipeline.runner import APPLIES_HERE, WAITS_FOR_SPARK, Pipeline
 from relay.runtime.parts import Condition, Due, Heartbeat, faults

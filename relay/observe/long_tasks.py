@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import psycopg
 
 from relay.faults import describe
-from relay.pipeline.activity import ActiveJobs, Job
+from relay.pipeline.active_jobs import ActiveJobs, Job
 from relay.runtime.parts import Condition, Recurring
 from relay.store.connections import Dsn, connect
 

@@ -35,8 +35,9 @@ from relay.pipeline.failure_limit import FailureLimit, store_streaks
 from relay.pipeline.handling import HandlerFailed, HandlerRunner, HandlingMode, reason_of
 from relay.pipeline.ranges import RangeReader, is_early, last_positions
 from relay.pipeline.routing import Assignment, BatchRouter
-from relay.pipeline.settlement import Settlement, Unsettled, not_received
+from relay.pipeline.settlement import Settlement, Unsettled
 from relay.pipeline.tracing import joined, trace_record, traced_as
+from relay.source.outbox.rows import not_received
 from relay.store import brakes
 from relay.store.connections import Connection
 from relay.store.deferred import due as deferred_due

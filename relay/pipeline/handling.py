@@ -42,7 +42,7 @@ from relay.model.dispositions import (
     holds_keys,
 )
 from relay.model.transactions import Routed
-from relay.pipeline.activity import ActiveJobs
+from relay.pipeline.active_jobs import ActiveJobs
 from relay.pipeline.deferral import DeferralRules
 from relay.pipeline.failure_limit import FailureLimit
 from relay.pipeline.routing import Assignment, Parts

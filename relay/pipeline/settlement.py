@@ -188,20 +188,3 @@ def _report(each: Unsettled, failure: DeadLetter) -> DeadLetterReport:
         trace_id(each.events),
         kind_of(failure.error),
     )
-
-
-def not_received(
-    rows: Undecoded, events: Iterable[Event], by_reference: Collection[int], table: str
-) -> NotReceived | None:
-    """The fault of a transaction with rows of `table` that were too large to be read; None if it has none.
-
-    `by_reference` are the c_offsets of such rows. `events` is read only if some of them may be the transaction's.
-    """
-    if not any(rows.first_offset <= offset <= rows.last_offset for offset in by_reference):
-        return None
-    offsets = [event.c_offset for event in events if event.c_offset in by_reference]
-    found = [offset for offset in offsets if offset is not None]
-    if not found:
-        return None
-    where = f"{table}, c_offset {', '.join(map(str, found))}"
-    return NotReceived(f"payload and metadata are too large, they are only in {where}", found)

@@ -208,7 +208,7 @@ class StreamSource(Part):
     @property
     def flushed(self) -> Lsn:
         """The position that was reported, or is about to be, as durable."""
-        return self.receiver.progress.flushed
+        return self.receiver.confirmation.flushed
 
     @property
     def conditions(self) -> Sequence[Condition]:
@@ -267,7 +267,7 @@ class StreamSource(Part):
                 yield from self._poll_during(stream.outage)
             elif stream.on_standby:
                 self._stand_by()
-            elif still is not None and self.receiver.progress.received < still:
+            elif still is not None and self.receiver.confirmation.received < still:
                 yield from self._poll_now()
             elif stream.connections:
                 yield from self._join()
@@ -286,7 +286,7 @@ class StreamSource(Part):
             return None
         if not receiver.commits.has_ready(events, receiver.is_full):
             return None
-        if seen is not None and receiver.progress.flushed >= seen.lsn:
+        if seen is not None and receiver.confirmation.flushed >= seen.lsn:
             return None
         self._ahead = receiver.take(0.0)
         return self._ahead
@@ -361,7 +361,7 @@ class StreamSource(Part):
                     return
                 audit.seen = self._poller.current_position()
                 audit.since = now
-            if self._ahead is not None or self.receiver.progress.flushed < audit.seen.lsn:
+            if self._ahead is not None or self.receiver.confirmation.flushed < audit.seen.lsn:
                 return
             whole = self._poller.adopt(audit.seen, self._polls, self._follower.adopt)
             self.receiver.compared(audit.seen.snapshot.xmax)
@@ -400,7 +400,11 @@ class StreamSource(Part):
             return
         silent = min(time.monotonic() - audit.since, receiver.quiet)
         limit = STILL_SECONDS if self._polls else REPORT_SECONDS
-        if silent < limit or receiver.progress.received >= seen.lsn or not receiver.commits.empty:
+        if (
+            silent < limit
+            or receiver.confirmation.received >= seen.lsn
+            or not receiver.commits.empty
+        ):
             return
         audit.since = time.monotonic()
         try:

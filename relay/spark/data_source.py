@@ -52,7 +52,7 @@ from relay.model.snapshots import Snapshot
 from relay.retention.removable import note_reader
 from relay.source.outbox.differences import Difference, cut
 from relay.source.server import durable_position
-from relay.spark.options import Options, parse
+from relay.spark.data_source_options import Options, parse
 from relay.spark.reading import COLUMNS, MappedTable, TaskPortion, by_host, by_xid, columns, read
 from relay.store.connections import connect
 

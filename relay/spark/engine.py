@@ -37,7 +37,7 @@ from relay.faults import FaultAction, SecretUnavailable, TaskFault, describe
 from relay.model.batch import JobName, Work
 from relay.pipeline.inline import Result
 from relay.pipeline.listeners import Meter
-from relay.spark.faults import safe_description
+from relay.spark.descriptions import safe_description
 from relay.spark.session import Session
 from relay.store.connections import Dsn, connect
 from relay.store.groups import APPLICATION_NAME, INSTANCE

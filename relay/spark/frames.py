@@ -24,7 +24,7 @@ from relay.model import headers
 from relay.model.events import FIELDS, INSERTED_BY, SQL_TYPES, timestamp
 from relay.pipeline.routing import RouteRules, Values
 from relay.source.outbox.differences import XID, Difference, array, condition
-from relay.spark.faults import of_function, safe_description
+from relay.spark.descriptions import of_function, safe_description
 from relay.spark.reading import PARTITION, MappedTable, TaskPortion, by_xid, map_type, read
 from relay.spark.writers import BATCH_COLUMN
 from relay.store.positions.sinks import BEFORE_FIRST

@@ -24,7 +24,7 @@ from relay.runtime.parts import Condition, Due, Recurring
 from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.source.outbox.rows import prepare_reading
 from relay.spark import batches, frames
-from relay.spark.faults import safe_description
+from relay.spark.descriptions import safe_description
 from relay.spark.frames import Transform
 from relay.spark.reading import MappedTable
 from relay.spark.session import Session

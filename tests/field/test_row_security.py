@@ -22,7 +22,7 @@ from relay.model.snapshots import BEGINNING
 from relay.source import hybrid
 from relay.source.outbox.differences import Difference
 from relay.source.server import current_position
-from relay.spark.options import parse
+from relay.spark.data_source_options import parse
 from relay.spark.reading import TaskPortion, read
 from tests.outbox import Outbox, event, host, relaying, relaying_until_it_ends, wait_until
 from tests.webhook import Answer, Webhook

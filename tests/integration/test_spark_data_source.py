@@ -22,7 +22,7 @@ from relay.source.outbox.differences import Difference, cut
 from relay.spark import register
 from relay.spark.data_source import DifferenceReader as BatchReader
 from relay.spark.data_source import StreamReader
-from relay.spark.options import parse
+from relay.spark.data_source_options import parse
 from relay.spark.reading import COLUMNS, TaskPortion, read
 from relay.spark.session import Session
 from tests.outbox import Outbox, event, host

@@ -31,7 +31,7 @@ from relay.observe.long_tasks import LongTasks
 from relay.observe.metrics import OTHER, SERIES, Metrics, table
 from relay.observe.observer import ServiceGauges
 from relay.observe.server import HttpListener, listen
-from relay.pipeline.activity import ActiveJobs
+from relay.pipeline.active_jobs import ActiveJobs
 from relay.source.outbox.unread import Backlog
 from tests.observing import DASHBOARD, LABELS, RULES, ask, used
 from tests.process import ROOT

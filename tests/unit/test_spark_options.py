@@ -13,7 +13,7 @@ from relay.faults import ConfigurationError
 from relay.model.snapshots import BEGINNING, Snapshot
 from relay.source.outbox.differences import Difference, up_to
 from relay.spark.data_source import SCHEMA, StreamReader
-from relay.spark.options import parse
+from relay.spark.data_source_options import parse
 from relay.spark.reading import by_host
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,6 +16,7 @@ from psycopg.adapt import Loader
 
 from relay.config.fields import JSON_FIELDS
 from relay.faults import (
+    NotReceived,
     RelayError,
     TooLarge,
     TransientFault,
@@ -24,9 +25,9 @@ from relay.faults import (
     is_transient,
 )
 from relay.model.batch import Share
-from relay.model.events import INSERTED_BY
+from relay.model.events import INSERTED_BY, Event
 from relay.model.snapshots import RowCounts, Snapshot, Xids
-from relay.model.transactions import Int64Array, Rows, Transactions
+from relay.model.transactions import Int64Array, Rows, Transactions, Undecoded
 from relay.source.decode.grouping import Grouping
 from relay.source.decode.layout import Layout, polled, require_contents
 from relay.source.decode.pgoutput import encode_tuple
@@ -436,6 +437,23 @@ class OutboxRows(OutboxTable):
             yield sql.SQL("case when {} in ({}) then {} else {} end").format(
                 self._offset, offsets, short, column
             )
+
+
+def not_received(
+    rows: Undecoded, events: Iterable[Event], by_reference: Collection[int], table: str
+) -> NotReceived | None:
+    """The fault of a transaction with rows of `table` that were too large to be read; None if it has none.
+
+    `by_reference` are the c_offsets of such rows. `events` is read only if some of them may be the transaction's.
+    """
+    if not any(rows.first_offset <= offset <= rows.last_offset for offset in by_reference):
+        return None
+    offsets = [event.c_offset for event in events if event.c_offset in by_reference]
+    found = [offset for offset in offsets if offset is not None]
+    if not found:
+        return None
+    where = f"{table}, c_offset {', '.join(map(str, found))}"
+    return NotReceived(f"payload and metadata are too large, they are only in {where}", found)
 
 
 def require_visible(conn: Connection, wanted: Snapshot | Xids) -> None:

@@ -37,7 +37,7 @@ from relay.source.lost_slot import Recovery
 from relay.source.recognition import Recognition
 from relay.source.state import Received, StreamState
 from relay.source.stream.commit_queue import CommitQueue
-from relay.source.stream.progress import Progress
+from relay.source.stream.confirmation import Confirmation
 from relay.source.stream.replication import Replication
 from relay.source.stream.walsender import WalStream, end_of_stream
 from relay.store.suspects import Suspects
@@ -156,7 +156,7 @@ class Receiver:
     were applied. `changed` is called when the stream is back. What ends at or before `start` counts as received, and is
     never confirmed.
 
-    `progress` has the positions that are received and confirmed, `commits` what is received and not applied. All
+    `confirmation` has the positions that are received and confirmed, `commits` what is received and not applied. All
     methods before `_run` are for the service's thread, unless they say otherwise.
     """
 
@@ -169,11 +169,11 @@ class Receiver:
         start: Lsn | None = None,
     ) -> None:
         # Shared, and safe in any thread.
-        self.progress = Progress()
+        self.confirmation = Confirmation()
         if start is not None:
-            self.progress.commit(start)
+            self.confirmation.commit(start)
         self.commits = CommitQueue(settings.batch)
-        self._replication = Replication(settings, self.progress, recovery, recognition, changed)
+        self._replication = Replication(settings, self.confirmation, recovery, recognition, changed)
         self.condition = self._replication.condition
         self.heartbeat = self._replication.heartbeat
         self._closing = self._replication.closing
@@ -234,7 +234,7 @@ class Receiver:
         return Received(
             connected=heard is not None,
             silent=0.0 if heard is None else max(0.0, time.monotonic() - heard),
-            position=self.progress.received,
+            position=self.confirmation.received,
             buffered_bytes=size + self._assembler.size,
             buffered_events=events,
             oldest=None if oldest is None else _EPOCH_SECONDS + oldest / 1_000_000,
@@ -280,7 +280,7 @@ class Receiver:
 
     def confirm(self, end: Lsn) -> None:
         """Confirm everything up to a position, which is durable: PostgreSQL may recycle its WAL. Safe in any thread."""
-        self.progress.ack(end)
+        self.confirmation.ack(end)
         self._wakeup.wake()
 
     def compared(self, next_xid: int) -> None:
@@ -295,7 +295,7 @@ class Receiver:
         """Continue to stream after this commit, since it is durable. Raises psycopg.Error."""
         self._receiver_suspects.forget(commit)
         # The server leaves out commits that end before the requested position.
-        self.progress.nothing_until(Lsn(commit.lsn + 1))
+        self.confirmation.nothing_until(Lsn(commit.lsn + 1))
         with self._resumed:
             self._replication.publish(stuck=None, outage=None)
             self._resumed.notify_all()
@@ -428,7 +428,7 @@ class Receiver:
                     else:
                         selector.register(pgconn.socket, selectors.EVENT_READ, "stream")
                         last_heard = time.monotonic()
-                unreported = self.progress.flushed > self._reported
+                unreported = self.confirmation.flushed > self._reported
                 wait = 0.0 if asked else IDLE_REPORT_SECONDS if unreported else 1.0
                 ready = {key.data for key, _ in selector.select(wait)}
                 woken = "wakeup" in ready
@@ -441,7 +441,7 @@ class Receiver:
                 if "stream" in ready:
                     last_heard = time.monotonic()
                     asked = self._read_socket(pgconn) or asked
-                    if not self.progress.all_acknowledged:
+                    if not self.confirmation.all_acknowledged:
                         # Messages that come now are needed after the batch; to assemble them slows down the service.
                         self._wakeup.wait(PAUSE_SECONDS)
                 now = time.monotonic()
@@ -474,7 +474,7 @@ class Receiver:
 
     def _is_steady(self, stream: WalStream, lasted: float) -> bool:
         """Whether the stream works: it has brought something new, or has been idle for STEADY_SECONDS."""
-        if self.progress.received > stream.start:
+        if self.confirmation.received > stream.start:
             return True
         return lasted > STEADY_SECONDS and self._has_received and not self._assembler.open
 
@@ -496,7 +496,7 @@ class Receiver:
                 return asked
             if self.is_full or self._closing.is_set():
                 return asked
-            if self.progress.flushed > self._reported:
+            if self.confirmation.flushed > self._reported:
                 self._report(pgconn)
             if size < READ_BYTES:
                 time.sleep(PAUSE_SECONDS)
@@ -559,15 +559,15 @@ class Receiver:
     def _finished(self, commits: list[Transactions], position: Lsn) -> None:
         """Queue whole commits, and note that the stream has nothing else up to a position."""
         if commits:
-            self.progress.commit(commits[-1].end)
+            self.confirmation.commit(commits[-1].end)
             self.commits.put(commits)
         if position:
-            self.progress.nothing_until(position)
+            self.confirmation.nothing_until(position)
 
     def _report(self, pgconn: psycopg.pq.abc.PGconn, reply: bool = False) -> None:
         clock = int((time.time() - _EPOCH_SECONDS) * 1_000_000)
-        flushed = self.progress.flushed
-        status = self.progress.status(clock, reply)
+        flushed = self.confirmation.flushed
+        status = self.confirmation.status(clock, reply)
         if status is None:
             return
         pgconn.put_copy_data(status)
@@ -583,7 +583,7 @@ def commits_after(settings: Settings, lsn: Lsn, until: Lsn) -> Iterator[Transact
     receiver = Receiver(settings, start=lsn)
     receiver.start()
     try:
-        while receiver.progress.received < until or not receiver.commits.empty:
+        while receiver.confirmation.received < until or not receiver.commits.empty:
             batch = receiver.take(0.2)
             if batch is None:
                 continue

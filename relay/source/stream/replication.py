@@ -33,7 +33,7 @@ from relay.source.outbox.columns import is_partitioned
 from relay.source.outbox.table import require_same_hash
 from relay.source.recognition import Recognition, SourceComparison, Unavailable
 from relay.source.state import Outage, StreamState
-from relay.source.stream.progress import Progress
+from relay.source.stream.confirmation import Confirmation
 from relay.source.stream.slot import (
     reader_activity,
     require_ours,
@@ -80,13 +80,13 @@ class Replication:
     def __init__(
         self,
         settings: Settings,
-        progress: Progress,
+        confirmation: Confirmation,
         recovery: Recovery | None,
         recognition: Recognition | None,
         changed: Callable[[], None],
     ) -> None:
         self._settings = settings
-        self._progress = progress
+        self._confirmation = confirmation
         self._recovery = recovery
         self._recognition = recognition
         self._changed = changed
@@ -182,7 +182,7 @@ class Replication:
         state = self.state
         if state.connections and not state.incomplete and not state.on_standby:
             self._noted_left = True
-            self._recognition.leave(self._progress.flushed)
+            self._recognition.leave(self._confirmation.flushed)
 
     def _open(self) -> WalStream:
         if self.closing.is_set():
@@ -298,8 +298,8 @@ class Replication:
         left_at = self._left_at(comparison)
         lacks = recreated or self._is_incomplete(comparison, left_at, confirmed)
         if recreated:
-            self._progress.reset()
-        start = max(confirmed, self._progress.received)
+            self._confirmation.reset()
+        start = max(confirmed, self._confirmation.received)
         # The server refuses a slot that another process reads: it may be an instance that has taken over.
         start_replication(conn, self._settings.source, start, encoding)
         if lacks and self._recovery is None:
@@ -323,7 +323,7 @@ class Replication:
                     # if the target does not answer.
                     self.publish(incomplete=self.state.incomplete or lacks)
                     epoch = self._recognition.follow(comparison, self.state.incomplete)
-                self._progress.start(confirmed)
+                self._confirmation.start(confirmed)
                 self._system = system
                 self._orphaned_since = None
                 self.publish(
@@ -364,7 +364,7 @@ class Replication:
         if comparison.origin.confirmed is None and self._recognition.is_last_reader(
             comparison.origin
         ):
-            return self._progress.flushed
+            return self._confirmation.flushed
         return comparison.origin.confirmed
 
     def _is_incomplete(
@@ -404,10 +404,10 @@ class Replication:
         log.warning(
             "the source is another server or timeline; relay first applies what it has received"
         )
-        while not self._progress.all_acknowledged and not self.closing.is_set():
+        while not self._confirmation.all_acknowledged and not self.closing.is_set():
             self.heartbeat.update("waits until the commits of the former server are applied")
             self.closing.wait(APPLIED_POLL_SECONDS)
-        self._progress.reset()
+        self._confirmation.reset()
 
 
 def _is_read(conn: Connection, slot: str) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from relay.config.handlers import SparkHandler
 from relay.config.imports import load
 from relay.faults import ConfigurationError
-from relay.spark.faults import of_function
+from relay.spark.descriptions import of_function
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

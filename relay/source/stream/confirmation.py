@@ -14,7 +14,7 @@ Source: PostgreSQL documentation, "Streaming Replication Protocol".
 """
 
 
-class Progress:
+class Confirmation:
     """Received and durable positions, shared by the receiver and the service.
 
     The flushed position never moves back, never passes a commit that is not acknowledged, and follows the stream when

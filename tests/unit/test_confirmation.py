@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from relay.model.events import Lsn
-from relay.source.stream.progress import Progress
+from relay.source.stream.confirmation import Confirmation
 
 STEPS = st.integers(0, 1000)
 
@@ -28,7 +28,7 @@ class Stream(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.progress = Progress()
+        self.confirmation = Confirmation()
         self.connected = False
         self.known = False
         self.position = 0
@@ -51,9 +51,9 @@ class Stream(RuleBasedStateMachine):
         self.connected = True
         if self.confirmed:
             self.known = True
-            self.progress.start(Lsn(self.confirmed))
+            self.confirmation.start(Lsn(self.confirmed))
         self.position = max(self.position, self.confirmed)
-        assert self.progress.received == self.position
+        assert self.confirmation.received == self.position
 
     @precondition(lambda self: self.connected)
     @rule()
@@ -65,19 +65,19 @@ class Stream(RuleBasedStateMachine):
     def keepalive_or_empty_commit(self, step: int) -> None:
         self.position += step
         self.known = self.known or self.position > 0
-        self.progress.nothing_until(Lsn(self.position))
+        self.confirmation.nothing_until(Lsn(self.position))
 
     @precondition(lambda self: self.connected)
     @rule(back=STEPS)
     def keepalive_from_the_past(self, back: int) -> None:
-        self.progress.nothing_until(Lsn(max(0, self.position - back)))
+        self.confirmation.nothing_until(Lsn(max(0, self.position - back)))
 
     @precondition(lambda self: self.connected)
     @rule(step=st.integers(1, 1000))
     def commit(self, step: int) -> None:
         self.position += step
         self.pending.append(self.position)
-        self.progress.commit(Lsn(self.position))
+        self.confirmation.commit(Lsn(self.position))
 
     # The service.
 
@@ -88,14 +88,14 @@ class Stream(RuleBasedStateMachine):
         end = self.pending[taken - 1]
         del self.pending[:taken]
         self.known = True
-        self.progress.ack(Lsn(end))
+        self.confirmation.ack(Lsn(end))
 
     # The slot.
 
     @precondition(lambda self: self.connected)
     @rule()
     def report(self) -> None:
-        status = self.progress.status(0)
+        status = self.confirmation.status(0)
         if status is not None:
             self.confirmed = max(self.confirmed, self._fields(status)["flushed"])
 
@@ -103,33 +103,33 @@ class Stream(RuleBasedStateMachine):
 
     @invariant()
     def the_flushed_position_never_moves_back(self) -> None:
-        assert self.progress.flushed >= self.last_flushed
-        self.last_flushed = self.progress.flushed
+        assert self.confirmation.flushed >= self.last_flushed
+        self.last_flushed = self.confirmation.flushed
 
     @invariant()
     def it_never_passes_a_commit_that_is_not_acknowledged(self) -> None:
-        assert all(self.progress.flushed < end for end in self.pending)
+        assert all(self.confirmation.flushed < end for end in self.pending)
 
     @invariant()
     def it_follows_the_stream_when_nothing_is_pending(self) -> None:
         if self.known and not self.pending:
-            assert self.progress.flushed == self.position
+            assert self.confirmation.flushed == self.position
 
     @invariant()
     def the_stream_resumes_where_it_was(self) -> None:
-        assert self.progress.received == self.position
+        assert self.confirmation.received == self.position
 
     @invariant()
     def nothing_is_reported_before_a_position_is_known(self) -> None:
-        status = self.progress.status(0)
-        if self.progress.flushed == 0:
+        status = self.confirmation.status(0)
+        if self.confirmation.flushed == 0:
             assert status is None
         else:
             assert self.known
             assert status is not None
             fields = self._fields(status)
-            assert fields["flushed"] == fields["applied"] == self.progress.flushed
-            assert fields["written"] == max(self.position, self.progress.flushed)
+            assert fields["flushed"] == fields["applied"] == self.confirmation.flushed
+            assert fields["written"] == max(self.position, self.confirmation.flushed)
 
     @staticmethod
     def _fields(status: bytes) -> dict[str, Any]:
@@ -144,34 +144,34 @@ TestStream = Stream.TestCase
 
 
 def test_an_unacknowledged_commit_holds_back_everything_after_it() -> None:
-    progress = Progress()
-    progress.start(Lsn(10))
-    progress.commit(Lsn(20))
-    progress.nothing_until(Lsn(30))
-    progress.commit(Lsn(40))
-    progress.nothing_until(Lsn(50))
-    assert progress.flushed == 10
-    progress.ack(Lsn(20))
-    assert progress.flushed == 20
-    progress.ack(Lsn(40))
-    assert progress.flushed == 50
+    confirmation = Confirmation()
+    confirmation.start(Lsn(10))
+    confirmation.commit(Lsn(20))
+    confirmation.nothing_until(Lsn(30))
+    confirmation.commit(Lsn(40))
+    confirmation.nothing_until(Lsn(50))
+    assert confirmation.flushed == 10
+    confirmation.ack(Lsn(20))
+    assert confirmation.flushed == 20
+    confirmation.ack(Lsn(40))
+    assert confirmation.flushed == 50
 
 
 def test_a_slot_that_was_moved_from_outside_does_not_make_pending_work_durable() -> None:
-    progress = Progress()
-    progress.start(Lsn(10))
-    progress.commit(Lsn(20))
-    progress.start(Lsn(30))
-    assert progress.flushed == 10
-    assert progress.received == 30
-    progress.ack(Lsn(20))
-    assert progress.flushed == 30
+    confirmation = Confirmation()
+    confirmation.start(Lsn(10))
+    confirmation.commit(Lsn(20))
+    confirmation.start(Lsn(30))
+    assert confirmation.flushed == 10
+    assert confirmation.received == 30
+    confirmation.ack(Lsn(20))
+    assert confirmation.flushed == 30
 
 
 def test_the_status_carries_clock_and_the_wish_for_a_reply() -> None:
-    progress = Progress()
-    progress.start(Lsn(0x16_B374D848))
-    status = progress.status(clock=-5, reply=True)
+    confirmation = Confirmation()
+    confirmation.start(Lsn(0x16_B374D848))
+    status = confirmation.status(clock=-5, reply=True)
     assert status is not None
     assert unpack(">cQQQqB", status)[4:] == (-5, 1)
     assert status[1:9].hex() == "00000016b374d848"

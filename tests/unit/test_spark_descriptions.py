@@ -13,7 +13,7 @@ from pyspark.errors import (
 )
 
 from relay.faults import ConfigurationError
-from relay.spark.faults import of_function, safe_description
+from relay.spark.descriptions import of_function, safe_description
 
 SECRET = "4111-1111"
 TRACEBACK = """
@@ -122,7 +122,7 @@ def test_an_error_of_a_query_is_shown_unless_a_function_made_the_query() -> None
 def test_of_a_function_its_kind_and_line_are_shown() -> None:
     with (
         pytest.raises(
-            Exception, match=r"^handlers\.x\.transform: ValueError \(.*faults\.py:\d+\)$"
+            Exception, match=r"^handlers\.x\.transform: ValueError \(.*descriptions\.py:\d+\)$"
         ),
         of_function("handlers.x.transform"),
     ):
