@@ -56,18 +56,15 @@ ColumnValues = tuple[str | None, ...]
 DeadLetterRow = dict[str, str | None]
 """The fields of a dead event by the names in `STORED`, as PostgreSQL prints them."""
 
-_COLUMNS = (
-    *("group_id", "dead_transaction", "sink", "undelivered", "handler", "exception", "attempts"),
-    *("refused", *_FROM_EVENT),
-)
+_FACTS = ("group_id", "dead_transaction", "sink", "undelivered", "handler", "exception")
+"""The columns that all dead letters of a transaction have alike, as `insert` writes them."""
 _TYPES: list[LiteralString] = [
     "text" if field in ID_FIELDS else SQL_TYPES.get(field, "jsonb")
     for field in _FROM_EVENT.values()
 ]
-_INSERT = sql.SQL(
-    "insert into relay.dead_letter_queue ({}) values (%s, %s, %s, %s, %s, %s, 1, %s::json, {})"
-).format(
-    sql.SQL(", ").join(map(sql.Identifier, _COLUMNS)),
+_INSERT = sql.SQL("insert into relay.dead_letter_queue ({}) values ({}, %s::json, {})").format(
+    sql.SQL(", ").join(map(sql.Identifier, (*_FACTS, "refused", *_FROM_EVENT))),
+    sql.SQL(", ").join([sql.Placeholder()] * len(_FACTS)),
     sql.SQL(", ").join(sql.SQL(f"%s::{sql_type}") for sql_type in _TYPES),
 )
 
@@ -97,16 +94,16 @@ def insert(
     refuses is stored as text in `refused`: a dead letter that cannot be written would block everything after it.
     """
     number = _next_number(conn)
+    facts = (group, number, sink, undelivered, handler)
     exception = exception_text(error)
     remaining = iter(events)
     while chunk := list(islice(remaining, _CHUNK)):
         rows = [tuple(event.text(field) for field in _FROM_EVENT.values()) for event in chunk]
-        head = (group, number, sink, undelivered, handler)
         try:
-            _write(conn, [(*head, exception, None, *row) for row in rows])
+            _write(conn, [(*facts, exception, None, *row) for row in rows])
         except _REFUSALS:
             exception = _writable(conn, exception)
-            _write(conn, [(*head, exception, *row) for row in _degraded(conn, rows)])
+            _write(conn, [(*facts, exception, *row) for row in _degraded(conn, rows)])
     return number
 
 
