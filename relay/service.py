@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from threading import Event
 from typing import TYPE_CHECKING, Protocol
 
 import psycopg
@@ -14,7 +15,7 @@ import psycopg
 from relay.config.effects import Effects
 from relay.config.settings import Settings
 from relay.delivery.sinks import Sinks
-from relay.faults import Interrupted, RelayError, is_transient
+from relay.faults import Interrupted, RelayError, TaskFault, is_transient
 from relay.logs import BATCH
 from relay.model.batch import Batch, Outcome
 from relay.model.events import Lsn
@@ -34,7 +35,7 @@ from relay.source.hybrid import Source, open_source
 from relay.spark.engine import SparkEngine
 from relay.spark.session import Session
 from relay.store import groups
-from relay.store.connections import connect
+from relay.store.connections import connect, sessions_with
 from relay.store.positions.unflushed import Unflushed
 from relay.store.presence import Presence, instances
 from relay.store.refusals import RefusalWatch
@@ -44,11 +45,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CLOSING_LOCK_TIMEOUT = "2s"
+"""How long what a part writes when it is closed waits for a lock: without it, nothing is lost but a count or a note."""
+
 
 class Service:
     """The relay of one group. It uses the given Spark session, or creates its own.
 
-    With `accept_configuration` its configuration replaces that of running instances of the group, which end.
+    With `accept_configuration` its configuration replaces that of running instances of the group, which end. `ending`
+    is called once, in any thread, when the service begins to end.
     """
 
     def __init__(
@@ -56,9 +61,14 @@ class Service:
         settings: Settings,
         session: Session | None = None,
         accept_configuration: bool = False,
+        ending: Callable[[], None] = lambda: None,
     ) -> None:
         dsn, group = settings.target_dsn, settings.group
         self._relays = False
+        self._ending = ending
+        self._stopping = Event()
+        self._fault: BaseException | None = None
+        self._step = "starts"
         own_session = None if session else Session(settings.spark, settings)
         session = session or own_session
         assert session is not None  # noqa: S101
@@ -125,35 +135,64 @@ class Service:
 
     def stop(self) -> None:
         """End `run` after the batch in flight."""
-        self._relays = False
+        self._note_end()
         for part in self._parts:
             part.stop()
 
     def run(self) -> None:
         """Relay until `stop`. Raises RelayError if the group cannot go on."""
         try:
-            with ExitStack() as closing:
-                for part in self._parts:
-                    closing.callback(part.close)
-                closing.callback(self._note_end)
-                self._relay()
+            self._relay()
         except Interrupted:
             log.warning("stopping with the batch in flight unfinished; it will be delivered again")
+        except BaseException as error:
+            self._fault = error
+            raise
+        finally:
+            self._note_end()
+            unclosed = self._close()
         self._raise_faults()
+        if unclosed is not None:
+            raise unclosed
         flushed = self._source.flushed
         log.info("stopped", extra={"lsn": str(flushed)} if flushed else {})
 
     def _relay(self) -> None:
         for part in self._parts:
+            if self._stopping.is_set():
+                break
+            self._step = f"starts {_name(part)}"
             part.start()
-        self._relays = True
+        else:
+            self._take_batches()
+        self._raise_faults()
+
+    def _take_batches(self) -> None:
+        self._step = ""
+        self._relays = not self._stopping.is_set()
         for batch in self._source.batches(self._sinks):
             BATCH.set(batch.number)
             started = time.monotonic()
             outcome = self._apply(batch)
             self._listeners.durable(batch, outcome, time.monotonic() - started)
             BATCH.set(None)
-        self._raise_faults()
+
+    def _close(self) -> Exception | None:
+        """Close the parts in reverse, all of them also if one fails; returns the first fault, and logs each.
+
+        What ends the service is the error to show, not what its end leads to.
+        """
+        first = None
+        with sessions_with({"lock_timeout": CLOSING_LOCK_TIMEOUT}):
+            for part in reversed(self._parts):
+                self._step = f"closes {_name(part)}"
+                try:
+                    part.close()
+                except Exception as error:
+                    fault = TaskFault.of(error).text
+                    log.error("cannot close a part", extra={"part": _name(part), "fault": fault})
+                    first = first or error
+        return first
 
     def _apply(self, batch: Batch) -> Outcome:
         """Make a batch durable, and acknowledge it."""
@@ -171,6 +210,9 @@ class Service:
 
     def _note_end(self) -> None:
         self._relays = False
+        if not self._stopping.is_set():
+            self._stopping.set()
+            self._ending()
 
     def _raise_faults(self) -> None:
         error = self.error
@@ -179,8 +221,20 @@ class Service:
 
     @property
     def error(self) -> RelayError | None:
-        """Why a part has ended, and relay with it; None if none has."""
+        """Why the service ends, or a part has ended; None if it is stopped in order, or goes on."""
+        if self._fault is not None:
+            return TaskFault.of(self._fault).as_error()
         return next((part.error for part in self._parts if part.error is not None), None)
+
+    @property
+    def doing(self) -> str:
+        """What it does now, and what its end would wait for. Safe in any thread."""
+        jobs = self._pipeline.applier.active_jobs.jobs()
+        if jobs:
+            handler = jobs[0].handler
+            return f"applies a batch: {f'handler {handler}' if handler else 'a task'}"
+        beats = self._source.heartbeat, self._pipeline.heartbeat, self._sinks.heartbeat
+        return self._step or max(beats, key=lambda each: each.at).doing
 
     @property
     def conditions(self) -> list[Condition]:
@@ -198,6 +252,10 @@ class Service:
             self._pipeline.applier.note_orderly_exit()
 
 
+def _name(part: object) -> str:
+    return type(part).__name__.lstrip("_")
+
+
 class _Guarded(Protocol):
     """What a crash may have come from: it tries again with care what was in flight."""
 
@@ -211,15 +269,19 @@ class _GroupRun(Part):
     def __init__(self, settings: Settings, guarded: Sequence[_Guarded]) -> None:
         self._settings = settings
         self._guarded = guarded
+        self._has_begun = False
 
     def start(self) -> None:
         """Record the start, and guard what is delivered again after a crash."""
+        self._has_begun = True
         if self._begin():
             for each in self._guarded:
                 each.guard()
 
     def close(self) -> None:
-        """Record the orderly end."""
+        """Record the orderly end. Without a start it would end what a process of the same name left at its death."""
+        if not self._has_begun:
+            return
         with suppress(psycopg.Error), connect(self._settings.target_dsn) as conn:
             groups.end(conn, self._settings.group)
 

@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Timer
 from types import FrameType
@@ -59,7 +60,8 @@ class Services:
         """Raises ConfigurationError if one process cannot run these configurations."""
         require_apart(configurations)
         self._all_settings = [each.settings for each in configurations]
-        self._messages: SimpleQueue[_GroupThread | signal.Signals] = SimpleQueue()
+        # None: a group begins to end.
+        self._messages: SimpleQueue[_GroupThread | signal.Signals | None] = SimpleQueue()
         self._stopping = Event()
         self._session = _shared_session(self._all_settings)
         shared = _SharedState(self._stopping, self._session, accept_configuration)
@@ -92,18 +94,18 @@ class Services:
         self._raise_faults()
 
     def _watch(self) -> None:
-        """Wait until all groups have ended; stop the others when one ends or a signal arrives."""
+        """Wait until all groups have ended; stop the others when one begins to end or a signal arrives."""
         left = set(self._groups)
         while left:
             message = self._next_message()
             if isinstance(message, _GroupThread):
                 left.discard(message)
                 self._note_end(message)
-            elif self.running:
+            elif message is not None and self.running:
                 log.info("stopping after the batch in flight", extra={"signal": message.name})
             left -= self._stop(left)
 
-    def _next_message(self) -> _GroupThread | signal.Signals:
+    def _next_message(self) -> _GroupThread | signal.Signals | None:
         # The kernel may deliver a signal to a thread that is just starting. Python runs the handler in the main thread,
         # which such a signal does not wake.
         while True:
@@ -148,18 +150,29 @@ class Services:
         self._messages.put(signal.Signals(number))
 
     def _give_up(self) -> None:
-        log.error(
-            "the batch in flight did not end within shutdown_timeout; it will be delivered again"
-        )
+        """End the process although a group does not: with the error that ends it, if there is one."""
+        hanging = [each for each in self._groups if each.service is not None and not each.has_ended]
+        several = len(self._groups) > 1
+        for group in hanging:
+            doing = {"waits_for": group.service.doing} if group.service is not None else {}
+            log.error(
+                "the end took longer than shutdown_timeout; what was in flight will be delivered again",
+                extra={**doing, **({"group": group.name} if several else {})},
+            )
         # A target that does not answer must not keep the process.
         exiting = [Thread(service.note_orderly_exit, daemon=True) for _, service in self.running]
         for thread in exiting:
             thread.start()
         for thread in exiting:
             thread.join(_EXIT_NOTE_SECONDS)
+        errors = [each.service.error for each in self._groups if each.service is not None]
+        known = [error for error in errors if error is not None]
+        for error in known:
+            for line in str(error).splitlines():
+                log.error("ended by an error", extra={"fault": line})
         logging.shutdown()
         # Safe: the target rolls back unfinished work, and relay has acknowledged none of it.
-        os._exit(1)
+        os._exit(known[0].exit_status if known else 1)
 
 
 class _SharedState:
@@ -199,11 +212,12 @@ class _GroupThread:
         self,
         configuration: Configuration,
         shared: _SharedState,
-        messages: SimpleQueue[_GroupThread | signal.Signals],
+        messages: SimpleQueue[_GroupThread | signal.Signals | None],
     ) -> None:
         self.name = configuration.settings.group
         self.service: Service | None = None
         self.error: BaseException | None = None
+        self.has_ended = False
         self._configuration = configuration
         self._shared = shared
         self._messages = messages
@@ -230,6 +244,7 @@ class _GroupThread:
         except BaseException as error:
             self.error = error
         finally:
+            self.has_ended = True
             self._messages.put(self)
 
     def _relay(self, named: bool) -> None:
@@ -242,7 +257,12 @@ class _GroupThread:
             raise
         if named:
             shared.claim(self._configuration)
-        service = Service(settings, shared.session, shared.accept_configuration)
+        service = Service(
+            settings,
+            shared.session,
+            shared.accept_configuration,
+            partial(self._messages.put, None),
+        )
         # Either `_stop` finds the service, or `stopping` is set before this is read.
         self.service = service
         if not shared.stopping.is_set():

@@ -136,6 +136,17 @@ def sleep_long(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
     cursor.execute("select pg_sleep(600)")
 
 
+def hang_or_commit(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Take longer than any test for the amount 1; for others commit, once the table `ready` has a row."""
+    for event in transaction.events:
+        if event.payload["amount"] == 1:
+            cursor.execute("select pg_sleep(600)")
+        cursor.execute("select from ready")
+        if not cursor.rowcount:
+            raise RetryLater(after=0.1)
+        cursor.execute("commit")
+
+
 def note_headers(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
     """Insert the headers of each event into the table `noted`."""
     for event in transaction.events:

@@ -188,13 +188,14 @@ class Recurring(Part):
     """A part that calls `turn` again and again in a thread, until `close`.
 
     After a fault it goes on, after the pause of its condition. Only a fault that `is_final` ends it, by default a
-    RelayError: it is `error` then, and `failed` is called once. `close` waits `close_seconds` for the call in flight.
+    RelayError: it is `error` then, and `failed` is called once, which ends relay. Without `failed` no fault ends it.
+    `close` waits `close_seconds` for the call in flight.
     """
 
     def __init__(
         self,
         condition: Condition,
-        failed: Callable[[], None] = lambda: None,
+        failed: Callable[[], None] | None = None,
         *,
         is_final: Callable[[Exception], bool] = lambda error: isinstance(error, RelayError),
         close_seconds: float = 0.0,
@@ -258,7 +259,7 @@ class Recurring(Part):
         try:
             return self.turn()
         except Exception as error:
-            if self._is_final(error):
+            if self._failed is not None and self._is_final(error):
                 raise
             if not self.stopping.is_set():  # the end of others may cause it
                 self.condition.fails(TaskFault.of(error).text)
@@ -268,7 +269,8 @@ class Recurring(Part):
         if self.stopping.is_set() and not isinstance(error, RelayError):
             return  # the end of others may cause it
         self._error = error if isinstance(error, RelayError) else TaskFault.of(error).as_error()
-        self._failed()
+        if self._failed is not None:
+            self._failed()
 
 
 def faults(conditions: Sequence[Condition]) -> list[PartFault]:

@@ -102,14 +102,14 @@ def open_source(settings: Settings) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class _Mode:
-    """How the source is read. `still` is the position that a stream which stands still has not reached.
+    """How the source is read. `still` is the position that a stream which stands still has not reached, and why.
 
     `stood_by`: another process has read the slot since this one did.
     """
 
     mode: str = ELSEWHERE
     reason: str | None = None
-    still: Lsn | None = None
+    still: tuple[Lsn, str] | None = None
     stood_by: bool = False
     takeovers: int = 0
 
@@ -267,7 +267,8 @@ class StreamSource(Part):
                 yield from self._poll_during(stream.outage)
             elif stream.on_standby:
                 self._stand_by()
-            elif still is not None and self.receiver.confirmation.received < still:
+            elif still is not None and self.receiver.confirmation.received < still[0]:
+                self._enter(POLLS, still[1])
                 yield from self._poll_now()
             elif stream.connections:
                 yield from self._join()
@@ -419,7 +420,8 @@ class StreamSource(Part):
         if not self._polls:
             self._flows.fails(f"{seen.lsn} is not received: {activity}")
             return
-        self._enter(POLLS, f"the stream stands still: {activity}", still=seen.lsn)
+        reason = f"the stream stands still: {activity}"
+        self._enter(POLLS, reason, still=(seen.lsn, reason))
 
     def _is_published(self) -> bool:
         """Whether the stream still brings all of the outbox; if not, in mode auto, connect again, which finds out why.
@@ -546,10 +548,15 @@ class StreamSource(Part):
             self._interval.leave()
             self._follower.on_standby()
 
-    def _enter(self, mode: str, reason: str | None = None, still: Lsn | None = None) -> None:
-        """Read the source in another mode from now on; nothing changes in the same one."""
+    def _enter(
+        self, mode: str, reason: str | None = None, still: tuple[Lsn, str] | None = None
+    ) -> None:
+        """Read the source in another mode from now on; in the same one at most the reason changes."""
         left = self._reading
         if mode == left.mode:
+            if reason != left.reason:
+                self._reading = replace(left, reason=reason)
+                note_mode(self._settings, mode, reason, began=False)
             return
         self._audited.clear()
         self._flows.clear()

@@ -74,7 +74,7 @@ def begin(conn: psycopg.Connection[Any], group: str, running_now: Collection[str
         )
         conn.execute(
             "delete from relay.part_faults where group_id = %s and instance <> all (%s)",
-            (group, kept),
+            (group, [*kept, INSTANCE]),
         )
     return bool(running and (not instances or len(kept) < len(instances)))
 
@@ -94,17 +94,20 @@ def end(conn: psycopg.Connection[Any], group: str) -> None:
     )
 
 
-def note_mode(conn: psycopg.Connection[Any], group: str, mode: str, reason: str | None) -> None:
-    """Store the mode in which this instance reads the source from now on."""
+def note_mode(
+    conn: psycopg.Connection[Any], group: str, mode: str, reason: str | None, began: bool
+) -> None:
+    """Store the mode in which this instance reads the source, and why; unless it `began` now, the time stays."""
     conn.execute(
         """
-        insert into relay.groups (group_id, source_mode, source_reason, source_since, instance)
-        values (%s, %s, %s, now(), %s)
+        insert into relay.groups as g (group_id, source_mode, source_reason, source_since, instance)
+        values (%(group)s, %(mode)s, %(reason)s, now(), %(instance)s)
         on conflict (group_id) do update
            set source_mode = excluded.source_mode, source_reason = excluded.source_reason,
-               source_since = excluded.source_since, instance = excluded.instance
+               source_since = case when %(began)s then excluded.source_since else g.source_since end,
+               instance = excluded.instance
         """,
-        (group, mode, reason, INSTANCE),
+        {"group": group, "mode": mode, "reason": reason, "instance": INSTANCE, "began": began},
     )
 
 

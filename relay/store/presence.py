@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from threading import Event
 
 import psycopg
 from psycopg.rows import class_row
@@ -31,6 +32,8 @@ ENDING_SECONDS = 0.5
 """How long the server may take to release the locks of an instance that has just ended."""
 CHECK_SECONDS = 5.0
 """How often the connection that holds the locks is checked."""
+LOCK_SECONDS = 0.2
+"""How often the group's lock is tried while another session has it."""
 
 
 class Presence(Recurring):
@@ -59,7 +62,9 @@ class Presence(Recurring):
         self._faults = faults
         self._admitted = False
         self._conn: Connection | None = None
-        self._stored: Sequence[PartFault] = ()
+        # None: what is stored is not known, as after a lost session, while another instance may have started.
+        self._stored: Sequence[PartFault] | None = None
+        self._ending = Event()
         condition = Condition(
             "presence",
             log,
@@ -76,11 +81,16 @@ class Presence(Recurring):
         Raises ConfigurationError if instances run with another configuration.
         """
         try:
-            self._ensure()
+            if not self._ensure():
+                return
         except psycopg.Error as error:
             # Not raised: the task that applies a batch handles an outage of the target.
             self.condition.fails(describe(error))
         super().start()
+
+    def stop(self) -> None:
+        """End a wait for the group's lock; locks that are held are kept until `close`."""
+        self._ending.set()
 
     def close(self) -> None:
         """Release the locks."""
@@ -89,16 +99,19 @@ class Presence(Recurring):
 
     def turn(self) -> float:
         """Check the connection that holds the locks, and store the faults of the parts."""
-        self._ensure()
-        self._store_faults()
+        if self._ensure():
+            self._store_faults()
         return CHECK_SECONDS
 
-    def _ensure(self) -> None:
+    def _ensure(self) -> bool:
+        """Hold the locks; False if relay ends while another session has that of the group."""
         try:
             if self._conn is None:
                 self._conn = connect(self._dsn, application_name=APPLICATION_NAME)
                 require_writable(self._conn)
-                self._lock_instance(self._conn)
+                if not self._lock_instance(self._conn):
+                    self._drop()
+                    return False
                 # Before the stored configuration is read: of two that start at once, the second sees the first.
                 admission.hold(self._conn, self._group, self._effects)
             if self._admitted:
@@ -110,13 +123,14 @@ class Presence(Recurring):
             self._drop()
             raise
         self.condition.works()
+        return True
 
     def _store_faults(self) -> None:
         """Store the faults of this instance's parts if they have changed."""
-        faults = self._faults()
-        if self._conn is None or [each.key for each in faults] == [
-            each.key for each in self._stored
-        ]:
+        faults, stored = self._faults(), self._stored
+        if self._conn is None or (
+            stored is not None and [each.key for each in faults] == [each.key for each in stored]
+        ):
             return
         try:
             store_faults(self._conn, self._group, faults)
@@ -125,17 +139,22 @@ class Presence(Recurring):
             raise
         self._stored = faults
 
-    def _lock_instance(self, conn: Connection) -> None:
+    def _lock_instance(self, conn: Connection) -> bool:
+        """Wait for the group's lock; False if relay ends before it is had."""
         key = locks.instance(self._group)
         if locks.try_lock_shared(conn, key):
-            return
+            return True
         log.warning(
             "waiting for a session of the target that holds the group's advisory lock, usually `relay offsets`",
             extra={"group": self._group},
         )
-        locks.lock_shared(conn, key)
+        while not self._ending.wait(LOCK_SECONDS):
+            if locks.try_lock_shared(conn, key):
+                return True
+        return False
 
     def _drop(self) -> None:
+        self._stored = None
         conn, self._conn = self._conn, None
         if conn is not None:
             conn.close()

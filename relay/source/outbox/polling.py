@@ -501,11 +501,11 @@ class PollSource(Part):
         """Do nothing: the positions are in the target only."""
 
 
-def note_mode(settings: Settings, mode: str, reason: str | None) -> None:
-    """Store, for `relay status`, how the source is read from now on."""
+def note_mode(settings: Settings, mode: str, reason: str | None, began: bool = True) -> None:
+    """Store, for `relay status`, how the source is read from now on; unless it `began` now, the time stays."""
     try:
         with connect(settings.target_dsn) as conn:
-            groups.note_mode(conn, settings.group, mode, reason)
+            groups.note_mode(conn, settings.group, mode, reason, began)
     except psycopg.Error as error:
         log.debug("cannot note the mode", extra={"fault": describe(error)})
 
