@@ -289,7 +289,7 @@ DUE = """
 def due(plan: Plan) -> Iterator[Workload]:
     """Events that fall due at the same time: their payloads, and their number."""
     fraction = 10 if plan.quick else 1
-    payloads, deliveries = 600 // fraction, 40_000 if plan.quick else 100_000
+    payloads, deliveries = 600 // fraction, 20_000 if plan.quick else 100_000
     rows: dict[str, tuple[str, int, int]] = {}
     for kind in ("the target", "a sink"):
         for count in (payloads // 4, payloads):
@@ -308,19 +308,19 @@ def due(plan: Plan) -> Iterator[Workload]:
         )
         with case.running(samples=False):
             case.wait_streaming()
-            began = time.monotonic()
-            at = datetime.now(UTC) + timedelta(seconds=10 + 30 / fraction)
-            outbox.conn.execute(DUE.encode(), (size, at, count))
-            wait_until(lambda: case.deferred() == count, "all are scheduled")
-            took = time.monotonic() - began
+            tomorrow = datetime.now(UTC) + timedelta(days=1)
+            outbox.conn.execute(DUE.encode(), (size, tomorrow, count))
+            wait_until(lambda: case.deferred() == count, "all are scheduled", 600)
             process = case.instances[0].process
             assert process is not None
             before = case.instances[0].resident
+            started = time.monotonic()
             with Footprint(process.pid) as footprint:
+                case.command("deferred", "run", "--all", "--yes")
                 received = endpoint.received if sink else case.applied
-                wait_until(lambda: received() >= count, "all are delivered", 900, process)
+                over = wait_until(lambda: received() >= count, "all are delivered", 900, process)
         peak = footprint.peaks["driver MiB"]
-        return {"scheduled s": took, "before MiB": before, "peak MiB": peak}
+        return {"delivered s": over - started, "before MiB": before, "peak MiB": peak}
 
     names = list(rows)
     yield Workload(
