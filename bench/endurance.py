@@ -48,12 +48,12 @@ def held_target(plan: Plan) -> Iterator[Workload]:
 
 def held_source(plan: Plan) -> Iterator[Workload]:
     """A snapshot that is held in the source's database while relay polls."""
-    return _held(plan, "endurance-held-source", 4.0, mode="poll")
+    return _held(plan, "endurance-held-source", 3.0, mode="poll")
 
 
 def held_state(plan: Plan) -> Iterator[Workload]:
     """A snapshot that is held in the target's database, and every kind of state that relay stores there."""
-    return _held(plan, "endurance-held-state", 4.0, every_kind=True)
+    return _held(plan, "endurance-held-state", 3.0, every_kind=True)
 
 
 def _held(
@@ -62,8 +62,9 @@ def _held(
     total = plan.minutes or (0.4 if plan.quick else minutes)
     part = min(60.0, total * 60 / 4)
     between = total * 60 - 2 * part
-    # As many versions of one partition's row as half an hour makes of each of eight.
-    hosts = 64 if total >= HALF_AN_HOUR else 1
+    # As many versions of one partition's row as half an hour makes of each of eight. What sinks and deferred
+    # transactions store depends on the number of hosts in other ways: a sink delivers the events of one by one.
+    hosts = 64 if every_kind or total >= HALF_AN_HOUR else 1
 
     def measure() -> Rows:
         outbox = new_outbox(plan, name)
@@ -125,7 +126,8 @@ def _with_every_kind(plan: Plan, outbox: Outbox, target: str) -> Case:
     }
     handlers: dict[str, Mapping[str, Any]] = {
         PROJECTION: STATEMENTS["each: event"],
-        "later": {"type": "python", "callable": "bench.handlers:later"},
+        # It holds no key, so that nothing else waits for it.
+        "later": {"type": "python", "callable": "bench.handlers:later", "order_by": "none"},
         "poison": {"type": "python", "callable": "bench.handlers:poison"},
         "lake": {
             **{"type": "spark", "path": str(plan.folder / f"{outbox.name}.lake")},
