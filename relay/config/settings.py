@@ -157,6 +157,9 @@ class SinksSettings(Section):
     """The seconds for which relay keeps the WAL of a commit that a sink has not delivered; then the sink polls."""
     attach_bytes: Annotated[int, Field(ge=65536), Number] = 8 * 1024 * 1024
     """The most bytes of a sink's events that are buffered from the stream; beyond that the sink polls."""
+    connections: Annotated[int, Field(ge=2, le=1000), Number] = 3
+    """The most connections to the source, and to the target, that all sinks of an instance have together, beside the
+    one with their claims; a Spark sink has two of its own."""
 
 
 class DeadLetterLimits(Section):

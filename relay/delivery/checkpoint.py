@@ -1,46 +1,49 @@
-"""Stores the outcomes of deliveries and the position of a sink in one database transaction of the target."""
+"""Stores the outcomes of deliveries and the position of a sink in one database transaction of the target.
+
+Outcomes other than a delivery are stored at once, in a transaction of the sink's own. Progress alone is stored together
+with that of the other sinks of the instance.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Executor
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from threading import Event
-from typing import Concatenate, ParamSpec, TypeVar
 
 from relay.config.settings import Settings
-from relay.delivery.dispatch import Dispatcher
+from relay.delivery.connections import SinkConnections
+from relay.delivery.dispatch import Dispatcher, ProcessorShare
 from relay.delivery.feed import Feed, Stream, WalHold
+from relay.delivery.outbox_end import OutboxEnd
 from relay.delivery.progress import SinkProgress
 from relay.delivery.queues import Delivery
 from relay.model.batch import DeadLetterReport
 from relay.model.dispositions import Applied, Blocked, Disposition, is_deferred
+from relay.model.events import Lsn
 from relay.pipeline.failure_limit import FailureLimit
 from relay.pipeline.listeners import Meter
 from relay.pipeline.settlement import Settlement, Unsettled
 from relay.source.server import SourcePosition
 from relay.store import activity, brakes
 from relay.store.activity import Attempts
+from relay.store.brakes import Streak
 from relay.store.connections import Connection
+from relay.store.positions import sinks
 from relay.store.positions.sinks import (
     ATTACHED,
     BEFORE_FIRST,
     LAGGING,
-    Claim,
+    SinkEntry,
     SinkMoved,
     SinkPosition,
     SinkState,
+    Watched,
 )
 
 log = logging.getLogger(__name__)
-
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
 
 STORE_SECONDS = 1.0
 """How often progress is stored and a pause is read. After a crash, later deliveries are repeated."""
@@ -48,17 +51,15 @@ ACTIVITY_SECONDS = 5.0
 """How often it is stored what was attempted."""
 IDLE_ADOPTION_SECONDS = 60.0
 """How often a sink that gets no events stores a newer snapshot: each is a write to the target."""
-_CHECK_SECONDS = 0.2
-"""How often the checkpoint checks whether it is time to store progress."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SinkContext:
     """What the parts of a sink's session share.
 
-    `feed` and `hold` are the sink's ends of the `stream`. Statements on the target run in the session of the `claim`,
-    in the thread of `target`. `ready` is set once the sink has joined the stream, or is known not to join it now.
-    `woken` wakes the session: the feed, the claim or the operator's wish has changed.
+    `feed` and `hold` are the sink's ends of the `stream`. `ready` is set once the sink has joined the stream, or is
+    known not to join it now. `outbox_end` and `lagging`, a share of a processor for those that lag, are those of all
+    sinks. `woken` wakes the session: the feed, the claim or the operator's wish has changed.
     """
 
     name: str
@@ -67,8 +68,9 @@ class SinkContext:
     feed: Feed
     hold: WalHold
     ready: Event
-    claim: Claim
-    target: Executor
+    connections: SinkConnections
+    outbox_end: OutboxEnd
+    lagging: ProcessorShare
     meter: Meter
     woken: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -82,24 +84,13 @@ class SinkContext:
         """Whether the sink may read the outbox; in mode wal it has the stream only."""
         return self.settings.source.mode != "wal"
 
-    async def in_target(
-        self,
-        call: Callable[Concatenate[Connection, Given], Result],
-        *arguments: Given.args,
-        **named: Given.kwargs,
-    ) -> Result:
-        """Run a blocking call with the claim's session; returns its result, and raises its errors."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self.target, partial(call, self.claim.conn, *arguments, **named)
-        )
-
 
 class Checkpoint:
     """Takes the deliveries that have ended, and stores what became of them with the position. For one event loop.
 
     `state` is the state of the session, which its row gets at the next store; `paused` is what the operator wants, as
-    of the last store. `retried` are the ids of the deferred rows that are being retried; `followed` is set when one of
-    these ends, since the next one with its keys may be due.
+    it was seen last. `retried` are the ids of the deferred rows that are being retried. `may_be_due` is set when one of
+    these ends, since the next one with its keys may be due, and when others are due.
     """
 
     def __init__(
@@ -113,7 +104,7 @@ class Checkpoint:
         self._progress = progress
         self._dispatcher = dispatcher
         self._settlement = Settlement(context.settings, context.name)
-        self._row = _SinkRow(context, state)
+        self._row = _SinkRow(context.name, state)
         self._unstored: list[tuple[Delivery, Disposition]] = []
         self._to_store = asyncio.Event()
         self._finished = asyncio.Event()
@@ -125,7 +116,7 @@ class Checkpoint:
         self.state = LAGGING
         self.paused = state.paused
         self.retried: set[int] = set()
-        self.followed = asyncio.Event()
+        self.may_be_due = asyncio.Event()
 
     def attach(self) -> None:
         """Set the state to attached: the stream feeds the sink from now on."""
@@ -179,22 +170,21 @@ class Checkpoint:
         """Whether a store has failed, so that nothing can be stored any more."""
         return self._failure is not None
 
+    @property
+    def has_deferred(self) -> bool:
+        """Whether there may be deferred transactions."""
+        return self._dispatcher.held.any
+
     async def finished(self) -> None:
         """Wait until the next delivery is done."""
         self._finished.clear()
         await self._finished.wait()
 
     async def keep(self) -> None:
-        """Store what became of deliveries at once and progress every STORE_SECONDS; runs until it is cancelled."""
-        due = time.monotonic() + STORE_SECONDS
+        """Store what became of deliveries at once; runs until it is cancelled."""
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_CHECK_SECONDS):
-                    await self._to_store.wait()
-            await self.flush()
-            if time.monotonic() >= due:
-                await self.store()
-                due = time.monotonic() + STORE_SECONDS
+            await self._to_store.wait()
+            await self.store()
 
     async def flush(self) -> None:
         """Store what became of the deliveries that have ended so far."""
@@ -210,31 +200,90 @@ class Checkpoint:
             if self._failure is not None:
                 raise self._failure
             self._take_ended()
-            self._move_to_adopted()
             self._to_store.clear()
             ended, self._unstored = self._unstored, []
             for delivery, _ in ended:
                 self._finish_commit(delivery)
-            reached = self._progress.reached
-            position, done = self._progress.to_store()
-            state = self._row_state
-            attempts = self._row.due_attempts(self._dispatcher)
-            try:
-                paused, dead = await self._context.in_target(
-                    self._write, ended, position, done, state, attempts
-                )
-            except Exception as error:
-                self._failure = error
-                raise
+            progress = self._next_progress()
+            paused, dead = self.paused, list[DeadLetterReport]()
+            streak = self._dispatcher.limit.streak(self._context.name)
+            is_new = progress.is_new or progress.attempts or streak != self._row.streak
+            if ended or is_new:
+                try:
+                    paused, dead = await self._context.connections.in_target(
+                        self._write, ended, progress, streak
+                    )
+                except Exception as error:
+                    self._failure = error
+                    raise
             for delivery, _ in ended:
                 if delivery.due is not None:
                     self.retried.discard(delivery.due.id)
-                    self.followed.set()
+                    self.may_be_due.set()
             self._report([disposition for _, disposition in ended], dead)
-            self._stored_at = time.monotonic()
-            self._context.hold.store(reached, state == ATTACHED)
+            self._row.note(progress.entry)
+            self._row.note_streak(streak, self._dispatcher.limit)
+            self._note_stored(progress)
         self._context.stream.confirm()
         self._obey(paused)
+
+    def _next_progress(self) -> Progress:
+        """The progress to store. The caller has `storing`."""
+        self._move_to_adopted()
+        reached = self._progress.reached
+        position, done = self._progress.to_store()
+        entry = self._row.entry(position, done, self._row_state, self._dispatcher.fault)
+        return Progress(
+            entry, reached, self._row.due_attempts(self._dispatcher), self._row.is_new(entry)
+        )
+
+    def _note_stored(self, progress: Progress) -> None:
+        self._stored_at = time.monotonic()
+        self._context.hold.store(progress.reached, progress.entry.state == ATTACHED)
+
+    # Together with other sinks
+
+    async def begin(self) -> Progress | None:
+        """The progress to store together with that of other sinks, until `end`; None if the sink stores it itself."""
+        if self.storing.locked() or self._failure is not None:
+            return None
+        if (
+            self.has_unstored
+            or self._dispatcher.limit.streak(self._context.name) != self._row.streak
+        ):
+            self._to_store.set()
+            return None
+        await self.storing.acquire()
+        progress = self._next_progress()
+        if progress.is_new or progress.attempts:
+            return progress
+        self._note_stored(progress)
+        self.storing.release()
+        return None
+
+    def end(self, progress: Progress, stored: bool) -> None:
+        """Note whether progress was stored: otherwise somebody has locked the row, moved the sink, or has its claim."""
+        if stored:
+            self._row.note(progress.entry)
+            self._note_stored(progress)
+        elif progress.entry.position.snapshot is not None:
+            self._progress.give_back(progress.entry.done)
+        self.storing.release()
+
+    def fail(self, error: Exception) -> None:
+        """End the session with an error of the common store, or since the claim is lost: nothing more can be stored."""
+        self._failure = error
+        if not self._dispatcher.failure.done():
+            self._dispatcher.failure.set_exception(error)
+
+    def see(self, seen: Watched | None) -> None:
+        """Obey what others have changed; the session ends where that is the position, or another has the claim."""
+        if seen is None or (seen.claim, seen.epoch) != self._row.loaded:
+            self.fail(SinkMoved())
+            return
+        if seen.is_due or (self._dispatcher.held.any and not seen.holds):
+            self.may_be_due.set()
+        self._obey(seen.paused)
 
     def _obey(self, paused: bool) -> None:
         """Pause or resume as the operator wants."""
@@ -280,10 +329,8 @@ class Checkpoint:
         self,
         conn: Connection,
         ended: Sequence[tuple[Delivery, Disposition]],
-        position: SinkPosition,
-        done: Sequence[int],
-        state: str,
-        attempts: Attempts | None,
+        progress: Progress,
+        streak: Streak | None,
     ) -> tuple[bool, list[DeadLetterReport]]:
         """Write all in one database transaction; returns whether to pause, and the new dead letters.
 
@@ -293,10 +340,18 @@ class Checkpoint:
             Unsettled(each.rows, each.events.events, disposition, each.keys, each.history, each.due)
             for each, disposition in ended
         )
+        context, entry = self._context, progress.entry
         with conn.transaction():
             dead = self._settlement.store(conn, unsettled)
-            paused = self._row.write(position, done, state, attempts, self._dispatcher)
-        return paused, dead
+            # Last but for what is locked by nobody else: it says whether this process may store anything.
+            stored = sinks.store(conn, context.group, [entry])
+            if entry.sink not in stored:
+                raise SinkMoved
+            if progress.attempts:
+                activity.add_attempts(conn, context.group, progress.attempts)
+            if streak != self._row.streak:
+                brakes.store(conn, context.group, context.name, streak)
+        return stored[entry.sink], dead
 
     def _report(
         self, dispositions: Collection[Disposition], dead: Sequence[DeadLetterReport]
@@ -308,67 +363,60 @@ class Checkpoint:
         self._context.meter.stored(self._context.name, sum(map(is_deferred, dispositions)), dead)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Progress:
+    """Progress that is to be stored: the `entry` if it `is_new`, and `attempts` of the sink, if they are due.
+
+    Everything up to `reached` is done then.
+    """
+
+    entry: SinkEntry
+    reached: Lsn
+    attempts: Mapping[str, tuple[Attempts, int | None]]
+    is_new: bool
+
+
 class _SinkRow:
     """What the target has of a sink: its row, its activity and its failures. Only what has changed is written."""
 
-    def __init__(self, context: SinkContext, state: SinkState) -> None:
-        self._context = context
-        self._epoch = state.epoch
-        self._written = state.position, ""
-        self._streak = state.streaks.get(context.name)
-        self._fault: str | None = ""
+    def __init__(self, name: str, state: SinkState) -> None:
+        self.loaded = state.claim, state.epoch
+        """The numbers of the claim and the move with which the row was loaded."""
+        self.streak = state.streaks.get(name)
+        self._name = name
+        self._written: tuple[SinkPosition, str, str | None] = state.position, "", None
         self._next_activity = 0.0
 
-    def due_attempts(self, dispatcher: Dispatcher) -> Attempts | None:
-        """What was attempted since it was stored last; None before it is due again."""
+    def entry(
+        self, position: SinkPosition, done: Sequence[int], state: str, fault: str | None
+    ) -> SinkEntry:
+        """What to store of the sink."""
+        return SinkEntry(self._name, *self.loaded, position, done, state, fault)
+
+    def is_new(self, entry: SinkEntry) -> bool:
+        """Whether an entry differs from what is stored."""
+        return bool(entry.done) or (entry.position, entry.state, entry.fault) != self._written
+
+    def note(self, entry: SinkEntry) -> None:
+        """Note that an entry is stored."""
+        self._written = entry.position, entry.state, entry.fault
+
+    def note_streak(self, streak: Streak | None, limit: FailureLimit) -> None:
+        """Note that a streak is stored, and log whether the handler is stopped now."""
+        before, self.streak = self.streak, streak
+        was_braked, is_braked = bool(before and before.braked), bool(streak and streak.braked)
+        if is_braked and not was_braked:
+            log.error("a handler is stopped", extra={"fault": limit.explain(self._name)})
+        elif was_braked and not is_braked:
+            log.warning("a stopped handler goes on", extra={"handler": self._name})
+
+    def due_attempts(self, dispatcher: Dispatcher) -> Mapping[str, tuple[Attempts, int | None]]:
+        """What was attempted since it was stored last, by sink, with its position; empty before it is due again."""
         if time.monotonic() < self._next_activity:
-            return None
+            return {}
         self._next_activity = time.monotonic() + ACTIVITY_SECONDS
-        taken = dispatcher.take_attempts()
-        return taken if taken.confirmed or taken.failed else None
-
-    def write(
-        self,
-        position: SinkPosition,
-        done: Sequence[int],
-        state: str,
-        attempts: Attempts | None,
-        dispatcher: Dispatcher,
-    ) -> bool:
-        """Write in the current database transaction; returns whether the sink is to pause. Raises SinkMoved."""
-        claim = self._context.claim
-        if (position, state) != self._written or done:
-            paused = claim.store(position, self._epoch, done, state)
-        else:
-            paused = claim.is_paused(self._epoch)
-        if paused is None:
-            raise SinkMoved
-        if attempts is not None:
-            self._write_attempts(attempts, position)
-        self._write_streak(dispatcher.limit)
-        fault = dispatcher.fault
-        if fault != self._fault:
-            claim.note_fault(fault)
-        self._written, self._fault = (position, state), fault
-        return paused
-
-    def _write_attempts(self, attempts: Attempts, position: SinkPosition) -> None:
+        taken, position = dispatcher.take_attempts(), self._written[0]
+        if not (taken.confirmed or taken.failed):
+            return {}
         is_polling = position.following is not None and position.polled_offset > BEFORE_FIRST
-        polled_offset = position.polled_offset if is_polling else None
-        context = self._context
-        activity.add_attempts(
-            context.claim.conn, context.group, context.name, attempts, polled_offset
-        )
-
-    def _write_streak(self, limit: FailureLimit) -> None:
-        name = self._context.name
-        streak = limit.streak(name)
-        if streak == self._streak:
-            return
-        brakes.store(self._context.claim.conn, self._context.group, name, streak)
-        was_braked = self._streak is not None and self._streak.braked
-        self._streak = streak
-        if streak is not None and streak.braked and not was_braked:
-            log.error("a handler is stopped", extra={"fault": limit.explain(name)})
-        elif was_braked and not (streak and streak.braked):
-            log.warning("a stopped handler goes on", extra={"handler": name})
+        return {self._name: (taken, position.polled_offset if is_polling else None)}

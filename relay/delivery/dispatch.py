@@ -6,7 +6,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Hashable, Iterable
+from types import coroutine
+from typing import Any
 
 from relay.config.handlers import DeliveryHandler
 from relay.delivery.circuit_breaker import CircuitBreaker
@@ -26,6 +28,7 @@ from relay.model.dispositions import (
     holds_keys,
     retry_delay,
 )
+from relay.model.events import Transaction
 from relay.pipeline.failure_limit import FailureLimit
 from relay.runtime.retry import LONGEST_WAIT_SECONDS
 from relay.sinks import Sink
@@ -35,8 +38,11 @@ log = logging.getLogger(__name__)
 
 MOST_DELIVERIES = 10_000
 """How many deliveries may be in memory, in flight or queued; the others stay in the log."""
-_LAGGING_SHARE = 0.5
-"""The share of one processor that a lagging sink may use in the process that streams."""
+LAGGING_SHARE = 0.3
+"""The share of one processor that the steps of deliveries of all sinks that lag may take in the process that streams.
+
+With what they cost the loop beside that, such as its sockets, it is about half of one.
+"""
 DEFER_BLOCKED_SECONDS = 300.0
 """How long blocked deliveries may fill the memory before they are deferred."""
 _BURST_SECONDS = 0.005
@@ -273,10 +279,9 @@ class Dispatcher:
             return False
         return seconds is not None
 
-    def yield_to_others(self, on: bool) -> None:
-        """Limit this sink to `_LAGGING_SHARE` of a processor, or remove the limit."""
-        if on != (self._share is not None):
-            self._share = ProcessorShare(_LAGGING_SHARE) if on else None
+    def yield_to_others(self, share: ProcessorShare | None) -> None:
+        """Limit this sink to a share of a processor, which it may have together with others; None is no limit."""
+        self._share = share
 
     def _try_again(self) -> None:
         self._timer = None
@@ -299,7 +304,7 @@ class Dispatcher:
             is_trial = self.breaker.is_open
             began = time.monotonic()
             try:
-                await self._sink.deliver(delivery.events)
+                await self._deliver(delivery.events)
             except Exception as error:
                 attempts += 1
                 self._attempts.fail(describe(error))
@@ -314,6 +319,10 @@ class Dispatcher:
             if self.breaker.is_open:
                 self._put_back(delivery, self._ready.appendleft)
                 return
+
+    def _deliver(self, events: Transaction) -> Awaitable[None]:
+        delivery = self._sink.deliver(events)
+        return delivery if self._share is None else _measured(delivery, self._share)
 
     def _confirmed(self, delivery: Delivery) -> None:
         if self.breaker.succeeded(_key(delivery)):
@@ -443,23 +452,49 @@ class RateLimit:
 
 
 class ProcessorShare:
-    """Limits a thread to a share of a processor, in small portions, so that other threads of the process run.
+    """Limits work of an event loop to a share of a processor, in small portions, so that others run.
 
-    Python runs one thread at a time.
+    Python runs one thread at a time, and a loop one task.
     """
 
     def __init__(self, share: float) -> None:
         self._share = share
         self._left = _BURST_SECONDS
-        self._at, self._used = time.monotonic(), time.thread_time()
+        self._at = time.monotonic()
+
+    def use(self, seconds: float) -> None:
+        """Count seconds of processor time."""
+        self._left -= seconds
 
     def wait(self) -> float:
-        """Seconds that the calling thread has to wait; 0 means that it may run now."""
-        at, used = time.monotonic(), time.thread_time()
-        self._left += (at - self._at) * self._share - (used - self._used)
-        self._left = min(self._left, _BURST_SECONDS)
-        self._at, self._used = at, used
+        """Seconds that new work has to wait; 0 means that it may begin now."""
+        at = time.monotonic()
+        self._left = min(self._left + (at - self._at) * self._share, _BURST_SECONDS)
+        self._at = at
         return max(0.0, -self._left / self._share)
+
+
+@coroutine
+def _measured(work: Coroutine[Any, Any, None], share: ProcessorShare) -> Generator[Any, Any, None]:
+    """Await a coroutine, and count the processor time of each of its steps."""
+    proceed: Callable[[Any], Any] = work.send
+    result: Any = None
+    while True:
+        began = time.thread_time()
+        try:
+            awaited = proceed(result)
+        except StopIteration:
+            return
+        finally:
+            share.use(time.thread_time() - began)
+        try:
+            result = yield awaited
+            proceed = work.send
+        except GeneratorExit:
+            work.close()
+            raise
+        except BaseException as error:
+            proceed, result = work.throw, error
 
 
 def _key(delivery: Delivery) -> Hashable:

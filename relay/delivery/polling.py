@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Generator, Sequence
-from concurrent.futures import Executor
 from contextlib import aclosing, closing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from tempfile import SpooledTemporaryFile
+from typing import Any
 
 import numpy as np
 import psycopg
-from psycopg_pool import ConnectionPool
 
 from relay.config.settings import Settings
 from relay.delivery.checkpoint import Checkpoint, SinkContext
+from relay.delivery.outbox_end import Pool
 from relay.delivery.progress import SinkCommit, SinkProgress, commits_of
 from relay.delivery.submission import Submission
 from relay.model.batch import Share
-from relay.model.snapshots import Snapshot, Xids, full_xids
+from relay.model.snapshots import Xids, full_xids
 from relay.model.transactions import Routed, Transactions
 from relay.pipeline.routing import BatchRouter
-from relay.runtime.threads import pool
 from relay.source.outbox.differences import Difference
-from relay.source.outbox.rows import OutboxRows, Wanted, prepare_reading
-from relay.source.server import SourcePosition, current_position, durable_position
-from relay.store.connections import open_pool
+from relay.source.outbox.rows import OutboxRows, Portion, Wanted
 from relay.store.positions.sinks import BEFORE_FIRST
-
-Done = TypeVar("Done")
 
 JOIN_SECONDS = 5.0
 """How long a sink that joins the stream waits for commits that were streamed and are not visible yet."""
@@ -37,12 +33,14 @@ JOINING_TRANSACTIONS = 10_000
 """How many transactions are polled at most while a sink joins the stream: all of them are remembered."""
 REMEMBERED_COMMITS = 50_000
 """How many commits are polled at most after one that is not done."""
+_PLAN_BYTES = 256 * 1024
+"""How many bytes of the plan of a difference are in memory; 24 for each transaction."""
 FIRST_POLL_SECONDS = 0.01
 """The first wait between two polls that find nothing; it doubles up to `poll.wait_period_ms`."""
 
 
 class SinkPolling:
-    """Polls the outbox in a thread of its own and submits new transactions. For one event loop.
+    """Polls the outbox, in threads that sinks share, and submits new transactions. For one event loop.
 
     Raises psycopg.Error and RelayError.
     """
@@ -56,23 +54,18 @@ class SinkPolling:
         submission: Submission,
     ) -> None:
         self._context = context
-        self._reader = LogReader(context.settings, context.name, router)
+        self._reader = LogReader(context.settings, context.name, router, context.connections.source)
         self._progress = progress
         self._checkpoint = checkpoint
         self._submission = submission
-        self._source: Executor = pool(1, f"{context.name} source")
-
-    def close(self) -> None:
-        """Close the connections to the source as soon as the query in flight has ended, without waiting for it."""
-        self._source.submit(self._reader.close)
-        self._source.shutdown(wait=False)
+        self._in_source = context.connections.in_source
 
     async def poll(self) -> bool:
         """Submit the next difference; False if the outbox has no new rows, or the sink has no snapshot to start at."""
         end = self._progress.end
         if end is None:
             return False
-        following = await self._in_source(self._reader.following, end)
+        following = await self._context.outbox_end.following(end)
         if following is None:
             return False
         self._progress.reach(following.lsn)
@@ -105,7 +98,7 @@ class SinkPolling:
             return True
         ends = time.monotonic() + JOIN_SECONDS
         while True:
-            seen = await self._in_source(self._reader.current_position)
+            seen = await self._context.outbox_end.position()
             if seen.snapshot.covers(end) and seen.snapshot.sees(streamed).all():
                 break
             if time.monotonic() > ends:
@@ -129,15 +122,13 @@ class SinkPolling:
             while (polled := await self._in_source(next, portions, None)) is not None:
                 yield polled
         finally:
-            self._source.submit(portions.close)
+            # A query may still be in flight.
+            self._context.connections.submit_to_source(portions.close)
 
     async def _submit(self, polled: Polled, begin: Callable[[SinkCommit], None]) -> None:
         if polled.routed is not None:
             commits = commits_of(polled.positions, polled.xids, time.monotonic(), begin)
             await self._submission.submit(polled.routed, list(commits), polled.large)
-
-    async def _in_source(self, call: Callable[..., Done], *arguments: object) -> Done:
-        return await asyncio.get_running_loop().run_in_executor(self._source, call, *arguments)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,51 +148,45 @@ class Polled:
 
 
 class LogReader:
-    """Reads the outbox as a table, for one sink. For one thread at a time; raises psycopg.Error and RelayError."""
+    """Reads the outbox as a table, for one sink. For one thread at a time; raises psycopg.Error and RelayError.
 
-    def __init__(self, settings: Settings, sink: str, router: BatchRouter) -> None:
+    It takes a connection of the pool `source` for single calls, and never two at once.
+    """
+
+    def __init__(self, settings: Settings, sink: str, router: BatchRouter, source: Pool) -> None:
         self._sink = sink
         self._router = router
         self._rows = OutboxRows(settings)
-        # One connection holds the plan of a difference open, the other reads its rows.
-        self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(
-            settings.source_dsn, 2, prepare_reading
-        )
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._source.close()
-
-    def current_position(self) -> SourcePosition:
-        """Read the current position of the source, whose commits are durable there."""
-        with self._source.connection() as conn:
-            return durable_position(conn)
-
-    def following(self, snapshot: Snapshot) -> SourcePosition | None:
-        """Read a position that sees rows which `snapshot` does not see; None without such rows."""
-        with self._source.connection() as conn:
-            seen = current_position(conn).snapshot
-            # A standby may lag.
-            if not seen.covers(snapshot):
-                return None
-            # At the beginning the query would miss rows that are older than the column c_xid.
-            if not snapshot.is_beginning and self._rows.is_empty(conn, Difference(snapshot, seen)):
-                return None
-            return durable_position(conn)
+        self._spool_directory = settings.batch.spool_directory
+        self._source = source
 
     def read(self, between: Difference, after: int, excluded: Xids) -> Generator[Polled]:
         """The transactions of a difference after position `after`, without `excluded` (full xids, int64, any order).
 
         Raises TransientFault if a standby has not replayed the difference yet.
         """
-        with (
-            self._source.connection() as planning,
-            closing(self._rows.plan(planning, between, after, whole=False)) as portions,
-        ):
+        with closing(self._plan(between, after)) as portions:
             for portion in portions:
                 # Read whole, since the sink may take long, and an open query holds back vacuum.
                 yield from self._portion(between, portion.shares, excluded)
                 yield Polled(None, (), (), portion.upto, ())
+
+    def _plan(self, between: Difference, after: int) -> Generator[Portion]:
+        """Plan a difference; the plan of a large one is kept in a file, since its connection is for other sinks too."""
+        directory = None if self._spool_directory is None else str(self._spool_directory)
+        with SpooledTemporaryFile(_PLAN_BYTES, dir=directory) as plan:
+            with (
+                self._source.connection() as conn,
+                closing(self._rows.plan(conn, between, after, whole=False)) as portions,
+            ):
+                for portion in portions:
+                    pickle.dump(portion, plan)
+            plan.seek(0)
+            while True:
+                try:
+                    yield pickle.load(plan)  # noqa: S301 this process has just written it
+                except EOFError:
+                    return
 
     def _portion(
         self, between: Difference, shares: Collection[Share], excluded: Xids

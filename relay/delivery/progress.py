@@ -251,6 +251,10 @@ class SinkProgress:
             return self.position, sorted(self._done)
         return self.position, [xid for xid in unstored if xid in self._known]
 
+    def give_back(self, done: Sequence[int]) -> None:
+        """Store again what `to_store` has returned: it was not stored."""
+        self._unstored[:0] = done
+
     def _begin(self, commit: SinkCommit) -> None:
         if not commit.deliveries:
             return

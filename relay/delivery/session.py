@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -25,18 +26,17 @@ from relay.pipeline.failure_limit import FailureLimit
 from relay.pipeline.routing import BatchRouter
 from relay.runtime.retry import Backoff
 from relay.sinks import Sink
-from relay.source.server import SourcePosition
 from relay.store.positions.sinks import ATTACHED, CAUGHT_UP, LAGGING, SinkState
 from relay.store.presence import instances
 
 log = logging.getLogger(__name__)
 
-CHECK_SECONDS = 0.2
-"""How often the session checks whether the sink lags."""
+STREAM_SECONDS = 5.0
+"""How long an attached sink waits for the stream. Whatever changes wakes it before."""
 
 
 class SinkSession:
-    """Runs one claimed sink in one event loop. Blocking calls run in two threads, one for each database.
+    """Runs one claimed sink in the event loop of all sinks. Blocking calls run in threads.
 
     A session ends itself and sets `left` when another process should have the sink: the one that reads the stream, or
     one with less to do. Raises SinkMoved, psycopg.Error, and RelayError for a fault that no retry can repair.
@@ -56,24 +56,25 @@ class SinkSession:
             settings.sinks.attach_bytes,
             FailureLimit(settings.brakes, state.streaks, gradual=True),
         )
-        self._checkpoint = Checkpoint(context, state, self._progress, self._dispatcher)
+        self.checkpoint = Checkpoint(context, state, self._progress, self._dispatcher)
         router = BatchRouter(settings)
-        self._submission = Submission(context, router, self._checkpoint, self._dispatcher)
+        self._submission = Submission(context, router, self.checkpoint, self._dispatcher)
         self._polling = SinkPolling(
             context,
             router,
             self._progress,
-            self._checkpoint,
+            self.checkpoint,
             self._submission,
         )
         self._tasks: list[asyncio.Future[None]] = []
         self._stopping = asyncio.Event()
+        self._lagging = asyncio.Event()
         self.left = False
 
     @property
     def state(self) -> str:
         """The state in the sink's row: attached, caught up or lagging."""
-        return self._checkpoint.state
+        return self.checkpoint.state
 
     @property
     def is_down(self) -> bool:
@@ -100,20 +101,16 @@ class SinkSession:
         self._stopping.set()
         self.wake()
 
-    def adopt(self, seen: SourcePosition) -> None:
-        """Adopt a position of the source: the stream has brought everything up to it, and the sink has it."""
-        self._checkpoint.adopt(seen)
-
     async def run(self, timeout: float) -> None:
         """Run until `stop`, or until the session leaves the sink; deliveries in flight then have `timeout` s to end."""
         self._sink.resume(self._series)
-        if self._checkpoint.paused:
+        if self.checkpoint.paused:
             self._dispatcher.pause()
         self._tasks = [
             asyncio.ensure_future(self._advance()),
             asyncio.ensure_future(self._submission.retry()),
-            asyncio.ensure_future(self._checkpoint.complete()),
-            asyncio.ensure_future(self._checkpoint.keep()),
+            asyncio.ensure_future(self.checkpoint.complete()),
+            asyncio.ensure_future(self.checkpoint.keep()),
             asyncio.ensure_future(self._watch()),
         ]
         tasks: list[asyncio.Future[Any]] = [
@@ -128,7 +125,7 @@ class SinkSession:
                     task.result()
             except psycopg.Error:
                 # If only the source is unreachable, deliveries in flight can still be stored.
-                if not (self._context.claim.conn.closed or self._checkpoint.has_failed):
+                if not (self._context.connections.target_failed or self.checkpoint.has_failed):
                     await self._finish(timeout)
                 raise
             await self._finish(timeout)
@@ -137,12 +134,10 @@ class SinkSession:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._dispatcher.close()
-            self._polling.close()
-            self._context.target.shutdown(wait=False)
 
     async def _finish(self, timeout: float) -> None:
         # A cancelled task must not interrupt a store.
-        async with self._checkpoint.storing:
+        async with self.checkpoint.storing:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -152,9 +147,9 @@ class SinkSession:
                 await self._dispatcher.wait_idle()
         self._dispatcher.defer_early()
         # Only what is stored says which commits are begun.
-        await self._checkpoint.flush()
+        await self.checkpoint.flush()
         self._defer_partial_commits()
-        await self._checkpoint.store()
+        await self.checkpoint.store()
 
     def _defer_partial_commits(self) -> None:
         """Defer the rest of each commit of which some deliveries are done, and what precedes it with its keys."""
@@ -176,8 +171,9 @@ class SinkSession:
         context = self._context
         waits = Backoff(FIRST_POLL_SECONDS, context.settings.poll.wait_period_ms / 1000)
         while not self.left:
-            self._dispatcher.yield_to_others(context.stream.reads and not self._attached)
-            if self._checkpoint.paused and context.polls:
+            lags = context.stream.reads and not self._attached
+            self._dispatcher.yield_to_others(context.lagging if lags else None)
+            if self.checkpoint.paused and context.polls:
                 context.ready.set()
                 await self._wait(STORE_SECONDS)
             elif self._attached:
@@ -187,14 +183,14 @@ class SinkSession:
             elif await self._join() or (context.polls and await self._polling.poll()):
                 waits.reset()
             elif not (context.stream.reads or self._progress.since):
-                self._checkpoint.state = CAUGHT_UP
+                self.checkpoint.state = CAUGHT_UP
                 self._leave()
             else:
-                await self._wait(waits.take())
+                await self._wait(_together(waits.take()))
 
     @property
     def _attached(self) -> bool:
-        return self._checkpoint.state == ATTACHED
+        return self.checkpoint.state == ATTACHED
 
     async def _take(self) -> None:
         """Submit the next commits of the feed; leave the sink if this process no longer reads the stream."""
@@ -203,7 +199,7 @@ class SinkSession:
             routed, commits = self._new_in(streamed)
             await self._submission.submit(routed, commits)
         elif self._context.stream.reads:
-            await self._wait(CHECK_SECONDS)
+            await self._wait(STREAM_SECONDS)
         else:
             self._leave()
 
@@ -219,13 +215,13 @@ class SinkSession:
 
     async def _detach(self) -> None:
         """Leave the stream and poll. Submitted deliveries continue; commits that are still in the feed are polled."""
-        self._checkpoint.state = LAGGING
+        self.checkpoint.state = LAGGING
         feed = self._context.feed
         has_more = feed.overflowed or feed.oldest is not None
         self._leave_stream()
-        await self._checkpoint.store()
+        await self.checkpoint.store()
         log.info("a sink lags, and polls", extra={"handler": self._context.name})
-        is_down = self._checkpoint.paused or self._dispatcher.breaker.is_open
+        is_down = self.checkpoint.paused or self._dispatcher.breaker.is_open
         if has_more and not is_down and await self._has_others():
             self._leave()
 
@@ -235,7 +231,7 @@ class SinkSession:
 
     async def _has_others(self) -> bool:
         """Whether other instances of the group run, which may have less to do."""
-        running = await self._context.in_target(instances, self._context.group)
+        running = await self._context.connections.in_target(instances, self._context.group)
         return len(running) > 1
 
     def _leave_stream(self) -> None:
@@ -250,13 +246,13 @@ class SinkSession:
         and remembers the transactions. From the feed it delivers those that it does not remember, whether the snapshot
         sees them or not: their rows may have been deleted before they were polled.
         """
-        async with self._checkpoint.storing:
+        async with self.checkpoint.storing:
             # Waits for a store in flight: while none succeeds, the sink would hold back WAL again.
             pass
         end = self._progress.end
         # Rows that are older than the column c_xid are done up to a position in a difference: the stream has none.
         may_join = not (
-            self._checkpoint.is_old(self._progress.since) or (end is not None and end.is_beginning)
+            self.checkpoint.is_old(self._progress.since) or (end is not None and end.is_beginning)
         )
         context = self._context
         join_point = context.stream.join(context.feed, context.hold) if may_join else None
@@ -267,7 +263,7 @@ class SinkSession:
         try:
             caught_up = not context.polls or await self._polling.catch_up(join_point.streamed)
             if caught_up and context.feed.is_open:
-                self._checkpoint.attach()
+                self.checkpoint.attach()
                 log.info("a sink is attached to the stream", extra={"handler": context.name})
         finally:
             context.ready.set()
@@ -291,9 +287,19 @@ class SinkSession:
         self._progress.stream(SinkCommit(int(facts["end_lsn"][-1]), 0, 0, streamed.since))
         return routed, commits
 
+    def check(self) -> None:
+        """Let the sink leave the stream if it lags."""
+        if self._context.feed.is_open and self.checkpoint.lags:
+            self._lagging.set()
+
     async def _watch(self) -> None:
         """Leave the stream when the sink lags, even while nothing can be stored; runs until it is cancelled."""
         while True:
-            await asyncio.sleep(CHECK_SECONDS)
-            if self._context.feed.is_open and self._checkpoint.lags:
-                await self._lag()
+            await self._lagging.wait()
+            self._lagging.clear()
+            await self._lag()
+
+
+def _together(seconds: float) -> float:
+    """The seconds until the next multiple of them, so that sinks that poll equally often share their queries."""
+    return seconds - time.monotonic() % seconds

@@ -15,6 +15,7 @@ import psycopg
 from relay.config.handlers import DeliveryHandler
 from relay.config.settings import Settings
 from relay.delivery.feed import Feed, JoinPoint, Streamed, WalHold
+from relay.delivery.loop import SinkLoop
 from relay.delivery.worker import Worker
 from relay.event_types.registry import registered
 from relay.event_types.upcasting import Upcasting
@@ -71,6 +72,7 @@ class Sinks(Part):
         self._begun: float | None = None
         upcaster = Upcasting(registered(settings.events))
         built = build_sinks(settings.handlers, upcaster)
+        self._loop = SinkLoop(settings, self.confirm)
         self._workers = {
             name: Worker(
                 name,
@@ -80,6 +82,7 @@ class Sinks(Part):
                 self,
                 failed,
                 meter,
+                self._loop,
             )
             for name, (sink, configured) in built.items()
         }
@@ -95,8 +98,10 @@ class Sinks(Part):
 
         Spark sinks poll the outbox, and never use the stream.
         """
-        for worker in self._all:
-            worker.start()
+        if self._workers:
+            self._loop.start(self.workers)
+        for spark in self._spark:
+            spark.start()
 
     def streaming(self) -> None:
         """Let the sinks join the stream, which this process reads from now on; waits up to `sinks.attach_seconds`."""
@@ -149,13 +154,19 @@ class Sinks(Part):
         """Stop, and wait up to `shutdown_timeout` for the deliveries in flight."""
         self.stop()
         ends = time.monotonic() + self._settings.shutdown_timeout
-        for worker in self._all:
-            worker.join(max(0.0, ends - time.monotonic()))
+        self._loop.join(self._settings.shutdown_timeout)
+        for spark in self._spark:
+            spark.join(max(0.0, ends - time.monotonic()))
 
     @property
     def workers(self) -> Sequence[Worker]:
         """The workers of all sinks but the Spark sinks."""
         return tuple(self._workers.values())
+
+    @property
+    def all_workers(self) -> Sequence[Worker | SparkWorker]:
+        """The workers of all sinks."""
+        return self._all
 
     @property
     def spark_workers(self) -> Sequence[SparkWorker]:
@@ -227,6 +238,7 @@ class Sinks(Part):
         if not self._polls:
             self._wait_for_room(parts)
         now = time.monotonic()
+        copies: dict[int, Streamed] = {}
         with self._lock:
             if self._polls:
                 self._streamed.append(xids)
@@ -235,7 +247,11 @@ class Sinks(Part):
                 if name in parts:
                     worker.hold.require(parts[name].transactions.end)
                     if worker.feed.is_open:
-                        worker.feed.offer(_compact(parts[name], batch.next_xid, now))
+                        # Sinks that get the same share a copy.
+                        key = id(parts[name])
+                        if key not in copies:
+                            copies[key] = _compact(parts[name], batch.next_xid, now)
+                        worker.feed.offer(copies[key])
 
     def _require_polling(self) -> None:
         """Raise RelayError if the sinks have no position but an LSN."""
@@ -311,7 +327,7 @@ class Sinks(Part):
 
 
 def _compact(routed: Routed, next_xid: int, now: float) -> Streamed:
-    """The part for one sink, copied, so that it does not keep the batch's buffer in memory."""
+    """A part for sinks, copied, so that it does not keep the batch's buffer in memory."""
     transactions = routed.transactions
     compact = replace(transactions, rows=transactions.rows.compact())
     return Streamed(Routed(compact, routed.decoder), next_xid, now, transactions.held)

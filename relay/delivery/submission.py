@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
 from datetime import datetime
 
 from relay.delivery.checkpoint import Checkpoint, SinkContext
@@ -23,8 +21,6 @@ from relay.store import (
 )
 from relay.store.deferred import due as deferred_due
 
-RETRY_SECONDS = 0.5
-"""How often deferred transactions that are due are queried."""
 RETRIED_AT_ONCE = 500
 
 
@@ -70,7 +66,7 @@ class Submission:
         times = self._router.delivery_times(transactions)
         if not times:
             return {}
-        return await self._context.in_target(clock.ahead, times)
+        return await self._context.connections.in_target(clock.ahead, times)
 
     def _keys(self, hosts: Sequence[str], events: Transaction) -> frozenset[str]:
         return self._ordering.delivery_keys(self._context.name, hosts, [events])
@@ -85,7 +81,9 @@ class Submission:
         held.begin_query()
         await self._checkpoint.flush()
         if asked:
-            found = await context.in_target(deferred.held, context.group, context.name, asked)
+            found = await context.connections.in_target(
+                deferred.held, context.group, context.name, asked
+            )
             held.end_query(found, asked)
 
     async def retry(self) -> None:
@@ -93,10 +91,8 @@ class Submission:
         while True:
             if await self._retry_some():
                 continue
-            with suppress(TimeoutError):
-                async with asyncio.timeout(RETRY_SECONDS):
-                    await self._checkpoint.followed.wait()
-            self._checkpoint.followed.clear()
+            await self._checkpoint.may_be_due.wait()
+            self._checkpoint.may_be_due.clear()
 
     async def _retry_some(self) -> bool:
         limit = RETRIED_AT_ONCE
@@ -106,7 +102,7 @@ class Submission:
         if self._dispatcher.is_paused or not limit:
             return False
         context, retried = self._context, self._checkpoint.retried
-        due = await context.in_target(
+        due = await context.connections.in_target(
             deferred_due.heads, context.group, context.name, limit, tuple(retried)
         )
         if not due:
@@ -116,7 +112,7 @@ class Submission:
         # An operator may have replayed dead letters, which hold keys again.
         self._dispatcher.held.any = True
         limits = context.settings.batch
-        transactions = await context.in_target(
+        transactions = await context.connections.in_target(
             deferred_due.transactions, due, limits.max_bytes, limits.spool_directory
         )
         decoder = self._router.decoder(transactions.columns)
@@ -133,7 +129,7 @@ class Submission:
         """Release all keys if no deferred transaction holds one."""
         held, context = self._dispatcher.held, self._context
         before = held.deferred
-        if await context.in_target(deferred.any_held, context.group, context.name):
+        if await context.connections.in_target(deferred.any_held, context.group, context.name):
             return
         if held.deferred != before:
             return

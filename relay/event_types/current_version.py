@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -18,8 +17,6 @@ _ROWS_AT_ONCE = 4_000
 _BYTES_AT_ONCE = 4 * 1024 * 1024
 _KEPT_BYTES = 1024 * 1024
 """Up to this size a transaction is upcast once and kept; a larger one is validated, and upcast again when read."""
-_VALIDATED_AT_ONCE = 100
-"""How many events of a sink's transaction are validated before the event loop runs other deliveries."""
 
 
 class _CurrentDecoder:
@@ -106,7 +103,13 @@ def routed_as_current(routed: Routed, upcaster: Upcasting) -> Routed:
     return _CurrentRouted(routed.transactions, _CurrentColumns(routed.decoder, upcaster))
 
 
-async def as_current(transaction: Transaction, upcaster: Upcasting) -> Transaction:
+def is_current(transaction: Transaction, upcaster: Upcasting) -> bool:
+    """Return whether no event of a transaction is of a known type; False for a large one, which is not read."""
+    events = transaction.events
+    return _is_small(events) and not any(upcaster.knows(each) for each in events)
+
+
+def as_current(transaction: Transaction, upcaster: Upcasting) -> Transaction:
     """Return a transaction whose events are in the current version, after all of them have been found valid.
 
     Raises InvalidEvent, and the errors of upcasters.
@@ -117,9 +120,8 @@ async def as_current(transaction: Transaction, upcaster: Upcasting) -> Transacti
     if _is_small(events):
         events = _DecodedEvents(events)
     else:
-        for number, _ in enumerate(events):
-            if number % _VALIDATED_AT_ONCE == 0:
-                await asyncio.sleep(0)
+        for _ in events:
+            pass
     return replace(transaction, events=events)
 
 

@@ -126,6 +126,10 @@ class Upcasting:
         typed = self._types.get(event.text("event_type") or "")
         return event if typed is None else typed.current(event)
 
+    def knows(self, event: Event) -> bool:
+        """Return whether the type of an event is known."""
+        return event.text("event_type") in self._types
+
     def among(self, kinds: Values) -> list[int]:
         """Return the indices in `kinds` of the known types."""
         if self.none_of(kinds):

@@ -172,7 +172,7 @@ class Liveness:
         yield self._target()
         if self._settings.needs_spark:
             yield self._spark()
-        for worker in (*parts.sinks.workers, *parts.sinks.spark_workers):
+        for worker in parts.sinks.all_workers:
             thread = self._thread(worker.condition.part, worker.heartbeat, worker.is_alive)
             if thread.level is not Level.OK:
                 yield thread

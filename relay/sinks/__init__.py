@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Protocol
 
 from relay.config.handlers import DeliveryHandler, HandlerSettings
-from relay.event_types.current_version import as_current
+from relay.event_types.current_version import as_current, is_current
 from relay.event_types.upcasting import Upcasting
 from relay.faults import ConfigurationError
 from relay.model.events import Transaction
 
 
 class Sink(Protocol):
-    """Delivers transactions to another system. Its methods run in one event loop, that of the sink's worker."""
+    """Delivers transactions to another system. Its methods run in one event loop, which other sinks share."""
 
     name: str
 
@@ -49,6 +50,10 @@ class Sink(Protocol):
         """Close the connections. Deliveries in flight fail."""
 
 
+_UPCAST_AT_ONCE = 2
+"""How many transactions of a sink are upcast at once, in threads that other sinks share."""
+
+
 class TypedSink:
     """A sink that gets events in the current version of their type.
 
@@ -59,6 +64,7 @@ class TypedSink:
         self.name = sink.name
         self._sink = sink
         self._upcaster = upcaster
+        self._turns = asyncio.Semaphore(_UPCAST_AT_ONCE)
 
     def resume(self, series: str) -> None:
         """Prepare for deliveries from the sink's stored position."""
@@ -66,7 +72,11 @@ class TypedSink:
 
     async def deliver(self, transaction: Transaction) -> None:
         """Deliver all events of a transaction. Raises InvalidEvent, and the errors of the sink and of upcasters."""
-        await self._sink.deliver(await as_current(transaction, self._upcaster))
+        if not is_current(transaction, self._upcaster):
+            # Upcasters and models are the user's code, which may take long.
+            async with self._turns:
+                transaction = await asyncio.to_thread(as_current, transaction, self._upcaster)
+        await self._sink.deliver(transaction)
 
     async def close(self) -> None:
         """Close the connections."""

@@ -41,7 +41,7 @@ from relay.store import (
     deferred,
 )
 from relay.store.connections import Connection, connect
-from relay.store.positions import sinks, spark_batches
+from relay.store.positions import spark_batches
 from relay.store.positions.sinks import (
     BEFORE_FIRST,
     CAUGHT_UP,
@@ -173,18 +173,7 @@ class SparkWorker(Recurring):
         self._pause(min(POLL_SECONDS, max(self._handler.every / 4, FIRST_WAIT_SECONDS)))
 
     def _load(self) -> SinkState:
-        conn, group, start = self._claim.conn, self._settings.group, self._handler.start
-        state = self._claim.load()
-        if state is None:
-            if sinks.begin(conn, group, self._name, start):
-                log.info("a new sink begins", extra={"handler": self._name, "from": start})
-            state = self._claim.load()
-        if state is not None and state.position.snapshot is None:
-            sinks.give_snapshot(conn, group, self._name)
-            state = self._claim.load()
-        if state is None:
-            raise SinkMoved
-        return state
+        return self._claim.load(self._handler.start)
 
     def _stored_batch(self, state: SinkState) -> OpenBatch | None:
         """The stored batch of the destination; None where there is none, or an operator has moved the sink since."""
@@ -236,8 +225,7 @@ class SparkWorker(Recurring):
             delivered_lsn=max(before.delivered_lsn, contents.lsn),
         )
         with conn.transaction():
-            if self._claim.store(reading, state.epoch, (), LAGGING) is None:
-                raise SinkMoved
+            self._claim.store(reading, state.epoch, LAGGING)
             spark_batches.begin(
                 conn, group, self._name, handler.target, state.epoch, layout, contents
             )
@@ -406,6 +394,4 @@ class SparkWorker(Recurring):
             if later:
                 entries = batches.scheduled(self._connected(), self._settings, self._name, later)
                 deferred.defer(conn, group, entries, self._name)
-            stored = self._claim.store(position, state.epoch, (), LAGGING if lags else CAUGHT_UP)
-            if stored is None:
-                raise SinkMoved
+            self._claim.store(position, state.epoch, LAGGING if lags else CAUGHT_UP)

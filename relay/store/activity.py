@@ -6,7 +6,7 @@ The tables are `relay.sink_activity` and `relay.engines`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from datetime import datetime
 
 from psycopg.rows import class_row
@@ -59,33 +59,34 @@ class RecentActivity:
 
 
 def add_attempts(
-    conn: Connection, group: str, sink: str, attempts: Attempts, polled_offset: int | None
+    conn: Connection, group: str, attempts: Mapping[str, tuple[Attempts, int | None]]
 ) -> None:
     """Add attempts to those of the current minute, and delete the minutes before the last ones. Raises psycopg.Error.
 
-    `polled_offset` is the sink's position in the difference that it polls.
+    `attempts` has those of each sink, with its position in the difference that it polls, or None.
     """
+    # Sorted, so that two instances do not deadlock.
+    sinks = sorted(attempts)
+    columns = zip(
+        *((*astuple(attempts[sink][0]), attempts[sink][1]) for sink in sinks), strict=True
+    )
     conn.execute(
         """
         with old as (
             delete from relay.sink_activity
-             where group_id = %(group)s and sink = %(sink)s and minute < now() - make_interval(mins => %(kept)s))
+             where group_id = %s and sink = any(%s) and minute < now() - make_interval(mins => %s))
         insert into relay.sink_activity as a
                (group_id, sink, minute, confirmed, events, failed, seconds, slowest, fault, polled_offset)
-        values (%(group)s, %(sink)s, date_trunc('minute', now()), %(confirmed)s, %(events)s, %(failed)s, %(seconds)s,
-                %(slowest)s, %(fault)s, %(polled)s)
+        select %s, g.sink, date_trunc('minute', now()), g.confirmed, g.events, g.failed, g.seconds, g.slowest, g.fault,
+               g.polled
+          from unnest(%s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::float8[], %s::float8[], %s::text[],
+                      %s::bigint[]) as g (sink, confirmed, events, failed, seconds, slowest, fault, polled)
         on conflict (group_id, sink, minute) do update
            set confirmed = a.confirmed + excluded.confirmed, events = a.events + excluded.events,
                failed = a.failed + excluded.failed, seconds = a.seconds + excluded.seconds,
                slowest = greatest(a.slowest, excluded.slowest), fault = coalesce(excluded.fault, a.fault)
         """,
-        {
-            "group": group,
-            "sink": sink,
-            "kept": _KEPT_MINUTES,
-            **asdict(attempts),
-            "polled": polled_offset,
-        },
+        (group, sinks, _KEPT_MINUTES, group, sinks, *map(list, columns)),
     )
 
 

@@ -232,9 +232,12 @@ def open_pool(
 
 
 def new_pool(
-    dsn: Dsn, size: int, session: bytes, configure: Configure | None
+    dsn: Dsn, size: int, session: bytes, configure: Configure | None, **options: Any
 ) -> ConnectionPool[psycopg.Connection[Any]]:
-    """Open a pool of at most `size` connections, each prepared by the statements `session` and by `configure`."""
+    """Open a pool of at most `size` connections, each prepared by the statements `session` and by `configure`.
+
+    `options` are those of psycopg's pool.
+    """
 
     def prepare(conn: psycopg.Connection[Any]) -> None:
         conn.adapters.register_dumper(dict, JsonbDumper)
@@ -254,6 +257,7 @@ def new_pool(
         reconnect_timeout=1.0,
         configure=prepare,
         kwargs=_OPTIONS,
+        **options,
     )
 
 

@@ -16,6 +16,7 @@ Source: PostgreSQL documentation, "Advisory Locks".
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, LiteralString, NamedTuple
 
@@ -61,6 +62,18 @@ def retention(table: str) -> Key:
 def try_lock(conn: psycopg.Connection[Any], key: Key) -> bool:
     """Take the lock until the session ends, or `unlock`; returns False while another session holds it."""
     return _boolean(conn, "select pg_try_advisory_lock(%s, hashtext(%s))", key)
+
+
+def try_lock_each(conn: psycopg.Connection[Any], keys: Sequence[Key]) -> list[bool]:
+    """Take several locks as `try_lock` does, in one statement; returns whether each was taken."""
+    rows = conn.execute(
+        """
+        select pg_try_advisory_lock(space, hashtext(name))
+          from unnest(%s::int[], %s::text[]) with ordinality as key (space, name, number) order by number
+        """,
+        ([key.space for key in keys], [key.name for key in keys]),
+    )
+    return [taken for (taken,) in rows]
 
 
 def try_lock_shared(conn: psycopg.Connection[Any], key: Key) -> bool:

@@ -79,6 +79,7 @@ create table if not exists relay.sinks (
     state         text        not null default 'new',
     epoch         int         not null default 0,
     series        uuid        not null default gen_random_uuid(),
+    claim         bigint      not null default 0,
     paused_at     timestamptz,
     paused_by     text,
     reason        text,
@@ -90,6 +91,7 @@ create table if not exists relay.sinks (
 );
 
 alter table relay.sinks add column if not exists series uuid not null default gen_random_uuid();
+alter table relay.sinks add column if not exists claim bigint not null default 0;
 
 -- A schema of the edition in which a sink that nobody had worked counted as caught up.
 alter table relay.sinks alter column state set default 'new';
@@ -108,6 +110,8 @@ comment on column relay.sinks.state is
     'reads the stream) or left out (source.mode: wal, read without the sink since updated_at)';
 comment on column relay.sinks.epoch is
     'counts how often an operator has moved the sink, or the source has changed: what was read before no longer counts';
+comment on column relay.sinks.claim is
+    'counts how often a process has claimed the sink: one whose claim is not the newest can store nothing';
 comment on column relay.sinks.series is
     'part of the ids by which brokers drop repetitions; a new one whenever an operator moves the sink';
 comment on column relay.sinks.fault is

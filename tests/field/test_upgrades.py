@@ -14,7 +14,7 @@ LANDED = {
     "source/001_source.sql": "7c273b1b3e11920400ab3ffd8942b4541fc4a4549c77e8e32c8f9c1c7a378a20",
     "source/002_retention.sql": "129cbc2d69d777965775096525441969fe52fe052c11de1f548b753c4b28bb4d",
     "outbox/001_outbox.sql": "49c831b682c4b6cd0d373bb56e3767b54ae543b3f7622b26610eb87a5b44a555",
-    "target/001_target.sql": "515de2d899f88916f944ee2be0dbf412313e0cae0024a5caf4a44e56ea4ffcb7",
+    "target/001_target.sql": "b207934c179cea88ec4441ab455bef5ad02cc18ed8210290de321190c02ed7df",
 }
 """The editions of the files in the relay that landed before, each of which has changed since."""
 

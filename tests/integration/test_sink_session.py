@@ -7,7 +7,8 @@ from threading import Event
 from typing import Any
 
 from relay.delivery.checkpoint import Checkpoint, SinkContext
-from relay.delivery.dispatch import Dispatcher
+from relay.delivery.connections import Connections
+from relay.delivery.dispatch import Dispatcher, ProcessorShare
 from relay.delivery.feed import Feed, WalHold
 from relay.delivery.progress import SinkProgress
 from relay.delivery.sinks import Sinks
@@ -17,10 +18,8 @@ from relay.model.dispositions import APPLIED, Blocked, Disposition
 from relay.pipeline.failure_limit import FailureLimit
 from relay.pipeline.listeners import Meter
 from relay.pipeline.routing import BatchRouter
-from relay.runtime.threads import pool
 from relay.store import deferred
-from relay.store.positions import sinks
-from relay.store.positions.sinks import Claim
+from relay.store.positions.sinks import Claims
 from tests.outbox import Outbox
 from tests.unit.test_dispatch import Scripted, delivery, retried
 
@@ -29,17 +28,24 @@ def test_what_fails_while_held_keys_are_queried_holds_its_keys(outbox: Outbox) -
     hook = {"type": "http", "url": "http://localhost/", "on_exhausted": "block_key"}
     settings = outbox.settings(handlers={"hook": hook}, routes=[{"handlers": ["hook"]}])
     of_sinks = Sinks(settings, lambda _: None, lambda: None)
-    claim = Claim(settings.target_dsn, settings.group, "hook")
-    assert claim.take()
-    sinks.begin(claim.conn, settings.group, "hook", "now")
-    state = claim.load()
-    assert state is not None
+    claims = Claims(settings.target_dsn, settings.group)
+    assert claims.take(["hook"]) == {"hook"}
+    state = claims.load({"hook": "now"})["hook"]
+    connections = Connections(settings)
 
     async def main() -> tuple[dict[int, Disposition], set[str]]:
         feed = Feed(1, lambda: None)
-        target = pool(1, "target")
         context = SinkContext(
-            "hook", settings, of_sinks, feed, WalHold(True), Event(), claim, target, Meter()
+            "hook",
+            settings,
+            of_sinks,
+            feed,
+            WalHold(True),
+            Event(),
+            connections.of_sink(),
+            connections.outbox_end,
+            ProcessorShare(1.0),
+            Meter(),
         )
 
         async def behave(number: int) -> None:
@@ -58,15 +64,15 @@ def test_what_fails_while_held_keys_are_queried_holds_its_keys(outbox: Outbox) -
         dispatcher.submit(delivery(1, "a"))
         await submission._query_held([frozenset("a")])
         # The failure is not stored yet.
-        found = deferred.held(claim.conn, settings.group, "hook", ["a"])
+        found = deferred.held(claims.conn, settings.group, "hook", ["a"])
         dispatcher.submit(delivery(2, "a"))
         await dispatcher.wait_idle()
         await dispatcher.close()
-        target.shutdown()
         ended = dispatcher.take_ended()
         return {each.rows.commit.xid: disposition for each, disposition in ended}, found
 
     dispositions, found = asyncio.run(asyncio.wait_for(main(), 10))
-    claim.release()
+    connections.close()
+    claims.close()
     assert not found
     assert isinstance(dispositions[2], Blocked)

@@ -8,12 +8,11 @@ from relay.delivery.dispatch import ProcessorShare, RateLimit
 
 
 class Clock:
-    """Both clocks that a pace looks at."""
+    """The clock that a pace looks at."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = self.used = 100.0
+        self.now = 100.0
         monkeypatch.setattr("relay.delivery.dispatch.time.monotonic", lambda: self.now)
-        monkeypatch.setattr("relay.delivery.dispatch.time.thread_time", lambda: self.used)
 
 
 @pytest.fixture
@@ -28,22 +27,22 @@ def test_a_pace_is_even(clock: Clock) -> None:
     assert pace.turn() == 0
 
 
-def test_a_thread_gets_its_share_of_a_processor(clock: Clock) -> None:
+def test_work_gets_its_share_of_a_processor(clock: Clock) -> None:
     share = ProcessorShare(0.5)
     for _ in range(1_000):
         while (wait := share.wait()) > 0:
             clock.now += wait + 1e-6
         clock.now += 0.001
-        clock.used += 0.001
-    assert clock.used - 100 == pytest.approx((clock.now - 100) / 2, rel=0.02)
+        share.use(0.001)
+    assert pytest.approx((clock.now - 100) / 2, rel=0.02) == 1.0
 
 
 def test_who_uses_less_than_its_share_does_not_wait_and_saves_little(clock: Clock) -> None:
     share = ProcessorShare(0.5)
     for _ in range(100):
         clock.now += 0.01
-        clock.used += 0.001
+        share.use(0.001)
         assert share.wait() == 0
     clock.now += 0.1
-    clock.used += 0.1
+    share.use(0.1)
     assert share.wait() == pytest.approx(0.09)

@@ -147,15 +147,17 @@ _CANDIDATE = sql.SQL(
            {due}
     """
 ).format(due=DUE_COLUMNS)
+MAY_BE_DUE = sql.SQL("not d.blocked and d.predecessor is null and d.retry_at <= now()")
+"""The condition on a row `d` of relay.deferred that is due, unless an earlier one holds one of its keys."""
 _READY = sql.SQL(
     """
     {candidate}
       from relay.deferred as d
-     where d.group_id = %(group)s and d.sink = %(sink)s and not d.blocked and d.predecessor is null
-       and d.retry_at <= now() and d.id <> all(%(in_flight)s::bigint[])
+     where d.group_id = %(group)s and d.sink = %(sink)s and {may_be_due}
+       and d.id <> all(%(in_flight)s::bigint[])
      order by d.retry_at, d.id limit %(limit)s
     """
-).format(candidate=_CANDIDATE)
+).format(candidate=_CANDIDATE, may_be_due=MAY_BE_DUE)
 # The same number of each key, so that a key with many transactions does not use up the limit.
 _FOLLOWING = sql.SQL(
     """

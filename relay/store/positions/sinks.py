@@ -7,19 +7,22 @@ position.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
 import psycopg
+from psycopg import sql
 
 from relay.model.events import Lsn
 from relay.model.snapshots import BEGINNING, Snapshot, Xids
 from relay.store import literals, locks
 from relay.store.brakes import Streak, streaks
 from relay.store.connections import Connection, Dsn, connect
+from relay.store.deferred import due
 from relay.store.groups import APPLICATION_NAME, INSTANCE
 from relay.store.positions import snapshots
 from relay.store.positions.snapshots import xids_of
@@ -61,157 +64,162 @@ class SinkState:
     `done` are the transactions (full xids) that are delivered and not part of `position`. `paused`: an operator has
     paused it. `attached`: the WAL has what is not done. `lags`: the last process that worked it had not read all of the
     outbox. `needs_outbox`: only the outbox has what it has not read: it lags, or had caught up and was not attached.
-    `epoch` counts its moves, those to another source too; `series` is a new text after each move by an operator.
-    `left_out_since` is the time from which the WAL is read without it; None if it is read for it.
+    `claim` is the number of this process's claim; `epoch` counts the sink's moves, those to another source too;
+    `series` is a new text after each move by an operator. `left_out_since` is the time from which the WAL is read
+    without it; None if it is read for it. `streaks` are those of all failing handlers of the group.
     """
 
+    streaks: Mapping[str, Streak]
     position: SinkPosition
     done: Xids
     paused: bool
     attached: bool
     lags: bool
     needs_outbox: bool
+    claim: int
     epoch: int
     series: str
-    streaks: Mapping[str, Streak]
     left_out_since: datetime | None
 
 
-class Claim:
-    """Claims a sink, so that one process works it, for as long as its session of the target lasts.
+class Claims:
+    """Claims sinks in one session of the target: this process works them for as long as the session lasts.
+
+    Each claim has a number, one more than the one before. A position is stored only with the newest number of its sink,
+    in whatever session: whoever has lost a claim stores nothing once another has it. Rows that another session has
+    locked are left out, so that nobody who holds one holds up the other sinks.
 
     Not thread-safe. Every method raises psycopg.Error.
     """
 
-    def __init__(self, dsn: Dsn, group: str, sink: str) -> None:
+    def __init__(self, dsn: Dsn, group: str) -> None:
         self._dsn = dsn
+        self._group = group
         self._conn: Connection | None = None
-        self._key = locks.sink(group, sink)
-        self._of = {"group": group, "sink": sink, "instance": INSTANCE}
-        self._refused_since: float | None = None
-        self._is_logged = False
+        self._held: set[str] = set()
+        self._refused: dict[str, float] = {}
+        """Since when others have the claims (monotonic clock, seconds)."""
+
+    @property
+    def conn(self) -> Connection:
+        """The session that has the claims. Raises psycopg.OperationalError without one."""
+        if self._conn is None:
+            raise psycopg.OperationalError("the connection with the claims is closed")
+        return self._conn
+
+    def take(self, sinks: Collection[str]) -> set[str]:
+        """Claim sinks; returns those that this process has now, without those that another one works."""
+        if self._conn is None:
+            self._conn = connect(self._dsn, application_name=APPLICATION_NAME)
+        names = [name for name in sinks if name not in self._held]
+        taken = locks.try_lock_each(self._conn, [locks.sink(self._group, name) for name in names])
+        for name, is_taken in zip(names, taken, strict=True):
+            if is_taken:
+                self._held.add(name)
+                self._refused.pop(name, None)
+            else:
+                self._log_holder(self._conn, name)
+        return self._held.intersection(sinks)
+
+    def _log_holder(self, conn: Connection, sink: str) -> None:
+        """Log once who has a claim, if it has been another session for a while: it need not be a relay that works."""
+        now = time.monotonic()
+        since = self._refused.setdefault(sink, now)
+        if now - since < HELD_SECONDS:
+            return
+        self._refused[sink] = math.inf
+        log.info(
+            "another session has the claim of a sink, and works it if it is a relay",
+            extra={"handler": sink, "holder": locks.holder(conn, locks.sink(self._group, sink))},
+        )
+
+    def release(self, sink: str) -> None:
+        """Give up a claim: another process may work the sink."""
+        if sink in self._held and self._conn is not None:
+            self._held.discard(sink)
+            locks.unlock(self._conn, locks.sink(self._group, sink))
+
+    def close(self) -> None:
+        """End the session, and with it all claims."""
+        if self._conn is not None:
+            self._conn.close()
+            self._conn = None
+        self._held.clear()
+
+    def load(
+        self, starts: Mapping[str, str], polls: bool = True, waits: bool = False
+    ) -> dict[str, SinkState]:
+        """Read the state of claimed sinks, from which this process continues, under a new number of each claim.
+
+        `starts` has, for each sink, where it begins if it is new, as for `begin`. Where it `polls`, a sink that has no
+        snapshot gets the group's: it was never older than the slot, which the group reads. Without `waits`, sinks whose
+        row another session has locked are left out.
+        """
+        conn, group = self.conn, self._group
+        rows = _rows(conn, group, list(starts), polls, waits)
+        begun = [
+            sink for sink in starts if sink not in rows and begin(conn, group, sink, starts[sink])
+        ]
+        for sink in begun:
+            log.info("a new sink begins", extra={"handler": sink, "from": starts[sink]})
+        rows |= _rows(conn, group, begun, polls, waits)
+        delivered = _done(conn, group, list(rows))
+        failing = streaks(conn, group)
+        return {
+            sink: SinkState(
+                failing, _position(*position), delivered.get(sink, xids_of(None)), *facts
+            )
+            for sink, (position, facts) in rows.items()
+        }
+
+    def store(self, entries: Sequence[SinkEntry]) -> dict[str, bool]:
+        """Store sinks in one transaction as `store` does, without those whose row another session has locked."""
+        return store(self.conn, self._group, entries, waits=False)
+
+    def watch(self, sinks: Collection[str]) -> dict[str, Watched]:
+        """Read what others may have changed of sinks; those without a row or a claim of this session are left out."""
+        return watch(self.conn, self._group, self._held.intersection(sinks))
+
+
+class Claim:
+    """The claim of one sink, in a session of its own. Not thread-safe; every method raises psycopg.Error."""
+
+    def __init__(self, dsn: Dsn, group: str, sink: str) -> None:
+        self._claims = Claims(dsn, group)
+        self._group = group
+        self._sink = sink
+        self._number = 0
 
     @property
     def conn(self) -> Connection:
         """The session that has the claim."""
-        assert self._conn is not None  # noqa: S101
-        return self._conn
+        return self._claims.conn
 
     def take(self) -> bool:
         """Claim the sink; returns False while another process works it. Keeps the session for the next attempt."""
-        if self._conn is None:
-            self._conn = connect(self._dsn, application_name=APPLICATION_NAME)
         try:
-            taken = locks.try_lock(self._conn, self._key)
-            if taken:
-                self._refused_since, self._is_logged = None, False
-            else:
-                self._log_holder(self._conn)
-            return taken
+            return bool(self._claims.take([self._sink]))
         except BaseException:
             self.release()
             raise
 
-    def _log_holder(self, conn: Connection) -> None:
-        """Log once who has the claim, if it has been another session for a while: it need not be a relay that works."""
-        now = time.monotonic()
-        if self._refused_since is None:
-            self._refused_since = now
-        if self._is_logged or now - self._refused_since < HELD_SECONDS:
-            return
-        self._is_logged = True
-        log.info(
-            "another session has the claim of a sink, and works it if it is a relay",
-            extra={"handler": self._of["sink"], "holder": locks.holder(conn, self._key)},
-        )
-
     def release(self) -> None:
         """End the session, and with it the claim: another process may work the sink."""
-        if self._conn is not None:
-            self._conn.close()
-            self._conn = None
+        self._claims.close()
 
-    def load(self) -> SinkState | None:
-        """Read the sink's state, from which this instance continues; None if it has none yet."""
-        row = self.conn.execute(
-            """
-            update relay.sinks set instance = %(instance)s where group_id = %(group)s and sink = %(sink)s
-            returning snapshot::text, following::text, polled_offset, applied_lsn::text, delivered_lsn::text,
-                      paused_at is not null, state = 'attached', state = 'lagging', state in ('lagging', 'caught up'),
-                      epoch, series::text,
-                      case when state = 'left out' then updated_at end
-            """,
-            self._of,
-        ).fetchone()
-        if row is None:
-            return None
-        *position, paused, attached, lags, needs_outbox, epoch, series, left_out_since = row
-        group, sink = self._of["group"], self._of["sink"]
-        return SinkState(
-            _position(*position),
-            done(self.conn, group, sink),
-            paused,
-            attached,
-            lags,
-            needs_outbox,
-            epoch,
-            series,
-            streaks(self.conn, group),
-            left_out_since,
-        )
+    def load(self, start: str) -> SinkState:
+        """Read the sink's state, from which this process continues; a new one begins at `start`. Raises SinkMoved."""
+        state = self._claims.load({self._sink: start}, waits=True).get(self._sink)
+        if state is None:
+            raise SinkMoved
+        self._number = state.claim
+        return state
 
-    def store(
-        self, position: SinkPosition, epoch: int, done: Sequence[int], state: str
-    ) -> bool | None:
-        """Store the sink's position; returns whether it is to be paused, None if it was moved or removed meanwhile.
-
-        `done` are delivered transactions (full xids) that are not part of the position: all of them without a snapshot,
-        otherwise those that are not stored yet. Stored ones that the snapshot sees are deleted.
-        """
-        with self.conn.transaction(), self.conn.cursor() as cursor:
-            row = cursor.execute(
-                """
-                update relay.sinks as new
-                   set snapshot = %(snapshot)s::pg_snapshot, following = %(following)s::pg_snapshot,
-                       polled_offset = %(polled)s, applied_lsn = %(applied)s::pg_lsn,
-                       delivered_lsn = %(delivered)s::pg_lsn, state = %(state)s, updated_at = now()
-                  from relay.sinks as old
-                 where new.group_id = %(group)s and new.sink = %(sink)s and new.epoch = %(epoch)s
-                   and (old.group_id, old.sink) = (new.group_id, new.sink)
-                returning new.paused_at is not null, old.snapshot::text is distinct from new.snapshot::text
-                """,
-                {**self._of, **_columns(position), "epoch": epoch, "state": state},
-            ).fetchone()
-            if row is None:
-                return None
-            paused, moved = row
-            if position.snapshot is None:
-                cursor.execute(
-                    "delete from relay.sink_commits where group_id = %(group)s and sink = %(sink)s",
-                    self._of,
-                )
-            elif moved:
-                _forget(cursor, self._of, position)
-            if done:
-                cursor.execute(
-                    """
-                    insert into relay.sink_commits (group_id, sink, xids)
-                    values (%(group)s, %(sink)s, %(xids)s::xid8[])
-                    """,
-                    {**self._of, "xids": literals.of_numbers(done)},
-                )
-        return bool(paused)
-
-    def is_paused(self, epoch: int) -> bool | None:
-        """Whether the sink is to be paused; None if it was moved or removed."""
-        row = self.conn.execute(
-            """
-            select paused_at is not null from relay.sinks
-             where group_id = %(group)s and sink = %(sink)s and epoch = %(epoch)s
-            """,
-            {**self._of, "epoch": epoch},
-        ).fetchone()
-        return None if row is None else bool(row[0])
+    def store(self, position: SinkPosition, epoch: int, state: str) -> None:
+        """Store the sink's position, in the open transaction if there is one. Raises SinkMoved."""
+        entry = SinkEntry(self._sink, self._number, epoch, position, (), state, None)
+        if not store(self.conn, self._group, [entry], has_fault=False):
+            raise SinkMoved
 
     def note_fault(self, fault: str | None) -> None:
         """Store why nothing is delivered, for `relay sink list` and `relay status`; None if the sink delivers."""
@@ -222,22 +230,200 @@ class Claim:
                    fault_since = case when %(fault)s is not null then coalesce(fault_since, now()) end
              where group_id = %(group)s and sink = %(sink)s and fault is distinct from %(fault)s
             """,
-            {**self._of, "fault": fault},
+            {"group": self._group, "sink": self._sink, "fault": fault},
         )
 
 
-def _forget(cursor: psycopg.Cursor[Any], of: Mapping[str, str], position: SinkPosition) -> None:
-    """Delete the transactions that a snapshot sees; store the others as one row."""
+def _rows(
+    conn: Connection, group: str, sinks: list[str], polls: bool, waits: bool
+) -> dict[str, tuple[Sequence[Any], Sequence[Any]]]:
+    """Give sinks the next number of a claim; returns the columns of each position, and what follows in SinkState."""
+    if not sinks:
+        return {}
+    rows = conn.execute(
+        sql.SQL(
+            """
+            with present as materialized (
+                select group_id, sink from relay.sinks where group_id = %(group)s and sink = any(%(sinks)s)
+                 order by sink for no key update {})
+            update relay.sinks as s
+               set instance = %(instance)s, claim = s.claim + 1,
+                   snapshot = case when %(polls)s and s.snapshot is null then (
+                                   select snapshot from relay.snapshots where group_id = %(group)s order by id limit 1)
+                                   else s.snapshot end
+              from present where (s.group_id, s.sink) = (present.group_id, present.sink)
+            returning s.sink, s.snapshot::text, s.following::text, s.polled_offset, s.applied_lsn::text,
+                      s.delivered_lsn::text, s.paused_at is not null, s.state = 'attached', s.state = 'lagging',
+                      s.state in ('lagging', 'caught up'), s.claim, s.epoch, s.series::text,
+                      case when s.state = 'left out' then s.updated_at end
+            """
+        ).format(sql.SQL("" if waits else "skip locked")),
+        {"group": group, "sinks": sinks, "instance": INSTANCE, "polls": polls},
+    )
+    return {sink: (values[:5], values[5:]) for sink, *values in rows}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SinkEntry:
+    """What is to be stored of a sink.
+
+    `claim` and `epoch` are those with which it was loaded. `done` are delivered transactions (full xids) that are not
+    part of the position: all of them without a snapshot, otherwise those that are not stored yet. `fault` says why
+    nothing is delivered; None if the sink delivers.
+    """
+
+    sink: str
+    claim: int
+    epoch: int
+    position: SinkPosition
+    done: Sequence[int]
+    state: str
+    fault: str | None
+
+
+def store(
+    conn: Connection,
+    group: str,
+    entries: Sequence[SinkEntry],
+    *,
+    waits: bool = True,
+    has_fault: bool = True,
+) -> dict[str, bool]:
+    """Store the positions of sinks in one transaction; returns those that are stored, and whether each is to be paused.
+
+    The others were moved, removed or claimed by somebody else meanwhile or, unless it `waits`, their rows are locked by
+    another session. Stored transactions that the snapshot sees are deleted. Without `has_fault` the fault stays as it
+    is.
+    """
+    with conn.transaction(), conn.cursor() as cursor:
+        cursor.execute(
+            sql.SQL(
+                """
+                with given as (
+                    select * from unnest(%s::text[], %s::bigint[], %s::int[], %s::text[], %s::text[], %s::bigint[],
+                                         %s::text[], %s::text[], %s::text[], %s::text[])
+                        as g (sink, claim, epoch, snapshot, following, polled, applied, delivered, state, fault)),
+                present as materialized (
+                    select s.group_id, s.sink, s.snapshot from relay.sinks as s join given as g using (sink)
+                     where s.group_id = %s and (s.epoch, s.claim) = (g.epoch, g.claim)
+                     order by s.sink for no key update of s {locked})
+                update relay.sinks as new
+                   set snapshot = g.snapshot::pg_snapshot, following = g.following::pg_snapshot,
+                       polled_offset = g.polled, applied_lsn = g.applied::pg_lsn, delivered_lsn = g.delivered::pg_lsn,
+                       state = g.state, updated_at = now(){fault}
+                  from given as g join present as old using (sink)
+                 where (new.group_id, new.sink) = (old.group_id, old.sink)
+                returning new.sink, new.paused_at is not null, old.snapshot::text is distinct from new.snapshot::text
+                """
+            ).format(
+                locked=sql.SQL("" if waits else "skip locked"),
+                fault=_FAULT if has_fault else sql.SQL(""),
+            ),
+            (*_arrays(entries), group),
+        )
+        stored = {sink: (paused, moved) for sink, paused, moved in cursor}
+        kept = [each for each in entries if each.sink in stored]
+        _forget(cursor, group, [each for each in kept if stored[each.sink][1]])
+        _replace_all(cursor, group, [each.sink for each in kept if each.position.snapshot is None])
+        _add_done(cursor, group, [each for each in kept if each.done])
+    return {sink: paused for sink, (paused, _) in stored.items()}
+
+
+_FAULT = sql.SQL(
+    ", fault = g.fault, fault_since = case when g.fault is not null then coalesce(new.fault_since, now()) end"
+)
+
+
+def _arrays(entries: Sequence[SinkEntry]) -> Iterator[list[Any]]:
+    """The values of entries, one array a column."""
+    yield [each.sink for each in entries]
+    yield [each.claim for each in entries]
+    yield [each.epoch for each in entries]
+    columns = [_columns(each.position) for each in entries]
+    for name in ("snapshot", "following", "polled", "applied", "delivered"):
+        yield [each[name] for each in columns]
+    yield [each.state for each in entries]
+    yield [each.fault for each in entries]
+
+
+def _forget(cursor: psycopg.Cursor[Any], group: str, entries: Sequence[SinkEntry]) -> None:
+    """Delete the transactions that the snapshots see; store the others of each sink as one row."""
+    seen = [each for each in entries if each.position.snapshot is not None]
+    if not seen:
+        return
     cursor.execute(
         """
-        with deleted as (
-            delete from relay.sink_commits where group_id = %(group)s and sink = %(sink)s returning xids)
+        with given as (select * from unnest(%(sinks)s::text[], %(snapshots)s::text[]) as g (sink, snapshot)),
+        deleted as (
+            delete from relay.sink_commits as c using given as g where c.group_id = %(group)s and c.sink = g.sink
+            returning c.sink, c.xids, g.snapshot)
         insert into relay.sink_commits (group_id, sink, xids)
-        select %(group)s, %(sink)s, array_agg(xid) from deleted, unnest(xids) as xid
-         where not pg_visible_in_snapshot(xid, %(snapshot)s::pg_snapshot) having count(*) > 0
+        select %(group)s, sink, array_agg(xid) from deleted, unnest(xids) as xid
+         where not pg_visible_in_snapshot(xid, snapshot::pg_snapshot) group by sink
         """,
-        {**of, "snapshot": _columns(position)["snapshot"]},
+        {
+            "group": group,
+            "sinks": [each.sink for each in seen],
+            "snapshots": [str(each.position.snapshot) for each in seen],
+        },
     )
+
+
+def _replace_all(cursor: psycopg.Cursor[Any], group: str, sinks: list[str]) -> None:
+    """Delete the transactions of sinks without a snapshot, of which an entry has all."""
+    if sinks:
+        cursor.execute(
+            "delete from relay.sink_commits where group_id = %s and sink = any(%s)", (group, sinks)
+        )
+
+
+def _add_done(cursor: psycopg.Cursor[Any], group: str, entries: Sequence[SinkEntry]) -> None:
+    if entries:
+        cursor.execute(
+            """
+            insert into relay.sink_commits (group_id, sink, xids)
+            select %s, sink, xids::xid8[] from unnest(%s::text[], %s::text[]) as g (sink, xids)
+            """,
+            (
+                group,
+                [each.sink for each in entries],
+                [literals.of_numbers(each.done) for each in entries],
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What others may change of a sink that this process works.
+
+    `claim` and `epoch` differ from those with which it was loaded once it was claimed by somebody else or moved.
+    `is_due`: a deferred transaction may be retried now. `holds`: deferred transactions hold keys.
+    """
+
+    claim: int
+    epoch: int
+    paused: bool
+    is_due: bool
+    holds: bool
+
+
+def watch(conn: Connection, group: str, sinks: Collection[str]) -> dict[str, Watched]:
+    """Read what others may have changed of sinks; those without a row are left out. Raises psycopg.Error."""
+    rows = conn.execute(
+        sql.SQL(
+            """
+            select s.sink, s.claim, s.epoch, s.paused_at is not null,
+                   exists (select from relay.deferred as d
+                            where d.group_id = s.group_id and d.sink = s.sink and {due}),
+                   exists (select from relay.deferred_keys as k where k.group_id = s.group_id and k.sink = s.sink)
+              from relay.sinks as s where s.group_id = %s and s.sink = any(%s)
+            """
+        ).format(due=due.MAY_BE_DUE),
+        (group, list(sinks)),
+        # A plan made while a table was empty would later read all of it.
+        prepare=False,
+    )
+    return {sink: Watched(*values) for sink, *values in rows}
 
 
 def begin(conn: Connection, group: str, sink: str, start: str) -> bool:
@@ -293,21 +479,6 @@ def leave_out(conn: Connection, group: str, configured: Collection[str]) -> list
         (group, list(configured)),
     )
     return sorted(str(name) for (name,) in rows)
-
-
-def give_snapshot(conn: Connection, group: str, sink: str) -> None:
-    """Set the snapshot of a sink that has only a position in the WAL to the group's, if there is one.
-
-    This loses no event: the sink was never older than the slot, which the group reads.
-    """
-    conn.execute(
-        """
-        update relay.sinks
-           set snapshot = (select snapshot from relay.snapshots where group_id = %(group)s order by id limit 1)
-         where group_id = %(group)s and sink = %(sink)s and snapshot is null
-        """,
-        {"group": group, "sink": sink},
-    )
 
 
 def why_not_wal(sink: str, position: SinkPosition, needs_outbox: bool) -> str | None:
@@ -381,14 +552,18 @@ def read(conn: Connection, group: str, configured: Collection[str]) -> list[Stor
 
 def done(conn: Connection, group: str, sink: str) -> Xids:
     """Return the full xids that a sink has delivered and that are not part of its position: int64, unordered."""
-    (row,) = conn.execute(
+    return _done(conn, group, [sink]).get(sink, xids_of(None))
+
+
+def _done(conn: Connection, group: str, sinks: list[str]) -> dict[str, Xids]:
+    rows = conn.execute(
         """
-        select string_agg(xid8send(xid), '') from relay.sink_commits, unnest(xids) as xid
-         where group_id = %s and sink = %s
+        select sink, string_agg(xid8send(xid), '') from relay.sink_commits, unnest(xids) as xid
+         where group_id = %s and sink = any(%s) group by sink
         """,
-        (group, sink),
+        (group, sinks),
     )
-    return xids_of(row[0])
+    return {sink: xids_of(packed) for sink, packed in rows}
 
 
 def move(conn: Connection, group: str, sink: str, position: SinkPosition) -> bool:

@@ -1,0 +1,75 @@
+"""Polls the end of the outbox for the sinks of an instance: those that ask at the same time share the queries."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from concurrent.futures import Executor
+from typing import Any
+
+import psycopg
+from psycopg_pool import ConnectionPool
+
+from relay.config.settings import Settings
+from relay.model.snapshots import Snapshot
+from relay.source.outbox.differences import Difference
+from relay.source.outbox.rows import OutboxRows
+from relay.source.server import SourcePosition, current_position, durable_position
+
+Pool = ConnectionPool[psycopg.Connection[Any]]
+_Answers = tuple[SourcePosition | None, frozenset[Snapshot]]
+"""A position of the source, and the snapshots which do not see all rows that it sees."""
+
+
+class OutboxEnd:
+    """Where the outbox ends now. For one event loop; raises psycopg.Error and RelayError."""
+
+    def __init__(self, settings: Settings, source: Pool, in_source: Executor) -> None:
+        self._rows = OutboxRows(settings)
+        self._source = source
+        self._in_source = in_source
+        self._asked: set[Snapshot] = set()
+        self._asks_position = False
+        self._answering: asyncio.Task[_Answers] | None = None
+
+    async def position(self) -> SourcePosition:
+        """Read the current position of the source, whose commits are durable there."""
+        self._asks_position = True
+        seen, _ = await self._answer()
+        assert seen is not None  # noqa: S101
+        return seen
+
+    async def following(self, snapshot: Snapshot) -> SourcePosition | None:
+        """Read a position that sees rows which `snapshot` does not see; None without such rows."""
+        self._asked.add(snapshot)
+        seen, behind = await self._answer()
+        return seen if snapshot in behind else None
+
+    async def _answer(self) -> _Answers:
+        """What is answered to all who ask before the queries begin."""
+        if self._answering is None:
+            self._answering = asyncio.create_task(self._answer_all())
+        # Who is cancelled does not cancel the others.
+        return await asyncio.shield(self._answering)
+
+    async def _answer_all(self) -> _Answers:
+        # After those that were woken at the same time have asked, too.
+        await asyncio.sleep(0)
+        asked, self._asked = self._asked, set()
+        asks_position, self._asks_position = self._asks_position, False
+        self._answering = None
+        return await asyncio.get_running_loop().run_in_executor(
+            self._in_source, self._read, asked, asks_position
+        )
+
+    def _read(self, asked: Collection[Snapshot], asks_position: bool) -> _Answers:
+        with self._source.connection() as conn:
+            seen = current_position(conn).snapshot
+            behind = frozenset(
+                each
+                for each in asked
+                # A standby may lag. At the beginning the query would miss rows that are older than the column c_xid.
+                if seen.covers(each)
+                and (each.is_beginning or not self._rows.is_empty(conn, Difference(each, seen)))
+            )
+            return durable_position(conn) if behind or asks_position else None, behind

@@ -1,0 +1,312 @@
+"""Many sinks in one process cost little more than one, and none of them feels another.
+
+Public reports: feldera/feldera#6867, Nordstrom/kafka-connect-lambda#53, wepay/kafka-connect-bigquery#117 (threads for
+each sink), and those of the docstrings.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import psutil
+import psycopg
+import pytest
+
+from relay.model.events import Transaction
+from relay.service import Service
+from relay.sinks.http import Http
+from relay.store import locks
+from relay.store.positions import sinks as positions
+from relay.store.positions.sinks import Claims, SinkEntry
+from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
+from tests.process import running
+from tests.webhook import Answer, Webhook
+
+MANY = 32
+RETRY = {"wait": 0.2, "max_wait": 0.4, "jitter": 0.01, "defer_after": 0.0}
+
+SESSIONS = """
+    select count(*) from pg_stat_activity
+     where datname = current_database() and pid <> pg_backend_pid() and backend_type = 'client backend'
+"""
+COMMITS = "select xact_commit from pg_stat_database where datname = current_database()"
+CLAIMS = """
+    select pid from pg_locks where locktype = 'advisory' and classid = %s and database =
+           (select oid from pg_database where datname = current_database()) group by pid
+"""
+REFUSE = """
+    create function refuse() returns trigger language plpgsql as $$
+    begin
+        if new.sink = 'hook1' and new.delivered_lsn <> old.delivered_lsn then
+            raise 'refused' using errcode = '40001';
+        end if;
+        return new;
+    end $$;
+    create trigger refuse before update on relay.sinks for each row execute function refuse();
+"""
+
+
+@pytest.fixture
+def webhook() -> Iterator[Webhook]:
+    with Webhook() as running:
+        yield running
+
+
+def posting(urls: list[str], **more: Any) -> dict[str, Any]:
+    """Every event goes to a sink for each address (`hook0`, `hook1`, …), and into the projection."""
+    handlers: dict[str, Any] = {
+        f"hook{number}": {"type": "http", "url": url, "retry": RETRY, **more}
+        for number, url in enumerate(urls)
+    }
+    handlers = {"projection": {"type": "sql", "statement": APPEND}, **handlers}
+    return {"handlers": handlers, "routes": [{"handlers": list(handlers)}]}
+
+
+def in_state(outbox: Outbox, state: str) -> int:
+    """How many sinks are in a state."""
+    return int(outbox.value("select count(*) from relay.sinks where state = %s", (state,)))
+
+
+def wait_dead(outbox: Outbox, sink: str, count: int) -> None:
+    """Wait until a sink has stored so many dead letters."""
+    query = "select count(*) from relay.dead_letter_queue where sink = %s"
+    wait_until(lambda: outbox.value(query, (sink,)) == count, 8)
+
+
+def claims(outbox: Outbox) -> list[int]:
+    """The sessions that have claims of sinks."""
+    return outbox.column(CLAIMS, (locks.sink("", "").space,))
+
+
+def test_many_idle_sinks_cost_little(outbox: Outbox, webhook: Webhook, tmp_path: Path) -> None:
+    """Each had a loop, threads, sessions, and queries twice a second: 296 threads, 72 sessions, 10 % of a processor."""
+    config = outbox.config_file(tmp_path / "relay.yaml", **posting([webhook.url] * MANY))
+    with running(config) as service:
+        wait_until(lambda: in_state(outbox, "attached") == MANY)
+        outbox.publish(host(1), event(1))
+        wait_until(lambda: len(webhook.accepted) == MANY)
+        process = psutil.Process(service.process.pid)
+        assert process.num_threads() <= 40
+        assert len(claims(outbox)) == 1
+
+        def is_quiet() -> bool:
+            commits, used = outbox.value(COMMITS), sum(process.cpu_times()[:2])
+            time.sleep(3)
+            # Without sinks there are 4 to 5 commits a second.
+            return (
+                outbox.value(COMMITS) - commits < 3 * 20
+                and sum(process.cpu_times()[:2]) - used < 3 * 0.05
+                and outbox.value(SESSIONS) <= 12
+            )
+
+        # What happened at the start is counted late, and connections stay open for a while.
+        wait_until(is_quiet, 60)
+
+
+def test_many_sinks_that_poll_share_connections(outbox: Outbox, webhook: Webhook) -> None:
+    """Other clients were refused: risingwavelabs/risingwave#11116, sequinstream/sequin#1811, lf-edge/ekuiper#1766."""
+    source = {**outbox.config()["source"], "mode": "poll"}
+    with relaying(outbox.settings(source=source)):
+        outbox.publish(host(1), event(1))
+        outbox.wait_handled()
+    config = posting([webhook.url] * MANY, start="beginning")
+    settings = outbox.settings(source=source, **config, poll={"wait_period_ms": 100})
+    for number in range(40):
+        outbox.publish(host(number % 4), event(number))
+    most = 0
+    with relaying(settings, accept_configuration=True):
+
+        def is_delivered() -> bool:
+            nonlocal most
+            most = max(most, outbox.value(SESSIONS))
+            return len(webhook.accepted) >= 41 * MANY
+
+        wait_until(is_delivered)
+    assert most <= 16
+    assert set(webhook.ids().values()) == {MANY}
+
+
+def test_what_hangs_or_is_locked_holds_up_no_other_sink(outbox: Outbox) -> None:
+    """One stops all: vectordotdev/vector#22064, #14828, #13679, sequinstream/sequin#1358, MagicStack/asyncpg#1247."""
+    let_go = Event()
+
+    def hanging(_: dict[str, str], body: bytes) -> Answer:
+        let_go.wait(60)
+        return Answer()
+
+    def refusing(_: dict[str, str], body: bytes) -> Answer:
+        return Answer(400 if b'"amount": 13' in body or b'"amount":13' in body else 204)
+
+    with ExitStack() as stack:
+        failing = stack.enter_context(Webhook(lambda _, body: Answer(503)))
+        stuck = stack.enter_context(Webhook(hanging))
+        healthy = [stack.enter_context(Webhook(refusing)) for _ in range(4)]
+        urls = [each.url for each in (failing, failing, stuck, *healthy)]
+        config = posting(urls, circuit_breaker=None)
+        settings = outbox.settings(
+            **config, sinks={"attach_seconds": 2, "connections": 2}, shutdown_timeout=4
+        )
+        service = stack.enter_context(relaying(settings))
+        stack.callback(let_go.set)
+        wait_until(lambda: in_state(outbox, "attached") == len(urls))
+        with psycopg.connect(outbox.dsn) as other:
+            # Two sinks cannot store what they defer.
+            other.execute("select from relay.sinks where sink in ('hook0', 'hook1') for update")
+            ends = time.monotonic() + 8
+            number = 0
+            while time.monotonic() < ends:
+                outbox.publish(host(number % 4), event(13 if number % 16 == 0 else 1))
+                number += 1
+                time.sleep(0.1)
+                states = outbox.column(
+                    "select state from relay.sinks where sink = any(%s)",
+                    ([f"hook{each}" for each in range(3, len(urls))],),
+                )
+                assert set(states) == {"attached"}
+            for each in range(3, len(urls)):
+                wait_dead(outbox, f"hook{each}", -(-number // 16))
+            for webhook in healthy:
+                assert set(webhook.ids().values()) == {1}
+                assert len(webhook.accepted) == number - -(-number // 16)
+            outbox.wait_drained(10)
+        wait_until(
+            lambda: outbox.value("select count(*) from relay.deferred where sink = 'hook0'") > 0
+        )
+        assert service.error is None
+    outbox.assert_exact()
+
+
+def test_a_lost_session_with_the_claims_is_replaced(outbox: Outbox, webhook: Webhook) -> None:
+    """All sinks claim again in one session; nothing is lost, and each key stays in order: neochaotic/leoflow#1199."""
+    settings = outbox.settings(**posting([webhook.url] * 8))
+    with relaying(settings):
+        wait_until(lambda: in_state(outbox, "attached") == 8)
+        for turn in range(3):
+            (pid,) = claims(outbox)
+            for number in range(20):
+                outbox.publish(host(number % 4), event(turn))
+                if number == 10:
+                    outbox.conn.execute("select pg_terminate_backend(%s)", (pid,))
+            wait_until(lambda pid=pid: claims(outbox) not in ([], [pid]))  # type: ignore[misc]
+            wait_until(lambda: in_state(outbox, "attached") == 8)
+        wait_until(lambda: len(webhook.ids()) == 60 and min(webhook.ids().values()) >= 8)
+        for number in range(4):
+            assert webhook.order(host(number)) == outbox.column(
+                "select c_offset from outbox_message_t where host_id = %s order by 1",
+                (host(number),),
+            )
+
+
+def test_a_sink_that_cannot_be_stored_ends_no_other(outbox: Outbox, webhook: Webhook) -> None:
+    """One row of a common statement fails: the others are stored one by one."""
+    settings = outbox.settings(**posting([webhook.url] * 4))
+    with relaying(settings) as service:
+        wait_until(lambda: in_state(outbox, "attached") == 4)
+        outbox.conn.execute(REFUSE)
+        outbox.publish(host(1), event(1))
+        stored = "select count(*) from relay.sinks where updated_at > %s and sink <> 'hook1'"
+        now = outbox.value("select clock_timestamp()")
+        wait_until(lambda: outbox.value(stored, (now,)) == 3)
+        wait_until(lambda: failing(service) == {"sink hook1"})
+        outbox.conn.execute("drop trigger refuse on relay.sinks")
+        wait_until(lambda: failing(service) == set(), 30)
+        outbox.publish(host(1), event(2))
+        wait_until(lambda: min(webhook.ids().values()) >= 4 and len(webhook.ids()) == 2)
+    for number in (0, 2, 3):
+        assert (
+            outbox.value("select fault from relay.sinks where sink = %s", (f"hook{number}",))
+            is None
+        )
+
+
+def failing(service: Service) -> set[str]:
+    """The parts that do not do their work."""
+    return {each.part for each in service.conditions if each.fault is not None}
+
+
+def test_a_name_that_is_not_resolved_holds_up_no_other(
+    outbox: Outbox, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lookups wait in the threads of one executor: python/cpython#112169, #120644, aio-libs/aiohttp#6837."""
+    let_go = Event()
+    resolve = socket.getaddrinfo
+
+    def slowly(name: Any, *arguments: Any, **options: Any) -> Any:
+        if str(name).endswith(".example"):
+            let_go.wait(30)
+            raise socket.gaierror(socket.EAI_NONAME, "unknown")
+        return resolve(name, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slowly)
+    away = [f"http://nowhere{number}.example/" for number in range(12)]
+    here = webhook.url.replace("127.0.0.1", "localhost")
+    with ExitStack() as stack:
+        stack.enter_context(relaying(outbox.settings(**posting([*away, here]), shutdown_timeout=2)))
+        stack.callback(let_go.set)
+        wait_until(lambda: in_state(outbox, "attached") == 13)
+        for number in range(10):
+            outbox.publish(host(number), event(number))
+        wait_until(lambda: len(webhook.accepted) == 10, 10)
+        assert not let_go.is_set()
+
+
+def test_what_blocks_the_loop_delays_the_other_sinks_and_nothing_else(
+    outbox: Outbox, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What remains of sharing a thread: a sink whose code blocks it, as none of relay's own should."""
+    deliver = Http.deliver
+    blocked: list[float] = []
+
+    async def blocking(self: Http, transaction: Transaction) -> None:
+        if self.name == "hook0" and not blocked:
+            blocked.append(time.monotonic())
+            time.sleep(2.0)
+        await deliver(self, transaction)
+
+    monkeypatch.setattr(Http, "deliver", blocking)
+    with relaying(outbox.settings(**posting([webhook.url] * 4))):
+        wait_until(lambda: in_state(outbox, "attached") == 4)
+        outbox.publish(host(0), event(0))
+        wait_until(lambda: bool(blocked))
+        for number in range(1, 5):
+            outbox.publish(host(number), event(number))
+        outbox.wait_handled()
+        assert time.monotonic() - blocked[0] < 1.5
+        wait_until(lambda: len(webhook.accepted) == 20, 10)
+        assert in_state(outbox, "attached") == 4
+    assert set(webhook.ids().values()) == {4}
+
+
+def test_only_the_newest_claim_stores_anything(outbox: Outbox) -> None:
+    """Whoever has lost a claim goes on for a while, in other sessions too: oban-bg/oban#1488."""
+    first, second = (Claims(outbox.dsn, "default") for _ in range(2))
+    assert first.take(["a", "b"]) == {"a", "b"}
+    stale = first.load({"a": "now", "b": "now"})
+    assert second.take(["a", "b"]) == set()
+    first.release("a")
+    assert second.take(["a", "b"]) == {"a"}
+    (state,) = second.load({"a": "now"}).values()
+
+    def entry(sink: str, of: positions.SinkState) -> SinkEntry:
+        return SinkEntry(sink, of.claim, of.epoch, of.position, (7,), "lagging", None)
+
+    late = [entry(sink, of) for sink, of in stale.items()]
+    # In whatever session it tries, and beside others that it may still store.
+    assert positions.store(outbox.conn, "default", late) == {"b": False}
+    assert positions.store(outbox.conn, "default", [entry("a", state)]) == {"a": False}
+    assert positions.move(outbox.conn, "default", "a", state.position)
+    assert second.store([entry("a", state)]) == {}
+    assert outbox.column("select sink from relay.sink_commits") == ["b"]
+    with psycopg.connect(outbox.dsn) as other:
+        other.execute("select from relay.sinks where sink = 'b' for update")
+        # It waits for nobody.
+        assert first.store([entry("b", stale["b"])]) == {}
+        assert first.load({"b": "now"}) == {}
+    for each in (first, second):
+        each.close()
