@@ -165,14 +165,13 @@ class Services:
             thread.start()
         for thread in exiting:
             thread.join(_EXIT_NOTE_SECONDS)
-        errors = [each.service.error for each in self._groups if each.service is not None]
-        known = [error for error in errors if error is not None]
-        for error in known:
-            for line in str(error).splitlines():
+        failed = [each for each in self._groups if each.fault is not None]
+        for each in failed:
+            for line in each.fault_lines() if several else str(each.fault).splitlines():
                 log.error("ended by an error", extra={"fault": line})
         logging.shutdown()
         # Safe: the target rolls back unfinished work, and relay has acknowledged none of it.
-        os._exit(known[0].exit_status if known else 1)
+        os._exit(failed[0].exit_status if failed else 1)
 
 
 class _SharedState:
@@ -226,9 +225,21 @@ class _GroupThread:
         """Relay in a thread, which reports its end. With `named` its log lines have the group's name."""
         Thread(self._run, name=f"relay {self.name}", args=(named,), daemon=True).start()
 
+    @property
+    def fault(self) -> BaseException | None:
+        """Why the group has ended, or is about to end."""
+        if self.error is None and self.service is not None:
+            return self.service.error
+        return self.error
+
+    @property
+    def exit_status(self) -> int:
+        """The exit status of a process that its fault ends."""
+        return self.fault.exit_status if isinstance(self.fault, RelayError) else 1
+
     def fault_lines(self) -> list[str]:
-        """Return the fault that ended the group, for a person; each line names the group."""
-        error = self.error
+        """Return the fault that ends the group, for a person; each line names the group."""
+        error = self.fault
         text = (
             f"the database refuses: {first_line(error)}"
             if isinstance(error, psycopg.Error)

@@ -24,6 +24,7 @@ from relay.runtime import parts
 from relay.runtime.parts import Condition, Recurring
 from relay.service import Service
 from relay.source.hybrid import StreamSource
+from relay.source.outbox import polling
 from relay.store import admission, groups, locks, presence
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import running
@@ -212,6 +213,27 @@ def test_a_locked_table_does_not_keep_an_instance_from_ending(outbox: Outbox) ->
             service.stop()
         assert time.monotonic() - asked < 15
     outbox.assert_exact()
+
+
+def test_a_stop_is_heeded_while_the_outbox_is_locked(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that waits for a lock was ended by force, and the next one took that for a death.
+
+    tembo-io/tembo-stacks#370, mergestat/mergestat#325.
+    """
+    monkeypatch.setattr(polling, "POLLING_LOCK_TIMEOUT", "200ms")
+    source = {**outbox.config()["source"], "mode": "poll"}
+    with psycopg.connect(outbox.dsn) as other:
+        with relaying(outbox.settings(source=source)) as service:
+            outbox.publish(host(1), event(1))
+            outbox.wait_handled()
+            other.execute("lock table outbox_message_t in access exclusive mode")
+            wait_until(lambda: "cannot poll yet" in caplog.messages, 20)
+            asked = time.monotonic()
+            service.stop()
+        assert time.monotonic() - asked < 10
+    assert outbox.value("select not running from relay.groups")
 
 
 def reading(outbox: Outbox, name: str) -> psycopg.Connection[Any]:

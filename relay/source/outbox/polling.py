@@ -49,6 +49,8 @@ BUSY_SECONDS = 0.05
 """How long to wait when other instances hold every partition that has rows to apply."""
 LONGEST_BUSY_SECONDS = 1.0
 """The longest wait before a difference is planned again of which other instances hold the rest."""
+POLLING_LOCK_TIMEOUT = "5s"
+"""How long a poll waits for a lock on the table: until then nobody is told of it, and no stop is heeded."""
 COMPARING_LOCK_TIMEOUT = "200ms"
 """How long a comparison of the stream with the outbox waits for a lock on the table, while the stream waits for it."""
 GUARDED_EVENTS = 500
@@ -85,7 +87,7 @@ class Poller:
         self._own = settings.poll.partition_ids or range(settings.partitions)
         # One connection holds the plan of a difference open, the other serves queries.
         self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(
-            settings.source_dsn, 2, prepare_reading
+            settings.source_dsn, 2, _prepare_polling
         )
         self._target: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.target_dsn, 1)
         self._plan: _Plan | None = None
@@ -499,6 +501,11 @@ class PollSource(Part):
 
     def confirm(self, end: Lsn) -> None:
         """Do nothing: the positions are in the target only."""
+
+
+def _prepare_polling(conn: psycopg.Connection[Any]) -> None:
+    prepare_reading(conn)
+    conn.execute("select set_config('lock_timeout', %s, false)", (POLLING_LOCK_TIMEOUT,))
 
 
 def note_mode(settings: Settings, mode: str, reason: str | None, began: bool = True) -> None:
