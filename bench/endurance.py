@@ -502,7 +502,7 @@ def live_latencies(plan: Plan) -> Iterator[Workload]:
 
 def observed(plan: Plan) -> Iterator[Workload]:
     """A drain into a table, with and without metrics."""
-    transactions = 8_000
+    transactions = 8_000 if plan.quick else 40_000
     outbox = new_outbox(plan, "endurance-observed")
     backlog = outbox.publish(transactions)
     without, with_metrics = "relay inline, each: batch", "relay inline, each: batch, metrics"
