@@ -165,7 +165,7 @@ def sinks_idle(plan: Plan) -> Iterator[Workload]:
         case = Case(outbox, plan.folder, sinks, dict.fromkeys(sinks, endpoint), list(sinks))
         with case.running(samples=False):
             # What begins with the start: the comparison with the outbox, the first look of retention.
-            time.sleep(3 if plan.quick else 15)
+            time.sleep(12 if plan.quick else 20)
             before = Consumption(plan, case)
             time.sleep(seconds)
             figures = before.figures()
