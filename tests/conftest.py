@@ -93,7 +93,7 @@ def installed(server: Server) -> str:
         # Without a slot, which belongs to one database.
         outbox.install(source={**outbox.config()["source"], "mode": "poll"})
         outbox.conn.execute(
-            "truncate relay.consumer_offsets, relay.groups, relay.readers, relay.snapshots;"
+            "truncate relay.group_partitions, relay.positions, relay.groups, relay.readers, relay.snapshots;"
             "alter sequence relay.snapshot_ids restart"
         )
     return name

@@ -40,11 +40,14 @@ WATCH = """
     create table moved_back (former pg_lsn);
     create function note_moved_back() returns trigger language plpgsql as $$
     begin
-        insert into public.moved_back values (old.applied_lsn);
+        insert into public.moved_back
+        select applied_lsn from relay.positions as former
+         where (former.group_id, former.topic_id, former.partition_id) = (new.group_id, new.topic_id, new.partition_id)
+           and former.number < new.number and former.applied_lsn > new.applied_lsn;
         return null;
     end $$;
-    create trigger note_moved_back after update on relay.consumer_offsets
-        for each row when (new.applied_lsn < old.applied_lsn) execute function note_moved_back();
+    create trigger note_moved_back after insert on relay.positions
+        for each row execute function note_moved_back();
 """
 
 PROJECTION = """

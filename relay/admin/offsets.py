@@ -327,7 +327,7 @@ def _move(
     start = last if goal.snapshot == goal.now else first
     offsets.move(target, group, numbers, start.id, goal.polled_offset)
     snapshots.forget_in(target, group, numbers)
-    snapshots.prune(target, group)
+    snapshots.prune(target, group, since=0)
     return given_up
 
 
@@ -374,7 +374,7 @@ def _move_partition(
     start = last if goal.snapshot == goal.now else forward
     offsets.move(target, group, [position.partition_id], start.id, goal.polled_offset)
     snapshots.forget_in(target, group, [position.partition_id])
-    snapshots.prune(target, group)
+    snapshots.prune(target, group, since=0)
 
 
 @contextmanager

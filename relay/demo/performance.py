@@ -258,7 +258,7 @@ class _Stage:
             f"publishing {total:,} events while Spark starts and the partitions are locked"
         )
         with connect(self._dsn) as lock, lock.transaction():
-            lock.execute("select from relay.consumer_offsets for update")
+            lock.execute("select from relay.group_partitions for update")
             # Ten thousand durable commits would take long on a slow disk, and the demo does not need them.
             with connect(self._dsn) as conn:
                 conn.execute("set synchronous_commit = off")

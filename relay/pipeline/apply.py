@@ -1,6 +1,6 @@
 """Applies one task in one database transaction of the target, inline and on Spark.
 
-Effects, dead letters and offsets commit together. A redelivery is recognised by the offsets, under their row locks.
+Effects, dead letters and offsets commit together. A redelivery is recognised by the offsets, under the locks of the partitions.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Applier:
                 noted = RowCounts.summed(
                     full_xids(fresh.facts["xid"], task.next_xid), fresh.facts["events"]
                 )
-            offsets.advance(conn, self._group, moved, noted, self._durable)
+            offsets.advance(conn, self._group, positions, moved, noted, self._durable)
         events = fresh.events
         outcome = _outcome(task, events, task.events - events, [delivered], len(fresh))
         # Only what the target could still lose in a crash is reported.
@@ -229,9 +229,8 @@ class Applier:
             locked = offsets.lock(conn, self._group, list(lower_bounds), hosts)
             limit = FailureLimit(self._limits, locked.streaks)
             all_delivered.append(self._deliver(conn, left, locked.holding, mode, limit))
-        offsets.polled(
-            conn, self._group, last_positions(task, lower_bounds), task.upto, self._durable
-        )
+        ends = last_positions(task, lower_bounds)
+        offsets.polled(conn, self._group, positions, ends, task.upto, self._durable)
         return _outcome(task, events, 0, all_delivered, count)
 
     def _deliver(

@@ -28,7 +28,7 @@ _REKEYED_AT_ONCE = 1_000
 class Ordering:
     """Finds the ordering keys of a transaction: the values of `order_by` of the handlers of its events.
 
-    Two transactions with a common key stay in order. A key begins with the host and a space: `relay.lock_partitions`
+    Two transactions with a common key stay in order. A key begins with the host and a space: `relay.lock_positions`
     finds the keys of a host by that prefix.
     """
 

@@ -32,6 +32,10 @@ PAUSE_SECONDS = 0.1
 """The pause before the second attempt; it doubles for each further one."""
 PORTION = 5_000
 """How many rows are deleted in one statement."""
+LARGEST_PORTION = 160_000
+"""How many rows of one transaction of the source are deleted in one statement."""
+TURNS_FROM_THE_BEGINNING = 60
+"""After how many turns deletion begins with the oldest transaction again."""
 RESTORED = "restored by relay at "
 """The beginning of the comment of a partition that was filled from the archive."""
 _ORIGIN = datetime(2000, 1, 3, tzinfo=UTC)
@@ -206,22 +210,53 @@ def _drop(source: Connection, table: str, name: str, older_than: datetime) -> bo
         return False
 
 
-def delete_read(
-    source: Connection, table: str, older_than: datetime, stopping: Callable[[], bool]
-) -> int:
-    """Delete the rows that are older than a time and that all readers are past, in portions; returns how many.
+class ReadRows:
+    """Deletes rows of an outbox that all readers are past, in portions.
 
-    Raises psycopg.Error.
+    It remembers from which transaction on rows are left, and begins there: while somebody holds a snapshot, rows that
+    were deleted before are still there, dead, and each portion would walk through all of them.
     """
-    total = 0
-    while not stopping():
-        deleted = int(
-            _value(source, "select relay.delete_portion(%s, %s, %s)", table, older_than, PORTION)
-        )
-        total += deleted
-        if deleted < PORTION // 2:
-            break
-    return total
+
+    def __init__(self) -> None:
+        self._since = 0
+        self._turns = 0
+
+    def delete(
+        self, source: Connection, table: str, older_than: datetime, stopping: Callable[[], bool]
+    ) -> int:
+        """Delete the rows that are older than a time; returns how many. Raises psycopg.Error."""
+        if self._turns % TURNS_FROM_THE_BEGINNING == 0:
+            # Rows of an earlier transaction may have come in: restored ones, or those of a partition that was detached.
+            self._since = 0
+        self._turns += 1
+        since, first_kept = self._since, None
+        total, portion = 0, PORTION
+        while not stopping():
+            deleted, reached, kept = self._portion(source, table, older_than, portion, since)
+            total += deleted
+            first_kept = kept if first_kept is None else first_kept
+            if deleted < portion // 2:
+                break
+            # The rows of one transaction, and those without one, have no other order in which to pass over dead rows.
+            portion = PORTION if reached > since else min(2 * portion, LARGEST_PORTION)
+            since = reached
+        # What was kept may be old, or replayed, next time.
+        self._since = since if first_kept is None else first_kept
+        return total
+
+    def _portion(
+        self, source: Connection, table: str, older_than: datetime, portion: int, since: int
+    ) -> tuple[int, int, int | None]:
+        """Delete one portion; returns how many rows, where the next begins, and the first transaction with a kept one."""
+        row = source.execute(
+            """
+            select deleted, reached::text::bigint, kept::text::bigint
+              from relay.delete_portion(%s, %s, %s, %s::text::xid8)
+            """,
+            (table, older_than, portion, since),
+        ).fetchone()
+        assert row is not None  # noqa: S101
+        return row[0], row[1], row[2]
 
 
 def _quoted(source: Connection, table: str) -> str:

@@ -21,7 +21,7 @@ from relay.store.connections import Connection
 
 _POSITIONS = """
     with positions (reader, snapshot) as (
-        select '', snapshot from relay.snapshots where group_id = %(group)s
+        select '', snapshot from relay.chain(%(group)s)
          union all
         select sink, snapshot from relay.sinks where group_id = %(group)s
          union all

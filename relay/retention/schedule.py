@@ -17,7 +17,7 @@ from relay.runtime.parts import Condition, Recurring
 from relay.store import actions, clock, locks
 from relay.store.connections import Connection, connect
 from relay.store.groups import APPLICATION_NAME
-from relay.store.positions import sinks
+from relay.store.positions import offsets, sinks
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,8 @@ class Schedule(Recurring):
         self._next_rotation = 0.0
         self._connections: tuple[Connection, Connection] | None = None
         self._faults: list[str] = []
+        self._superseded = offsets.Superseded(settings.group)
+        self._read_rows = partitions.ReadRows()
         self._on_standby = False
         condition = Condition(
             "retention",
@@ -114,8 +116,12 @@ class Schedule(Recurring):
             each.close()
 
     def retain(self, source: Connection, target: Connection) -> None:
-        """Note positions; each minute, remove what all readers are past. Raises psycopg.Error, RelayError."""
+        """Delete superseded positions, and note the newest; each minute, remove what all readers are past.
+
+        Raises psycopg.Error, RelayError.
+        """
         of = self._settings
+        self._superseded.delete(target)
         noted = removable.note(source, target, of.group, of.source.table)
         self._stop_given_up(source, target)
         now = time.monotonic()
@@ -174,7 +180,7 @@ class Schedule(Recurring):
             if dropped:
                 log.info("partitions dropped", extra={"partitions": ", ".join(dropped)})
         with self._step("deleting events", source):
-            deleted = partitions.delete_read(source, table, older_than, self.stopping.is_set)
+            deleted = self._read_rows.delete(source, table, older_than, self.stopping.is_set)
             if deleted:
                 log.info("events deleted", extra={"events": deleted})
 

@@ -59,7 +59,7 @@ class BrakedHandler:
 
 
 def streaks_of(values: Mapping[str, tuple[str, int, bool]] | None) -> dict[str, Streak]:
-    """Return streaks by handler, from the result of `relay.lock_partitions`."""
+    """Return streaks by handler, from the result of `relay.lock_positions`."""
     return {handler: Streak(*streak) for handler, streak in (values or {}).items()}
 
 

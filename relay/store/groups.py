@@ -14,6 +14,7 @@ import psycopg
 from psycopg.rows import class_row, scalar_row
 
 from relay.model.events import Lsn
+from relay.store.positions import offsets, snapshots
 
 INSTANCE = f"{socket.gethostname()[:40]}:{os.getpid()}"
 """The name of this process among the instances of a group; with PREFIX it fits into an application_name."""
@@ -165,10 +166,7 @@ def origin(conn: psycopg.Connection[Any], group: str, locked: bool = False) -> S
     """
     if locked:
         lock(conn, group)
-        conn.execute(
-            "select from relay.consumer_offsets where group_id = %s order by topic_id, partition_id for update",
-            (group,),
-        )
+        offsets.lock_all(conn, group)
         conn.execute(
             "select from relay.sinks where group_id = %s order by sink for update", (group,)
         )
@@ -176,10 +174,10 @@ def origin(conn: psycopg.Connection[Any], group: str, locked: bool = False) -> S
         """
         select system_identifier, timeline, timeline_history, coalesce(source_epoch, 0),
                coalesce((select max(applied_lsn) from relay.consumer_offsets where group_id = %(group)s), '0/0')::text,
-               greatest((select max(polled_lsn) from relay.snapshots where group_id = %(group)s),
+               greatest((select max(polled_lsn) from relay.chain(%(group)s)),
                         (select max(delivered_lsn) from relay.sinks where group_id = %(group)s), '0/0')::text,
                (select coalesce(max(pg_snapshot_xmax(seen)::text::bigint), 0)
-                  from (select snapshot from relay.snapshots where group_id = %(group)s
+                  from (select snapshot from relay.chain(%(group)s)
                         union all
                         select coalesce(following, snapshot) from relay.sinks
                          where group_id = %(group)s) as all_seen (seen)),
@@ -263,11 +261,8 @@ def follow(
     from their stored positions, which the new server was compared with.
     """
     if reset:
-        conn.execute(
-            "update relay.consumer_offsets set applied_lsn = '0/0', updated_at = now() where group_id = %s",
-            (group,),
-        )
-        conn.execute("update relay.snapshots set polled_lsn = '0/0' where group_id = %s", (group,))
+        offsets.discard_lsns(conn, group)
+        snapshots.discard_lsns(conn, group)
         conn.execute(
             "update relay.sinks set applied_lsn = '0/0', delivered_lsn = '0/0' where group_id = %s",
             (group,),

@@ -9,6 +9,7 @@ Every function raises psycopg.Error.
 | `configuration` | target | each instance of a group that runs with this configuration, shared |
 | `retries` | target | the instance that retries what the group's target has deferred |
 | `sink` | target | the instance that works a sink |
+| `chain` | target | the database transaction that changes the snapshots of a group |
 | `retention` | source | the instance that creates and drops partitions of the outbox |
 
 Source: PostgreSQL documentation, "Advisory Locks".
@@ -52,6 +53,11 @@ def retries(group: str) -> Key:
 def sink(group: str, name: str) -> Key:
     """The key of a sink of a group."""
     return Key(0x73696E6B, f"{group} {name}")  # "sink"
+
+
+def chain(group: str) -> Key:
+    """The key of the snapshots of a group."""
+    return Key(0x63686169, group)  # "chai"
 
 
 def retention(table: str) -> Key:

@@ -296,9 +296,13 @@ begin
 end
 $$;
 
--- Deletes a portion of the rows that are older and that all readers have read; returns how many. Of a partitioned outbox,
--- those of the default partition from before the first range: of transactions that were open for long.
-create or replace function relay.delete_portion(outbox text, older_than timestamptz, portion int) returns bigint
+-- Deletes a portion of the rows that are older and that all readers have read. Of a partitioned outbox, those of the default
+-- partition from before the first range: of transactions that were open for long. It looks at rows from the transaction "since"
+-- on: while somebody holds a snapshot, the rows that were deleted before it would be walked again. Returns how many it deleted,
+-- the transaction that the next portion begins with and, where rows of this portion were kept, that of the first one.
+drop function if exists relay.delete_portion(text, timestamptz, int);
+create or replace function relay.delete_portion(outbox text, older_than timestamptz, portion int, since xid8,
+                                                out deleted bigint, out reached xid8, out kept xid8)
 language plpgsql set search_path = pg_catalog, pg_temp set row_security = off set timezone = 'UTC' set enable_seqscan = off
 as $$
 declare
@@ -306,8 +310,9 @@ declare
     floor   record;
     chosen  regclass;
     oldest  timestamptz := older_than;
-    deleted bigint;
 begin
+    deleted := 0;
+    reached := since;
     select * into found from relay.retained_outbox(outbox);
     select * into floor from relay.retention_floor(outbox);
     chosen := found.relation;
@@ -315,16 +320,19 @@ begin
         select max(p.partition::oid) filter (where p.is_default)::regclass, least(older_than, min(p.lower))
           into chosen, oldest from relay.partitions(found.relation) as p;
         if chosen is null or oldest = '-infinity' then
-            return 0;
+            return;
         end if;
     end if;
     -- The first by c_xid are the oldest, so it is enough to look at one portion.
-    execute format('delete from %1$s where ctid = any (array('
-                   'select ctid from (select ctid, c_ts, %2$I as c_offset from %1$s '
-                   'where c_xid < coalesce($1, ''18446744073709551615''::xid8) order by c_xid limit $4) as first '
-                   'where c_ts < $2 and (c_offset = any ($3)) is not true))', chosen, found.offset_column)
-      using floor.xid, oldest, floor.offsets, portion + cardinality(floor.offsets);
-    get diagnostics deleted = row_count;
+    execute format('with first as materialized ('
+                   'select ctid, c_xid, (c_ts < $2 and (%2$I = any ($3)) is not true) is true as is_old from %1$s '
+                   'where c_xid >= $5 and c_xid < coalesce($1, ''18446744073709551615''::xid8) order by c_xid limit $4), '
+                   'gone as (delete from %1$s where ctid = any (array(select ctid from first where is_old)) returning 1) '
+                   'select (select count(*) from gone), (select c_xid from first order by c_xid desc limit 1), '
+                   '(select c_xid from first where not is_old order by c_xid limit 1)', chosen, found.offset_column)
+       into deleted, reached, kept
+      using floor.xid, oldest, floor.offsets, portion + cardinality(floor.offsets), since;
+    reached := coalesce(reached, since);
     if deleted = 0 and not floor.beginning then
         execute format('delete from %1$s where ctid = any (array('
                        'select ctid from (select ctid, c_ts, %2$I as c_offset from %1$s where c_xid is null limit $3) as first '
@@ -332,7 +340,6 @@ begin
           using oldest, floor.offsets, portion;
         get diagnostics deleted = row_count;
     end if;
-    return deleted;
 end
 $$;
 
@@ -367,7 +374,7 @@ begin
     foreach called in array array['create_ahead(text, timestamptz, timestamptz)',
                                   'enclose_default(text, timestamptz)', 'validate_default(text)',
                                   'exchange_default(text, timestamptz)',
-                                  'drop_partition(text, text, timestamptz)', 'delete_portion(text, timestamptz, int)'] loop
+                                  'drop_partition(text, text, timestamptz)', 'delete_portion(text, timestamptz, int, xid8)'] loop
         execute format('alter function relay.%s owner to %I', called, owner);
         execute format('alter function relay.%s security definer', called);
         if to_regrole('relay') is not null then

@@ -12,26 +12,50 @@ create table if not exists relay.migrations (
 comment on column relay.migrations.digest is
     'SHA-256 of the file, in hexadecimal; null where psql applied it';
 
-create table if not exists relay.consumer_offsets (
-    group_id        text        not null,
-    topic_id        int         not null,
-    partition_id    int         not null,
-    applied_lsn     pg_lsn      not null default '0/0',
-    snapshot_id     bigint,
-    polled_offset   bigint      not null default -9223372036854775808,
-    next_offset     bigint      not null default 1,
-    updated_at      timestamptz not null default now(),
+-- One row for each partition of a group, which says that it exists and is locked by whoever moves it. It is never updated: a
+-- lock makes no new version of a row.
+create table if not exists relay.group_partitions (
+    group_id     text not null,
+    topic_id     int  not null,
+    partition_id int  not null,
     primary key (group_id, topic_id, partition_id)
-) with (fillfactor = 50);
+);
 
-comment on column relay.consumer_offsets.applied_lsn is
+-- Where the partitions stand. Positions are appended, under the lock of the partition's row in relay.group_partitions: the one
+-- with the greatest number is the state. Rows that are updated in place would leave dead versions, which nobody can remove while
+-- somebody holds a snapshot (a pg_dump, an analyst), and everybody who looks for the living one would walk through them.
+create table if not exists relay.positions (
+    group_id      text        not null,
+    topic_id      int         not null,
+    partition_id  int         not null,
+    number        bigint      not null,
+    applied_lsn   pg_lsn      not null default '0/0',
+    snapshot_id   bigint,
+    polled_offset bigint      not null default -9223372036854775808,
+    next_offset   bigint      not null default 1,
+    partitions    int[],
+    xids          xid8[],
+    rows          int[],
+    updated_at    timestamptz not null default now(),
+    primary key (group_id, topic_id, partition_id, number)
+);
+
+comment on column relay.positions.number is
+    'counts the positions of the partition; two tasks that move it at once would append the same number, which the key refuses';
+comment on column relay.positions.applied_lsn is
     'end of the last WAL commit applied in this partition; commits up to here are recognised as redelivered';
-comment on column relay.consumer_offsets.snapshot_id is
+comment on column relay.positions.snapshot_id is
     'everything that this snapshot of relay.snapshots sees is applied; null where only the WAL is read (source.mode: wal)';
-comment on column relay.consumer_offsets.polled_offset is
+comment on column relay.positions.polled_offset is
     'of the difference to the next snapshot, what is applied: the transactions whose greatest c_offset is not above';
-comment on column relay.consumer_offsets.next_offset is
+comment on column relay.positions.next_offset is
     'one more than the greatest c_offset applied in this partition; nothing depends on it';
+comment on column relay.positions.partitions is
+    'the partitions of the task, on the position of one of them; null where nothing is noted, and on those of the others';
+comment on column relay.positions.xids is
+    'the transactions of the source that the task applied in these partitions: since the last snapshot, polling leaves them out';
+comment on column relay.positions.rows is
+    'how many rows of each of these transactions the task applied; null where a former edition noted them';
 
 -- A chain of snapshots of the source for each group. Between two of them lies a difference, which polling applies. While
 -- the WAL is read, there is one, which is replaced from time to time.
@@ -44,28 +68,124 @@ create table if not exists relay.snapshots (
     snapshot   pg_snapshot not null,
     polled_lsn pg_lsn      not null default '0/0',
     taken_at   timestamptz not null default now(),
-    primary key (group_id, id)
+    version    bigint      not null default 0,
+    notes_from bigint[]    not null default '{}',
+    primary key (group_id, id, version)
 );
 
+-- A schema of the edition in which a snapshot was replaced in place.
+alter table relay.snapshots add column if not exists version bigint not null default 0,
+                            add column if not exists notes_from bigint[] not null default '{}';
+do $$
+begin
+    if (select indnkeyatts from pg_index where indexrelid = 'relay.snapshots_pkey'::regclass) = 2 then
+        alter table relay.snapshots drop constraint snapshots_pkey, add primary key (group_id, id, version);
+    end if;
+end
+$$;
+
+comment on column relay.snapshots.version is
+    'how often the snapshot was replaced by a newer one, which takes its place under the same number';
+comment on column relay.snapshots.notes_from is
+    'for each partition in order the number of the first position whose transactions still count, in the row with the greatest id';
 comment on column relay.snapshots.polled_lsn is
     'the commits that were polled up to the snapshot lie below this position of the source''s WAL; 0/0 where none were';
 
+-- A schema of the edition in which positions were updated in place. Tasks of that edition must not run meanwhile; one that was
+-- not found fails with its next statement, and nothing of it is stored.
+do $$
+declare
+    running text;
+begin
+    if (select relkind from pg_class where oid = to_regclass('relay.consumer_offsets')) is distinct from 'r' then
+        return;
+    end if;
+    select string_agg(distinct coalesce(nullif(a.application_name, ''), 'process ' || l.pid), ', ') into running
+      from pg_locks as l left join pg_stat_activity as a using (pid)
+     -- The lock of a running instance: relay/store/locks.py.
+     where l.locktype = 'advisory' and l.granted and l.classid::bigint = x'72656C79'::int and l.objsubid = 2
+       and l.database = (select oid from pg_database where datname = current_database()) and l.mode = 'ShareLock';
+    if running is not null then
+        raise exception using errcode = 'restrict_violation', message = format(
+            'an instance of relay runs (%s), and from this edition on positions are stored in other tables: stop every '
+            'instance, then run `relay init` again', running);
+    end if;
+    alter table relay.applied_commits add column if not exists rows int[];
+    alter table relay.applied_commits rename to former_applied_commits;
+    alter table relay.consumer_offsets rename to former_consumer_offsets;
+end
+$$;
+
+-- Where each partition stands, as the tables of the seeds have it.
+create or replace view relay.consumer_offsets as
+select p.group_id, p.topic_id, p.partition_id, n.applied_lsn, n.snapshot_id, n.polled_offset, n.next_offset, n.updated_at, n.number
+  from relay.group_partitions as p
+ cross join lateral (
+       select s.applied_lsn, s.snapshot_id, s.polled_offset, s.next_offset, s.updated_at, s.number
+         from relay.positions as s
+        where s.group_id = p.group_id and s.topic_id = p.topic_id and s.partition_id = p.partition_id
+        order by s.number desc limit 1) as n;
+
+comment on view relay.consumer_offsets is
+    'how far each partition of a group has applied the log: its newest position; read it, relay.positions is what relay writes';
+
 -- What was applied from the WAL since the last snapshot: polling leaves it out.
-create table if not exists relay.applied_commits (
-    group_id   text   not null,
-    partitions int[]  not null,
-    xids       xid8[] not null,
-    rows       int[]
-);
-create index if not exists applied_commits_group on relay.applied_commits (group_id);
+create or replace view relay.applied_commits as
+select p.group_id, n.partitions, n.xids, n.rows
+  from relay.group_partitions as p
+ cross join lateral (
+       select coalesce((select s.notes_from[p.partition_id + 1] from relay.snapshots as s
+                         where s.group_id = p.group_id order by s.id desc, s.version desc limit 1), 0) as number
+       offset 0) as first
+ cross join lateral (
+       select s.partitions, s.xids, s.rows
+         from relay.positions as s
+        where s.group_id = p.group_id and s.topic_id = p.topic_id and s.partition_id = p.partition_id
+          and s.number >= first.number and s.xids is not null
+       offset 0) as n;
 
--- A schema of the edition in which a note did not tell whether all of a transaction was applied.
-alter table relay.applied_commits add column if not exists rows int[];
+comment on view relay.applied_commits is
+    'the transactions of the source that a task applied in these partitions, as far as polling has to leave them out';
 
-comment on table relay.applied_commits is
-    'the transactions of the source that a task applied in these partitions';
-comment on column relay.applied_commits.rows is
-    'how many rows of each of these transactions the task applied; null where a former edition noted them';
+do $$
+declare
+    detail text;
+    reader record;
+begin
+    if to_regclass('relay.former_consumer_offsets') is null then
+        return;
+    end if;
+    insert into relay.group_partitions select group_id, topic_id, partition_id from relay.former_consumer_offsets;
+    insert into relay.positions (group_id, topic_id, partition_id, number, applied_lsn, snapshot_id, polled_offset, next_offset,
+                                 partitions, xids, rows, updated_at)
+    select o.group_id, o.topic_id, o.partition_id, row_number() over (partition by o.group_id, o.topic_id, o.partition_id),
+           o.applied_lsn, o.snapshot_id, o.polled_offset, o.next_offset, a.partitions, a.xids, a.rows, o.updated_at
+      from relay.former_consumer_offsets as o
+      join relay.former_applied_commits as a on a.group_id = o.group_id and a.partitions[1] = o.partition_id;
+    insert into relay.positions (group_id, topic_id, partition_id, number, applied_lsn, snapshot_id, polled_offset, next_offset,
+                                 updated_at)
+    select o.group_id, o.topic_id, o.partition_id,
+           1 + (select count(*) from relay.positions as s
+                 where (s.group_id, s.topic_id, s.partition_id) = (o.group_id, o.topic_id, o.partition_id)),
+           o.applied_lsn, o.snapshot_id, o.polled_offset, o.next_offset, o.updated_at
+      from relay.former_consumer_offsets as o;
+    for reader in
+        select distinct replace(relname, 'former_', '') as relation,
+               case when grantee = 0 then 'public' else quote_ident(pg_get_userbyid(grantee)) end as name
+          from pg_class, aclexplode(relacl)
+         where oid in ('relay.former_consumer_offsets'::regclass, 'relay.former_applied_commits'::regclass)
+           and privilege_type = 'SELECT' and grantee <> relowner
+    loop
+        execute format('grant select on relay.%I to %s', reader.relation, reader.name);
+    end loop;
+    drop table relay.former_consumer_offsets, relay.former_applied_commits;
+exception when dependent_objects_still_exist then
+    get stacked diagnostics detail = pg_exception_detail;
+    raise exception using errcode = 'restrict_violation', message = format(
+        'relay.consumer_offsets and relay.applied_commits become views, and other objects depend on the tables (%s): drop them, '
+        'run `relay init` again, and create them again', replace(replace(detail, 'former_', ''), chr(10), '; '));
+end
+$$;
 
 -- Where each sink is in the log. It is delivered to beside the target's transactions, at its own pace.
 create table if not exists relay.sinks (
@@ -583,26 +703,81 @@ comment on column relay.spark_batches.deferred is
 comment on column relay.spark_batches.files is
     'the staged files that are the batch''s, whoever moves them to their destination; null until an attempt has written all of its own';
 
+-- The chain of a group's snapshots, in order, from the oldest that a partition needs. Neither the rows of snapshots that no
+-- partition needs any more nor former versions are walked, which somebody's snapshot may keep.
+create or replace function relay.chain(the_group text) returns setof relay.snapshots
+language plpgsql stable set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+as $$
+declare
+    link   relay.snapshots;
+    oldest bigint := (select min(o.snapshot_id) from relay.consumer_offsets as o where o.group_id = the_group);
+begin
+    select s.* into link from relay.snapshots as s
+     where s.group_id = the_group and s.id = oldest order by s.version desc limit 1;
+    if not found then
+        select s.* into link from relay.snapshots as s
+         where s.group_id = the_group and s.id > coalesce(oldest, -9223372036854775808) order by s.id, s.version limit 1;
+    end if;
+    if not found then
+        -- One of the tables was restored without the other, which whoever reads the chain finds out.
+        select s.* into link from relay.snapshots as s
+         where s.group_id = the_group order by s.id desc, s.version desc limit 1;
+    end if;
+    while link.id is not null loop
+        return next link;
+        select s.* into link from relay.snapshots as s
+         where s.group_id = the_group and s.id > link.id order by s.id, s.version limit 1;
+    end loop;
+end
+$$;
+
+-- For each partition in order, the number of the first position that has a transaction which a snapshot of the source does not
+-- see; where there is none, the number of the next position.
+create or replace function relay.notes_after(the_group text, seen pg_snapshot) returns bigint[]
+language plpgsql stable set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+as $$
+declare
+    former bigint[] := (select s.notes_from from relay.snapshots as s
+                         where s.group_id = the_group order by s.id desc, s.version desc limit 1);
+begin
+    return (
+        select coalesce(array_agg(coalesce(unseen.number, o.number + 1) order by o.partition_id), '{}')
+          from relay.consumer_offsets as o
+          left join lateral (
+               select s.number from relay.positions as s
+                where s.group_id = o.group_id and s.topic_id = o.topic_id and s.partition_id = o.partition_id
+                  and s.number >= coalesce(former[o.partition_id + 1], 0) and s.number <= o.number
+                  and exists (select from unnest(s.xids) as xid where not pg_visible_in_snapshot(xid, seen))
+                order by s.number limit 1) as unseen on true
+         where o.group_id = the_group);
+end
+$$;
+
 -- Locks partitions to the end of the transaction, in order. Returns where each stands, and in a row of its own the group's
 -- last snapshot, those of the hosts of which a deferred transaction holds a key in the target's cursor, the handlers that
 -- fail, and the epoch of the group's source. Each statement of the function sees what was committed while the one before
 -- waited for a lock; a single statement would not. Each host is looked up by index, whatever the table looked like when the
 -- plan was made.
-create or replace function relay.lock_partitions(the_group text, the_topic int, partitions int[], asked text[])
-returns table (partition_id int, applied_lsn text, snapshot_id bigint, polled_offset bigint, next_offset bigint,
+drop function if exists relay.lock_partitions(text, int, int[], text[]);
+create or replace function relay.lock_positions(the_group text, the_topic int, partitions int[], asked text[])
+returns table (partition_id int, number bigint, applied_lsn text, snapshot_id bigint, polled_offset bigint, next_offset bigint,
                snapshot text, holding text[], streaks jsonb, source_epoch int)
 language plpgsql set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 as $$
 begin
+    perform from relay.group_partitions as p
+      where p.group_id = the_group and p.topic_id = the_topic and p.partition_id = any (partitions)
+      order by p.partition_id for update;
     return query
-        select o.partition_id, o.applied_lsn::text, o.snapshot_id, o.polled_offset, o.next_offset, null::text, '{}'::text[],
-               null::jsonb, null::int
+        select o.partition_id, o.number, o.applied_lsn::text, o.snapshot_id, o.polled_offset, o.next_offset, null::text,
+               '{}'::text[], null::jsonb, null::int
           from relay.consumer_offsets as o
-         where o.group_id = the_group and o.topic_id = the_topic and o.partition_id = any (partitions)
-         order by o.partition_id for update;
+         where o.group_id = the_group and o.topic_id = the_topic and o.partition_id = any (partitions);
     return query
-        select null::int, null::text, (last).id, null::bigint, null::bigint, (last).snapshot::text,
+        select null::int, null::bigint, null::text, last.id, null::bigint, null::bigint, last.snapshot::text,
                case when (select true from relay.deferred_keys as k where k.group_id = the_group and k.sink = '' limit 1) then
                    (select array_agg(host) from unnest(asked) as host
                      where (select true from relay.deferred_keys as k
@@ -612,11 +787,39 @@ begin
                (select jsonb_object_agg(b.handler, jsonb_build_array(b.fault, b.deaths, b.braked_at is not null))
                   from relay.brakes as b where b.group_id = the_group),
                (select g.source_epoch from relay.groups as g where g.group_id = the_group)
-          from (select (select s from relay.snapshots as s where s.group_id = the_group order by s.id desc limit 1)) as newest (last);
+          from (select) as one
+          left join lateral (
+               select s.id, s.snapshot from relay.snapshots as s
+                where s.group_id = the_group order by s.id desc, s.version desc limit 1) as last on true;
 end
 $$;
 
-revoke all on function relay.lock_partitions(text, int, int[], text[]), relay.hold_keys(), relay.release_keys() from public;
+-- Locks partitions to the end of the transaction, in order, and returns where each stands; nothing if another session has locked
+-- one of them, or there is one less.
+create or replace function relay.claim_positions(the_group text, the_topic int, partitions int[])
+returns table (partition_id int, number bigint, applied_lsn text, snapshot_id bigint, polled_offset bigint, next_offset bigint)
+language plpgsql set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+as $$
+declare
+    free int;
+begin
+    perform from relay.group_partitions as p
+      where p.group_id = the_group and p.topic_id = the_topic and p.partition_id = any (partitions)
+      order by p.partition_id for update skip locked;
+    get diagnostics free = row_count;
+    if free < cardinality(partitions) then
+        return;
+    end if;
+    return query
+        select o.partition_id, o.number, o.applied_lsn::text, o.snapshot_id, o.polled_offset, o.next_offset
+          from relay.consumer_offsets as o
+         where o.group_id = the_group and o.topic_id = the_topic and o.partition_id = any (partitions);
+end
+$$;
+
+revoke all on function relay.chain(text), relay.notes_after(text, pg_snapshot), relay.lock_positions(text, int, int[], text[]),
+                       relay.claim_positions(text, int, int[]), relay.hold_keys(), relay.release_keys() from public;
 
 -- What the service needs in the target: its own tables. Handlers' tables are granted by their owner.
 
@@ -639,9 +842,9 @@ begin
         grant usage on schema relay to relay;
         grant select on relay.migrations to relay;
         -- A group that is split into another number of partitions gets other rows.
-        grant select, insert, update, delete on relay.consumer_offsets to relay;
+        grant select, insert, update, delete on relay.group_partitions, relay.positions to relay;
+        grant select on relay.consumer_offsets, relay.applied_commits to relay;
         grant select, insert, update, delete on relay.snapshots to relay;
-        grant select, insert, update, delete on relay.applied_commits to relay;
         grant usage on sequence relay.snapshot_ids to relay;
         grant select, insert, update, delete on relay.dead_letter_queue to relay;
         grant usage on sequence relay.dead_transactions to relay;
@@ -657,7 +860,8 @@ begin
         grant select, insert, delete on relay.deferred_keys, relay.deferred_rows to relay;
         grant usage on sequence relay.deferred_id_seq to relay;
         grant select, insert, update, delete on relay.spark_batches to relay;
-        grant execute on function relay.lock_partitions(text, int, int[], text[]) to relay;
+        grant execute on function relay.chain(text), relay.notes_after(text, pg_snapshot) to relay;
+        grant execute on function relay.lock_positions(text, int, int[], text[]), relay.claim_positions(text, int, int[]) to relay;
         -- Handlers load events into a temporary relation, which a database may have reserved.
         execute format('grant temporary on database %I to relay', current_database());
     end if;

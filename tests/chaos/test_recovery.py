@@ -287,7 +287,7 @@ def test_another_server_has_other_positions_and_c_offset_decides(outbox: Outbox)
     # As after pg_upgrade: the same rows, positions that mean nothing.
     outbox.conn.execute("update relay.groups set system_identifier = '7'")
     outbox.conn.execute(
-        "update relay.consumer_offsets set applied_lsn = applied_lsn + 100000000 where partition_id < 4"
+        "update relay.positions set applied_lsn = applied_lsn + 100000000 where partition_id < 4"
     )
     outbox.fill(40)
     with relaying(outbox.settings()):

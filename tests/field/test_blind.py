@@ -162,7 +162,7 @@ def test_a_locked_table_of_relay_hangs_no_command(
 ) -> None:
     settings = outbox.settings()
     with psycopg.connect(outbox.dsn) as other:
-        other.execute("lock table relay.consumer_offsets in access exclusive mode")
+        other.execute("lock table relay.positions in access exclusive mode")
         seen = status.read(settings)
         assert "locked by another session" in seen.faults["target.dsn"]
         assert seen.slot is not None
@@ -207,7 +207,7 @@ def test_a_lag_that_cannot_be_counted_is_not_zero(
     try:
         wait_until(lambda: lag() == 0)
         with psycopg.connect(outbox.dsn) as other:
-            other.execute("lock table relay.consumer_offsets in access exclusive mode")
+            other.execute("lock table relay.positions in access exclusive mode")
             wait_until(lambda: lag() is None, 20)
     finally:
         found.close()

@@ -318,7 +318,7 @@ def test_a_source_that_has_lost_what_was_applied(outbox: Outbox) -> None:
     with relaying(outbox.settings()):
         outbox.publish(host(1), event())
         outbox.wait_handled()
-    outbox.conn.execute("update relay.consumer_offsets set applied_lsn = 'FFFFFF/0'")
+    outbox.conn.execute("update relay.positions set applied_lsn = 'FFFFFF/0'")
     (said,) = errors(outbox.settings())
     assert "the source has lost events that group 'default' has applied" in said
     # The end of the WAL moves on.

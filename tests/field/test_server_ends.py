@@ -95,7 +95,7 @@ def test_a_fast_shutdown_does_not_wait_for_another_database(
         with relaying(source.settings(**config)) as service:
             source.publish(host(0), event())
             wait_until(lambda: outbox.handled() == 1)
-            blocker.execute("lock table relay.consumer_offsets")
+            blocker.execute("lock table relay.positions")
             for number in range(1, 30):
                 source.publish(host(number), event(payload={"amount": 1, "note": "x" * 100_000}))
             receiver = service._source.receiver

@@ -21,7 +21,7 @@ def test_dead_letters_are_told_while_another_task_of_their_batch_waits(
     monkeypatch.setattr(Meter, "committed", lambda _, task: counted.extend(task.dead))
     settings = outbox.settings(batch={"inline_workers": 2})
     held = (
-        "select from relay.consumer_offsets"
+        "select from relay.group_partitions"
         " where partition_id = (select mod(abs(hashtext(%s)::bigint), 8)) for update"
     )
     with relaying(settings), psycopg.connect(outbox.dsn) as other:

@@ -41,7 +41,7 @@ def test_a_window_that_another_instance_holds_is_not_planned_again_and_again(
         outbox.wait_handled(10)
     caplog.clear()
     with psycopg.connect(outbox.dsn) as other:
-        other.execute("select from relay.consumer_offsets for update")
+        other.execute("select from relay.group_partitions for update")
         for number in range(20):
             outbox.publish(host(number), event(number))
         with relaying(settings):

@@ -325,7 +325,7 @@ def test_a_backlog_costs_no_more_than_a_few(outbox: Outbox, rows: int, keys: int
             keys, 100
         )
         (holding,) = outbox.column(
-            "select holding from relay.lock_partitions('default', 1, '{}', %s) where partition_id is null",
+            "select holding from relay.lock_positions('default', 1, '{}', %s) where partition_id is null",
             [asked],
         )
         assert len(holding) == min(keys, 100)
@@ -362,7 +362,7 @@ def test_hosts_that_hold_something_in_the_target(outbox: Outbox) -> None:
     defer(outbox.conn, Deferral({"h7 host"}), group="other")
     hosts = ["h1", "h", "h2", "h11", "h3", "", "h5", "h6", "h7", "é"]
     (holding,) = outbox.column(
-        "select holding from relay.lock_partitions('default', 1, '{}', %s) where partition_id is null",
+        "select holding from relay.lock_positions('default', 1, '{}', %s) where partition_id is null",
         [hosts],
     )
     assert set(holding) == {"h1", "h2", "h3", ""}

@@ -229,7 +229,7 @@ CHEATS = {
     ),
     "totals too high": ("update shop.customer_totals set orders = orders + 1", {TOTALS}),
     "partition behind": (
-        "update relay.consumer_offsets set next_offset = next_offset - 1 where partition_id ="
+        "update relay.positions set next_offset = next_offset - 1 where partition_id ="
         " (select abs(hashtext(host_id::text)::bigint) % 8 from shop.projection limit 1)",
         {OFFSETS},
     ),

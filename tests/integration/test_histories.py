@@ -20,7 +20,7 @@ LOST = "the source has lost events that group 'default' has applied"
 def advance_beyond_the_source(outbox: Outbox) -> None:
     """As after a restored backup: positions were applied that the source has yet to come to."""
     outbox.conn.execute(
-        "update relay.consumer_offsets set applied_lsn = applied_lsn + 10000000000 where applied_lsn > '0/0'"
+        "update relay.positions set applied_lsn = applied_lsn + 10000000000 where applied_lsn > '0/0'"
     )
 
 

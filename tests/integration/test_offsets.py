@@ -301,7 +301,7 @@ def test_a_group_is_repartitioned_without_losing_or_repeating(
     outbox: Outbox, tmp_path: Path
 ) -> None:
     partitions = 4
-    outbox.conn.execute("delete from relay.consumer_offsets")
+    outbox.conn.execute("delete from relay.group_partitions; delete from relay.positions")
     settings = outbox.settings(partitions=partitions)
     outbox.install_again(settings)
     for after in (16, 1, 4):
@@ -366,7 +366,7 @@ def test_who_waits_for_a_partition_sees_what_was_deferred_meanwhile(outbox: Outb
         pid = second.info.backend_pid
         wait_until(lambda: outbox.value("select cardinality(pg_blocking_pids(%s)) > 0", (pid,)))
         first.execute(DEFER, (group, [deferred_rows]))
-        offsets.advance(first, group, [offsets.Advance(1, Lsn(70), 7)])
+        offsets.advance(first, group, locked.positions, [offsets.Advance(1, Lsn(70), 7)])
         first.commit()
         locked = waiting.result(30)
     assert locked.positions[1].next_offset == 7

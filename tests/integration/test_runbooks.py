@@ -260,7 +260,7 @@ def test_relay_stream_stalled(running_shop: Shop) -> None:
     shop = running_shop
     assert shop.process is not None
     with session(shop.target, "report of March") as report:
-        report.execute("select from relay.consumer_offsets for update")
+        report.execute("select from relay.group_partitions for update")
         shop.publish()
         waiting = (
             "select count(*) from pg_stat_activity where cardinality(pg_blocking_pids(pid)) > 0"

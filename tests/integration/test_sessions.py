@@ -145,7 +145,7 @@ def test_a_lock_that_is_held_too_long_is_waited_for_again(
     with relaying(outbox.settings(target=target)), psycopg.connect(outbox.dsn) as other:
         outbox.publish(host(1), event(1))
         outbox.wait_handled()
-        other.execute("select from relay.consumer_offsets for update")
+        other.execute("select from relay.group_partitions for update")
         outbox.publish(host(1), event(2))
         wait_until(lambda: "a batch failed and is retried" in caplog.text)
         other.rollback()
@@ -204,7 +204,7 @@ def test_without_synchronous_commit_everything_is_confirmed_in_the_end(
 
 @pytest.mark.parametrize(("lsn", "kept"), [(100, True), (101, True), (99, False)])
 def test_a_target_that_lost_commits_is_recognised(lsn: int, kept: bool) -> None:
-    positions = {2: PartitionPosition(2, Lsn(lsn), 1, 0, 7)}
+    positions = {2: PartitionPosition(2, 1, Lsn(lsn), 1, 0, 7)}
     with nullcontext() if kept else pytest.raises(RelayError, match="lost commits"):
         require_kept({2: Lsn(100)}, positions)
     with pytest.raises(RelayError, match="lost commits"):

@@ -44,7 +44,7 @@ def shown(found: Status, width: int = 100, height: int = 40, ascii_only: bool = 
 
 
 def crowded() -> Status:
-    partitions = [PartitionPosition(number, Lsn(0), 1, 0, 1) for number in range(1_000)]
+    partitions = [PartitionPosition(number, 1, Lsn(0), 1, 0, 1) for number in range(1_000)]
     sinks = [sink(f"sink{number}", "lagging") for number in range(50)]
     sinks[33] = sink("broken", "lagging", "HTTP 503")
     unread = {f"sink{number}": Backlog(number) for number in range(50) if number != 33}
@@ -54,7 +54,7 @@ def crowded() -> Status:
 
 def test_what_is_not_known_to_be_read_is_not_said_to_be() -> None:
     """As of an outbox of messages, and while the source is away."""
-    partitions = [PartitionPosition(number, Lsn(0), 1, 0, 1) for number in range(8)]
+    partitions = [PartitionPosition(number, 1, Lsn(0), 1, 0, 1) for number in range(8)]
     (line,) = [each for each in shown(picture(partitions=partitions)) if "partitions" in each]
     assert line.split() == ["partitions", "8"]
     (line,) = [

@@ -1,7 +1,7 @@
 """Polls the outbox: the differences between snapshots of the source, in windows.
 
 A group has a chain of snapshots, and each partition is at one of them: everything that this one sees is applied. A task
-that applies a window claims its partitions by their row locks and reads the rows itself, so any number of instances
+that applies a window claims its partitions by locks and reads the rows itself, so any number of instances
 share a group, and executors read their own rows.
 
 Source: PgQ (Skype Tools), whose ticks are snapshots and whose batches are differences.
@@ -91,6 +91,8 @@ class Poller:
         )
         self._target: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.target_dsn, 1)
         self._plan: _Plan | None = None
+        # A process that was killed may have left snapshots before the first one that this one polls from.
+        self._pruned = 0
         self._stopping = Event()
         self.condition = Condition(
             "polling", log, "cannot poll yet", "the outbox is polled again", SOON_SECONDS
@@ -375,7 +377,8 @@ class Poller:
         with self._target.connection() as target:
             group = self._settings.group
             if offsets.complete(target, group, plan.before.id, plan.after.id, ends):
-                snapshots.prune(target, group)
+                snapshots.prune(target, group, self._pruned)
+                self._pruned = plan.before.id
                 self._busy_waits.reset()
                 return
         # Another instance still applies a part of it. To plan the rest is a query of the whole difference.
@@ -523,7 +526,7 @@ def _index(links: Sequence[ChainLink], number: int) -> int:
         if link.id == number:
             return index
     raise RelayError(
-        f"relay.consumer_offsets: a partition is at snapshot {number}, which relay.snapshots does not have: one of "
+        f"relay.positions: a partition is at snapshot {number}, which relay.snapshots does not have: one of "
         "the tables was changed or restored without the other: restore both, or set with `relay offsets seek` where "
         "relay is to continue"
     )

@@ -1,9 +1,13 @@
-"""Stores the positions of a group's partitions: `relay.consumer_offsets`."""
+"""Stores the positions of a group's partitions: `relay.positions`.
+
+Positions are appended: the one with the greatest number is the state, which the view `relay.consumer_offsets` shows.
+Whoever appends one has locked the partition's row of `relay.group_partitions`, or has stopped the group.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, LiteralString
 
 import numpy as np
@@ -29,6 +33,8 @@ FIRST = np.iinfo(np.int64).min
 """The `polled_offset` before the first transaction of a difference."""
 LAST = np.iinfo(np.int64).max
 """The greatest c_offset."""
+PORTION = 10_000
+"""How many superseded positions of a partition are deleted in one statement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,7 @@ class PartitionPosition:
     """The position of one partition: see the comments on the table's columns."""
 
     partition_id: int
+    number: int
     applied_lsn: Lsn
     snapshot_id: int | None
     polled_offset: int
@@ -73,77 +80,71 @@ class Advance:
     next_offset: int
 
 
-_SELECT: LiteralString = """
-    select partition_id, applied_lsn::text, snapshot_id, polled_offset, next_offset
-      from relay.consumer_offsets where group_id = %s and topic_id = %s
-"""
+_COLUMNS: LiteralString = (
+    "partition_id, number, applied_lsn::text, snapshot_id, polled_offset, next_offset"
+)
+_SELECT: LiteralString = (
+    f"select {_COLUMNS} from relay.consumer_offsets where group_id = %s and topic_id = %s"
+)
 
-_DURABLE = sql.SQL(
+_APPEND = sql.SQL(
     """
+    insert into relay.positions (group_id, topic_id, partition_id, number, applied_lsn, snapshot_id, polled_offset,
+                                 next_offset{noted})
+    select %(group)s, %(topic)s, a.partition_id, a.number, a.applied_lsn, a.snapshot_id, a.polled_offset, a.next_offset{notes}
+      from unnest(%(partitions)s::int[], %(numbers)s::bigint[], %(lsns)s::pg_lsn[], %(snapshots)s::bigint[],
+                  %(polled)s::bigint[], %(offsets)s::bigint[])
+           as a (partition_id, number, applied_lsn, snapshot_id, polled_offset, next_offset)
     returning case when %(durable)s and current_setting('synchronous_commit') not in ('on', 'remote_apply')
                    then set_config('synchronous_commit', 'on', true) end
     """
 )
+_NOTES = """,
+           case when a.partition_id = %(first)s then %(partitions)s::int[] end,
+           case when a.partition_id = %(first)s then %(xids)s::xid8[] end,
+           case when a.partition_id = %(first)s then %(rows)s::int[] end"""
+_APPENDED = _APPEND.format(noted=sql.SQL(""), notes=sql.SQL("")).as_bytes(None)
+_APPENDED_AND_NOTED = _APPEND.format(
+    noted=sql.SQL(", partitions, xids, rows"), notes=sql.SQL(_NOTES)
+).as_bytes(None)
 
-_ADVANCE = sql.SQL(
+_MOVE = sql.SQL(
     """
-    {note}
-    update relay.consumer_offsets as o
-       set next_offset = greatest(o.next_offset, a.next_offset),
-           applied_lsn = greatest(o.applied_lsn, a.applied_lsn),
-           updated_at  = now()
-      from unnest(%(partitions)s::int[], %(offsets)s::bigint[], %(lsns)s::pg_lsn[])
-           as a (partition_id, next_offset, applied_lsn)
-     where o.group_id = %(group)s and o.topic_id = %(topic)s and o.partition_id = a.partition_id
-    {durable}
+    insert into relay.positions (group_id, topic_id, partition_id, number, applied_lsn, snapshot_id, polled_offset,
+                                 next_offset)
+    select o.group_id, o.topic_id, o.partition_id, o.number + 1, {applied_lsn}, {snapshot_id}, {polled_offset}, {next_offset}
+      from relay.consumer_offsets as o
+     where o.group_id = %(group)s and o.topic_id = %(topic)s and {which}
     """
 )
-_NOTE = sql.SQL(
-    """
-    with noted as (
-        insert into relay.applied_commits (group_id, partitions, xids, rows)
-        values (%(group)s, %(partitions)s::int[], %(xids)s::xid8[], %(rows)s::int[]))
-    """
-)
-_ADVANCED = _ADVANCE.format(note=sql.SQL(""), durable=_DURABLE).as_bytes(None)
-_ADVANCED_AND_NOTED = _ADVANCE.format(note=_NOTE, durable=_DURABLE).as_bytes(None)
 
-_POLLED = (
-    sql.SQL(
-        """
-        update relay.consumer_offsets as o
-           set polled_offset = greatest(o.polled_offset, %(upto)s),
-               next_offset   = greatest(o.next_offset, least(a.last_offset, 9223372036854775806) + 1),
-               updated_at    = now()
-          from unnest(%(partitions)s::int[], %(ends)s::bigint[]) as a (partition_id, last_offset)
-         where o.group_id = %(group)s and o.topic_id = %(topic)s and o.partition_id = a.partition_id
-        {durable}
-        """
-    )
-    .format(durable=_DURABLE)
-    .as_bytes(None)
-)
+
+def _move(which: LiteralString = "true", **columns: LiteralString) -> bytes:
+    """Return the statement that appends a position to partitions, with other values of some columns."""
+    kept = ("applied_lsn", "snapshot_id", "polled_offset", "next_offset")
+    values = {name: sql.SQL(columns.get(name, "o." + name)) for name in kept}
+    return _MOVE.format(which=sql.SQL(which), **values).as_bytes(None)
 
 
 def _positions(rows: Iterable[tuple[Any, ...]]) -> list[PartitionPosition]:
-    """Read positions from rows that begin with the columns of `_SELECT`."""
+    """Read positions from rows that begin with `_COLUMNS`."""
     return [
-        PartitionPosition(partition, Lsn.parse(lsn), snapshot, polled, following)
-        for partition, lsn, snapshot, polled, following, *_ in rows
+        PartitionPosition(partition, number, Lsn.parse(lsn), snapshot, polled, following)
+        for partition, number, lsn, snapshot, polled, following, *_ in rows
     ]
 
 
 def lock(
     conn: psycopg.Connection[Any], group: str, partitions: Sequence[int], hosts: Collection[str]
 ) -> Locked:
-    """Lock the partitions' rows in order, until the database transaction ends.
+    """Lock the partitions in order, until the database transaction ends.
 
     Raises ConfigurationError if a row is missing: the group is not initialised, or has another number of partitions.
     """
     codec = codec_of(conn)
     asked = {writable(host_part(host), codec): host for host in hosts}
-    *rows, (_, _, last, _, _, snapshot, holding, streaks, epoch) = conn.execute(
-        "select * from relay.lock_partitions(%s, %s, %s::int[], %s::text[])",
+    *rows, (_, _, _, last, _, _, snapshot, holding, streaks, epoch) = conn.execute(
+        "select * from relay.lock_positions(%s, %s, %s::int[], %s::text[])",
         (group, TOPIC, literals.of_numbers(partitions), literals.of_texts(asked)),
     )
     positions = {each.partition_id: each for each in _positions(rows)}
@@ -162,10 +163,10 @@ def lock(
 def claim(
     conn: psycopg.Connection[Any], group: str, partitions: Sequence[int]
 ) -> Mapping[int, PartitionPosition] | None:
-    """Lock the partitions' rows until the database transaction ends; None if another session has locked one."""
+    """Lock the partitions until the database transaction ends; None if another session has locked one."""
     rows = conn.execute(
-        _SELECT + " and partition_id = any(%s) order by partition_id for update skip locked",
-        (group, TOPIC, list(partitions)),
+        "select * from relay.claim_positions(%s, %s, %s::int[])",
+        (group, TOPIC, literals.of_numbers(partitions)),
     ).fetchall()
     if len(rows) < len(partitions):
         return None
@@ -175,52 +176,92 @@ def claim(
 def advance(
     conn: psycopg.Connection[Any],
     group: str,
+    positions: Mapping[int, PartitionPosition],
     advances: Sequence[Advance],
     noted: RowCounts | None = None,
     durable: bool = True,
 ) -> None:
-    """Move the partitions forward in the WAL; they must be locked. No position moves back.
+    """Move partitions forward in the WAL from `positions`, which were read under their lock. No position moves back.
 
     `noted` are the transactions that were applied in them, which polling leaves out; None in mode wal. With `durable`
     the commit waits for the disk, whatever a handler has set for its transaction.
     """
-    conn.execute(
-        _ADVANCED if noted is None else _ADVANCED_AND_NOTED,
-        {
-            "partitions": literals.of_numbers(a.partition_id for a in advances),
-            "offsets": literals.of_numbers(a.next_offset for a in advances),
-            "lsns": literals.of_texts([str(a.applied_lsn) for a in advances]),
-            "xids": None if noted is None else literals.of_numbers(noted.xids.tolist()),
-            "rows": None if noted is None else literals.of_numbers(noted.rows.tolist()),
-            "group": group,
-            "topic": TOPIC,
-            "durable": durable,
-        },
-    )
+    moved = []
+    for each in advances:
+        former = positions[each.partition_id]
+        moved.append(
+            replace(
+                former,
+                applied_lsn=max(former.applied_lsn, each.applied_lsn),
+                next_offset=max(former.next_offset, each.next_offset),
+            )
+        )
+    _append(conn, group, moved, noted, durable)
 
 
 def polled(
     conn: psycopg.Connection[Any],
     group: str,
+    positions: Mapping[int, PartitionPosition],
     ends: Mapping[int, int],
     upto: int,
     durable: bool = True,
 ) -> None:
-    """Store that partitions have applied everything up to a position in a difference; they must be locked.
+    """Store that partitions have applied everything up to a position in a difference.
 
-    `ends` has the greatest c_offset that was applied in each of them; `durable` is as in `advance`.
+    `positions` were read under the lock of the partitions, `ends` has the greatest c_offset that was applied in each of
+    them; `durable` is as in `advance`.
     """
-    conn.execute(
-        _POLLED,
-        {
-            "upto": upto,
-            "partitions": literals.of_numbers(ends),
-            "ends": literals.of_numbers(ends.values()),
-            "group": group,
-            "topic": TOPIC,
-            "durable": durable,
-        },
-    )
+    moved = []
+    for partition, end in ends.items():
+        former = positions[partition]
+        moved.append(
+            replace(
+                former,
+                polled_offset=max(former.polled_offset, upto),
+                next_offset=max(former.next_offset, min(end, LAST - 1) + 1),
+            )
+        )
+    _append(conn, group, moved, None, durable)
+
+
+def _append(
+    conn: psycopg.Connection[Any],
+    group: str,
+    moved: Sequence[PartitionPosition],
+    noted: RowCounts | None,
+    durable: bool,
+) -> None:
+    """Append a position to each partition, after the one that `moved` was made from."""
+    bound = {
+        "group": group,
+        "topic": TOPIC,
+        "partitions": literals.of_numbers(each.partition_id for each in moved),
+        "numbers": literals.of_numbers(each.number + 1 for each in moved),
+        "lsns": literals.of_texts([str(each.applied_lsn) for each in moved]),
+        "snapshots": literals.of_values(each.snapshot_id for each in moved),
+        "polled": literals.of_numbers(each.polled_offset for each in moved),
+        "offsets": literals.of_numbers(each.next_offset for each in moved),
+        "durable": durable,
+    }
+    if noted is None:
+        conn.execute(_APPENDED, bound)
+        return
+    bound["first"] = moved[0].partition_id
+    bound["xids"] = literals.of_numbers(noted.xids.tolist())
+    bound["rows"] = literals.of_numbers(noted.rows.tolist())
+    conn.execute(_APPENDED_AND_NOTED, bound)
+
+
+_COMPLETE = _move(
+    """
+    o.partition_id = any(%(partitions)s::int[]) and o.snapshot_id = %(before)s
+       and o.polled_offset >= (%(ends)s::bigint[])[array_position(%(partitions)s::int[], o.partition_id)]
+       and exists (select from relay.snapshots where group_id = %(group)s and id = %(after)s)
+    """,
+    snapshot_id="%(after)s",
+    polled_offset="%(first)s",
+)
 
 
 def complete(
@@ -228,32 +269,35 @@ def complete(
 ) -> int:
     """Move partitions from the snapshot `before` to `after` if they have applied the whole difference.
 
-    `ends` has the end of the difference in each of them. Returns how many were moved; rows that another session has
-    locked are left to it.
+    `ends` has the end of the difference in each of them. Returns how many were moved; partitions that another session
+    has locked are left to it.
     """
-    return conn.execute(
-        """
-        update relay.consumer_offsets as o
-           set snapshot_id = %(after)s, polled_offset = %(first)s, updated_at = now()
-          from (select c.partition_id
-                  from relay.consumer_offsets as c
-                  join unnest(%(partitions)s::int[], %(ends)s::bigint[]) as done (partition_id, polled_offset)
-                    on c.partition_id = done.partition_id and c.polled_offset >= done.polled_offset
-                 where c.group_id = %(group)s and c.topic_id = %(topic)s and c.snapshot_id = %(before)s
-                   and exists (select from relay.snapshots where group_id = %(group)s and id = %(after)s)
-                   for update of c skip locked) as free
-         where o.group_id = %(group)s and o.topic_id = %(topic)s and o.partition_id = free.partition_id
-        """,
-        {
-            "before": before,
-            "after": after,
-            "first": FIRST,
-            "partitions": literals.of_numbers(ends),
-            "ends": literals.of_numbers(ends.values()),
-            "group": group,
-            "topic": TOPIC,
-        },
-    ).rowcount
+    of = {"group": group, "topic": TOPIC, "before": before, "after": after, "first": FIRST}
+    with conn.transaction():
+        # What the statement that locks has read may have changed before it had the lock.
+        free = conn.execute(
+            """
+            select p.partition_id from relay.group_partitions as p
+             where p.group_id = %(group)s and p.topic_id = %(topic)s and p.partition_id = any(%(partitions)s::int[])
+               and (select o.snapshot_id from relay.consumer_offsets as o
+                     where (o.group_id, o.topic_id, o.partition_id) = (p.group_id, p.topic_id, p.partition_id)) = %(before)s
+             order by p.partition_id for update skip locked
+            """,
+            {**of, "partitions": literals.of_numbers(ends)},
+            prepare=False,
+        ).fetchall()
+        if not free:
+            return 0
+        partitions = [partition for (partition,) in free]
+        return conn.execute(
+            _COMPLETE,
+            {
+                **of,
+                "partitions": literals.of_numbers(partitions),
+                "ends": literals.of_numbers(ends[partition] for partition in partitions),
+            },
+            prepare=False,
+        ).rowcount
 
 
 def move(
@@ -264,14 +308,15 @@ def move(
     polled_offset: int = FIRST,
     applied_lsn: Lsn = Lsn(0),  # noqa: B008
 ) -> None:
-    """Set partitions to a snapshot, or to a position in the WAL, forward or backward."""
+    """Set partitions of a stopped group to a snapshot, or to a position in the WAL, forward or backward."""
     conn.execute(
-        """
-        update relay.consumer_offsets
-           set snapshot_id = %(snapshot)s, polled_offset = %(polled)s, applied_lsn = %(lsn)s, updated_at = now(),
-               next_offset = greatest(1, least(%(polled)s::bigint, 9223372036854775806) + 1)
-         where group_id = %(group)s and topic_id = %(topic)s and partition_id = any(%(partitions)s)
-        """,
+        _move(
+            "o.partition_id = any(%(partitions)s)",
+            snapshot_id="%(snapshot)s",
+            polled_offset="%(polled)s",
+            applied_lsn="%(lsn)s::pg_lsn",
+            next_offset="greatest(1, least(%(polled)s::bigint, 9223372036854775806) + 1)",
+        ),
         {
             "snapshot": snapshot,
             "polled": polled_offset,
@@ -286,23 +331,101 @@ def move(
 def set_wal_position(
     conn: psycopg.Connection[Any], group: str, applied_lsn: Lsn, next_offset: int
 ) -> None:
-    """Set all partitions to one position in the WAL."""
+    """Set all partitions of a stopped group to one position in the WAL."""
     conn.execute(
-        "update relay.consumer_offsets set applied_lsn = %s, next_offset = %s where group_id = %s and topic_id = %s",
-        (str(applied_lsn), next_offset, group, TOPIC),
+        _move(applied_lsn="%(lsn)s::pg_lsn", next_offset="%(next)s"),
+        {"lsn": str(applied_lsn), "next": next_offset, "group": group, "topic": TOPIC},
+    )
+
+
+def discard_lsns(conn: psycopg.Connection[Any], group: str) -> None:
+    """Set all partitions to the beginning of the WAL; they must be locked."""
+    conn.execute(_move(applied_lsn="'0/0'"), {"group": group, "topic": TOPIC})
+
+
+def lock_all(conn: psycopg.Connection[Any], group: str) -> None:
+    """Lock all partitions in order, until the database transaction ends."""
+    conn.execute(
+        "select from relay.group_partitions where group_id = %s order by topic_id, partition_id for update",
+        (group,),
     )
 
 
 def rename_snapshots(conn: psycopg.Connection[Any], group: str, names: Mapping[int, int]) -> None:
-    """Replace the ids of snapshots in the partitions' positions, as `names` maps them."""
+    """Replace the ids of snapshots in the positions of a stopped group's partitions, as `names` maps them."""
     conn.execute(
-        """
-        update relay.consumer_offsets as o set snapshot_id = renamed.new
-          from unnest(%s::bigint[], %s::bigint[]) as renamed (old, new)
-         where o.group_id = %s and o.topic_id = %s and o.snapshot_id = renamed.old
-        """,
-        (literals.of_numbers(names), literals.of_numbers(names.values()), group, TOPIC),
+        _move(
+            "o.snapshot_id = any(%(former)s::bigint[])",
+            snapshot_id="(%(new)s::bigint[])[array_position(%(former)s::bigint[], o.snapshot_id)]",
+        ),
+        {
+            "former": literals.of_numbers(names),
+            "new": literals.of_numbers(names.values()),
+            "group": group,
+            "topic": TOPIC,
+        },
     )
+
+
+class Superseded:
+    """Deletes the positions of a group that newer ones have superseded.
+
+    It remembers how far it has deleted in each partition, and does not read there again: while somebody holds a
+    snapshot, the dead rows stay. Not thread-safe.
+    """
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self._next: dict[int, int] = {}
+
+    def delete(self, conn: psycopg.Connection[Any]) -> int:
+        """Delete what has been superseded and is not noted any more; returns how many. Raises psycopg.Error."""
+        bounds = conn.execute(
+            """
+            select o.partition_id, o.number,
+                   case when last.notes_from is null then o.number
+                        else coalesce(last.notes_from[o.partition_id + 1], 0) end,
+                   case when not o.partition_id = any(%(known)s::int[]) then
+                       (select s.number from relay.positions as s
+                         where (s.group_id, s.topic_id, s.partition_id) = (o.group_id, o.topic_id, o.partition_id)
+                         order by s.number limit 1) end
+              from relay.consumer_offsets as o
+              left join lateral (
+                   select s.notes_from from relay.snapshots as s
+                    where s.group_id = %(group)s order by s.id desc, s.version desc limit 1) as last on true
+             where o.group_id = %(group)s and o.topic_id = %(topic)s
+            """,
+            {"group": self._group, "topic": TOPIC, "known": literals.of_numbers(self._next)},
+            prepare=False,
+        ).fetchall()
+        deleted = 0
+        for partition, newest, noted_from, oldest in bounds:
+            first = self._next.get(partition, oldest)
+            while first < newest:
+                upto = min(newest, first + PORTION)
+                deleted += self._delete(conn, partition, first, upto, noted_from)
+                first = upto
+            # What is noted stays, and is looked at again.
+            self._next[partition] = min(newest, max(noted_from, self._next.get(partition, oldest)))
+        return deleted
+
+    def _delete(
+        self,
+        conn: psycopg.Connection[Any],
+        partition: int,
+        first: int,
+        upto: int,
+        noted_from: int,
+    ) -> int:
+        return conn.execute(
+            """
+            delete from relay.positions
+             where group_id = %s and topic_id = %s and partition_id = %s and number >= %s and number < %s
+               and (xids is null or number < %s)
+            """,
+            (self._group, TOPIC, partition, first, upto, noted_from),
+            prepare=False,
+        ).rowcount
 
 
 def positions_and_chain(
@@ -311,15 +434,16 @@ def positions_and_chain(
     """Read every partition and every snapshot of the group, both in order, in one statement."""
     rows = conn.execute(
         """
-        select partition_id, applied_lsn::text, snapshot_id, polled_offset, next_offset, null
+        select partition_id, number, applied_lsn::text, snapshot_id, polled_offset, next_offset, null
           from relay.consumer_offsets where group_id = %(group)s and topic_id = %(topic)s
          union all
-        select null, null, id, null, null, snapshot::text from relay.snapshots where group_id = %(group)s
-         order by 1, 3
+        select null, null, null, id, null, null, snapshot::text from relay.chain(%(group)s)
+         order by 1, 4
         """,
         {"group": group, "topic": TOPIC},
+        prepare=False,
     ).fetchall()
-    links = [ChainLink(row[2], Snapshot.parse(row[5])) for row in rows if row[0] is None]
+    links = [ChainLink(row[3], Snapshot.parse(row[6])) for row in rows if row[0] is None]
     return _positions(row for row in rows if row[0] is not None), links
 
 
@@ -341,12 +465,12 @@ def with_wal_position(
 ) -> tuple[Mapping[int, PartitionPosition], str]:
     """Read every partition of the group, and a position of the target's WAL at or after the end of their commits."""
     rows = conn.execute(
-        """
-        select partition_id, applied_lsn::text, snapshot_id, polled_offset, next_offset,
-               pg_current_wal_insert_lsn()::text
+        f"""
+        select {_COLUMNS}, pg_current_wal_insert_lsn()::text
           from relay.consumer_offsets where group_id = %s and topic_id = %s
         """,
         (group, TOPIC),
+        prepare=False,
     ).fetchall()
     position = max((row[-1] for row in rows), key=Lsn.parse, default="0/0")
     return {each.partition_id: each for each in _positions(rows)}, position
@@ -365,22 +489,38 @@ def create(
     snapshot: int | None,
     polled_offset: int = FIRST,
 ) -> int:
-    """Create the offsets of a new group; returns how many were missing. Existing ones are not changed."""
+    """Create the partitions of a new group; returns how many were missing. Existing ones are not changed."""
+    # Numbers are greater than those of a former partition, whose dead rows would stand before the newest one. Each
+    # position costs a transaction, and a command appends a few in one.
     return conn.execute(
         """
-        insert into relay.consumer_offsets (group_id, topic_id, partition_id, snapshot_id, polled_offset)
-        select %s, %s, partition_id, %s, %s from generate_series(0, %s - 1) as partition_id
-        on conflict do nothing
+        with created as (
+            insert into relay.group_partitions (group_id, topic_id, partition_id)
+            select %(group)s, %(topic)s, partition_id from generate_series(0, %(partitions)s - 1) as partition_id
+            on conflict do nothing returning partition_id)
+        insert into relay.positions (group_id, topic_id, partition_id, number, snapshot_id, polled_offset)
+        select %(group)s, %(topic)s, partition_id, pg_current_xact_id()::text::bigint * 16, %(snapshot)s, %(polled)s
+          from created
         """,
-        (group, TOPIC, snapshot, polled_offset, partitions),
+        {
+            "group": group,
+            "topic": TOPIC,
+            "partitions": partitions,
+            "snapshot": snapshot,
+            "polled": polled_offset,
+        },
     ).rowcount
 
 
 def remove(conn: psycopg.Connection[Any], group: str) -> None:
-    """Delete the group's offsets and snapshots."""
-    conn.execute(
-        "delete from relay.consumer_offsets where group_id = %s and topic_id = %s", (group, TOPIC)
-    )
+    """Delete the group's partitions, positions and snapshots."""
+    for table in ("group_partitions", "positions"):
+        conn.execute(
+            sql.SQL("delete from relay.{} where group_id = %s and topic_id = %s").format(
+                sql.Identifier(table)
+            ),
+            (group, TOPIC),
+        )
     snapshots.remove(conn, group)
 
 
@@ -388,7 +528,7 @@ def partition_count(conn: psycopg.Connection[Any], group: str) -> int:
     """Count the group's partitions; 0 if it is not initialised."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         count = cursor.execute(
-            "select count(*) from relay.consumer_offsets where group_id = %s and topic_id = %s",
+            "select count(*) from relay.group_partitions where group_id = %s and topic_id = %s",
             (group, TOPIC),
         ).fetchone()
     return int(count or 0)
