@@ -260,12 +260,15 @@ def cli() -> str:
 
 _FUNCTION = re.compile(
     r"(?P<comment>(?:^-- .*\n)*)^create or replace function (?P<name>relay\.\w+)\s*\((?P<arguments>[^$]*?)\)\s*"
-    r"(?:returns (?P<returns>table \([^$]*?\)|setof \w+|[\w.\[\]]+))?\s",
+    r"(?:returns (?P<returns>table \([^$]*?\)|setof [\w.]+|[\w.\[\]]+))?\s",
     re.MULTILINE,
 )
 _TABLE = re.compile(
     r"(?P<comment>(?:^-- .*\n)*)^create table if not exists (?P<name>[\w.]+) \(\n(?P<columns>[^;]*?)\n\)",
     re.MULTILINE,
+)
+_VIEW = re.compile(
+    r"^create or replace view (?P<name>[\w.]+) as\nselect (?P<columns>.*)$", re.MULTILINE
 )
 _COLUMN = re.compile(
     r"^    (?!primary|unique|check|constraint|foreign)(\w+) +([\w.\[\]]+)", re.MULTILINE
@@ -274,7 +277,7 @@ _ADDED = re.compile(
     r"^alter table ([\w.]+)\s+add column if not exists (\w+) ([\w.\[\]]+)", re.MULTILINE
 )
 _COMMENT = re.compile(
-    r"^comment on (?:table|column|function) ([\w.]+)(?:\(.*?\))? is((?:\s+'(?:[^']|'')*')+);",
+    r"^comment on (?:table|view|column|function) ([\w.]+)(?:\(.*?\))? is((?:\s+'(?:[^']|'')*')+);",
     re.MULTILINE,
 )
 
@@ -317,6 +320,11 @@ def sql() -> str:
             )
             for found in _TABLE.finditer(source)
         ]
+        tables += [
+            paragraphs(f"### {found['name']}", f"A view: {said[found['name']]}")
+            + table(("column", "meaning"), list(columns_of_view(found, said)))
+            for found in _VIEW.finditer(source)
+        ]
         if functions or tables:
             text += f"\n## {file.relative_to(ROOT / 'sql')}\n\n"
         if functions:
@@ -329,6 +337,13 @@ def columns(made: re.Match[str], whole: str) -> dict[str, str]:
     """The columns of a table and their types, also those that a later statement adds."""
     added = [(name, kind) for to, name, kind in _ADDED.findall(whole) if to == made["name"]]
     return dict([*_COLUMN.findall(made["columns"]), *added])
+
+
+def columns_of_view(made: re.Match[str], said: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The columns of a view of relay.positions, and what they mean there."""
+    for column in made["columns"].split(", "):
+        name = column.partition(".")[2]
+        yield f"`{name}`", meaning("relay.positions", name, said)
 
 
 def meaning(table_name: str, column: str, said: Mapping[str, str]) -> str:

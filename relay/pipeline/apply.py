@@ -1,6 +1,7 @@
 """Applies one task in one database transaction of the target, inline and on Spark.
 
-Effects, dead letters and offsets commit together. A redelivery is recognised by the offsets, under the locks of the partitions.
+Effects, dead letters and offsets commit together. A redelivery is recognised by the offsets, under the
+locks of the partitions.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ class ReadRows:
     def _portion(
         self, source: Connection, table: str, older_than: datetime, portion: int, since: int
     ) -> tuple[int, int, int | None]:
-        """Delete one portion; returns how many rows, where the next begins, and the first transaction with a kept one."""
+        """Delete one portion; returns how many rows, where the next begins, and the first transaction of a kept one."""
         row = source.execute(
             """
             select deleted, reached::text::bigint, kept::text::bigint

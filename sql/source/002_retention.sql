@@ -296,11 +296,12 @@ begin
 end
 $$;
 
+drop function if exists relay.delete_portion(text, timestamptz, int);
+
 -- Deletes a portion of the rows that are older and that all readers have read. Of a partitioned outbox, those of the default
 -- partition from before the first range: of transactions that were open for long. It looks at rows from the transaction "since"
 -- on: while somebody holds a snapshot, the rows that were deleted before it would be walked again. Returns how many it deleted,
 -- the transaction that the next portion begins with and, where rows of this portion were kept, that of the first one.
-drop function if exists relay.delete_portion(text, timestamptz, int);
 create or replace function relay.delete_portion(outbox text, older_than timestamptz, portion int, since xid8,
                                                 out deleted bigint, out reached xid8, out kept xid8)
 language plpgsql set search_path = pg_catalog, pg_temp set row_security = off set timezone = 'UTC' set enable_seqscan = off

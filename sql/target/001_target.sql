@@ -703,6 +703,8 @@ comment on column relay.spark_batches.deferred is
 comment on column relay.spark_batches.files is
     'the staged files that are the batch''s, whoever moves them to their destination; null until an attempt has written all of its own';
 
+drop function if exists relay.lock_partitions(text, int, int[], text[]);
+
 -- The chain of a group's snapshots, in order, from the oldest that a partition needs. Neither the rows of snapshots that no
 -- partition needs any more nor former versions are walked, which somebody's snapshot may keep.
 create or replace function relay.chain(the_group text) returns setof relay.snapshots
@@ -760,7 +762,6 @@ $$;
 -- fail, and the epoch of the group's source. Each statement of the function sees what was committed while the one before
 -- waited for a lock; a single statement would not. Each host is looked up by index, whatever the table looked like when the
 -- plan was made.
-drop function if exists relay.lock_partitions(text, int, int[], text[]);
 create or replace function relay.lock_positions(the_group text, the_topic int, partitions int[], asked text[])
 returns table (partition_id int, number bigint, applied_lsn text, snapshot_id bigint, polled_offset bigint, next_offset bigint,
                snapshot text, holding text[], streaks jsonb, source_epoch int)
@@ -778,7 +779,9 @@ begin
          where o.group_id = the_group and o.topic_id = the_topic and o.partition_id = any (partitions);
     return query
         select null::int, null::bigint, null::text, last.id, null::bigint, null::bigint, last.snapshot::text,
-               case when (select true from relay.deferred_keys as k where k.group_id = the_group and k.sink = '' limit 1) then
+               -- Whether there is any, many hosts ask first; the answer walks the dead rows of all.
+               case when cardinality(asked) <= 8
+                      or (select true from relay.deferred_keys as k where k.group_id = the_group and k.sink = '' limit 1) then
                    (select array_agg(host) from unnest(asked) as host
                      where (select true from relay.deferred_keys as k
                              where k.group_id = the_group and k.sink = ''

@@ -7,8 +7,10 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from relay.admin.install import initialise
-from relay.store import migrations
-from tests.outbox import Outbox, event, host, relaying
+from relay.faults import ConfigurationError
+from relay.store import locks, migrations
+from relay.store.connections import connect
+from tests.outbox import Outbox, event, host, relaying, wait_until
 
 LANDED = {
     "source/001_source.sql": "7c273b1b3e11920400ab3ffd8942b4541fc4a4549c77e8e32c8f9c1c7a378a20",
@@ -58,3 +60,116 @@ def test_publishers_go_on_after_a_migration(outbox: Outbox, name: str) -> None:
     if "target/001_target.sql" in names:
         # One that nobody has worked yet may begin in mode wal.
         assert outbox.column("select state from relay.sinks") == ["new"]
+
+
+FORMER_POSITIONS = """
+    create temporary table state as select * from relay.consumer_offsets;
+    create temporary table notes as select * from relay.applied_commits;
+    drop view relay.consumer_offsets, relay.applied_commits;
+    drop table relay.positions, relay.group_partitions;
+    drop function relay.lock_positions, relay.claim_positions, relay.chain, relay.notes_after;
+    alter table relay.snapshots drop constraint snapshots_pkey, drop column version, drop column notes_from,
+                                add primary key (group_id, id);
+    create table relay.consumer_offsets (
+        group_id text not null, topic_id int not null, partition_id int not null,
+        applied_lsn pg_lsn not null default '0/0', snapshot_id bigint,
+        polled_offset bigint not null default -9223372036854775808, next_offset bigint not null default 1,
+        updated_at timestamptz not null default now(), primary key (group_id, topic_id, partition_id));
+    insert into relay.consumer_offsets
+    select group_id, topic_id, partition_id, applied_lsn, snapshot_id, polled_offset, next_offset, updated_at
+      from state;
+    create table relay.applied_commits (
+        group_id text not null, partitions int[] not null, xids xid8[] not null, rows int[]);
+    insert into relay.applied_commits select * from notes;
+    grant select on relay.consumer_offsets to pg_monitor;
+    create function relay.lock_partitions(text, int, int[], text[]) returns int language sql as 'select 1';
+"""
+"""The target of the edition that updated positions in place, with what is stored now."""
+
+STATE = "select to_jsonb(o) - 'number' from relay.consumer_offsets as o order by partition_id"
+NOTES = "select to_jsonb(a) from relay.applied_commits as a order by 1"
+
+
+def make_former(outbox: Outbox) -> None:
+    """Turn the target into one of the edition that updated positions in place."""
+    outbox.conn.execute(FORMER_POSITIONS)
+    outbox.conn.execute(
+        "update relay.migrations set digest = %s where name = %s",
+        (LANDED["target/001_target.sql"], "target/001_target.sql"),
+    )
+
+
+def test_positions_and_notes_are_migrated(outbox: Outbox) -> None:
+    settings = outbox.settings()
+    outbox.fill(50)
+    outbox.drain(settings)
+    make_former(outbox)
+    for number in range(4):
+        outbox.publish(host(number), event(number))
+    # As if the stream had brought all but the last.
+    outbox.conn.execute(
+        """
+        insert into relay.applied_commits (group_id, partitions, xids)
+        select 'default', array[mod(abs(hashtext(host_id::text)::bigint), 8)]::int[], array[c_xid]
+          from outbox_message_t order by c_offset desc limit 3 offset 1
+        """
+    )
+    state, notes = outbox.column(STATE), outbox.column(NOTES)
+    assert initialise(settings) == ["schema file target/001_target.sql"]
+    assert (outbox.column(STATE), outbox.column(NOTES)) == (state, notes)
+    assert outbox.value(
+        "select has_table_privilege('pg_monitor', 'relay.consumer_offsets', 'select')"
+    )
+    assert initialise(settings) == []
+    before = outbox.handled()
+    with relaying(outbox.settings(source={**outbox.config()["source"], "mode": "poll"})):
+        wait_until(lambda: outbox.handled() > before)
+        outbox.publish(host(5), event(5))
+        wait_until(lambda: outbox.handled() > before + 1)
+    assert outbox.column("select amount from projection order by seq desc limit 2") == [5, 3]
+    assert outbox.handled() == before + 2
+
+
+def test_a_running_instance_of_the_former_edition_keeps_positions_from_being_migrated(
+    outbox: Outbox,
+) -> None:
+    settings = outbox.settings()
+    outbox.fill(10)
+    outbox.drain(settings)
+    make_former(outbox)
+    state = outbox.column(STATE)
+    with connect(outbox.dsn, application_name="relay elsewhere:7") as running:
+        locks.lock_shared(running, locks.instance(settings.group))
+        with pytest.raises(
+            ConfigurationError, match=r"an instance of relay runs \(relay elsewhere:7\)"
+        ):
+            initialise(settings)
+    assert outbox.column(STATE) == state
+    wait_until(lambda: not outbox.column("select 1 from pg_locks where locktype = 'advisory'"))
+    # One that nobody has found, since the session that shows it was lost: nothing of its tasks is stored.
+    with psycopg.connect(outbox.dsn) as former:
+        former.execute("select from relay.consumer_offsets")
+        former.commit()
+        initialise(settings)
+        with pytest.raises(psycopg.errors.UndefinedFunction):
+            former.execute("select * from relay.lock_partitions('default', 1, '{0}', '{}')")
+        former.rollback()
+        for change in (
+            "update relay.consumer_offsets set next_offset = 1",
+            "insert into relay.applied_commits values ('default', '{0}', '{7}', '{1}')",
+            "delete from relay.consumer_offsets",
+        ):
+            with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="cannot"):
+                former.execute(change.encode())
+            former.rollback()
+    assert outbox.column(STATE) == state
+
+
+def test_views_on_the_former_tables_are_named(outbox: Outbox) -> None:
+    settings = outbox.settings()
+    make_former(outbox)
+    outbox.conn.execute("create view lags as select * from relay.consumer_offsets")
+    with pytest.raises(ConfigurationError, match=r"view public\.lags depends on"):
+        initialise(settings)
+    outbox.conn.execute("drop view lags")
+    assert initialise(settings) == ["schema file target/001_target.sql"]

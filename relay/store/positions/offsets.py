@@ -80,18 +80,17 @@ class Advance:
     next_offset: int
 
 
-_COLUMNS: LiteralString = (
-    "partition_id, number, applied_lsn::text, snapshot_id, polled_offset, next_offset"
-)
-_SELECT: LiteralString = (
-    f"select {_COLUMNS} from relay.consumer_offsets where group_id = %s and topic_id = %s"
-)
+_SELECT: LiteralString = """
+    select partition_id, number, applied_lsn::text, snapshot_id, polled_offset, next_offset
+      from relay.consumer_offsets where group_id = %s and topic_id = %s
+"""
 
 _APPEND = sql.SQL(
     """
     insert into relay.positions (group_id, topic_id, partition_id, number, applied_lsn, snapshot_id, polled_offset,
                                  next_offset{noted})
-    select %(group)s, %(topic)s, a.partition_id, a.number, a.applied_lsn, a.snapshot_id, a.polled_offset, a.next_offset{notes}
+    select %(group)s, %(topic)s, a.partition_id, a.number, a.applied_lsn, a.snapshot_id, a.polled_offset,
+           a.next_offset{notes}
       from unnest(%(partitions)s::int[], %(numbers)s::bigint[], %(lsns)s::pg_lsn[], %(snapshots)s::bigint[],
                   %(polled)s::bigint[], %(offsets)s::bigint[])
            as a (partition_id, number, applied_lsn, snapshot_id, polled_offset, next_offset)
@@ -112,7 +111,8 @@ _MOVE = sql.SQL(
     """
     insert into relay.positions (group_id, topic_id, partition_id, number, applied_lsn, snapshot_id, polled_offset,
                                  next_offset)
-    select o.group_id, o.topic_id, o.partition_id, o.number + 1, {applied_lsn}, {snapshot_id}, {polled_offset}, {next_offset}
+    select o.group_id, o.topic_id, o.partition_id, o.number + 1, {applied_lsn}, {snapshot_id}, {polled_offset},
+           {next_offset}
       from relay.consumer_offsets as o
      where o.group_id = %(group)s and o.topic_id = %(topic)s and {which}
     """
@@ -127,7 +127,7 @@ def _move(which: LiteralString = "true", **columns: LiteralString) -> bytes:
 
 
 def _positions(rows: Iterable[tuple[Any, ...]]) -> list[PartitionPosition]:
-    """Read positions from rows that begin with `_COLUMNS`."""
+    """Read positions from rows that begin with the columns of `_SELECT`."""
     return [
         PartitionPosition(partition, number, Lsn.parse(lsn), snapshot, polled, following)
         for partition, number, lsn, snapshot, polled, following, *_ in rows
@@ -279,8 +279,9 @@ def complete(
             """
             select p.partition_id from relay.group_partitions as p
              where p.group_id = %(group)s and p.topic_id = %(topic)s and p.partition_id = any(%(partitions)s::int[])
-               and (select o.snapshot_id from relay.consumer_offsets as o
-                     where (o.group_id, o.topic_id, o.partition_id) = (p.group_id, p.topic_id, p.partition_id)) = %(before)s
+               and %(before)s = (
+                   select o.snapshot_id from relay.consumer_offsets as o
+                    where (o.group_id, o.topic_id, o.partition_id) = (p.group_id, p.topic_id, p.partition_id))
              order by p.partition_id for update skip locked
             """,
             {**of, "partitions": literals.of_numbers(ends)},
@@ -465,8 +466,9 @@ def with_wal_position(
 ) -> tuple[Mapping[int, PartitionPosition], str]:
     """Read every partition of the group, and a position of the target's WAL at or after the end of their commits."""
     rows = conn.execute(
-        f"""
-        select {_COLUMNS}, pg_current_wal_insert_lsn()::text
+        """
+        select partition_id, number, applied_lsn::text, snapshot_id, polled_offset, next_offset,
+               pg_current_wal_insert_lsn()::text
           from relay.consumer_offsets where group_id = %s and topic_id = %s
         """,
         (group, TOPIC),

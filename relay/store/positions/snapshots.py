@@ -32,9 +32,7 @@ class ChainLink:
 
 def chain(conn: Connection, group: str) -> list[ChainLink]:
     """List the group's snapshots, oldest first; none where only the WAL is read."""
-    rows = conn.execute(
-        "select id, snapshot::text from relay.chain(%s)", (group,), prepare=False
-    )
+    rows = conn.execute("select id, snapshot::text from relay.chain(%s)", (group,), prepare=False)
     return [ChainLink(number, Snapshot.parse(text)) for number, text in rows]
 
 
@@ -61,7 +59,10 @@ def remove(conn: Connection, group: str) -> None:
     """Delete the chain and the noted transactions of a stopped group."""
     conn.execute("delete from relay.snapshots where group_id = %s", (group,))
     conn.execute(
-        "update relay.positions set partitions = null, xids = null, rows = null where group_id = %s and xids is not null",
+        """
+        update relay.positions set partitions = null, xids = null, rows = null
+         where group_id = %s and xids is not null
+        """,
         (group,),
     )
 
@@ -105,7 +106,8 @@ def prune(conn: Connection, group: str, since: int) -> None:
             """
             delete from relay.snapshots as s
              where s.group_id = %(group)s and s.id >= %(since)s
-               and s.id < (select n.id from relay.snapshots as n where n.group_id = %(group)s order by n.id desc limit 1)
+               and s.id < (select n.id from relay.snapshots as n
+                            where n.group_id = %(group)s order by n.id desc limit 1)
                and not exists (select from relay.consumer_offsets as o
                                 where o.group_id = %(group)s and (o.snapshot_id = s.id or
                                       s.id = (select n.id from relay.snapshots as n
