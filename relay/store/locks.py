@@ -10,6 +10,7 @@ Every function raises psycopg.Error.
 | `retries` | target | the instance that retries what the group's target has deferred |
 | `sink` | target | the instance that works a sink |
 | `chain` | target | the database transaction that changes the snapshots of a group |
+| that of `relay.lock_streaks` in `sql/` | target | the database transaction that changes `relay.brakes` |
 | `retention` | source | the instance that creates and drops partitions of the outbox |
 
 Source: PostgreSQL documentation, "Advisory Locks".

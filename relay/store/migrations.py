@@ -124,9 +124,11 @@ def require(conn: psycopg.Connection[Any], side: Side, key: str) -> None:
 
 
 def tables(side: Side) -> list[str]:
-    """List the tables of relay's schema that the files of one side always create, such as `relay.deferred`."""
+    """List the tables and views of relay's schema that the files of one side create, such as `relay.deferred`."""
     texts = "\n".join(file.read_text() for file in files(side))
-    return re.findall(r"^create table if not exists (relay\.\w+)", texts, re.MULTILINE)
+    return re.findall(
+        r"^create (?:table if not exists|or replace view) (relay\.\w+)", texts, re.MULTILINE
+    )
 
 
 def _require_tables(conn: psycopg.Connection[Any], side: Side, key: str) -> None:

@@ -480,6 +480,72 @@ comment on column relay.brakes.failed is
 comment on column relay.brakes.sample_transaction is
     'one of these transactions, with its hosts and the first line of its exception';
 
+-- What relay.brakes says of a group, in one row: the one with the greatest number. Each task reads it. The rows of relay.brakes come
+-- and go with each dead letter, and who looks for one would walk through those that are dead.
+create table if not exists relay.streaks (
+    group_id text   not null,
+    number   bigint not null,
+    streaks  jsonb,
+    primary key (group_id, number)
+);
+
+comment on column relay.streaks.number is
+    'counts the changes';
+comment on column relay.streaks.streaks is
+    'for each handler that fails, the kind of fault, how many transactions in a row, and whether it is stopped; null if none fails';
+
+-- Before a session locks a row of relay.brakes, so that two do not wait for each other.
+create or replace function relay.lock_streaks() returns trigger
+language plpgsql set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pg_advisory_xact_lock(x'7374726b'::int, 0);
+    return null;
+end
+$$;
+
+create or replace function relay.note_streaks() returns trigger
+language plpgsql set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+as $$
+declare
+    changed text;
+    former  bigint;
+begin
+    if tg_op = 'TRUNCATE' then
+        delete from relay.streaks;
+        return null;
+    end if;
+    for changed in select distinct c.group_id from changes as c loop
+        select s.number into former from relay.streaks as s where s.group_id = changed order by s.number desc limit 1;
+        insert into relay.streaks (group_id, number, streaks)
+        select changed, coalesce(former, 0) + 1,
+               jsonb_object_agg(b.handler, jsonb_build_array(b.fault, b.deaths, b.braked_at is not null))
+          from relay.brakes as b where b.group_id = changed;
+        delete from relay.streaks as s where s.group_id = changed and s.number = former;
+    end loop;
+    return null;
+end
+$$;
+
+do $$
+begin
+    if not exists (select from pg_trigger where tgrelid = 'relay.brakes'::regclass and tgname = 'lock_streaks') then
+        create trigger lock_streaks before insert or update or delete on relay.brakes
+            for each statement execute function relay.lock_streaks();
+        create trigger note_added_streaks after insert on relay.brakes
+            referencing new table as changes for each statement execute function relay.note_streaks();
+        create trigger note_changed_streaks after update on relay.brakes
+            referencing new table as changes for each statement execute function relay.note_streaks();
+        create trigger note_removed_streaks after delete on relay.brakes
+            referencing old table as changes for each statement execute function relay.note_streaks();
+        create trigger note_no_streaks after truncate on relay.brakes
+            for each statement execute function relay.note_streaks();
+        update relay.brakes set deaths = deaths;
+    end if;
+end
+$$;
+
 create table if not exists relay.part_faults (
     group_id text        not null,
     instance text        not null,
@@ -787,8 +853,7 @@ begin
                              where k.group_id = the_group and k.sink = ''
                                and k.key >= (host || ' ') collate "C" and k.key < (host || '!') collate "C" limit 1))
                end,
-               (select jsonb_object_agg(b.handler, jsonb_build_array(b.fault, b.deaths, b.braked_at is not null))
-                  from relay.brakes as b where b.group_id = the_group),
+               (select s.streaks from relay.streaks as s where s.group_id = the_group order by s.number desc limit 1),
                (select g.source_epoch from relay.groups as g where g.group_id = the_group)
           from (select) as one
           left join lateral (
@@ -822,7 +887,8 @@ end
 $$;
 
 revoke all on function relay.chain(text), relay.notes_after(text, pg_snapshot), relay.lock_positions(text, int, int[], text[]),
-                       relay.claim_positions(text, int, int[]), relay.hold_keys(), relay.release_keys() from public;
+                       relay.claim_positions(text, int, int[]), relay.hold_keys(), relay.release_keys(),
+                       relay.lock_streaks(), relay.note_streaks() from public;
 
 -- What the service needs in the target: its own tables. Handlers' tables are granted by their owner.
 
@@ -858,6 +924,7 @@ begin
         grant insert (group_id, sink, action, reason, detail) on relay.actions to relay;
         grant select, insert, update on relay.groups to relay;
         grant select, insert, update, delete on relay.suspects, relay.brakes, relay.engines, relay.part_faults to relay;
+        grant select, insert, delete on relay.streaks to relay;
         grant select, insert, update, delete on relay.sinks, relay.sink_commits, relay.sink_activity to relay;
         grant select, insert, update, delete on relay.deferred to relay;
         grant select, insert, delete on relay.deferred_keys, relay.deferred_rows to relay;

@@ -15,11 +15,20 @@ import pytest
 from relay.model.events import Lsn
 from relay.model.snapshots import RowCounts, Snapshot
 from relay.retention import partitions
+from relay.store import brakes
+from relay.store.brakes import Streak
 from relay.store.connections import Connection, connect
 from relay.store.positions import offsets, snapshots
 from tests.outbox import Outbox, host, relaying, wait_until
 
 GROUP = "default"
+DEFER = """
+    insert into relay.deferred (group_id, keys, holds, retry_at, hosts, columns, commit_lsn, end_lsn, commit_ts, xid,
+                                first_offset, last_offset, events, size)
+    select %s, array(select host || ' host' from unnest(hosts) as host), true, now(), hosts, '{}', '0/0', '0/0', 0, 0,
+           1, 1, 1, 1
+      from (select %s::text[] as hosts) as asked
+"""
 TOLERANCE = 1.1
 
 _TOUCHED = """
@@ -146,6 +155,32 @@ def test_a_task_touches_as_many_pages_after_thousands_of_others(held: Outbox) ->
     # They are dead, and still there.
     assert held.value("select n_dead_tup from pg_stat_user_tables where relname = 'positions'") > 0
     assert held.value("select count(*) from relay.positions") < 100
+
+
+def test_a_task_touches_as_many_pages_after_hundreds_of_dead_letters(held: Outbox) -> None:
+    stream = Stream()
+
+    def fail(conn: Connection, times: int) -> None:
+        for _ in range(times):
+            with conn.transaction():
+                locked = offsets.lock(conn, GROUP, [1], [str(host(1))])
+                assert not locked.streaks
+                assert brakes.add(conn, GROUP, "projection", "CheckViolation", 1, False, False) == 1
+            with conn.transaction():
+                locked = offsets.lock(conn, GROUP, [1], [str(host(1))])
+                assert locked.streaks == {"projection": Streak("CheckViolation", 1, False)}
+                brakes.forget(conn, GROUP, "projection")
+            with conn.transaction():
+                conn.execute(DEFER, (GROUP, [str(host(2))]))
+                conn.execute("delete from relay.deferred")
+
+    with connect(held.dsn) as conn:
+        fail(conn, 4)
+        stream.run(conn, 200)
+    task = touched(held, lambda conn: stream.run(conn, 40))
+    with connect(held.dsn) as conn:
+        fail(conn, 400)
+    assert touched(held, lambda conn: stream.run(conn, 40)) <= task * TOLERANCE
 
 
 def test_polling_touches_as_many_pages_after_hundreds_of_differences(held: Outbox) -> None:

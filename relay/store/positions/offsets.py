@@ -381,6 +381,10 @@ class Superseded:
 
     def delete(self, conn: psycopg.Connection[Any]) -> int:
         """Delete what has been superseded and is not noted any more; returns how many. Raises psycopg.Error."""
+        with conn.transaction():
+            return self._delete_all(conn)
+
+    def _delete_all(self, conn: psycopg.Connection[Any]) -> int:
         bounds = conn.execute(
             """
             select o.partition_id, o.number,
