@@ -36,7 +36,7 @@ RECREATIONS_AN_HOUR = 3
 
 
 class Recovery:
-    """Recreates a lost slot, publication first.
+    """Recreates a lost slot, after its publication.
 
     The positions in the target say which commits the new slot does not have: these are polled.
     """
@@ -52,7 +52,7 @@ class Recovery:
         `undecodable`: the slot's position is in WAL from before the publication. The creation of a slot waits for all
         running transactions: `creating` is called before it and, in another thread, repeatedly during it, with the
         oldest of them. Raises Unavailable if the server cannot have a slot, RelayError if the slot is lost repeatedly,
-        ConfigurationError if it is not ours.
+        ConfigurationError if it is not ours, and psycopg.errors.ObjectInUse while it is read.
         """
         source = self._settings.source
         state = slot_state(conn, source.slot)
@@ -73,11 +73,12 @@ class Recovery:
                 )
             reason = "it was missing" if state is None else state.invalidation_reason
             try:
-                ensure_publication(conn, source)
                 # If this process dies now, the next one polls first too.
                 groups.note_confirmed(target, self._settings.group, Lsn(0))
+                # Before the publication, which a stream of the slot would get in the middle of open commits.
                 if state is not None:
                     drop_slot(conn, source.slot)
+                ensure_publication(conn, source)
                 oldest = oldest_open(conn)
                 creating(None if oldest is None else str(oldest))
                 with reporting_blockers(self._settings.source_dsn, creating):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import psycopg
@@ -22,7 +22,9 @@ from relay.admin.findings import Severity
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.source import hybrid
-from tests.outbox import Outbox, host, relaying, relaying_until_it_ends, wait_until
+from relay.source.lost_slot import Recovery
+from relay.source.stream.walsender import open_replication
+from tests.outbox import Outbox, event, host, relaying, relaying_until_it_ends, wait_until
 
 COLUMNS = """(id uuid default gen_random_uuid(), host_id uuid not null, event_type text default 'e', payload jsonb,
               part text not null default 'a', c_xid xid8 default pg_current_xact_id(), c_offset bigserial)"""
@@ -351,3 +353,31 @@ def test_a_column_that_is_renamed_ends_relay_before_its_field_is_null(
         own.conn.execute(f"alter table own rename column {column} to renamed".encode())
         own.conn.execute("insert into own (host_id) values (%s)", (host(1),))
     assert applied(own) == [1]
+
+
+def test_a_publication_is_not_made_again_under_a_stream(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PostgreSQL 18 streams on without the publication, and of a commit that is open when it is back, the rest.
+
+    A standby made the publication again before it found that the slot is read. electric-sql/electric#3322.
+    """
+    monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 1_000.0)
+    settings = outbox.settings()
+    with relaying(settings) as service:
+        outbox.publish(host(1), event(1))
+        outbox.wait_drained()
+        outbox.conn.execute(f"drop publication {outbox.slot}".encode())
+        with outbox.conn.transaction():
+            outbox.publish(host(1), event(2))
+            with (
+                closing(open_replication(settings)) as standby,
+                pytest.raises(psycopg.errors.ObjectInUse),
+            ):
+                Recovery(settings).restore(standby, False, lambda _: None)
+            outbox.publish(host(1), event(3))
+        monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.1)
+        service._source._audit.due = 0.0  # type: ignore[attr-defined]
+        outbox.wait_handled()
+        outbox.wait_drained()
+    outbox.assert_exact()
