@@ -242,9 +242,14 @@ class DeadLetters:
     def _queue(self, dead: Sequence[FoundTransaction]) -> None:
         transactions = self._rebuilt(dead)
         holding = deferred.blocked(self._conn, [each.number for each in dead])
-        for index, each in enumerate(dead):
-            if each.number in holding:
-                deferred.release(self._conn, holding[each.number], transactions[index])
+        deferred.release(
+            self._conn,
+            {
+                holding[each.number]: transactions[index]
+                for index, each in enumerate(dead)
+                if each.number in holding
+            },
+        )
         for sink in dict.fromkeys(each.sink for each in dead):
             deferred.defer(
                 self._conn,

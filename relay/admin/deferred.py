@@ -8,7 +8,6 @@ from itertools import groupby
 
 from relay.config.settings import Settings
 from relay.faults import Cancelled, exception_text
-from relay.model.transactions import Undecoded
 from relay.pipeline.routing import BatchRouter
 from relay.store import (
     actions,
@@ -17,6 +16,7 @@ from relay.store import (
     presence,
 )
 from relay.store.connections import Connection
+from relay.store.dead_letters import NewDeadTransaction
 from relay.store.deferred import due as deferred_due
 from relay.store.deferred import selection as deferred_selection
 from relay.store.deferred.due import DueTransaction
@@ -104,31 +104,24 @@ class DeferredTransactions:
             self._conn, due, self._batch.max_bytes, self._batch.spool_directory
         )
         removed = deferred.remove(self._conn, [each.id for each in due])
+        new: list[NewDeadTransaction] = []
         replayed: list[int] = []
         for each, transaction in zip(due, transactions, strict=True):
             if each.id not in removed:
                 continue
             if each.dead_transaction is None:
-                number = self._dead_letter_one(sink, each, transaction, error)
-                dead_letters.note(self._conn, self._group, [number], "cancel", reason)
+                events = self._router.events(transaction)
+                new.append(
+                    NewDeadTransaction(events, sink or each.handler, error, each.undelivered)
+                )
             else:
                 replayed.append(each.dead_transaction)
+        if new:
+            numbers = dead_letters.insert(self._conn, self._group, new, sink)
+            dead_letters.note(self._conn, self._group, numbers, "cancel", reason)
         if replayed:
             dead_letters.put_back(self._conn, self._group, replayed, exception_text(error), reason)
         return len(removed)
-
-    def _dead_letter_one(
-        self, sink: str, due: DueTransaction, transaction: Undecoded, error: Cancelled
-    ) -> int:
-        return dead_letters.insert(
-            self._conn,
-            self._group,
-            self._router.events(transaction),
-            sink or due.handler,
-            error,
-            sink,
-            due.undelivered,
-        )
 
     def _user(self) -> str:
         ((user,),) = self._conn.execute(

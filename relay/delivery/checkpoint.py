@@ -51,6 +51,8 @@ ACTIVITY_SECONDS = 5.0
 """How often it is stored what was attempted."""
 IDLE_ADOPTION_SECONDS = 60.0
 """How often a sink that gets no events stores a newer snapshot: each is a write to the target."""
+_GATHER_SECONDS = 0.02
+"""How long more deliveries may end before it is stored what became of one: a commit for each would cost as much again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,8 +91,9 @@ class Checkpoint:
     """Takes the deliveries that have ended, and stores what became of them with the position. For one event loop.
 
     `state` is the state of the session, which its row gets at the next store; `paused` is what the operator wants, as
-    it was seen last. `retried` are the ids of the deferred rows that are being retried. `may_be_due` is set when one of
-    these ends, since the next one with its keys may be due, and when others are due.
+    it was seen last. `retried` are the deferred rows that are being retried, their sizes in bytes by their ids.
+    `may_be_due` is set when one of these ends, since the next one with its keys may be due and there is room for
+    others, and when others are due.
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class Checkpoint:
         self.storing = asyncio.Lock()
         self.state = LAGGING
         self.paused = state.paused
-        self.retried: set[int] = set()
+        self.retried: dict[int, int] = {}
         self.may_be_due = asyncio.Event()
 
     def attach(self) -> None:
@@ -138,16 +141,26 @@ class Checkpoint:
             if delivery.due is None and isinstance(disposition, Applied):
                 self._finish_commit(delivery)
             elif delivery.due is not None and isinstance(disposition, Blocked):
-                self.retried.discard(delivery.due.id)
+                self._end_retry(delivery.due.id)
             else:
                 self._unstored.append((delivery, disposition))
                 self._to_store.set()
+
+    def _end_retry(self, number: int) -> None:
+        self.retried.pop(number, None)
+        self.may_be_due.set()
 
     @property
     def has_unstored(self) -> bool:
         """Whether it is not stored yet what became of a delivery."""
         self._take_ended()
         return bool(self._unstored)
+
+    @property
+    def has_unstored_keys(self) -> bool:
+        """Whether it is not stored yet that a delivery was deferred, so that a query misses keys that it holds."""
+        self._take_ended()
+        return not all(isinstance(disposition, Applied) for _, disposition in self._unstored)
 
     @property
     def lags(self) -> bool:
@@ -181,9 +194,10 @@ class Checkpoint:
         await self._finished.wait()
 
     async def keep(self) -> None:
-        """Store what became of deliveries at once; runs until it is cancelled."""
+        """Store what became of deliveries soon; runs until it is cancelled."""
         while True:
             await self._to_store.wait()
+            await asyncio.sleep(_GATHER_SECONDS)
             await self.store()
 
     async def flush(self) -> None:
@@ -218,8 +232,7 @@ class Checkpoint:
                     raise
             for delivery, _ in ended:
                 if delivery.due is not None:
-                    self.retried.discard(delivery.due.id)
-                    self.may_be_due.set()
+                    self._end_retry(delivery.due.id)
             self._report([disposition for _, disposition in ended], dead)
             self._row.note(progress.entry)
             self._row.note_streak(streak, self._dispatcher.limit)

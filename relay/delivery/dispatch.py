@@ -12,7 +12,7 @@ from typing import Any
 
 from relay.config.handlers import DeliveryHandler
 from relay.delivery.circuit_breaker import CircuitBreaker
-from relay.delivery.queues import Delivery, HeldKeys, Queues
+from relay.delivery.queues import Delivery, HeldKeys, Queues, Ready
 from relay.faults import DestinationRefused, FaultAction, Unauthorized, action_for, describe
 from relay.logs import RepeatedLines
 from relay.model.dispositions import (
@@ -79,12 +79,12 @@ class Dispatcher:
         self.breaker = CircuitBreaker(settings.circuit_breaker if settings.reliable else None)
         self._pace = RateLimit(settings.rate_limit) if settings.rate_limit else None
         self._queues = Queues()
-        self._ready: deque[Delivery] = deque()
+        self._ready = Ready()
         self._blocked: deque[Delivery] = deque()
         self._blocked_since = time.monotonic()
         self._pending: dict[int, Delivery] = {}
         self._running: set[asyncio.Task[None]] = set()
-        self._size = 0
+        self._new_count = self._new_size = 0
         self._paused = self._defers_new = False
         self._changed = asyncio.Event()
         self._last_fault: str | None = None
@@ -141,26 +141,38 @@ class Dispatcher:
         return list(self._pending.values())
 
     def submit(self, delivery: Delivery) -> None:
-        """Queue a delivery; it starts after all before it with its keys. Retries precede new ones."""
+        """Queue a delivery; it starts after all before it with its keys, and a retry before new ones with its keys."""
         self._pending[id(delivery)] = delivery
-        self._size += delivery.rows.size
+        self._count_new(delivery, 1)
         self._queues.add(delivery)
         if not delivery.blockers:
             self._enqueue(delivery)
             self._start()
 
     def _enqueue(self, delivery: Delivery) -> None:
-        """Make a delivery ready to start: at the front if it is a retry, or blocked and only to be deferred."""
+        """Make a delivery ready to start or, if it is blocked, to be deferred."""
         if delivery.is_ready:
             return
-        delivery.is_ready = True
-        is_first = delivery.due is not None or (
-            self._is_blocked(delivery) and not self.breaker.is_open
-        )
-        if is_first:
-            self._ready.appendleft(delivery)
+        if not self._is_blocked(delivery):
+            self._ready.add(delivery)
+        elif self._keeps_blocked and delivery.due is None:
+            self._keep(delivery)
         else:
-            self._ready.append(delivery)
+            self._ready.add_blocked(delivery)
+
+    def _keep(self, delivery: Delivery) -> None:
+        """Keep a blocked delivery in memory while the destination is down."""
+        delivery.is_ready = True
+        self._blocked.append(delivery)
+
+    @property
+    def _keeps_blocked(self) -> bool:
+        return self.breaker.is_open and not self._defers_new
+
+    def _count_new(self, delivery: Delivery, sign: int) -> None:
+        if delivery.due is None:
+            self._new_count += sign
+            self._new_size += sign * delivery.rows.size
 
     def pause(self) -> None:
         """Start no delivery until `resume`."""
@@ -177,8 +189,8 @@ class Dispatcher:
         self._start()
 
     async def wait_for_room(self) -> None:
-        """Wait until there is room for another delivery."""
-        while self.count >= MOST_DELIVERIES or self._size > self._most_bytes:
+        """Wait until there is room for another new delivery."""
+        while self._new_count >= MOST_DELIVERIES or self._new_size > self._most_bytes:
             if self._blocked and time.monotonic() - self._blocked_since > DEFER_BLOCKED_SECONDS:
                 self._defer_blocked()
             else:
@@ -192,8 +204,6 @@ class Dispatcher:
             delivery.is_ready = False
             if not delivery.blockers:
                 self._defer(delivery)
-            while self._ready and self._is_blocked(self._ready[-1]):
-                self._blocked.append(self._ready.pop())
 
     async def wait_idle(self) -> None:
         """Wait until no delivery is in flight; queued ones do not count."""
@@ -215,19 +225,20 @@ class Dispatcher:
 
     def _start(self) -> None:
         """Start ready deliveries, up to `concurrency`, and complete the blocked ones."""
-        keeps_blocked = self.breaker.is_open and not self._defers_new
-        if self._blocked and not keeps_blocked:
-            self._ready.extendleft(reversed(self._blocked))
-            self._blocked.clear()
+        if self._blocked and not self._keeps_blocked:
+            kept, self._blocked = self._blocked, deque()
+            for each in kept:
+                each.is_ready = False
+            self._unblock(kept)
         while self._ready and (self._defers_new or not self._paused):
-            delivery = self._ready[0]
+            delivery = self._ready.next()
             if delivery.blockers:
                 # Meanwhile a retry with one of its keys was queued before it.
-                self._next_ready()
-            elif self._is_blocked(delivery) and keeps_blocked and delivery.due is None:
-                self._blocked.append(self._ready.popleft())
+                self._ready.take()
+            elif self._is_blocked(delivery) and self._keeps_blocked and delivery.due is None:
+                self._keep(self._ready.take())
             elif self._is_blocked(delivery):
-                self._defer(self._next_ready())
+                self._defer(self._ready.take())
             elif (
                 self._paused
                 or len(self._running) >= self._settings.concurrency
@@ -236,14 +247,9 @@ class Dispatcher:
                 return
             elif delivery.early():
                 # Others may be tried meanwhile.
-                self._defer(self._next_ready())
+                self._defer(self._ready.take())
             else:
-                self._begin(self._next_ready())
-
-    def _next_ready(self) -> Delivery:
-        delivery = self._ready.popleft()
-        delivery.is_ready = False
-        return delivery
+                self._begin(self._ready.begin())
 
     def _begin(self, delivery: Delivery) -> None:
         self.breaker.begin()
@@ -252,12 +258,11 @@ class Dispatcher:
         self._running.add(task)
         task.add_done_callback(self._stopped)
 
-    def _put_back(self, delivery: Delivery, queue: Callable[[Delivery], None]) -> None:
-        """Return a delivery that was tried to `queue`, after the retries with its keys."""
+    def _put_back(self, delivery: Delivery, *, first: bool = True) -> None:
+        """Queue a delivery that was tried again, after the retries with its keys, `first` of its kind or last."""
         self._unblock(self._queues.stop(delivery))
         if not delivery.blockers:
-            delivery.is_ready = True
-            queue(delivery)
+            self._ready.add(delivery, first=first)
 
     def _unblock(self, deliveries: Iterable[Delivery]) -> None:
         for each in deliveries:
@@ -317,7 +322,7 @@ class Dispatcher:
                 return
             await asyncio.sleep(wait)
             if self.breaker.is_open:
-                self._put_back(delivery, self._ready.appendleft)
+                self._put_back(delivery)
                 return
 
     def _deliver(self, events: Transaction) -> Awaitable[None]:
@@ -371,20 +376,18 @@ class Dispatcher:
         asked = asked_of(error)
         delivery.asked = (error, time.monotonic() + asked) if asked else None
         if not is_trial:
-            self._put_back(delivery, self._ready.appendleft)
+            self._put_back(delivery)
         elif not delivery.was_trial:
             # The next trial goes to another key.
             delivery.was_trial = True
-            self._put_back(delivery, self._ready.append)
+            self._put_back(delivery, first=False)
         else:
             # All others have failed too. If only these keys fail, deferring them makes room for others.
             self._completed(delivery, self._uncounted(delivery, error))
 
     def defer_early(self) -> None:
         """Defer the queued deliveries whose destination asked for a time that has not come: a restart keeps to it."""
-        for delivery in [each for each in self._ready if each.early()]:
-            self._ready.remove(delivery)
-            delivery.is_ready = False
+        for delivery in self._ready.take_early():
             self._defer(delivery)
 
     def _defer(self, delivery: Delivery) -> None:
@@ -426,7 +429,7 @@ class Dispatcher:
 
     def _completed(self, delivery: Delivery, disposition: Disposition) -> None:
         del self._pending[id(delivery)]
-        self._size -= delivery.rows.size
+        self._count_new(delivery, -1)
         holds_up = holds_keys(disposition) and self._settings.reliable
         self.end(delivery, disposition)
         following = self._queues.remove(delivery)

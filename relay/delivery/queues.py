@@ -78,6 +78,71 @@ class HeldKeys:
         self.any = False
 
 
+class Ready:
+    """The deliveries that may start: retries and new ones take turns, each in the order in which they became ready.
+
+    Ten thousand retries that fall due together, or replays, keep new deliveries of other keys waiting for one delivery
+    each. What is blocked comes before both, since it needs no turn.
+    """
+
+    def __init__(self) -> None:
+        self._blocked: deque[Delivery] = deque()
+        self._retries: deque[Delivery] = deque()
+        self._new: deque[Delivery] = deque()
+        self._is_retrys_turn = False
+
+    def __bool__(self) -> bool:
+        return bool(self._blocked or self._retries or self._new)
+
+    def add(self, delivery: Delivery, *, first: bool = False) -> None:
+        """Add a delivery after those of its kind, or before them."""
+        queue = self._retries if delivery.due is not None else self._new
+        delivery.is_ready = True
+        if first:
+            queue.appendleft(delivery)
+        else:
+            queue.append(delivery)
+
+    def add_blocked(self, delivery: Delivery) -> None:
+        """Add a delivery that is not to be tried."""
+        delivery.is_ready = True
+        self._blocked.append(delivery)
+
+    def next(self) -> Delivery:
+        """Return the delivery whose turn it is; there is one."""
+        return self._queue[0]
+
+    def take(self) -> Delivery:
+        """Remove and return the delivery whose turn it is; it does not use its turn."""
+        delivery = self._queue.popleft()
+        delivery.is_ready = False
+        return delivery
+
+    def begin(self) -> Delivery:
+        """Remove and return the delivery whose turn it is; the next turn is for the other kind."""
+        delivery = self.take()
+        self._is_retrys_turn = delivery.due is None
+        return delivery
+
+    @property
+    def _queue(self) -> deque[Delivery]:
+        if self._blocked:
+            return self._blocked
+        is_retrys = self._retries and (self._is_retrys_turn or not self._new)
+        return self._retries if is_retrys else self._new
+
+    def take_early(self) -> list[Delivery]:
+        """Remove and return the deliveries whose destination has asked for a time that has not come."""
+        taken: list[Delivery] = []
+        for queue in (self._blocked, self._retries, self._new):
+            early = [each for each in queue if each.early()]
+            for each in early:
+                queue.remove(each)
+                each.is_ready = False
+            taken += early
+        return taken
+
+
 class Queues:
     """For each key the deliveries in flight, then retries, then new ones, each in the order in which they were added.
 

@@ -20,8 +20,10 @@ from relay.store import (
     deferred,
 )
 from relay.store.deferred import due as deferred_due
+from relay.store.deferred.due import DueTransaction
 
-RETRIED_AT_ONCE = 500
+RETRIED_AT_ONCE = 200
+"""How many retries may be in memory, of at most `sinks.attach_bytes` but for one; the others stay in the table."""
 
 
 class Submission:
@@ -79,7 +81,8 @@ class Submission:
         asked = frozenset[str]().union(*keys)
         # First, since the query misses a delivery that fails during the flush.
         held.begin_query()
-        await self._checkpoint.flush()
+        if self._checkpoint.has_unstored_keys:
+            await self._checkpoint.flush()
         if asked:
             found = await context.connections.in_target(
                 deferred.held, context.group, context.name, asked
@@ -95,15 +98,12 @@ class Submission:
             self._checkpoint.may_be_due.clear()
 
     async def _retry_some(self) -> bool:
-        limit = RETRIED_AT_ONCE
-        if self._dispatcher.breaker.is_open:
-            # Only one at a time may be the trial.
-            limit = 0 if self._checkpoint.retried else 1
+        context, retried = self._context, self._checkpoint.retried
+        limit, size = self._room()
         if self._dispatcher.is_paused or not limit:
             return False
-        context, retried = self._context, self._checkpoint.retried
         due = await context.connections.in_target(
-            deferred_due.heads, context.group, context.name, limit, tuple(retried)
+            deferred_due.heads, context.group, context.name, limit, size, tuple(retried)
         )
         if not due:
             if self._dispatcher.held.any and not (retried or self._checkpoint.has_unstored):
@@ -111,19 +111,36 @@ class Submission:
             return False
         # An operator may have replayed dead letters, which hold keys again.
         self._dispatcher.held.any = True
-        limits = context.settings.batch
-        transactions = await context.connections.in_target(
+        # All are read before any is submitted: one that fails meanwhile would not block a later one with its keys.
+        deliveries = [each for run in deferred_due.runs(due) for each in await self._read(run)]
+        for each in deliveries:
+            # Not after `wait_for_room`: later deliveries with the same keys may fill it, and only be deferred.
+            self._dispatcher.submit(each)
+        return True
+
+    async def _read(self, due: Sequence[DueTransaction]) -> list[Delivery]:
+        """Read deferred transactions of one table layout."""
+        limits, retried = self._context.settings.batch, self._checkpoint.retried
+        transactions = await self._context.connections.in_target(
             deferred_due.transactions, due, limits.max_bytes, limits.spool_directory
         )
         decoder = self._router.decoder(transactions.columns)
-        pairs = _pairs(Routed(transactions, decoder))
-        for each, (rows, events) in zip(due, pairs, strict=True):
-            # Not after `wait_for_room`: later deliveries with the same keys may fill it, and only be deferred.
-            retried.add(each.id)
+        deliveries: list[Delivery] = []
+        for each, (rows, events) in zip(due, _pairs(Routed(transactions, decoder)), strict=True):
+            retried[each.id] = each.size
             history = AttemptHistory.of(each.attempts, each.failing_seconds)
             keys = frozenset(each.keys)
-            self._dispatcher.submit(Delivery(rows, events, keys, due=each, history=history))
-        return True
+            deliveries.append(Delivery(rows, events, keys, due=each, history=history))
+        return deliveries
+
+    def _room(self) -> tuple[int, int]:
+        """How many more retries may be in memory, and of how many bytes; 0 while less than half of the room is free."""
+        retried, most = self._checkpoint.retried, self._context.settings.sinks.attach_bytes
+        if self._dispatcher.breaker.is_open:
+            # Only one at a time may be the trial.
+            return (0 if retried else 1), most
+        limit, size = RETRIED_AT_ONCE - len(retried), most - sum(retried.values())
+        return (limit, size) if limit * 2 >= RETRIED_AT_ONCE and size * 2 >= most else (0, 0)
 
     async def _refresh_held(self) -> None:
         """Release all keys if no deferred transaction holds one."""

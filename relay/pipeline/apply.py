@@ -25,6 +25,7 @@ from relay.model.dispositions import (
     APPLIED,
     AttemptHistory,
     DeadLetter,
+    holds_keys,
     is_deferred,
 )
 from relay.model.events import Lsn
@@ -317,34 +318,50 @@ class Applier:
         limits = self._settings.batch
         with self._pool.transaction() as conn:
             self.active_jobs.enters(conn)
-            due = deferred_due.claim(conn, self._group, DUE_AT_ONCE)
-            if not due:
-                return Redelivery(0, 0, [])
-            transactions = deferred_due.transactions(
-                conn, due, limits.max_bytes, limits.spool_directory
-            )
-            return self._redeliver(conn, due, transactions, mode)
+            due = deferred_due.claim(conn, self._group, DUE_AT_ONCE, limits.max_bytes)
+            stuck: set[str] = set()
+            found = [self._redeliver(conn, run, mode, stuck) for run in deferred_due.runs(due)]
+        return Redelivery(
+            sum(each.tried for each in found),
+            sum(each.applied for each in found),
+            [dead for each in found for dead in each.dead],
+            joined(each.trace_record for each in found),
+        )
 
     def _redeliver(
-        self,
-        conn: Connection,
-        due: Sequence[DueTransaction],
-        transactions: Transactions,
-        mode: HandlingMode,
+        self, conn: Connection, run: Sequence[DueTransaction], mode: HandlingMode, stuck: set[str]
     ) -> Redelivery:
+        """Retry transactions of one table layout, but for those with a key that is `stuck`.
+
+        Adds the keys of what was not applied to `stuck`.
+        """
+        due = []
+        for each in run:
+            if stuck.isdisjoint(each.keys):
+                due.append(each)
+            else:
+                stuck.update(each.keys)
+        if not due:
+            return Redelivery(0, 0, [])
+        limits = self._settings.batch
+        transactions = deferred_due.transactions(
+            conn, due, limits.max_bytes, limits.spool_directory
+        )
         histories = {
             index: AttemptHistory.of(each.attempts, each.failing_seconds)
             for index, each in enumerate(due)
         }
         # A replayed transaction that fails is not a new dead letter: it does not count for the failure limit.
         dead_before = any(each.dead_transaction is not None for each in due)
-        limits = {} if dead_before else self._limits
+        failure_limits = {} if dead_before else self._limits
         streaks = {} if dead_before else brakes.streaks(conn, self._group)
-        limit = FailureLimit(limits, streaks, defers=True)
+        limit = FailureLimit(failure_limits, streaks, defers=True)
         assigned = self._router.route(transactions)
         dispositions = self._handler_runner.handle(conn, assigned, mode, histories, limit)
         if not dead_before:
-            for fault in store_streaks(conn, self._group, limits, assigned, dispositions, limit):
+            for fault in store_streaks(
+                conn, self._group, failure_limits, assigned, dispositions, limit
+            ):
                 log.error("a handler is stopped", extra={"fault": fault})
         unsettled = [
             Unsettled(
@@ -366,6 +383,9 @@ class Applier:
             ],
         )
         dead = self._settlement.store(conn, unsettled)
+        for index, disposition in dispositions.items():
+            if holds_keys(disposition):
+                stuck.update(due[index].keys)
         self._settlement.log_retries(dispositions.values())
         traced = self._trace_record(
             assigned,

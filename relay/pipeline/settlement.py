@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from relay.config.fields import JSON_FIELDS
@@ -40,6 +40,7 @@ from relay.model.trace_context import trace_id
 from relay.model.transactions import Undecoded
 from relay.store import dead_letters, deferred
 from relay.store.connections import Connection
+from relay.store.dead_letters import NewDeadTransaction
 from relay.store.deferred import Deferral
 from relay.store.deferred.due import DueTransaction
 
@@ -76,17 +77,15 @@ class Settlement:
 
         New ones are deferred in the order of `unsettled`, which is the order of their retries.
         """
-        dead: list[DeadLetterReport] = []
+        settled = list(unsettled)
+        numbers = self._dead_letter(conn, settled)
         new: list[tuple[Undecoded, Deferral]] = []
         again: list[tuple[int, Deferral]] = []
         done: list[int] = []
         replayed: list[int] = []
-        for each in unsettled:
+        for index, each in enumerate(settled):
             due, disposition = each.due, each.disposition
-            number = due.dead_transaction if due else None
-            if isinstance(disposition, DeadLetter):
-                number = self._dead_letter(conn, each, disposition)
-                dead.append(_report(each, disposition))
+            number = numbers.get(index, due.dead_transaction if due else None)
             deferral = _deferral(each)
             if deferral is not None:
                 deferral = replace(deferral, dead_transaction=number)
@@ -106,35 +105,51 @@ class Settlement:
         deferred.defer_again(conn, again)
         if done:
             deferred.remove(conn, done)
-        return dead
+        return [
+            _report(each, each.disposition)
+            for each in settled
+            if isinstance(each.disposition, DeadLetter)
+        ]
 
-    def _dead_letter(self, conn: Connection, each: Unsettled, failure: DeadLetter) -> int:
-        """Dead-letter a transaction; returns its number. One that was replayed keeps its own."""
-        due, error = each.due, failure.error
-        if due is not None and due.dead_transaction is not None:
-            number = due.dead_transaction
-            dead_letters.mark_dead_again(conn, self._group, number, failure.handler, error)
-            return number
-        left_out: list[int] = []
+    def _dead_letter(self, conn: Connection, unsettled: Sequence[Unsettled]) -> dict[int, int]:
+        """Dead-letter those that are to be; returns the numbers of the new dead transactions, by index.
+
+        One that was replayed keeps its number.
+        """
+        new: dict[int, NewDeadTransaction] = {}
+        again: list[tuple[int, str | None, BaseException]] = []
+        for index, each in enumerate(unsettled):
+            failure = each.disposition
+            if not isinstance(failure, DeadLetter):
+                continue
+            if each.due is not None and each.due.dead_transaction is not None:
+                again.append((each.due.dead_transaction, failure.handler, failure.error))
+            else:
+                new[index] = self._new_dead(each, failure)
+        if again:
+            dead_letters.mark_dead_again(conn, self._group, again)
+        if not new:
+            return {}
+        numbers = dead_letters.insert(conn, self._group, list(new.values()), self._sink)
+        return dict(zip(new, numbers, strict=True))
+
+    def _new_dead(self, each: Unsettled, failure: DeadLetter) -> NewDeadTransaction:
+        error, due = failure.error, each.due
+        left_out: set[int] = set()
         events: Iterable[Event] = each.events
         if isinstance(error, ProcessDied):
             events = self._small(events, left_out)
         elif isinstance(error, NotReceived):
-            left_out.extend(error.offsets)
+            left_out.update(error.offsets)
         # What cannot be routed, sinks have not received either. A sink's dead letters are replayed to it alone.
         undelivered = not self._sink and (
             (due is not None and due.undelivered)
             or isinstance(error, NotRouted | Undecodable | NotReceived)
         )
-        number = dead_letters.insert(
-            conn, self._group, events, failure.handler, error, self._sink, undelivered
-        )
-        if left_out:
-            dead_letters.mark_by_reference(conn, number, left_out)
-        return number
+        return NewDeadTransaction(events, failure.handler, error, undelivered, left_out)
 
-    def _small(self, events: Iterable[Event], left_out: list[int]) -> Iterator[Event]:
-        """Yield events, those above `source.max_event_bytes` without payload and metadata; appends their c_offsets.
+    def _small(self, events: Iterable[Event], left_out: set[int]) -> Iterator[Event]:
+        """Yield events, those above `source.max_event_bytes` without payload and metadata; adds their c_offsets.
 
         Writing an event of which processes died, perhaps for want of memory, must not take as much memory again.
         """
@@ -144,7 +159,7 @@ class Settlement:
             if offset is None or sum(map(len, texts)) <= self._max_event_bytes:
                 yield event
             else:
-                left_out.append(offset)
+                left_out.add(offset)
                 yield event.without(JSON_FIELDS)
 
     def log_retries(self, dispositions: Iterable[Disposition]) -> None:

@@ -110,14 +110,9 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def _due(conn: Connection, settings: Settings, sink: str) -> list[deferred_due.DueTransaction]:
-    """The due transactions that belong in the next batch. Raises psycopg.Error."""
-    heads = deferred_due.heads(conn, settings.group, sink, _REPLAYS)
-    size = 0
-    for number, each in enumerate(heads):
-        size += each.size
-        if number and size > _REPLAYED_BYTES:
-            return heads[:number]
-    return heads
+    """The due transactions that belong in the next batch, of one table layout. Raises psycopg.Error."""
+    due = deferred_due.heads(conn, settings.group, sink, _REPLAYS, _REPLAYED_BYTES)
+    return next(deferred_due.runs(due), [])
 
 
 def packed_events(

@@ -45,7 +45,7 @@ FORMER = {
             "9e35b6512d93254102c38670f4f84c0a43283b928874d6543d9eb576aaff5a9b",  # short transaction ids
             "515de2d899f88916f944ee2be0dbf412313e0cae0024a5caf4a44e56ea4ffcb7",  # no series, no counts
             "0c652b0ea5b34da4910e196e887d7a2e9fd93d85091337ee2cfad0320d11e0be",  # any search_path, no activity
-            "b207934c179cea88ec4441ab455bef5ad02cc18ed8210290de321190c02ed7df",  # positions updated in place
+            "b207934c179cea88ec4441ab455bef5ad02cc18ed8210290de321190c02ed7df",  # positions updated in place, no turns
         }
     ),
     "outbox/001_outbox.sql": frozenset(

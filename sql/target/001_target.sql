@@ -608,8 +608,15 @@ create table if not exists relay.deferred (
     data            bytea,
     deferred_at     timestamptz not null default now()
 );
-create index if not exists deferred_ready on relay.deferred (group_id, sink, retry_at, id)
-    where not blocked and predecessor is null;
+-- Whose turn it is: those that are not known to be blocked, replays of dead letters apart, and what may be blocked by these.
+-- An edition had replays among the others.
+drop index if exists relay.deferred_ready;
+create index if not exists deferred_others on relay.deferred (group_id, sink, retry_at, id)
+    where not blocked and predecessor is null and dead_transaction is null;
+create index if not exists deferred_replayed on relay.deferred (group_id, sink, retry_at, id)
+    where not blocked and predecessor is null and dead_transaction is not null;
+create index if not exists deferred_waiting on relay.deferred (group_id, sink, retry_at, id)
+    where not blocked and predecessor is not null and dead_transaction is null;
 create index if not exists deferred_predecessor on relay.deferred (predecessor) where predecessor is not null;
 create index if not exists deferred_dead on relay.deferred (dead_transaction) where dead_transaction is not null;
 

@@ -27,6 +27,7 @@ from relay.store import (
     deferred,
     migrations,
 )
+from relay.store.dead_letters import NewDeadTransaction
 from relay.store.dead_letters.selection import DeadLetterSelection
 from relay.store.deferred import Deferral
 from relay.store.deferred import due as deferred_due
@@ -76,6 +77,10 @@ def connected(outbox: Outbox) -> Iterator[psycopg.Connection[Any]]:
         yield conn
 
 
+MUCH = 1 << 40
+"""More bytes than anything here has."""
+
+
 def ids(due: Sequence[deferred_due.DueTransaction]) -> list[int]:
     return [each.id for each in due]
 
@@ -99,8 +104,8 @@ def test_what_is_deferred_comes_back_as_it_was(outbox: Outbox) -> None:
         undelivered=True,
     )
     deferred.defer(outbox.conn, "default", [(one, wait), (one, Deferral(()))], "s")
-    assert deferred_due.claim(outbox.conn, "default", 10) == []
-    first, second = deferred_due.heads(outbox.conn, "default", "s", 10)
+    assert deferred_due.claim(outbox.conn, "default", 10, MUCH) == []
+    first, second = deferred_due.heads(outbox.conn, "default", "s", 10, MUCH)
     assert (set(first.keys), first.holds) == (set(wait.keys), True)
     assert (first.attempts, first.handler) == (3, "h\t1")
     assert first.failing_seconds == pytest.approx(1_000_000.5, abs=30)
@@ -123,7 +128,7 @@ def test_large_transactions_come_back_from_portions(
     streamed = many[1]._replace(tuples=Streamed(outbox, list(many[1].tuples)))
     deferred.defer(outbox.conn, "g", ((each, Deferral({"k"})) for each in (*many, streamed)))
     assert outbox.value("select count(*) from relay.deferred_rows") == 6
-    due = deferred_due.claim(outbox.conn, "g", 10)
+    due = deferred_due.claim(outbox.conn, "g", 10, MUCH)
     for spool_above in (1_000, 0):
         found = deferred_due.transactions(outbox.conn, due, spool_above, tmp_path)
         assert [output(each) for each in found] == [output(each) for each in (*many, many[1])]
@@ -177,7 +182,7 @@ def test_many_wait_again_at_once(outbox: Outbox) -> None:
     assert waits is not None
     assert 50 < waits <= 60
     assert deferred.remove(outbox.conn, [first, gone]) == {first}
-    assert ids(deferred_due.claim(outbox.conn, "default", 10)) == [second]
+    assert ids(deferred_due.claim(outbox.conn, "default", 10, MUCH)) == [second]
     assert deferred.remove(outbox.conn, [second, third]) == {second, third}
     assert not outbox.column("select 1 from relay.deferred_keys")
     assert not outbox.column("select 1 from relay.deferred_rows")
@@ -189,7 +194,7 @@ def test_whoever_deletes_rows_releases_their_keys(outbox: Outbox) -> None:
     assert outbox.column("select predecessor from relay.deferred order by id") == [None, first]
     outbox.conn.execute("delete from relay.deferred where id = %s", (first,))
     assert deferred.held(outbox.conn, "default", "", ["a", "b"]) == {"b"}
-    assert ids(deferred_due.claim(outbox.conn, "default", 10)) == [second]
+    assert ids(deferred_due.claim(outbox.conn, "default", 10, MUCH)) == [second]
     outbox.conn.execute("truncate relay.deferred cascade")
     assert deferred.held(outbox.conn, "default", "", ["a", "b"]) == set()
 
@@ -200,11 +205,11 @@ def test_whoever_deletes_rows_releases_their_keys(outbox: Outbox) -> None:
 def test_a_run_of_one_key_is_taken_together_and_leaves_room_for_others(outbox: Outbox) -> None:
     run = defer(outbox.conn, *(Deferral({"a"}) for _ in range(1_200)))
     others = defer(outbox.conn, *(Deferral({f"b{number}"}) for number in range(10)))
-    taken = ids(deferred_due.claim(outbox.conn, "default", 500))
+    taken = ids(deferred_due.claim(outbox.conn, "default", 500, MUCH))
     assert taken == run[:490] + others
     deferred.remove(outbox.conn, taken)
-    assert ids(deferred_due.claim(outbox.conn, "default", 500)) == run[490:990]
-    assert ids(deferred_due.heads(outbox.conn, "default", "", 500, run[490:990])) == []
+    assert ids(deferred_due.claim(outbox.conn, "default", 500, MUCH)) == run[490:990]
+    assert ids(deferred_due.heads(outbox.conn, "default", "", 500, MUCH, run[490:990])) == []
 
 
 def test_one_with_several_keys_waits_for_all_of_them(outbox: Outbox) -> None:
@@ -215,33 +220,32 @@ def test_one_with_several_keys_waits_for_all_of_them(outbox: Outbox) -> None:
         Deferral({"a", "b"}),
         Deferral({"a"}),
     )
-    assert ids(deferred_due.claim(outbox.conn, "default", 10)) == [first]
+    assert ids(deferred_due.claim(outbox.conn, "default", 10, MUCH)) == [first]
     deferred.remove(outbox.conn, [first])
-    assert deferred_due.claim(outbox.conn, "default", 10) == []
+    assert deferred_due.claim(outbox.conn, "default", 10, MUCH) == []
     deferred.remove(outbox.conn, [second])
-    assert ids(deferred_due.claim(outbox.conn, "default", 10)) == [both, third]
+    assert ids(deferred_due.claim(outbox.conn, "default", 10, MUCH)) == [both, third]
 
 
 def test_only_one_claims_of_a_group(outbox: Outbox) -> None:
     (first,) = defer(outbox.conn, Deferral({"a"}))
     (other,) = defer(outbox.conn, Deferral({"a"}), group="other")
     with connected(outbox) as conn, conn.transaction():
-        assert ids(deferred_due.claim(conn, "default", 10)) == [first]
-        assert deferred_due.claim(outbox.conn, "default", 10) == []
-        assert ids(deferred_due.claim(outbox.conn, "other", 10)) == [other]
-    assert ids(deferred_due.claim(outbox.conn, "default", 10)) == [first]
+        assert ids(deferred_due.claim(conn, "default", 10, MUCH)) == [first]
+        assert deferred_due.claim(outbox.conn, "default", 10, MUCH) == []
+        assert ids(deferred_due.claim(outbox.conn, "other", 10, MUCH)) == [other]
+    assert ids(deferred_due.claim(outbox.conn, "default", 10, MUCH)) == [first]
 
 
-def test_transactions_of_another_layout_are_left_for_the_next_claim(outbox: Outbox) -> None:
+def test_transactions_of_another_layout_are_read_apart(outbox: Outbox) -> None:
     layouts = [("c",), ("c",), ("c", "d"), ("c",)]
     deferred.defer(
         outbox.conn, "g", ((undecoded(columns=each), Deferral({"k"})) for each in layouts)
     )
-    found = []
-    while due := deferred_due.claim(outbox.conn, "g", 10):
-        found.append(len(due))
-        deferred.remove(outbox.conn, ids(due))
-    assert found == [2, 1, 1]
+    runs = list(deferred_due.runs(deferred_due.claim(outbox.conn, "g", 10, MUCH)))
+    assert [len(run) for run in runs] == [2, 1, 1]
+    read = [deferred_due.transactions(outbox.conn, run, MUCH, None).columns for run in runs]
+    assert read == [("c",), ("c", "d"), ("c",)]
 
 
 def test_deferred_after_one_that_is_removed_at_the_same_time(outbox: Outbox) -> None:
@@ -250,10 +254,10 @@ def test_deferred_after_one_that_is_removed_at_the_same_time(outbox: Outbox) -> 
         with conn.transaction():
             assert deferred.held(conn, "default", "", ["a"]) == {"a"}
             with outbox.conn.transaction():
-                assert ids(deferred_due.claim(outbox.conn, "default", 10)) == [first]
+                assert ids(deferred_due.claim(outbox.conn, "default", 10, MUCH)) == [first]
                 second, third = defer(conn, Deferral({"a"}), Deferral({"a"}))
                 deferred.remove(outbox.conn, [first])
-        assert ids(deferred_due.claim(conn, "default", 10)) == [second, third]
+        assert ids(deferred_due.claim(conn, "default", 10, MUCH)) == [second, third]
 
 
 def test_a_predecessor_that_is_removed_meanwhile_holds_up_nobody(outbox: Outbox) -> None:
@@ -263,11 +267,11 @@ def test_a_predecessor_that_is_removed_meanwhile_holds_up_nobody(outbox: Outbox)
     with connected(outbox) as conn:
         remover = Thread(target=deferred.remove, args=(conn, [first]))
         with outbox.conn.transaction():
-            assert deferred_due.claim(outbox.conn, "default", 10) == []
+            assert deferred_due.claim(outbox.conn, "default", 10, MUCH) == []
             remover.start()
             wait_until(lambda: waits_for_a_lock(outbox))
         remover.join()
-    assert ids(deferred_due.claim(outbox.conn, "default", 10)) == [second]
+    assert ids(deferred_due.claim(outbox.conn, "default", 10, MUCH)) == [second]
 
 
 def test_a_predecessor_that_is_just_being_removed_is_not_noted(outbox: Outbox) -> None:
@@ -276,8 +280,8 @@ def test_a_predecessor_that_is_just_being_removed_is_not_noted(outbox: Outbox) -
     with connected(outbox) as conn:
         with conn.transaction():
             deferred.remove(conn, [first])
-            assert deferred_due.claim(outbox.conn, "default", 10) == []
-        assert ids(deferred_due.claim(outbox.conn, "default", 10)) == [second]
+            assert deferred_due.claim(outbox.conn, "default", 10, MUCH) == []
+        assert ids(deferred_due.claim(outbox.conn, "default", 10, MUCH)) == [second]
 
 
 def waits_for_a_lock(outbox: Outbox) -> bool:
@@ -320,7 +324,7 @@ def test_a_backlog_costs_no_more_than_a_few(outbox: Outbox, rows: int, keys: int
     asked = [f"k{n}" for n in range(100)] + [f"other{n}" for n in range(100)]
 
     def work() -> None:
-        assert deferred_due.claim(outbox.conn, "default", 500) == []
+        assert deferred_due.claim(outbox.conn, "default", 500, MUCH) == []
         assert len(deferred.held(outbox.conn, "default", "", [f"{n} host" for n in asked])) == min(
             keys, 100
         )
@@ -378,7 +382,7 @@ def decoded(outbox: Outbox) -> tuple[BatchRouter, Undecoded]:
     with relaying(outbox.settings()):
         wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 1)
     outbox.conn.execute("update relay.deferred set retry_at = now()")
-    due = deferred_due.claim(outbox.conn, "default", 1)
+    due = deferred_due.claim(outbox.conn, "default", 1, MUCH)
     (one,) = deferred_due.transactions(outbox.conn, due, 1_000_000, None)
     deferred.remove(outbox.conn, ids(due))
     return BatchRouter(settings), one
@@ -386,9 +390,9 @@ def decoded(outbox: Outbox) -> tuple[BatchRouter, Undecoded]:
 
 def dead_letter_of_sink(outbox: Outbox, sink: str) -> int:
     router, one = decoded(outbox)
-    return dead_letters.insert(
-        outbox.conn, "default", router.events(one), sink or None, Rejected("HTTP 400"), sink
-    )
+    dead = NewDeadTransaction(router.events(one), sink or None, Rejected("HTTP 400"))
+    (number,) = dead_letters.insert(outbox.conn, "default", [dead], sink)
+    return number
 
 
 @pytest.mark.parametrize(
@@ -404,8 +408,8 @@ def test_a_dead_letter_of_a_sink_is_replayed_to_that_sink_alone(
     assert json.loads(command(config, "dlq", "list", "--sink", "", "--json")) == []
     assert f"\t{sink}\t" in command(config, "dlq", "list")
     assert "1 transaction is queued" in command(config, "dlq", "replay", "--sink", sink, "--yes")
-    assert deferred_due.claim(outbox.conn, "default", 10) == []
-    (due,) = deferred_due.heads(outbox.conn, "default", sink, 10)
+    assert deferred_due.claim(outbox.conn, "default", 10, MUCH) == []
+    (due,) = deferred_due.heads(outbox.conn, "default", sink, 10, MUCH)
     assert (due.keys, due.dead_transaction, due.events) == (keys, number, 2)
     assert deferred.held(outbox.conn, "default", sink, keys) == set(keys)
 
@@ -463,7 +467,7 @@ def test_what_was_not_routed_reaches_the_sinks_of_todays_routes_once_it_is_appli
         ("loose", [], True, 1, False, None),
         ("users", [f"{host(1)} user {host(999)}"], True, 2, False, None),
     ]
-    (due,) = deferred_due.heads(outbox.conn, "default", "loose", 10)
+    (due,) = deferred_due.heads(outbox.conn, "default", "loose", 10, MUCH)
     (one,) = deferred_due.transactions(outbox.conn, [due], 1_000_000, None)
     assert [each.event_type for each in BatchRouter(routed).events(one)] == ["other"]
 
@@ -533,12 +537,12 @@ def test_the_commands(outbox: Outbox, config: Path) -> None:
     output = command(config, "deferred", "run", "--all", "--dry-run")
     assert "4 transactions with 4 events will be tried now" in output
     assert "1 more are dead letters that hold their keys" in output
-    assert deferred_due.claim(outbox.conn, "default", 10) == []
+    assert deferred_due.claim(outbox.conn, "default", 10, MUCH) == []
     output = command(config, "deferred", "run", "--sink", "hook", "--reason", "it is back", "--yes")
     assert "2 transactions are due" in output
     assert "no instance of group 'default' is running" in output
-    assert deferred_due.claim(outbox.conn, "default", 10) == []
-    due = deferred_due.heads(outbox.conn, "default", "hook", 10)
+    assert deferred_due.claim(outbox.conn, "default", 10, MUCH) == []
+    due = deferred_due.heads(outbox.conn, "default", "hook", 10, MUCH)
     assert [(each.id, each.attempts) for each in due] == [(third, 1), (fourth, 0)]
     (action,) = actions.recent(outbox.conn, "default", 10)
     assert (action.sink, action.action, action.reason) == ("hook", "deferred run", "it is back")
@@ -655,7 +659,7 @@ FORMER = """
     drop trigger release_keys on relay.deferred;
     drop trigger release_all_keys on relay.deferred;
     drop table relay.deferred_keys, relay.actions;
-    drop index relay.deferred_ready, relay.deferred_predecessor;
+    drop index relay.deferred_others, relay.deferred_replayed, relay.deferred_waiting, relay.deferred_predecessor;
     alter table relay.deferred drop column sink, drop column predecessor, drop column undelivered,
                                drop column sizes, drop column data;
     alter table relay.dead_letter_queue drop column sink, drop column undelivered;
@@ -726,7 +730,7 @@ def test_the_former_schema_is_migrated(outbox: Outbox, tmp_path: Path, by: str) 
     assert sorted(outbox.column("select key from relay.deferred_keys")) == sorted(keys[0] + keys[1])
     assert outbox.column("select undelivered from relay.deferred") == [True] * 3
     assert outbox.column("select undelivered from relay.dead_letter_queue") == [True]
-    due = deferred_due.claim(outbox.conn, "default", 10)
+    due = deferred_due.claim(outbox.conn, "default", 10, MUCH)
     found = deferred_due.transactions(outbox.conn, due, 1_000, None)
     assert [list(each.tuples) for each in found] == [[b"row"]] * 3
     first, second, third = ids(due)
@@ -737,7 +741,7 @@ def test_the_former_schema_is_migrated(outbox: Outbox, tmp_path: Path, by: str) 
         True,
         False,
     ]
-    assert len(deferred_due.claim(outbox.conn, "default", 10)) == 3
+    assert len(deferred_due.claim(outbox.conn, "default", 10, MUCH)) == 3
     assert second < third
     assert not outbox.column(
         "select indexdef from pg_indexes where schemaname = 'relay' and indexdef ~ 'USING gin'"
@@ -747,9 +751,9 @@ def test_the_former_schema_is_migrated(outbox: Outbox, tmp_path: Path, by: str) 
 def test_the_role_relay_may_do_all_of_this(outbox: Outbox) -> None:
     with outbox.limited_role() as (name, dsn), psycopg.connect(dsn, autocommit=True) as conn:
         first, second = defer(conn, Deferral({"a"}), Deferral({"a"}, after=60))
-        assert ids(deferred_due.claim(conn, "default", 10)) == [first]
+        assert ids(deferred_due.claim(conn, "default", 10, MUCH)) == [first]
         deferred.defer_again(conn, [(first, Deferral({"a"}))])
-        deferred.release(conn, second, undecoded())
+        deferred.release(conn, {second: undecoded()})
         assert deferred.remove(conn, [first, second]) == {first, second}
         actions.record(conn, "default", "s", "pause", "why", {"a": 1})
         assert actions.recent(conn, "default", 1)[0].acted_by == name
@@ -767,8 +771,8 @@ def test_rows_are_what_a_replay_has_now(outbox: Outbox) -> None:
     (first,) = defer(outbox.conn, Deferral({"a"}, blocked=True, dead_transaction=5))
     defer(outbox.conn, Deferral({"a"}))
     assert deferred.blocked(outbox.conn, [5, 6]) == {5: first}
-    deferred.release(outbox.conn, first, undecoded(b"edited", b"too"))
-    due = deferred_due.claim(outbox.conn, "default", 1)
+    deferred.release(outbox.conn, {first: undecoded(b"edited", b"too")})
+    due = deferred_due.claim(outbox.conn, "default", 1, MUCH)
     assert ids(due) == [first]
     (one,) = deferred_due.transactions(outbox.conn, due, 1_000, None)
     assert isinstance(one.tuples, Rows)

@@ -35,12 +35,14 @@ _GROUPS = count(1)
 _LATER = 3_600.0
 _FAR = datetime(2999, 1, 1, tzinfo=UTC)
 EVERYTHING = 1_000
+SIZE = undecoded().size
+"""The size of each transaction here, in bytes."""
 
 DeferredRow = list[tuple[frozenset[str], str]]
 """The keys of transactions, and when their time comes."""
 
 KEYS = st.frozensets(st.sampled_from("abcd"), max_size=2) | st.just(frozenset("a"))
-TIMES = st.sampled_from(["now", "now", "later", "scheduled", "blocked"])
+TIMES = st.sampled_from(["now", "now", "replayed", "later", "scheduled", "blocked"])
 DEFERRED_ROWS: st.SearchStrategy[DeferredRow] = st.lists(
     st.tuples(KEYS, TIMES), min_size=1, max_size=8
 )
@@ -100,6 +102,8 @@ class Store(RuleBasedStateMachine):
             match when:
                 case "now":
                     waits.append(Deferral(keys))
+                case "replayed":
+                    waits.append(Deferral(keys, dead_transaction=2))
                 case "later":
                     waits.append(Deferral(keys, after=_LATER, attempts=1))
                 case "scheduled":
@@ -146,15 +150,19 @@ class Store(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         blocked = [number for number, row in self.rows.items() if row.blocked]
         number = data.draw(st.sampled_from(blocked))
-        deferred.release(self.conn, number, undecoded())
+        deferred.release(self.conn, {number: undecoded()})
         self.rows[number].blocked = False
         self.rows[number].due = True
 
     # The worker.
 
-    @rule(limit=st.integers(1, 6) | st.just(EVERYTHING))
-    def take(self, limit: int) -> None:
-        due = self.heads(limit)
+    @rule(
+        limit=st.integers(1, 6) | st.just(EVERYTHING),
+        transactions=st.integers(0, 4) | st.just(EVERYTHING),
+    )
+    def take(self, limit: int, transactions: int) -> None:
+        """`transactions` of them have as many bytes as may be taken."""
+        due = self.heads(limit, transactions * SIZE)
         chosen = {each.id for each in due}
         turn = self.turn()
         assert len(due) <= limit
@@ -164,7 +172,8 @@ class Store(RuleBasedStateMachine):
             assert self.holders_before(number) <= chosen
         if turn:
             assert chosen
-        if limit == EVERYTHING:
+        assert len(due) <= max(2, transactions)
+        if limit == transactions == EVERYTHING:
             assert {number for number in turn if not self.holders_before(number)} <= chosen
         self.flying |= chosen
 
@@ -298,8 +307,8 @@ class Store(RuleBasedStateMachine):
 
     # The store.
 
-    def heads(self, limit: int) -> list[DueTransaction]:
-        return deferred_due.heads(self.conn, self.group, "s", limit, self.flying)
+    def heads(self, limit: int, size: int = EVERYTHING * SIZE) -> list[DueTransaction]:
+        return deferred_due.heads(self.conn, self.group, "s", limit, size, self.flying)
 
     def ids(self) -> Iterator[int]:
         for (number,) in self.conn.execute(

@@ -14,7 +14,7 @@ from relay.delivery.progress import SinkProgress
 from relay.delivery.sinks import Sinks
 from relay.delivery.submission import Submission
 from relay.faults import Rejected
-from relay.model.dispositions import APPLIED, Blocked, Disposition
+from relay.model.dispositions import Blocked, Disposition, RetryLater
 from relay.pipeline.failure_limit import FailureLimit
 from relay.pipeline.listeners import Meter
 from relay.pipeline.routing import BatchRouter
@@ -60,7 +60,7 @@ def test_what_fails_while_held_keys_are_queried_holds_its_keys(outbox: Outbox) -
         progress = SinkProgress(state.position, state.done, context.polls)
         checkpoint = Checkpoint(context, state, progress, dispatcher)
         submission = Submission(context, BatchRouter(settings), checkpoint, dispatcher)
-        dispatcher.end(retried(5, "b"), APPLIED)
+        dispatcher.end(retried(5, "b"), RetryLater("hook", Rejected("HTTP 400"), 60.0))
         dispatcher.submit(delivery(1, "a"))
         await submission._query_held([frozenset("a")])
         # The failure is not stored yet.

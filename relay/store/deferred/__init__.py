@@ -418,28 +418,42 @@ def blocked(conn: Connection, dead: Sequence[int]) -> dict[int, int]:
     return dict(rows.fetchall())
 
 
-def release(conn: Connection, deferred_id: int, transaction: Undecoded) -> None:
-    """Make a dead transaction that holds its keys due, with the rows of `transaction`; it keeps its order."""
-    rows = _inline(transaction)
-    conn.execute(
-        """
-        update relay.deferred
-           set blocked = false, retry_at = clock_timestamp(), attempts = 0, first_failed_at = null, handler = null,
-               reason = null, columns = %s, events = %s, size = %s, sizes = %s, data = %s
-         where id = %s
-        """,
-        (
-            list(transaction.columns),
-            len(transaction.tuples),
-            transaction.size,
-            None if rows is None else list(map(len, rows)),
-            None if rows is None else b"".join(rows),
-            deferred_id,
-        ),
-    )
-    conn.execute("delete from relay.deferred_rows where deferred_id = %s", (deferred_id,))
-    if rows is None:
-        _write_rows(conn, deferred_id, transaction.tuples)
+def release(conn: Connection, dead: Mapping[int, Undecoded]) -> None:
+    """Make dead transactions that hold their keys due, by the ids of their rows, each with the rows of a transaction.
+
+    They keep their order.
+    """
+    if not dead:
+        return
+    large: dict[int, Tuples] = {}
+    rows_of: list[tuple[object, ...]] = []
+    for number, transaction in dead.items():
+        rows = _inline(transaction)
+        if rows is None:
+            large[number] = transaction.tuples
+        rows_of.append(
+            (
+                list(transaction.columns),
+                len(transaction.tuples),
+                transaction.size,
+                None if rows is None else list(map(len, rows)),
+                None if rows is None else b"".join(rows),
+                number,
+            )
+        )
+    with conn.cursor() as cursor:
+        cursor.executemany(
+            """
+            update relay.deferred
+               set blocked = false, retry_at = clock_timestamp(), attempts = 0, first_failed_at = null, handler = null,
+                   reason = null, columns = %s, events = %s, size = %s, sizes = %s, data = %s
+             where id = %s
+            """,
+            rows_of,
+        )
+    conn.execute("delete from relay.deferred_rows where deferred_id = any(%s)", (list(dead),))
+    for number, tuples in large.items():
+        _write_rows(conn, number, tuples)
 
 
 def forget(conn: Connection, group: str, sink: str) -> int:

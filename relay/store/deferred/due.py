@@ -9,9 +9,9 @@ The statements are never prepared: a plan made while a table was empty would lat
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import chain, groupby, takewhile
 from pathlib import Path
 from typing import Any, LiteralString, NamedTuple
 
@@ -27,6 +27,9 @@ from relay.store.connections import Connection
 
 _ROUNDS = 20
 """How many times `heads` queries at most, while all transactions that it finds are blocked by others."""
+_REPLAYS_TOGETHER = 20
+"""About how many replays of a key are returned together if something waits for them: some keys are done before others,
+so that what waits does not wait for the replays of all keys."""
 _EXAMINED_KEYS = 10_000
 """About how many rows of relay.deferred_keys a claim reads for the transactions that follow the first of each key."""
 
@@ -67,47 +70,58 @@ DUE_COLUMNS = sql.SQL(
 """The select list that makes a `DueTransaction` of a row `d` of relay.deferred."""
 
 
-def claim(conn: Connection, group: str, limit: int) -> list[DueTransaction]:
+def claim(conn: Connection, group: str, limit: int, size: int) -> list[DueTransaction]:
     """Return the transactions of the target that are due, as `heads` finds them.
 
     No other session can claim any of the group until the database transaction ends. Empty where one has.
     """
     if not locks.try_lock_in_transaction(conn, locks.retries(group)):
         return []
-    return heads(conn, group, "", limit)
+    return heads(conn, group, "", limit, size)
 
 
 def heads(
-    conn: Connection, group: str, sink: str, limit: int, in_flight: Collection[int] = ()
+    conn: Connection,
+    group: str,
+    sink: str,
+    limit: int,
+    size: int,
+    in_flight: Collection[int] = (),
 ) -> list[DueTransaction]:
     """Return at most `limit` transactions that are due, in the order in which they were deferred.
 
-    A transaction is returned if its time has come and every earlier one that holds one of its keys is returned with it:
-    of each key, the first ones. All have one table layout. The limit keeps those that have been due longest. The
-    transactions `in_flight`, by id, are left out; they hold their keys.
+    They have at most `size` bytes together, unless the first one alone has more. A transaction is returned if its time
+    has come and every earlier one that holds one of its keys is returned with it: of each key, the first ones. The
+    limits keep those that have been due longest. The transactions `in_flight`, by id, are left out; they hold their
+    keys.
+
+    Replayed dead letters, of which an operator may queue any number at once, have half of both limits while others are
+    due, but at least one has its turn. Replays that block a transaction that is none belong to the others: those of
+    some keys, many of each.
 
     Example: A and B hold key 1, C holds keys 1 and 2, D holds key 2; all are due. A, B, C and D are returned together.
     If B's time has not come, only A is: B blocks C, and C blocks D.
     """
     for _ in range(_ROUNDS):
         ready = _ready(conn, group, sink, limit, in_flight)
-        chosen = _chosen(ready)
-        candidates = ready
-        if chosen and len(chosen) < limit:
-            room = limit - len(chosen)
-            candidates = [*ready, *_following(conn, chosen, room, ready, in_flight)]
-            chosen = _chosen(candidates)
-        _note_predecessors(conn, ready, chosen)
-        if chosen or len(ready) < limit:
+        first = [each for each in ready if not each.gives_way]
+        replays = [each for each in ready if each.gives_way]
+        share = 2 if first and replays else 1
+        due = _portion(conn, first, limit // share or 1, size // share, in_flight)
+        room = limit - len(due), size - sum(each.size for each in due)
+        if replays and (not due or min(room) > 0):
+            due += _portion(conn, replays, *room, (*in_flight, *(each.id for each in due)))
+        if due or len(ready) < limit:
             break
-    else:
-        return []
-    due = [
-        each.due
-        for each in sorted(candidates, key=lambda each: each.due.id)
-        if each.due.id in chosen
-    ]
-    return list(takewhile(lambda each: each.columns == due[0].columns, due[:limit]))
+    return sorted(due, key=lambda each: each.id)
+
+
+def runs(due: Iterable[DueTransaction]) -> Iterator[list[DueTransaction]]:
+    """Split transactions, in their order, into those of one table layout each.
+
+    A replay has not the layout of what waits for it.
+    """
+    return (list(run) for _, run in groupby(due, key=lambda each: each.columns))
 
 
 def stored(conn: Connection, group: str, sink: str, after: int, limit: int) -> list[DueTransaction]:
@@ -128,34 +142,78 @@ def stored(conn: Connection, group: str, sink: str, after: int, limit: int) -> l
 
 
 class _Candidate(NamedTuple):
-    """A transaction that may be due. `earlier` is, for each of its keys, the last row before it that holds that key."""
+    """A transaction that may be due. `earlier` is, for each of its keys, the last row before it that holds that key.
+
+    It `gives_way` to others if it is a replay that nothing else waits for.
+    """
 
     due: DueTransaction
+    gives_way: bool
     is_early: bool
     earlier: list[int]
 
 
 _CANDIDATE = sql.SQL(
     """
-    select d.blocked or d.retry_at > now(),
-           array(select distinct before.deferred_id
-                   from unnest(d.keys) as own (key)
-                  cross join lateral (
-                        select k.deferred_id from relay.deferred_keys as k
-                         where k.group_id = d.group_id and k.sink = d.sink and k.key = own.key and k.deferred_id < d.id
-                         order by k.deferred_id desc limit 1) as before),
-           {due}
+    d.blocked or d.retry_at > now(),
+    array(select distinct before.deferred_id
+            from unnest(d.keys) as own (key)
+           cross join lateral (
+                 select k.deferred_id from relay.deferred_keys as k
+                  where k.group_id = d.group_id and k.sink = d.sink and k.key = own.key and k.deferred_id < d.id
+                  order by k.deferred_id desc limit 1) as before),
+    {due}
     """
 ).format(due=DUE_COLUMNS)
 MAY_BE_DUE = sql.SQL("not d.blocked and d.predecessor is null and d.retry_at <= now()")
-"""The condition on a row `d` of relay.deferred that is due, unless an earlier one holds one of its keys."""
+"""The condition on a row `d` of relay.deferred that is due, unless an earlier one holds one of its keys.
+
+An index has replays of dead letters, whose `dead_transaction` is not null, another one the others.
+"""
+# The conditions are those of the indexes deferred_others, deferred_replayed and deferred_waiting. OFFSET 0 keeps the
+# lookup by id apart, so that no plan reads the whole table.
 _READY = sql.SQL(
     """
-    {candidate}
-      from relay.deferred as d
-     where d.group_id = %(group)s and d.sink = %(sink)s and {may_be_due}
-       and d.id <> all(%(in_flight)s::bigint[])
-     order by d.retry_at, d.id limit %(limit)s
+    with replayed as materialized (
+        select d.id, row_number() over (order by d.retry_at, d.id) as number
+          from relay.deferred as d
+         where d.group_id = %(group)s and d.sink = %(sink)s and {may_be_due}
+           and d.dead_transaction is not null and d.id <> all(%(in_flight)s::bigint[])
+         order by d.retry_at, d.id limit %(limit)s),
+    others as (
+        select d.id, row_number() over (order by d.retry_at, d.id) as number
+          from relay.deferred as d
+         where d.group_id = %(group)s and d.sink = %(sink)s and {may_be_due}
+           and d.dead_transaction is null and d.id <> all(%(in_flight)s::bigint[])
+         order by d.retry_at, d.id limit %(limit)s),
+    waiting as (
+        select d.keys, row_number() over (order by d.retry_at, d.id) as number
+          from relay.deferred as d
+         where d.group_id = %(group)s and d.sink = %(sink)s and not d.blocked and d.predecessor is not null
+           and d.dead_transaction is null and d.retry_at <= now() and exists (select from replayed)
+         order by d.retry_at, d.id limit %(limit)s),
+    blocking as (
+        select replayed.id, min(waiting.number) as number
+          from waiting
+         cross join unnest(waiting.keys) as own (key)
+         cross join lateral (
+               select k.deferred_id from relay.deferred_keys as k
+                where k.group_id = %(group)s and k.sink = %(sink)s and k.key = own.key
+                order by k.deferred_id limit 1) as holding
+         cross join lateral (
+               select row.id from relay.deferred as row
+                where row.id = holding.deferred_id and not row.blocked and row.predecessor is null
+                  and row.dead_transaction is not null and row.retry_at <= now()
+                  and row.id <> all(%(in_flight)s::bigint[])
+               offset 0) as replayed
+         group by 1),
+    ready as (
+        select id, false as gives_way, number from others
+        union all (select id, false, number from blocking order by number, id limit %(keys)s)
+        union all select id, true, number from replayed where id not in (select id from blocking))
+    select ready.gives_way, {candidate}
+      from ready cross join lateral (select * from relay.deferred as row where row.id = ready.id offset 0) as d
+     order by ready.gives_way, ready.number, ready.id
     """
 ).format(candidate=_CANDIDATE, may_be_due=MAY_BE_DUE)
 # The same number of each key, so that a key with many transactions does not use up the limit.
@@ -173,8 +231,9 @@ _FOLLOWING = sql.SQL(
          where d.id = any(%(chosen)s::bigint[]) and next.deferred_id <> all(%(known)s::bigint[])
          group by next.deferred_id
          order by 2, 1 limit %(room)s)
-    {candidate}
+    select false, {candidate}
       from following join relay.deferred as d on d.id = following.deferred_id
+     order by following.number, d.id
     """
 ).format(candidate=_CANDIDATE)
 
@@ -189,9 +248,32 @@ def _ready(
             "group": group,
             "sink": sink,
             "limit": limit,
+            "keys": math.ceil(limit / _REPLAYS_TOGETHER),
             "in_flight": literals.of_numbers(in_flight),
         },
     )
+
+
+def _portion(
+    conn: Connection,
+    ready: Sequence[_Candidate],
+    limit: int,
+    size: int,
+    in_flight: Collection[int],
+) -> list[DueTransaction]:
+    """Return those of the transactions, and of those that follow them, that may be applied together now.
+
+    They are at most `limit`, of at most `size` bytes but for the first one. Those that are blocked are noted so.
+    """
+    ready = ready[:limit]
+    chosen = _chosen(ready)
+    candidates = ready
+    if chosen and len(chosen) < limit:
+        room = limit - len(chosen)
+        candidates = [*ready, *_following(conn, chosen, room, ready, in_flight)]
+        chosen = _chosen(candidates)
+    _note_predecessors(conn, ready, chosen)
+    return _fitting({each.due.id: each for each in candidates if each.due.id in chosen}, size)
 
 
 def _following(
@@ -222,7 +304,10 @@ def _candidates(
     conn: Connection, query: sql.Composed, parameters: dict[str, Any]
 ) -> list[_Candidate]:
     rows = conn.execute(query, parameters, prepare=False)
-    return [_Candidate(DueTransaction(*due), is_early, earlier) for is_early, earlier, *due in rows]
+    return [
+        _Candidate(DueTransaction(*due), gives_way, is_early, earlier)
+        for gives_way, is_early, earlier, *due in rows
+    ]
 
 
 def _chosen(candidates: Iterable[_Candidate]) -> set[int]:
@@ -232,6 +317,26 @@ def _chosen(candidates: Iterable[_Candidate]) -> set[int]:
         if not each.is_early and chosen.issuperset(each.earlier):
             chosen.add(each.due.id)
     return chosen
+
+
+def _fitting(chosen: Mapping[int, _Candidate], size: int) -> list[DueTransaction]:
+    """Return the first of the chosen transactions that have at most `size` bytes together, and at least one.
+
+    Those that a transaction follows are taken before it, although they may come later in `chosen`.
+    """
+    fitting: dict[int, DueTransaction] = {}
+    for number in chosen:
+        needed, found = {number}, [number]
+        while found:
+            earlier = set(chosen[found.pop()].earlier) - needed - fitting.keys()
+            needed |= earlier
+            found += earlier
+        for each in sorted(needed - fitting.keys()):
+            size -= chosen[each].due.size
+            if fitting and size < 0:
+                return list(fitting.values())
+            fitting[each] = chosen[each].due
+    return list(fitting.values())
 
 
 def _note_predecessors(conn: Connection, ready: Sequence[_Candidate], chosen: set[int]) -> None:
@@ -262,11 +367,16 @@ def seconds_to_next(conn: Connection, group: str, sink: str = "") -> float | Non
     with conn.cursor(row_factory=scalar_row) as cursor:
         seconds = cursor.execute(
             """
-            select extract(epoch from retry_at - clock_timestamp())::float8 from relay.deferred
-             where group_id = %s and sink = %s and not blocked and predecessor is null and retry_at > clock_timestamp()
-             order by retry_at limit 1
+            select extract(epoch from least(
+                   (select min(retry_at) from relay.deferred
+                     where group_id = %(group)s and sink = %(sink)s and not blocked and predecessor is null
+                       and dead_transaction is null and retry_at > clock_timestamp()),
+                   (select min(retry_at) from relay.deferred
+                     where group_id = %(group)s and sink = %(sink)s and not blocked and predecessor is null
+                       and dead_transaction is not null and retry_at > clock_timestamp()))
+                   - clock_timestamp())::float8
             """,
-            (group, sink),
+            {"group": group, "sink": sink},
             prepare=False,
         ).fetchone()
     return None if seconds is None else float(seconds)

@@ -414,7 +414,10 @@ def watch(conn: Connection, group: str, sinks: Collection[str]) -> dict[str, Wat
             """
             select s.sink, s.claim, s.epoch, s.paused_at is not null,
                    exists (select from relay.deferred as d
-                            where d.group_id = s.group_id and d.sink = s.sink and {due}),
+                            where d.group_id = s.group_id and d.sink = s.sink and {due} and d.dead_transaction is null)
+                   or exists (select from relay.deferred as d
+                               where d.group_id = s.group_id and d.sink = s.sink and {due}
+                                 and d.dead_transaction is not null),
                    exists (select from relay.deferred_keys as k where k.group_id = s.group_id and k.sink = s.sink)
               from relay.sinks as s where s.group_id = %s and s.sink = any(%s)
             """
