@@ -52,7 +52,7 @@ ACTIVITY_SECONDS = 5.0
 IDLE_ADOPTION_SECONDS = 60.0
 """How often a sink that gets no events stores a newer snapshot: each is a write to the target."""
 _GATHER_SECONDS = 0.02
-"""How long more deliveries may end before it is stored what became of one: a commit for each would cost as much again."""
+"""How long more deliveries may end before it is stored what became of one: a commit for each costs as much again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -98,7 +98,7 @@ class NewDeadTransaction:
     by_reference: Collection[int] = ()
 
 
-class _Row(NamedTuple):
+class _NewDeadLetter(NamedTuple):
     """A dead letter: the values of `_FACTS` and of `STORED`; `refused` is a JSON object of those that are refused."""
 
     facts: tuple[str | None, ...]
@@ -141,17 +141,19 @@ def _next_numbers(conn: Connection, count: int) -> list[int]:
         ).fetchall()
 
 
-def _rows(group: str, sink: str, dead: Iterable[tuple[int, NewDeadTransaction]]) -> Iterator[_Row]:
+def _rows(
+    group: str, sink: str, dead: Iterable[tuple[int, NewDeadTransaction]]
+) -> Iterator[_NewDeadLetter]:
     for number, each in dead:
         facts = (group, str(number), sink, "t" if each.undelivered else "f", each.handler)
         exception = exception_text(each.error)
         for event in each.events:
             values = tuple(event.text(field) for field in _FROM_EVENT.values())
-            yield _Row(facts, exception, event.c_offset in each.by_reference, values)
+            yield _NewDeadLetter(facts, exception, event.c_offset in each.by_reference, values)
 
 
-def _chunks(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
-    chunk: list[_Row] = []
+def _chunks(rows: Iterable[_NewDeadLetter]) -> Iterator[list[_NewDeadLetter]]:
+    chunk: list[_NewDeadLetter] = []
     size = 0
     for row in rows:
         chunk.append(row)
@@ -163,7 +165,7 @@ def _chunks(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
         yield chunk
 
 
-def _write(conn: Connection, rows: Sequence[_Row]) -> None:
+def _write(conn: Connection, rows: Sequence[_NewDeadLetter]) -> None:
     with conn.transaction(), conn.cursor() as cursor, cursor.copy(_COPY) as copy:
         lines: list[str] = []
         size = 0
@@ -188,7 +190,7 @@ def _copied(value: str | None) -> str:
     return value.replace("\t", "\\t").replace("\n", "\\n").replace("\r", "\\r")
 
 
-def _degraded(conn: Connection, rows: Sequence[_Row]) -> Iterator[_Row]:
+def _degraded(conn: Connection, rows: Sequence[_NewDeadLetter]) -> Iterator[_NewDeadLetter]:
     """Yield the rows with values that their columns accept, and the values that they refuse in `refused`."""
     exceptions = _writable(conn, [row.exception for row in rows])
     columns = zip(*(row.values for row in rows), strict=True)
@@ -207,7 +209,7 @@ def _degraded(conn: Connection, rows: Sequence[_Row]) -> Iterator[_Row]:
             value if is_accepted else _nearest(sql_type, value or "")
             for sql_type, value, is_accepted in zip(_TYPES, row.values, accepted, strict=True)
         )
-        yield _Row(
+        yield _NewDeadLetter(
             row.facts,
             exception,
             row.by_reference,
