@@ -159,15 +159,17 @@ class _Week:
 
     def _restart(self) -> None:
         """End the process of the second group, by turns with SIGTERM and SIGKILL, and start another one."""
-        instance = self._restarted.instances[0]
-        if self.done["restarts"] % 2:
-            instance.kill()
-        else:
-            instance.stop()
-        instance.start()
+        instance, slot = self._restarted.instances[0], self._restarted.group
         with self._connected() as conn:
+            # The server notices the end of a killed process only when it writes to it.
+            former = _reader(conn, slot)
+            if self.done["restarts"] % 2:
+                instance.kill()
+            else:
+                instance.stop()
+            instance.start()
             wait_until(
-                lambda: self._ended.is_set() or _is_read(conn, self._restarted.group),
+                lambda: self._ended.is_set() or _reader(conn, slot) not in (None, former),
                 "the restarted relay streams",
                 _LONGEST_RESTART,
                 instance.process,
@@ -228,11 +230,12 @@ def _files(instance: Instance) -> int:
     return sum(len(files) + len(folders) for _, folders, files in os.walk(folder))
 
 
-def _is_read(conn: psycopg.Connection[tuple[object, ...]], slot: str) -> bool:
+def _reader(conn: psycopg.Connection[tuple[object, ...]], slot: str) -> object:
+    """The process of the server that sends a slot's changes; None if nobody reads it."""
     row = conn.execute(
-        "select active from pg_replication_slots where slot_name = %s", (slot,)
+        "select active_pid from pg_replication_slots where slot_name = %s", (slot,)
     ).fetchone()
-    return bool(row and row[0])
+    return row[0] if row else None
 
 
 def week(plan: Plan) -> Iterator[Workload]:
