@@ -69,7 +69,8 @@ class Recovery:
             if groups.recreations(target, self._settings.group) >= RECREATIONS_AN_HOUR:
                 raise RelayError(
                     f"source.slot: {source.slot!r} was lost {RECREATIONS_AN_HOUR} times within an hour: raise "
-                    "max_slot_wal_keep_size, or find out who drops it, and restart relay; or set source.mode: poll"
+                    "max_slot_wal_keep_size, or find out who drops it or its publication, make them again with `relay "
+                    "init`, and start relay; or set source.mode: poll"
                 )
             reason = "it was missing" if state is None else state.invalidation_reason
             try:

@@ -13,6 +13,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from relay.faults import RelayError
+from relay.service import Service
 from relay.source import hybrid
 from relay.source.hybrid import StreamSource
 from relay.source.stream import receiver, replication, walsender
@@ -272,6 +273,16 @@ def test_the_slot_is_not_recreated_for_ever(outbox: Outbox) -> None:
     wait_until(lambda: "relay" not in {thread.name for thread in threading.enumerate()})
     with pytest.raises(RelayError, match="lost 3 times within an hour"):
         ended.close()
+    outbox.publish(host(1), event(1))
+    # A restart alone does not help within the hour.
+    with pytest.raises(RelayError, match="make them again with `relay init`, and start relay"):
+        Service(outbox.settings()).run()
+    outbox.install_again(outbox.settings())
+    with relaying(outbox.settings()):
+        outbox.publish(host(1), event(2))
+        outbox.wait_handled()
+        outbox.wait_drained()
+    outbox.assert_exact()
 
 
 def test_a_role_that_may_not_replicate_polls(outbox: Outbox) -> None:
