@@ -38,10 +38,11 @@ log = logging.getLogger(__name__)
 
 MOST_DELIVERIES = 10_000
 """How many deliveries may be in memory, in flight or queued; the others stay in the log."""
-LAGGING_SHARE = 0.3
-"""The share of one processor that the steps of deliveries of all sinks that lag may take in the process that streams.
+LAGGING_SHARE, ALL_LAGGING_SHARE = 0.3, 0.5
+"""The shares of one processor that the steps of deliveries may take of a sink that lags, and of all that lag together.
 
-With what they cost the loop beside that, such as its sockets, it is about half of one.
+They are for the process that streams. With what deliveries cost the loop beside their steps, such as its sockets, they
+are about half of a processor, and most of one.
 """
 DEFER_BLOCKED_SECONDS = 300.0
 """How long blocked deliveries may fill the memory before they are deferred."""
@@ -460,21 +461,26 @@ class ProcessorShare:
     Python runs one thread at a time, and a loop one task.
     """
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, of: ProcessorShare | None = None) -> None:
+        """With `of`, the work also counts for that share, which others have too."""
         self._share = share
+        self._of = of
         self._left = _BURST_SECONDS
         self._at = time.monotonic()
 
     def use(self, seconds: float) -> None:
         """Count seconds of processor time."""
         self._left -= seconds
+        if self._of is not None:
+            self._of.use(seconds)
 
     def wait(self) -> float:
         """Seconds that new work has to wait; 0 means that it may begin now."""
         at = time.monotonic()
         self._left = min(self._left + (at - self._at) * self._share, _BURST_SECONDS)
         self._at = at
-        return max(0.0, -self._left / self._share)
+        seconds = max(0.0, -self._left / self._share)
+        return seconds if self._of is None else max(seconds, self._of.wait())
 
 
 @coroutine

@@ -66,7 +66,8 @@ class SinkPolling:
         if end is None:
             return False
         following = await self._context.outbox_end.following(end)
-        if following is None:
+        # A source that ends before what was delivered has lost events: relay is about to stop.
+        if following is None or following.lsn < self._progress.position.delivered_lsn:
             return False
         self._progress.reach(following.lsn)
         self._progress.open(following.snapshot)

@@ -37,6 +37,21 @@ def test_work_gets_its_share_of_a_processor(clock: Clock) -> None:
     assert pytest.approx((clock.now - 100) / 2, rel=0.02) == 1.0
 
 
+def test_shares_of_a_share_are_no_more_than_that(clock: Clock) -> None:
+    whole = ProcessorShare(0.5)
+    parts = [ProcessorShare(0.3, whole) for _ in range(3)]
+    used = [0.0, 0.0, 0.0]
+    for step in range(3_000):
+        waits = [each.wait() for each in parts]
+        chosen = step % 3
+        if waits[chosen] == 0:
+            parts[chosen].use(0.001)
+            used[chosen] += 0.001
+        clock.now += 0.001
+    assert sum(used) == pytest.approx(1.5, rel=0.05)
+    assert min(used) > 0.4
+
+
 def test_who_uses_less_than_its_share_does_not_wait_and_saves_little(clock: Clock) -> None:
     share = ProcessorShare(0.5)
     for _ in range(100):
