@@ -24,10 +24,12 @@ from tests.outbox import Outbox, event, host, wait_until
 from tests.process import Running, running
 from tests.webhook import Webhook
 
-CUTS = 4
+CUTS = 3
 """How often all sessions of relay are ended: some ten each time, after which the pauses of its parts grow."""
 LATER_SESSIONS = 5
 """What is opened after the first seconds only: of another worker, of the counts of metrics."""
+LATER_THREADS = CUTS - 1
+"""Pools start threads when they are needed; one that is left behind each time would be more."""
 _OF_RELAY = """
     from pg_stat_activity
      where datname = current_database() and application_name ~ '^relay'
@@ -98,9 +100,9 @@ def test_lost_sessions_and_new_secrets_leave_nothing_behind(outbox: Outbox, tmp_
             # A part whose pause has not ended keeps the socket of its lost session until then.
             wait_until(lambda: Used.by(process, outbox, temporary).lost == 0, 20, 0.2)
             after = Used.by(process, outbox, temporary)
-    assert lost > 24
+    assert lost > 18
     assert webhook.requests[-1].headers["authorization"] == f"token {CUTS}"
-    assert after.threads <= before.threads
+    assert after.threads <= before.threads + LATER_THREADS
     assert after.files <= before.files
     assert after.sessions <= before.sessions + LATER_SESSIONS
     assert after.descriptors <= before.descriptors + LATER_SESSIONS
