@@ -1,4 +1,6 @@
-"""Maps each fault to an action: retry, dead-letter the transaction, or stop relay. No other module decides that.
+"""Maps each fault to an action: retry, dead-letter the transaction, or stop relay. No other module classifies faults.
+
+When retries are exhausted is decided in `model.dispositions`, when a handler is stopped in `pipeline.failure_limit`.
 
     RelayError                  stop; one line for a person
         ConfigurationError      exit status 2

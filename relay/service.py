@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOSING_LOCK_TIMEOUT = "2s"
-"""How long what a part writes when it is closed waits for a lock: without it, nothing is lost but a count or a note."""
+"""The lock_timeout of what parts write when they are closed: if that fails, only a count or a note is lost."""
 
 
 class Service:
@@ -195,7 +195,7 @@ class Service:
         return first
 
     def _apply(self, batch: Batch) -> Outcome:
-        """Make a batch durable, and acknowledge it."""
+        """Apply a batch, and acknowledge it unless a task was busy. Its WAL is confirmed once it is flushed."""
         self._sinks.offer(batch)
         outcome = self._pipeline.run(batch, self._source.ahead)
         self._sinks.note_applied()
@@ -257,10 +257,10 @@ def _name(part: object) -> str:
 
 
 class _Guarded(Protocol):
-    """What a crash may have come from: it tries again with care what was in flight."""
+    """A part that may have had the cause of a crash in flight."""
 
     def guard(self) -> None:
-        """Guard what is delivered again. Called before `start`."""
+        """Handle what comes again one by one, each under a note in the target. Called before `start`."""
 
 
 class _GroupRun(Part):
@@ -292,7 +292,7 @@ class _GroupRun(Part):
                 living = set(instances(conn, self._settings.group)) - {groups.INSTANCE}
                 return groups.begin(conn, self._settings.group, living)
         except psycopg.Error as error:
-            # A target that is away, or read-only, is one of which nobody knows.
+            # While the target cannot be read or written, an instance may have died.
             if not is_transient(error):
                 raise
             return True

@@ -23,7 +23,7 @@ from relay.config.files import Configuration, require_apart
 from relay.config.settings import Settings
 from relay.faults import RelayError, Unreachable, first_line
 from relay.logs import of_group
-from relay.retention.removable import identity
+from relay.retention.reader_positions import identity
 from relay.runtime.memory import collect_rarely, return_large_blocks
 from relay.runtime.threads import Thread
 from relay.service import Service

@@ -26,7 +26,7 @@ from relay.faults import ConfigurationError, RelayError, Unreachable, first_line
 from relay.model.spool import require_writable
 from relay.observe.traces import require_exporter
 from relay.pipeline.routing import shadowed
-from relay.retention.removable import identity
+from relay.retention.reader_positions import identity
 from relay.retention.schedule import require_not_given_up
 from relay.runtime.parts import SOON_SECONDS, Condition
 from relay.runtime.retry import RetryUntilSuccess
@@ -37,7 +37,7 @@ from relay.store import (
     admission,
     connections,
     groups,
-    rights,
+    own_rights,
 )
 from relay.store.connections import Connection, connect
 from relay.store.deferred import selection as deferred_selection
@@ -142,7 +142,7 @@ def _build_spark_sinks(settings: Settings) -> None:
         return
     # Its imports take long.
     from relay.spark.session import Session
-    from relay.spark.sink import SparkWorker
+    from relay.spark.sink_worker import SparkWorker
 
     session = Session(settings.spark)
     for name in settings.spark_handlers:
@@ -193,7 +193,7 @@ def _target(
     yield schema
     if schema.level is Severity.OK:
         yield finding_of(
-            "rights", "relay's own tables", rights.require, conn, "target", "target.dsn"
+            "rights", "relay's own tables", own_rights.require, conn, "target", "target.dsn"
         )
         yield finding_of(
             "group", f"{settings.partitions} partitions", require_group, conn, settings
@@ -211,7 +211,7 @@ def _target(
         yield from _sinks(conn, settings)
     if built:
         temporary = finding_of(
-            "rights", "temporary tables", rights.require_temporary, conn, "target.dsn"
+            "rights", "temporary tables", own_rights.require_temporary, conn, "target.dsn"
         )
         yield temporary
         if temporary.level is Severity.ERROR:

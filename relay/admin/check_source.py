@@ -15,7 +15,7 @@ from relay.config.settings import Settings
 from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError, Unreachable, first_line, refused_for_good
 from relay.model.events import FIELDS
-from relay.retention import partitions, removable
+from relay.retention import partitions, reader_positions
 from relay.source.outbox import columns
 from relay.source.outbox.additions import (
     COUNTER_TRIGGER,
@@ -39,7 +39,11 @@ from relay.source.stream.slot import (
     slot_state,
 )
 from relay.source.stream.walsender import open_replication, require_asynchronous
-from relay.store import dead_letters, rights, streams
+from relay.store import (
+    dead_letters,
+    own_rights,
+    streams,
+)
 from relay.store.connections import POOLER_HINT, Connection, connect, leads_to_pooler
 
 REQUIRED_FIELDS = ("id", "host_id", "event_type", "payload")
@@ -87,7 +91,7 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
     yield from schemas
     if all(schema.level is Severity.OK for schema in schemas):
         found = finding_of(
-            "rights", "relay's own tables", rights.require, conn, "source", "source.dsn"
+            "rights", "relay's own tables", own_rights.require, conn, "source", "source.dsn"
         )
         # Only retention and the notes of slots need them.
         yield replace(found, level=Severity.WARNING) if found.level is Severity.ERROR else found
@@ -371,7 +375,7 @@ def _retention(conn: Connection, settings: Settings) -> Iterator[Finding]:
             f"source.table: {left.partition} refuses events from {left.end} on, because a command was "
             f"killed: {left.hint}",
         )
-    for name in removable.given_up_readers(conn):
+    for name in reader_positions.given_up_readers(conn):
         yield Finding(
             Severity.WARNING,
             "retention",

@@ -19,7 +19,7 @@ from relay.config.source import OWN_OUTBOX
 from relay.faults import ConfigurationError, first_line
 from relay.model.events import Lsn
 from relay.model.snapshots import BEGINNING, Snapshot
-from relay.retention import removable
+from relay.retention import reader_positions
 from relay.runtime.reporting import ProgressReport, silent
 from relay.source.outbox.additions import (
     NOTIFY_TRIGGER,
@@ -433,8 +433,8 @@ class _Installation:
     def _retain(self) -> None:
         """Note positions for retention, and grant the right to remove events."""
         source, of = self.source, self.settings.source
-        removable.note(source, self.target, self.settings.group, of.table)
-        if self.settings.retention.keep and removable.retain(source, of):
+        reader_positions.note(source, self.target, self.settings.group, of.table)
+        if self.settings.retention.keep and reader_positions.retain(source, of):
             self.done.append(
                 f"right of the role relay to remove events of {of.table} that are read"
             )

@@ -19,7 +19,7 @@ from relay.model.events import INSERTED_BY, Lsn
 from relay.model.snapshots import BEGINNING, Snapshot, Xids, full_xids
 from relay.model.transactions import Transactions
 from relay.model.tuples import Walked
-from relay.retention import removable
+from relay.retention import reader_positions
 from relay.runtime.reporting import ProgressReport, silent
 from relay.source.outbox.table import OutboxTable
 from relay.source.outbox.unread import (
@@ -256,7 +256,7 @@ def seek(
         actions.record(target, settings.group, "", "offsets seek", reason, detail)
         # Before the commit, so that retention keeps the events that are read again.
         with reach_source(settings) as source:
-            removable.accept(source, target, settings, ["", *move.sinks])
+            reader_positions.accept(source, target, settings, ["", *move.sinks])
 
 
 def _sinks_to_move(target: Connection, source: Connection, settings: Settings) -> list[str]:

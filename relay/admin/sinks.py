@@ -18,7 +18,7 @@ from relay.admin.offsets import Goal, find_goal, move_sink
 from relay.admin.status import reading_outbox
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable
-from relay.retention import removable
+from relay.retention import reader_positions
 from relay.source.outbox.table import OutboxTable
 from relay.source.outbox.unread import Backlog, ReadPosition, UnreadRows, position_of_sink
 from relay.store import (
@@ -234,7 +234,7 @@ def seek(settings: Settings, name: str, goal: Goal, rebuild: bool, reason: str |
         actions.record(target, settings.group, name, action, reason, detail)
         # Before the commit, so that retention keeps the events that are read again.
         with reach_source(settings) as source:
-            removable.accept(source, target, settings, [name])
+            reader_positions.accept(source, target, settings, [name])
 
 
 def drop(settings: Settings, name: str, reason: str | None) -> int:
@@ -264,7 +264,7 @@ def drop(settings: Settings, name: str, reason: str | None) -> int:
 def _require_held(target: Connection, settings: Settings, name: str) -> None:
     """Raise ConfigurationError if retention has given the sink up."""
     with reach_source(settings) as source:
-        if name in removable.given_up(source, target, settings.group):
+        if name in reader_positions.given_up(source, target, settings.group):
             raise ConfigurationError(
                 f"handlers.{name}: was given up by retention (max_lag), and events that it has not read may be gone: "
                 f"choose its position with `relay sink seek {name} --to …`, then resume it"

@@ -20,7 +20,7 @@ import psycopg
 from relay.admin.connections import TableLocked, reach_source, reach_target, source_sides
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, Unreachable, describe, first_line
-from relay.retention import partitions, removable
+from relay.retention import partitions, reader_positions
 from relay.source.outbox.unread import (
     AppliedPosition,
     Backlog,
@@ -115,7 +115,7 @@ class Status:
     braked: Sequence[brakes.BrakedHandler] = ()
     sinks: Sequence[sinks.StoredSink] = ()
     engines: Sequence[activity.EngineTotals] = ()
-    readers: Sequence[removable.OutboxReader] = ()
+    readers: Sequence[reader_positions.OutboxReader] = ()
     unread: Mapping[str, Backlog] = field(default_factory=dict)
     waits: Sequence[locks.Wait] = ()
     parts: Sequence[presence.StoredPartFault] = ()
@@ -361,14 +361,16 @@ def _read_source(settings: Settings, state: Status, applied: ReadPosition | None
         kept = partitions.retained(source, table)
         with suppress(psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable):
             # These read the outbox, which may be locked; the slot needs no table.
-            state = replace(state, readers=removable.readers(source, settings) if kept else [])
+            state = replace(
+                state, readers=reader_positions.readers(source, settings) if kept else []
+            )
         rows = UnreadRows(settings)
         if applied is not None:
             lag = _estimated(rows, source, applied)
             return state if lag is None else replace(state, unread={"": lag})
         nothing = np.zeros(0, np.int64)
         noted = []
-        for name, snapshot, noted_at in removable.noted(source, settings.group, table):
+        for name, snapshot, noted_at in reader_positions.noted(source, settings.group, table):
             at = AppliedPosition(0, snapshot, snapshot, sinks.BEFORE_FIRST)
             backlog = _estimated(rows, source, ReadPosition([at], nothing))
             noted.append(NotedReader(name, noted_at, backlog))

@@ -30,13 +30,13 @@ from relay.store.positions.sinks import SinkState
 CHECK_SECONDS = 0.2
 """How often it is checked whether sinks lag."""
 WATCH_SECONDS = 0.5
-"""How often it is queried what others have changed, and which deferred transactions are due."""
+"""How often due transactions are queried while a sink has deferred ones; otherwise that is done with each store."""
 _ASIDE = 4
 """How many threads there are for calls that may block, beside two for each sink: they are started when needed."""
 
 
 class Member(Protocol):
-    """A sink in the loop. All calls but `release` are in its thread."""
+    """A sink in the loop. All calls are in the loop's thread."""
 
     name: str
 

@@ -251,7 +251,8 @@ class SinkSession:
             # Waits for a store in flight: while none succeeds, the sink would hold back WAL again.
             pass
         end = self._progress.end
-        # Rows that are older than the column c_xid are done up to a position in a difference: the stream has none.
+        # It would leave the stream again at once while a commit is old. Before its first snapshot its progress is a
+        # position in a difference, which cannot be compared with the stream.
         may_join = not (
             self.checkpoint.is_old(self._progress.since) or (end is not None and end.is_beginning)
         )

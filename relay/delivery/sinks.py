@@ -30,7 +30,7 @@ from relay.runtime.parts import Condition, Due, Heartbeat, Part
 from relay.sinks import Sink, build_sinks
 from relay.source.server import SourcePosition
 from relay.spark.session import Session
-from relay.spark.sink import SparkWorker
+from relay.spark.sink_worker import SparkWorker
 from relay.store.connections import connect
 from relay.store.positions import sinks, snapshots
 

@@ -125,10 +125,10 @@ class Applier:
         self._ranges.close()
 
     def apply(self, task: Work, guarded: bool = False) -> TaskOutcome:
-        """Apply the task and commit. If it raises, the target is unchanged.
+        """Apply the task and commit. If it raises, no effect and no position is stored; after `Braked` the brake is.
 
         First all transactions are applied together. If that fails, they are applied again with savepoints: a range that
-        fails is halved until a single transaction fails, and only that one is dead-lettered.
+        fails is halved until a single transaction fails, and only that one is dead-lettered or deferred.
 
         `guarded` applies one transaction at a time, each under a note in the target that is removed afterwards. A
         transaction with `crash_limit` notes has killed as many processes and is dead-lettered.
@@ -243,7 +243,7 @@ class Applier:
         mode: HandlingMode,
         limit: FailureLimit,
     ) -> _Delivered:
-        """Run the handlers of transactions, and defer those that are scheduled, blocked or to be retried."""
+        """Run the handlers of transactions, and settle those that were not applied."""
         assigned = self._router.route(transactions)
         dispositions, keys = self._deferral_rules.split(conn, assigned, holding)
         flowing = transactions.besides(dispositions)

@@ -92,7 +92,7 @@ class Pipeline(Part):
         self.heartbeat = Heartbeat()
 
     def start(self) -> None:
-        """Start the Spark session in the background if `spark.eager`; otherwise the first large batch does."""
+        """Start the Spark session in the background if it is eager or takes every batch; else a large batch does."""
         eager = self._settings.spark.eager and self._settings.needs_spark
         if eager or self._limit == 0:
             self._spark.start()
@@ -112,13 +112,13 @@ class Pipeline(Part):
         return (self.condition,)
 
     def close(self) -> None:
-        """Stop the engines and close the connections."""
+        """Wait for the later batch on Spark, up to `shutdown_timeout`; close the inline engine and its connections."""
         self._stopping.set()
         self._on_spark.close()
         self._inline.close()
 
     def run(self, batch: Batch, ahead: Ahead | None = None) -> Outcome:
-        """Apply the batch; returns when all of it is durable.
+        """Apply the batch; returns when each task has committed, or is busy (`Outcome.busy`).
 
         `ahead` is asked for the next batch, which is started too; the next call must be with it, or with what has to be
         applied before it. Transient faults are retried. Raises RelayError for other faults, and Interrupted if the
@@ -237,7 +237,7 @@ class Pipeline(Part):
             self.condition.fails(text, batch=self._number)
 
     def _engine(self, batch: Batch) -> tuple[Engine, str]:
-        """The engine for the batch, and why that one."""
+        """Choose the engine for the batch, and say why. Waits until Spark is ready if that takes every batch."""
         if batch.spooled:
             # A spooled transaction is a file on this machine.
             return self._inline, "spooled"

@@ -1,4 +1,4 @@
-"""The settlement of transactions, of the target and of sinks: stores what became of each, in the current transaction.
+"""Settles business transactions, of the target and of sinks: stores their dispositions in the current transaction.
 
 | disposition | a new transaction | one with a row in `relay.deferred` |
 | --- | --- | --- |
@@ -141,7 +141,8 @@ class Settlement:
             events = self._small(events, left_out)
         elif isinstance(error, NotReceived):
             left_out.update(error.offsets)
-        # What cannot be routed, sinks have not received either. A sink's dead letters are replayed to it alone.
+        # What could not be received, decoded or routed has not reached the sinks either. A sink's dead letters are
+        # replayed to it alone.
         undelivered = not self._sink and (
             (due is not None and due.undelivered)
             or isinstance(error, NotRouted | Undecodable | NotReceived)
@@ -174,7 +175,7 @@ class Settlement:
 
 
 def _deferral(each: Unsettled) -> Deferral | None:
-    """The deferral of a transaction: until its retry or its time, or while it is blocked; None if it has none."""
+    """The deferral of a transaction: until its retry or its time, or while it is blocked; None if its keys are free."""
     disposition, before = each.disposition, each.before
     if isinstance(disposition, Scheduled):
         return Deferral(each.keys, holds=False, until=disposition.until)

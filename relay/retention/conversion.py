@@ -21,7 +21,7 @@ from psycopg import sql
 from relay.config.settings import Settings
 from relay.config.types import written
 from relay.faults import ConfigurationError
-from relay.retention import removable
+from relay.retention import reader_positions
 from relay.retention.partitions import aligned, create_ahead, retained, with_short_lock
 from relay.runtime.reporting import ProgressReport, silent
 from relay.store import clock, index_builds
@@ -99,7 +99,7 @@ class _Conversion:
     def run(self) -> list[str]:
         """Prepare the table while it is in use, then exchange it in one short database transaction."""
         source, of = self._source, self._settings.source
-        with_short_lock(source, lambda: removable.retain(source, of), _ATTEMPTS)
+        with_short_lock(source, lambda: reader_positions.retain(source, of), _ATTEMPTS)
         key = self._primary_key()
         if key:
             with index_builds.reported(source, "building the key: pages", self._report):

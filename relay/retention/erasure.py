@@ -9,7 +9,7 @@ from psycopg import sql
 
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
-from relay.retention import removable
+from relay.retention import reader_positions
 from relay.runtime import reporting
 from relay.store import actions
 from relay.store.connections import Connection
@@ -40,7 +40,7 @@ def erase(
     The role of `source` needs the right to delete from the outbox. `force` also removes events that are not applied
     yet. Raises ConfigurationError if there are any and `force` is false, and psycopg.Error.
     """
-    removable.note(source, target, settings.group, settings.source.table)
+    reader_positions.note(source, target, settings.group, settings.source.table)
     has_table = settings.source.message_prefix is None
     if not force and has_table:
         _require_applied(settings, source, target, host)

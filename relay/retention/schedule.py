@@ -12,7 +12,7 @@ import psycopg
 
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, describe
-from relay.retention import partitions, removable
+from relay.retention import partitions, reader_positions
 from relay.runtime.parts import Condition, Recurring
 from relay.store import actions, clock, locks
 from relay.store.connections import Connection, connect
@@ -122,7 +122,7 @@ class Schedule(Recurring):
         """
         of = self._settings
         self._superseded.delete(target)
-        noted = removable.note(source, target, of.group, of.source.table)
+        noted = reader_positions.note(source, target, of.group, of.source.table)
         self._stop_given_up(source, target)
         now = time.monotonic()
         if now >= self._next_rotation:
@@ -202,13 +202,13 @@ class Schedule(Recurring):
         """Give up the readers that lag by more than max_lag, except the archive; returns whether there were any."""
         of = self._settings
         assert of.retention.max_lag is not None  # noqa: S101
-        readers = removable.readers(source, of)
+        readers = reader_positions.readers(source, of)
         any_given_up = False
-        for each in removable.lagging(readers, present, of.retention.max_lag):
+        for each in reader_positions.lagging(readers, present, of.retention.max_lag):
             if each.reader and each.reader == of.retention.archive and each.group_id == of.group:
                 continue
             any_given_up = True
-            removable.give_up(source, each)
+            reader_positions.give_up(source, each)
             detail = {"group": each.group_id, "unread_since": str(each.unread_since)}
             actions.record(target, of.group, each.reader, "give up", "retention.max_lag", detail)
             log.error(
@@ -220,7 +220,7 @@ class Schedule(Recurring):
     def _stop_given_up(self, source: Connection, target: Connection) -> None:
         """Pause the sinks that were given up. Raises ConfigurationError if the group itself was."""
         group = self._settings.group
-        names = removable.given_up(source, target, group)
+        names = reader_positions.given_up(source, target, group)
         _require_other_than_group(names, group)
         for name in names:
             if sinks.pause(target, group, name, True, GIVEN_UP):
@@ -245,7 +245,7 @@ GIVEN_UP = "given up by retention: events may be gone; choose where to go on wit
 
 def require_not_given_up(source: Connection, target: Connection, group: str) -> None:
     """Raise ConfigurationError if retention has given up the group. Raises psycopg.Error."""
-    _require_other_than_group(removable.given_up(source, target, group), group)
+    _require_other_than_group(reader_positions.given_up(source, target, group), group)
 
 
 def _require_other_than_group(given_up: Collection[str], group: str) -> None:

@@ -125,7 +125,11 @@ class Condition:
             fault, self._fault, self._attempts = self._fault, None, 0
             seconds = round(time.monotonic() - self._began)
         if fault is not None:
-            self._log.log(min(self._level, logging.INFO), self._over, extra={"seconds": seconds})
+            self._log.log(
+                min(self._level, logging.INFO),
+                self._over,
+                extra={"part": self.part, "seconds": seconds},
+            )
 
 
 class Due(Enum):

@@ -49,7 +49,7 @@ from relay.faults import RelayError, first_line
 from relay.model import headers
 from relay.model.events import SQL_TYPES
 from relay.model.snapshots import Snapshot
-from relay.retention.removable import note_reader
+from relay.retention.reader_positions import note_reader
 from relay.source.outbox.differences import Difference, cut
 from relay.source.server import durable_position
 from relay.spark.data_source_options import Options, parse

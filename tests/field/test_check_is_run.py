@@ -26,7 +26,11 @@ from relay.config.settings import Route, Settings
 from relay.faults import ConfigurationError, Rejected, RelayError, Unreachable
 from relay.pipeline.routing import shadowed
 from relay.sinks.brokers import Message, Publishing
-from relay.store import connections, locks, rights
+from relay.store import (
+    connections,
+    locks,
+    own_rights,
+)
 from relay.store.migrations import Side
 from relay.store.positions import sinks
 from relay.store.presence import instances
@@ -430,7 +434,7 @@ def test_the_rights_that_are_checked_are_those_that_were_granted(outbox: Outbox)
     checked = {
         (name, privilege)
         for side in sides
-        for kind, name, privilege in rights.granted(side)
+        for kind, name, privilege in own_rights.granted(side)
         if kind in ("table", "sequence")
     }
     assert checked == set(granted)

@@ -23,7 +23,7 @@ from pyspark.sql import DataFrame, DataFrameWriter, SparkSession
 from relay.config.handlers import SparkHandler
 from relay.config.settings import Settings
 from relay.spark.session import Session
-from relay.spark.sink import SparkWorker
+from relay.spark.sink_worker import SparkWorker
 from relay.spark.writers import BatchId, StagingWriter, writer
 from relay.spark.writers.files import StagedFiles
 from relay.store.positions import spark_batches

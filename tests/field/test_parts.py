@@ -34,7 +34,7 @@ from relay.source import hybrid
 from relay.source.outbox import interval
 from relay.spark import session
 from relay.spark.session import Session
-from relay.spark.sink import SparkWorker
+from relay.spark.sink_worker import SparkWorker
 from relay.store import activity, connections, presence, refusals
 from tests.observing import Scrape, ask
 from tests.outbox import Outbox, event, host, relaying, wait_until

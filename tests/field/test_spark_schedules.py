@@ -12,7 +12,7 @@ from psycopg.types.json import Jsonb
 
 from relay.config.settings import Settings
 from relay.spark.session import Session
-from relay.spark.sink import SparkWorker
+from relay.spark.sink_worker import SparkWorker
 from relay.store.positions.sinks import SinkMoved
 from tests.outbox import Outbox, event, host
 

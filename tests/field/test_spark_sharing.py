@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame, SparkSession
 from relay.spark import engine
 from relay.spark.engine import JobLimits
 from relay.spark.session import Session
-from relay.spark.sink import SparkWorker
+from relay.spark.sink_worker import SparkWorker
 from relay.spark.writers import BatchId
 from tests.outbox import Outbox, event, host, relaying, wait_until
 

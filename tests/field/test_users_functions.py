@@ -10,7 +10,7 @@ from relay.config.imports import load
 from relay.event_types.registry import EventType
 from relay.faults import ConfigurationError, exception_text
 from relay.spark.session import Session
-from relay.spark.sink import SparkWorker
+from relay.spark.sink_worker import SparkWorker
 from tests import callables
 from tests.outbox import Outbox, event, host, relaying, relaying_until_it_ends, wait_until
 

@@ -20,7 +20,7 @@ from relay.admin.sinks import listed, plan_seek, seek, set_paused
 from relay.config.settings import Settings
 from relay.runtime.parts import Condition
 from relay.spark.session import Session
-from relay.spark.sink import SparkWorker
+from relay.spark.sink_worker import SparkWorker
 from relay.spark.writers import BATCH_COLUMN, BatchId, writer
 from relay.store import groups
 from relay.store.connections import connect
@@ -374,7 +374,7 @@ class NoSession:
 def test_status_tells_that_the_session_is_missing(
     outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relay.spark.sink.BUILD_SECONDS", 0.0)
+    monkeypatch.setattr("relay.spark.sink_worker.BUILD_SECONDS", 0.0)
     settings = outbox.settings(**lake(tmp_path / "lake", start="beginning"))
     outbox.publish(host(1), event(1))
     missing: Any = NoSession()

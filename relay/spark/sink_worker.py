@@ -23,7 +23,7 @@ from relay.pipeline.listeners import Meter
 from relay.runtime.parts import Condition, Due, Recurring
 from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.source.outbox.rows import prepare_reading
-from relay.spark import batches, frames
+from relay.spark import frames, sink_batches
 from relay.spark.descriptions import safe_description
 from relay.spark.frames import Transform
 from relay.spark.reading import MappedTable
@@ -192,7 +192,7 @@ class SparkWorker(Recurring):
 
     def _store_due_batch(self, state: SinkState) -> OpenBatch | None:
         """Store and return a batch if one is due. Raises SinkMoved and psycopg.Error."""
-        found = batches.find(
+        found = sink_batches.find(
             self._connected(), self._claim.conn, self._settings, self._name, self._table, state
         )
         if found is None or found.is_empty:
@@ -214,7 +214,9 @@ class SparkWorker(Recurring):
             contents = replace(
                 contents,
                 deferred=[row.id for row in found.due],
-                data=batches.packed_events(conn, self._settings, found.due, handler.host_buckets),
+                data=sink_batches.packed_events(
+                    conn, self._settings, found.due, handler.host_buckets
+                ),
             )
         layout = handler.partition_by, handler.host_buckets
         before = state.position
@@ -235,13 +237,13 @@ class SparkWorker(Recurring):
         """Leave commits with an event for later out of a batch; `_store` defers them when it moves past them."""
         if not contents.rows:
             return contents
-        later = batches.scheduled_commits(
+        later = sink_batches.scheduled_commits(
             self._connected(), self._claim.conn, self._table, contents
         )
         if not later:
             return contents
         contents = replace(contents, left_out=[*contents.left_out, *later])
-        has_rows = batches.has_rows(self._connected(), self._table, contents)
+        has_rows = sink_batches.has_rows(self._connected(), self._table, contents)
         return contents if has_rows else replace(contents, rows=0)
 
     def _connected(self) -> Connection:
@@ -376,7 +378,7 @@ class SparkWorker(Recurring):
     def _store(self, state: SinkState, contents: Contents) -> None:
         """Move the sink's position to the end of the contents, and defer what is left out of them for later.
 
-        Raises SinkMoved, psycopg.Error, and the errors of `batches.scheduled`.
+        Raises SinkMoved, psycopg.Error, and the errors of `sink_batches.scheduled`.
         """
         before = state.position
         is_over = before.following is None or contents.after == before.following
@@ -392,6 +394,8 @@ class SparkWorker(Recurring):
         later = set(contents.left_out).difference(state.done.tolist())
         with conn.transaction():
             if later:
-                entries = batches.scheduled(self._connected(), self._settings, self._name, later)
+                entries = sink_batches.scheduled(
+                    self._connected(), self._settings, self._name, later
+                )
                 deferred.defer(conn, group, entries, self._name)
             self._claim.store(position, state.epoch, LAGGING if lags else CAUGHT_UP)
