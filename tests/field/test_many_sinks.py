@@ -121,11 +121,15 @@ def test_many_sinks_that_poll_share_connections(outbox: Outbox, webhook: Webhook
         outbox.publish(host(number % 4), event(number))
     most = 0
     with relaying(settings, accept_configuration=True):
+        # At the start there are short sessions, too.
+        wait_until(lambda: len(webhook.accepted) >= 41 * MANY)
+        for number in range(40):
+            outbox.publish(host(number % 4), event(number))
 
         def is_delivered() -> bool:
             nonlocal most
             most = max(most, outbox.value(SESSIONS))
-            return len(webhook.accepted) >= 41 * MANY
+            return len(webhook.accepted) >= 81 * MANY
 
         wait_until(is_delivered)
     assert most <= 16
@@ -281,6 +285,38 @@ def test_what_blocks_the_loop_delays_the_other_sinks_and_nothing_else(
         wait_until(lambda: len(webhook.accepted) == 20, 10)
         assert in_state(outbox, "attached") == 4
     assert set(webhook.ids().values()) == {4}
+
+
+UPCASTING = Event()
+
+
+def blocking_upcaster(payload: dict[str, Any]) -> dict[str, Any]:
+    """An upcaster that waits for something, as one that asks another system does."""
+    UPCASTING.wait(30)
+    return payload
+
+
+def test_an_upcaster_that_blocks_holds_up_its_own_sink_only(
+    outbox: Outbox, webhook: Webhook
+) -> None:
+    """Users' code runs beside the loop."""
+    events = {"slow": {"version": 2, "upcast": {1: f"{__name__}:blocking_upcaster"}}}
+    config = posting([webhook.url] * 2)
+    config["routes"] = [
+        {"match": {"event_type": "slow"}, "handlers": ["hook0"]},
+        {"handlers": ["projection", "hook1"]},
+    ]
+    UPCASTING.clear()
+    with ExitStack() as stack:
+        stack.enter_context(relaying(outbox.settings(events=events, **config)))
+        stack.callback(UPCASTING.set)
+        wait_until(lambda: in_state(outbox, "attached") == 2)
+        for number in range(6):
+            outbox.publish(host(number), event(number, "slow"))
+        outbox.publish(host(1), event(7))
+        wait_until(lambda: len(webhook.accepted) == 1, 10)
+        UPCASTING.set()
+        wait_until(lambda: len(webhook.accepted) == 7, 10)
 
 
 def test_only_the_newest_claim_stores_anything(outbox: Outbox) -> None:
