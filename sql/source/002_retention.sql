@@ -305,6 +305,8 @@ drop function if exists relay.delete_portion(text, timestamptz, int);
 create or replace function relay.delete_portion(outbox text, older_than timestamptz, portion int, since xid8,
                                                 out deleted bigint, out reached xid8, out kept xid8)
 language plpgsql set search_path = pg_catalog, pg_temp set row_security = off set timezone = 'UTC' set enable_seqscan = off
+-- In the order of the index: without statistics, all rows that are left would be read and sorted for each portion.
+set enable_bitmapscan = off
 as $$
 declare
     found   record;
