@@ -399,6 +399,7 @@ class Superseded:
                    select s.notes_from from relay.snapshots as s
                     where s.group_id = %(group)s order by s.id desc, s.version desc limit 1) as last on true
              where o.group_id = %(group)s and o.topic_id = %(topic)s
+             order by o.partition_id -- in which two instances wait for each other's rows
             """,
             {"group": self._group, "topic": TOPIC, "known": literals.of_numbers(self._next)},
             prepare=False,
