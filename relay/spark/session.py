@@ -193,13 +193,25 @@ class Session:
     def _build(self) -> None:
         if self._closing.is_set():
             return
+        return_arrow_blocks()
+        _clear_remains()
+        session = _open(self._settings)
+        try:
+            self._prepare(session)
+        except BaseException:
+            if self._settings.remote:
+                close_client(session)
+            raise
+        self._session = session
+        self._attempted.set()
+        log.info("the Spark session is ready", extra={"spark": session.version})
+
+    def _prepare(self, session: SparkSession) -> None:
+        """Detect executors that lack relay, start the Python workers, and warm up the JVM."""
         import pyarrow as pa
 
         from relay.spark.executor import PackedSettings, warm_up
 
-        return_arrow_blocks()
-        _clear_remains()
-        session = _open(self._settings)
         if not self._settings.remote:
             self._slots = _slots(session)
             _remember_classes(session)
@@ -209,14 +221,10 @@ class Session:
             for number in range(self._slots or 1)
         ]
         rows = session.createDataFrame(pa.Table.from_batches(parts))
-        # These jobs detect executors that lack relay, start the Python workers and warm up the JVM. Only the last one
-        # connects: each job may run on other workers.
+        # Only the last job connects: each may run on other workers.
         connecting = PackedSettings.of(self._tasks) if self._tasks else None
         for configuration in (*[None] * (_WARM_UP_JOBS - 1), connecting):
             rows.mapInArrow(partial(warm_up, configuration), "version string").collect()
-        self._session = session
-        self._attempted.set()
-        log.info("the Spark session is ready", extra={"spark": session.version})
 
     def _discard(self) -> None:
         session, self._session = self._session, None
@@ -228,11 +236,11 @@ class Session:
         except Exception as error:
             log.debug("the Spark session did not stop", extra={"fault": kind_and_first_line(error)})
         if self._settings.remote:
-            _close_client(session)
+            close_client(session)
         _clear_remains()
 
 
-def _close_client(session: Any) -> None:
+def close_client(session: Any) -> None:
     """Close the channel of a Connect session whose server may be gone, while the channel's threads run.
 
     Left to the finalizer at the end of the process, it would wait for threads that have ended, for ever.

@@ -27,7 +27,7 @@ from relay.spark import frames, sink_batches
 from relay.spark.descriptions import safe_description
 from relay.spark.frames import Transform
 from relay.spark.reading import MappedTable
-from relay.spark.session import Session
+from relay.spark.session import Session, close_client
 from relay.spark.writers import (
     BATCH_COLUMN,
     BatchId,
@@ -131,8 +131,9 @@ class SparkWorker(Recurring):
         return 0.0
 
     def release(self) -> None:
-        """Close the connections, and with them the claim."""
+        """Close the connections, with them the claim, and this sink's session."""
         self._disconnect()
+        self._leave_own_session()
 
     def _pause(self, seconds: float) -> None:
         """Wait until `claim` or `stop`, at most `seconds`."""
@@ -328,10 +329,17 @@ class SparkWorker(Recurring):
     def _own_session(self, session: SparkSession) -> SparkSession:
         """This sink's session on the same Spark: its view and its settings are no other sink's."""
         if self._own is None or self._own[0] is not session:
+            self._leave_own_session()
             remote: Any = session
             own = remote.cloneSession() if self._settings.spark.remote else session.newSession()
             self._own = session, own
         return self._own[1]
+
+    def _leave_own_session(self) -> None:
+        """Close the channel that this sink's session has of its own on Spark Connect."""
+        if self._own is not None and self._settings.spark.remote:
+            close_client(self._own[1])
+        self._own = None
 
     def _ready_session(self) -> SparkSession:
         session = self._session.get()

@@ -82,6 +82,7 @@ FOREIGN = """
     create server elsewhere foreign data wrapper postgres_fdw;
     create foreign table own_f partition of own for values in ('f') server elsewhere
 """
+HAS_FOREIGN_TABLES = "select count(*) from pg_available_extensions where name = 'postgres_fdw'"
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,8 @@ FOREIGN = """
 def test_what_the_stream_cannot_have_whole_is_refused(
     own: Outbox, table: str, added: str, why: str
 ) -> None:
+    if added is FOREIGN and not own.value(HAS_FOREIGN_TABLES):
+        pytest.skip("this build of the server has no postgres_fdw; Debian's has")
     own.conn.execute(table.encode())
     own.conn.execute(added.encode())
     for mode in ("auto", "wal"):
@@ -166,7 +169,7 @@ def swap(outbox: Outbox) -> str:
     [
         ("wal", swap, "does not publish public.own"),
         ("wal", spoil_table, "does not publish public.own"),
-        ("wal", drop, "there is no publication|does not publish"),
+        ("wal", drop, "there is no publication|does not publish|does not exist"),
         ("wal", spoil_publish, "does not publish inserts"),
         ("wal", spoil_filter, "has a row filter"),
         ("auto", swap, ""),
