@@ -20,11 +20,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, TypeVarTuple, Unpack
 import psycopg
 
 from relay.config.settings import Settings
-from relay.delivery.outbox_end import OutboxEnd, Pool
+from relay.delivery.outbox_end import OutboxEnd
 from relay.runtime.threads import pool
 from relay.source.outbox.rows import prepare_reading
 from relay.store import session_settings
-from relay.store.connections import Configure, Connection, Dsn, new_pool
+from relay.store.connections import Configure, Connection, Dsn, Pool, new_pool
 from relay.store.positions.sinks import Claims
 from relay.store.session_settings import LOCK_TIMEOUT, SessionKind
 

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import psycopg
 
@@ -24,8 +24,10 @@ from relay.faults import RelayError, TaskFault, is_transient, spoils_session
 from relay.runtime.parts import Due, Heartbeat
 from relay.runtime.threads import Thread, pool
 from relay.store import activity
-from relay.store.connections import Connection
 from relay.store.positions.sinks import SinkState
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
 
 CHECK_SECONDS = 0.2
 """How often it is checked whether sinks lag."""
@@ -192,24 +194,39 @@ class SinkLoop:
     def _claimed(self, starts: Mapping[str, str]) -> dict[str, SinkState | Exception]:
         """Claim and load sinks; what fails with one of them only is its result. Raises what fails with the session."""
         claims = self.connections.claims
-        taken = claims.take(starts)
-        states: dict[str, SinkState | Exception] = {}
+        taken = {sink: starts[sink] for sink in claims.take(starts)}
+        states, failed = self._together(taken, lambda some: claims.load(some, self._polls))
+        for sink in taken.keys() - states.keys():
+            claims.release(sink)
+        return {**states, **failed}
+
+    def _together(
+        self,
+        given: Mapping[str, Given],
+        call: Callable[[Mapping[str, Given]], Mapping[str, Result]],
+    ) -> tuple[Mapping[str, Result], dict[str, Exception]]:
+        """Call it for all sinks at once or, if that fails, for each alone; returns the results, and the faults.
+
+        Raises what fails with the session of the claims.
+        """
         try:
-            states |= claims.load({sink: starts[sink] for sink in taken}, self._polls)
+            return call(given), {}
         except psycopg.Error as error:
-            if _is_of_session(claims.conn, error):
-                raise
-            for sink in taken:
-                try:
-                    states |= claims.load({sink: starts[sink]}, self._polls)
-                except psycopg.Error as fault:
-                    if _is_of_session(claims.conn, fault):
-                        raise
-                    states[sink] = fault
-        for sink in taken:
-            if not isinstance(states.get(sink), SinkState):
-                claims.release(sink)
-        return states
+            self._require_session(error)
+        results: dict[str, Result] = {}
+        failed: dict[str, Exception] = {}
+        for sink, each in given.items():
+            try:
+                results |= call({sink: each})
+            except psycopg.Error as error:
+                self._require_session(error)
+                failed[sink] = error
+        return results, failed
+
+    def _require_session(self, error: psycopg.Error) -> None:
+        """Raise an error that has ended the session of the claims."""
+        if self.connections.claims.conn.closed or spoils_session(error):
+            raise error
 
     async def release(self, sink: str) -> None:
         """Give up a claim: another process may work the sink."""
@@ -244,6 +261,7 @@ class SinkLoop:
                 continue
             try:
                 if is_due:
+                    # The sleeps are not exact: without the margin every second store would come a turn late.
                     next_store = time.monotonic() + checkpoint.STORE_SECONDS - CHECK_SECONDS
                     await self._store(worked)
                 seen = await self.connections.in_claims(self.connections.claims.watch, worked)
@@ -260,14 +278,16 @@ class SinkLoop:
         """Store the progress of sinks in one transaction; what fails with one of them ends its session only."""
         begun: dict[str, Progress] = {}
         failed: Mapping[str, Exception] = {}
-        stored: set[str] = set()
+        stored: Mapping[str, None] = {}
         try:
             for sink, each in worked.items():
                 progress = await each.begin()
                 if progress is not None:
                     begun[sink] = progress
             if begun:
-                stored, failed = await self.connections.in_claims(self._write, begun)
+                stored, failed = await self.connections.in_claims(
+                    self._together, begun, self._write
+                )
         finally:
             for sink, progress in begun.items():
                 worked[sink].end(progress, sink in stored)
@@ -275,29 +295,8 @@ class SinkLoop:
             worked[sink].fail(error)
         self._confirm()
 
-    def _write(self, begun: Mapping[str, Progress]) -> tuple[set[str], dict[str, Exception]]:
-        """Write progress; returns the sinks that are stored, and the faults of those that fail by themselves.
-
-        Raises what fails with the session.
-        """
-        claims = self.connections.claims
-        try:
-            return self._write_some(begun), {}
-        except psycopg.Error as error:
-            if _is_of_session(claims.conn, error):
-                raise
-        stored: set[str] = set()
-        failed: dict[str, Exception] = {}
-        for sink, progress in begun.items():
-            try:
-                stored |= self._write_some({sink: progress})
-            except psycopg.Error as error:
-                if _is_of_session(claims.conn, error):
-                    raise
-                failed[sink] = error
-        return stored, failed
-
-    def _write_some(self, begun: Mapping[str, Progress]) -> set[str]:
+    def _write(self, begun: Mapping[str, Progress]) -> dict[str, None]:
+        """Write progress in one transaction; returns the sinks that are stored."""
         claims = self.connections.claims
         entries = [each.entry for each in begun.values() if each.is_new]
         with claims.conn.transaction():
@@ -309,8 +308,4 @@ class SinkLoop:
             }
             if attempts:
                 activity.add_attempts(claims.conn, self._settings.group, attempts)
-        return stored
-
-
-def _is_of_session(conn: Connection, error: psycopg.Error) -> bool:
-    return conn.closed or spoils_session(error)
+        return dict.fromkeys(stored)

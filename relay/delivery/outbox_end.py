@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 from concurrent.futures import Executor
-from typing import Any
-
-import psycopg
-from psycopg_pool import ConnectionPool
 
 from relay.config.settings import Settings
 from relay.model.snapshots import Snapshot
 from relay.source.outbox.differences import Difference
 from relay.source.outbox.rows import OutboxRows
 from relay.source.server import SourcePosition, current_position, durable_position
+from relay.store.connections import Pool
 
-Pool = ConnectionPool[psycopg.Connection[Any]]
 _Answers = tuple[SourcePosition | None, frozenset[Snapshot]]
 """A position of the source, and the snapshots which do not see all rows that it sees."""
 
@@ -42,8 +38,8 @@ class OutboxEnd:
     async def following(self, snapshot: Snapshot) -> SourcePosition | None:
         """Read a position that sees rows which `snapshot` does not see; None without such rows."""
         self._asked.add(snapshot)
-        seen, behind = await self._answer()
-        return seen if snapshot in behind else None
+        seen, outdated = await self._answer()
+        return seen if snapshot in outdated else None
 
     async def _answer(self) -> _Answers:
         """What is answered to all who ask before the queries begin."""
@@ -65,11 +61,11 @@ class OutboxEnd:
     def _read(self, asked: Collection[Snapshot], asks_position: bool) -> _Answers:
         with self._source.connection() as conn:
             seen = current_position(conn).snapshot
-            behind = frozenset(
+            outdated = frozenset(
                 each
                 for each in asked
                 # A standby may lag. At the beginning the query would miss rows that are older than the column c_xid.
                 if seen.covers(each)
                 and (each.is_beginning or not self._rows.is_empty(conn, Difference(each, seen)))
             )
-            return durable_position(conn) if behind or asks_position else None, behind
+            return durable_position(conn) if outdated or asks_position else None, outdated

@@ -16,7 +16,6 @@ import psycopg
 
 from relay.config.settings import Settings
 from relay.delivery.checkpoint import Checkpoint, SinkContext
-from relay.delivery.outbox_end import Pool
 from relay.delivery.progress import SinkCommit, SinkProgress, commits_of
 from relay.delivery.submission import Submission
 from relay.model.batch import Share
@@ -25,6 +24,7 @@ from relay.model.transactions import Routed, Transactions
 from relay.pipeline.routing import BatchRouter
 from relay.source.outbox.differences import Difference
 from relay.source.outbox.rows import OutboxRows, Portion, Wanted
+from relay.store.connections import Pool
 from relay.store.positions.sinks import BEFORE_FIRST
 
 JOIN_SECONDS = 5.0

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
-from psycopg_pool import ConnectionPool
 
 from relay.config.settings import Settings
 from relay.faults import RelayError
@@ -16,7 +15,7 @@ from relay.model.batch import Range, Share
 from relay.model.snapshots import Xids
 from relay.model.transactions import Int64Array, Mask, Transactions
 from relay.source.outbox.rows import OutboxRows, Wanted, prepare_reading
-from relay.store.connections import Connection, open_pool
+from relay.store.connections import Pool, open_pool
 from relay.store.positions import offsets
 
 _NONE = "{}"
@@ -37,7 +36,7 @@ class RangeReader:
             self._source.close()
 
     @cached_property
-    def _source(self) -> ConnectionPool[Connection]:
+    def _source(self) -> Pool:
         """Opened with the first range."""
         return open_pool(self._source_dsn, self._connections, prepare_reading)
 

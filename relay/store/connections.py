@@ -40,6 +40,7 @@ from relay.store.session_settings import LOCK_TIMEOUT, SessionKind
 log = logging.getLogger(__name__)
 
 Connection = psycopg.Connection[Any]
+Pool = ConnectionPool[Connection]
 """A connection whose rows are of any type."""
 Dsn = DatabaseAccess | str
 """How to connect: as the configuration says, whose secrets may change, or by a connection string."""
@@ -71,7 +72,7 @@ _OPTIONS: Mapping[str, Any] = MappingProxyType(
 Configure = Callable[[psycopg.Connection[Any]], None]
 
 
-class _Pool(ConnectionPool[psycopg.Connection[Any]]):
+class _Pool(Pool):
     """A pool that replaces its sessions after a fault that may be the session's own.
 
     `configure` prepares a new session. A PoolTimeout has the error of the last attempt to open one, which psycopg only
@@ -220,9 +221,7 @@ def require_writable_by_default(conn: psycopg.Connection[Any]) -> None:
         raise psycopg.errors.ReadOnlySqlTransaction("the server or the role is read-only")
 
 
-def open_pool(
-    dsn: Dsn, size: int, configure: Configure | None = None
-) -> ConnectionPool[psycopg.Connection[Any]]:
+def open_pool(dsn: Dsn, size: int, configure: Configure | None = None) -> Pool:
     """Open a pool of at most `size` connections that write dicts as jsonb and `Lsn` as pg_lsn.
 
     Commits are durable, and no statement waits for a lock longer than `LOCK_TIMEOUT`.
@@ -233,7 +232,7 @@ def open_pool(
 
 def new_pool(
     dsn: Dsn, size: int, session: bytes, configure: Configure | None, **options: Any
-) -> ConnectionPool[psycopg.Connection[Any]]:
+) -> Pool:
     """Open a pool of at most `size` connections, each prepared by the statements `session` and by `configure`.
 
     `options` are those of psycopg's pool.

@@ -12,12 +12,11 @@ from typing import Any
 from zlib import crc32
 
 import psycopg
-from psycopg_pool import ConnectionPool
 
 from relay.config.settings import Settings
 from relay.model.keys import LONGEST
 from relay.model.transactions import Undecoded
-from relay.store.connections import open_pool
+from relay.store.connections import Pool, open_pool
 
 
 def name_of(transaction: Undecoded) -> str:
@@ -47,9 +46,7 @@ class Suspects:
         self._group = settings.group
         self._survived: set[str] = set()
         self._in_flight: set[str] = set()
-        self._pool: ConnectionPool[psycopg.Connection[Any]] = open_pool(
-            settings.target_dsn, connections, _without_sync
-        )
+        self._pool: Pool = open_pool(settings.target_dsn, connections, _without_sync)
 
     def close(self) -> None:
         """Close the connections."""

@@ -18,7 +18,6 @@ from threading import Event
 from typing import Any, Protocol
 
 import psycopg
-from psycopg_pool import ConnectionPool
 
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, TransientFault, describe
@@ -39,7 +38,7 @@ from relay.store import (
     dead_letters,
     groups,
 )
-from relay.store.connections import connect, open_pool
+from relay.store.connections import Pool, connect, open_pool
 from relay.store.positions import offsets, snapshots
 from relay.store.positions.snapshots import ChainLink
 
@@ -86,10 +85,8 @@ class Poller:
         self._rows = OutboxRows(settings)
         self._own = settings.poll.partition_ids or range(settings.partitions)
         # One connection holds the plan of a difference open, the other serves queries.
-        self._source: ConnectionPool[psycopg.Connection[Any]] = open_pool(
-            settings.source_dsn, 2, _prepare_polling
-        )
-        self._target: ConnectionPool[psycopg.Connection[Any]] = open_pool(settings.target_dsn, 1)
+        self._source: Pool = open_pool(settings.source_dsn, 2, _prepare_polling)
+        self._target: Pool = open_pool(settings.target_dsn, 1)
         self._plan: _Plan | None = None
         # A process that was killed may have left snapshots before the first one that this one polls from.
         self._pruned = 0
