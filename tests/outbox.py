@@ -50,6 +50,14 @@ WATCH = """
         for each row execute function note_moved_back();
 """
 
+DEFER = """
+    insert into relay.deferred (group_id, keys, holds, retry_at, hosts, columns, commit_lsn, end_lsn, commit_ts, xid,
+                                first_offset, last_offset, events, size)
+    select %s, array(select host || ' host' from unnest(hosts) as host), true, now(), hosts, '{}', '0/0', '0/0', 0, 0,
+           1, 1, 1, 1
+      from (select %s::text[] as hosts) as asked
+"""
+"""Defers a transaction that holds a key of each host: parameters are the group and the hosts."""
 PROJECTION = """
     create table projection (
         seq bigserial, id uuid, host_id uuid, c_offset bigint, transaction_id uuid,

@@ -7,14 +7,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 
 import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
+from relay.runtime.threads import beside
 from tests.outbox import Outbox, event, host, wait_until
 from tests.process import ROOT
 
@@ -69,12 +70,10 @@ def streaming(
         process.wait(30)
 
 
-@contextmanager
-def publishing(outbox: Outbox) -> Iterator[None]:
+def publishing(outbox: Outbox) -> AbstractContextManager[None]:
     """Transactions all the time: committed, with savepoints, and rolled back."""
-    stop = Event()
 
-    def publish() -> None:
+    def publish(stop: Event) -> None:
         number = 0
         with psycopg.connect(outbox.dsn) as conn:
             # Few enough for the last query: a batch of 300 takes it one to five seconds.
@@ -91,13 +90,7 @@ def publishing(outbox: Outbox) -> Iterator[None]:
                 else:
                     conn.commit()
 
-    thread = Thread(target=publish)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join(30)
+    return beside(publish, "publisher")
 
 
 def committed_batches(folder: Path) -> int:

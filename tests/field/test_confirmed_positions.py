@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from relay.admin import sinks
 from relay.config.settings import Settings
 from relay.faults import RelayError
 from relay.model.events import Lsn
+from relay.runtime.threads import beside
 from relay.service import Service
 from relay.source.stream import replication
 from relay.source.stream.walsender import open_replication
@@ -151,25 +152,17 @@ def test_a_cut_session_of_the_target_confirms_what_is_stored(
     deliver_the_rest(outbox, webhook, settings)
 
 
-@contextmanager
-def publishing(outbox: Outbox, a_second: int) -> Iterator[None]:
+def publishing(outbox: Outbox, a_second: int) -> AbstractContextManager[None]:
     """Publish all the time, from a thread with a connection of its own."""
-    ended = threading.Event()
 
-    def run() -> None:
+    def run(ended: threading.Event) -> None:
         number = 0
         with Outbox(outbox.dsn) as publisher:
             while not ended.wait(1 / a_second):
                 publisher.publish(host(number % HOSTS), event(number))
                 number += 1
 
-    thread = threading.Thread(target=run, name="publisher")
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    return beside(run, "publisher")
 
 
 def test_restarts_under_load_skip_nothing(outbox: Outbox, webhook: Webhook) -> None:

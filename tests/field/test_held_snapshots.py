@@ -19,16 +19,9 @@ from relay.store import brakes
 from relay.store.brakes import Streak
 from relay.store.connections import Connection, connect
 from relay.store.positions import offsets, snapshots
-from tests.outbox import Outbox, host, relaying, wait_until
+from tests.outbox import DEFER, Outbox, host, relaying, wait_until
 
 GROUP = "default"
-DEFER = """
-    insert into relay.deferred (group_id, keys, holds, retry_at, hosts, columns, commit_lsn, end_lsn, commit_ts, xid,
-                                first_offset, last_offset, events, size)
-    select %s, array(select host || ' host' from unnest(hosts) as host), true, now(), hosts, '{}', '0/0', '0/0', 0, 0,
-           1, 1, 1, 1
-      from (select %s::text[] as hosts) as asked
-"""
 TOLERANCE = 1.1
 
 _TOUCHED = """

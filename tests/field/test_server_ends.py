@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import psycopg
@@ -17,6 +16,7 @@ import pytest
 
 from relay.admin.install import initialise
 from relay.model.events import Lsn
+from relay.runtime.threads import beside
 from relay.source.decode.assembler import OpenCommit
 from relay.source.stream.receiver import ReceiverSuspects
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -25,12 +25,10 @@ from tests.postgres import EmbeddedServer, Server
 STOPS_SECONDS = 8.0
 
 
-@contextmanager
-def publishing(dsn: str, hosts: int = 8) -> Iterator[None]:
+def publishing(dsn: str, hosts: int = 8) -> AbstractContextManager[None]:
     """Publish without a pause in another thread, also after the server was away."""
-    ends = threading.Event()
 
-    def publish() -> None:
+    def publish(ends: threading.Event) -> None:
         number = 0
         while not ends.is_set():
             try:
@@ -42,13 +40,7 @@ def publishing(dsn: str, hosts: int = 8) -> Iterator[None]:
             except psycopg.Error:
                 ends.wait(0.05)
 
-    thread = threading.Thread(target=publish)
-    thread.start()
-    try:
-        yield
-    finally:
-        ends.set()
-        thread.join()
+    return beside(publish, "publisher")
 
 
 def stop_fast(server: Server) -> float:

@@ -23,18 +23,20 @@ from relay.model.transactions import Transactions
 from relay.source import hybrid
 from relay.source.stream.receiver import commits_after
 from relay.store.positions import offsets
-from tests.outbox import PROJECTION, Outbox, event, host, relaying, stream_and_crash, wait_until
+from tests.outbox import (
+    DEFER,
+    PROJECTION,
+    Outbox,
+    event,
+    host,
+    relaying,
+    stream_and_crash,
+    wait_until,
+)
 from tests.process import relay, running
 
 APPEND_SHOP = """
     insert into projection (id, host_id, amount) values (%(id)s, %(host_id)s, (%(payload)s->>'amount')::numeric)
-"""
-DEFER = """
-    insert into relay.deferred (group_id, keys, holds, retry_at, hosts, columns, commit_lsn, end_lsn, commit_ts, xid,
-                                first_offset, last_offset, events, size)
-    select %s, array(select host || ' host' from unnest(hosts) as host), true, now(), hosts, '{}', '0/0', '0/0', 0, 0,
-           1, 1, 1, 1
-      from (select %s::text[] as hosts) as asked
 """
 
 
