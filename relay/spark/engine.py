@@ -43,7 +43,7 @@ from relay.store.connections import Dsn, connect
 from relay.store.groups import APPLICATION_NAME, INSTANCE
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import StructType
 
     from relay.spark.executor import PackedSettings
@@ -134,7 +134,7 @@ class SparkEngine:
             self._session.replace_if_dead(session)
             return [fault] * len(tasks)
         finally:
-            # py4j's references are in cycles, and until they are collected the JVM keeps the whole batch.
+            # What remains of a job in the JVM is small, and py4j's references to it are in cycles.
             gc.collect(1)
 
     def _ask_databases(self) -> None:
@@ -229,11 +229,24 @@ class SparkEngine:
 
         frame = session.createDataFrame(packed_tasks(tasks))
         with self._named(session, name), self._watched(session, name) as mark:
-            rows = frame.mapInArrow(
+            applied = frame.mapInArrow(
                 partial(apply_rows, configuration, guarded, mark), self._schema
-            ).collect()
+            )
+            try:
+                rows = applied.collect()
+            finally:
+                self._release(session, frame, applied)
         results: dict[int, Result] = {row.task: pickle.loads(row.result) for row in rows}  # noqa: S301
         return [results[number] for number in range(len(tasks))]
+
+    def _release(self, session: SparkSession, *frames: DataFrame) -> None:
+        """Let the JVM drop the batch now: py4j's references to it are in cycles, which the collector visits late."""
+        if self._remote:
+            return
+        gateway: Any = session.sparkContext._gateway
+        for frame in frames:
+            with suppress(Exception):  # the JVM may be gone
+                gateway.detach(frame._jdf)
 
 
 def _tag(name: JobName) -> str:
