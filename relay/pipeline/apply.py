@@ -58,12 +58,16 @@ DUE_AT_ONCE = 500
 
 
 class Redelivery(NamedTuple):
-    """Retried transactions of `relay.deferred`: how many were tried and applied, and which were dead-lettered."""
+    """Retried transactions of `relay.deferred`: how many were tried and applied, and which were dead-lettered.
+
+    Where none was tried, `next_due` are the seconds until the next one is due, or None.
+    """
 
     tried: int
     applied: int
     dead: list[DeadLetterReport]
     trace_record: TraceRecord | None = None
+    next_due: float | None = None
 
 
 class _Delivered(NamedTuple):
@@ -302,11 +306,6 @@ class Applier:
         with self.active_jobs.job():
             return self._by_mode(self._retry_deferred, guarded)
 
-    def seconds_to_next(self) -> float | None:
-        """Seconds until the next deferred transaction is due; None if none has a time."""
-        with self._pool.connection() as conn:
-            return deferred_due.seconds_to_next(conn, self._group)
-
     def _retry_deferred(self, mode: HandlingMode) -> Redelivery:
         began = time.time_ns()
         found = self._retry(mode)
@@ -319,6 +318,10 @@ class Applier:
         with self._pool.transaction() as conn:
             self.active_jobs.enters(conn)
             due = deferred_due.claim(conn, self._group, DUE_AT_ONCE, limits.max_bytes)
+            if not due:
+                return Redelivery(
+                    0, 0, [], next_due=deferred_due.seconds_to_next(conn, self._group)
+                )
             stuck: set[str] = set()
             found = [self._redeliver(conn, run, mode, stuck) for run in deferred_due.runs(due)]
         return Redelivery(

@@ -65,5 +65,5 @@ class RetryWorker(Recurring):
             self._retried(found)
             return 0.0
         self._guarded = False
-        following = self._applier.seconds_to_next()
-        return PAUSE_SECONDS if following is None else max(0.0, min(following, PAUSE_SECONDS))
+        following = PAUSE_SECONDS if found.next_due is None else found.next_due
+        return max(0.0, min(following, PAUSE_SECONDS))

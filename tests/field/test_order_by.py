@@ -142,7 +142,9 @@ def test_instances_with_different_order_do_not_run_together(outbox: Outbox) -> N
         publish(outbox, 1)
         outbox.wait_delivered("hook")
         other = Service(posting(outbox, webhook, order_by="host"), accept_configuration=True)
-        with pytest.raises(ConfigurationError, match=r"handlers\.hook\.order_by: .* stop the others"):
+        with pytest.raises(
+            ConfigurationError, match=r"handlers\.hook\.order_by: .* stop the others"
+        ):
             other.run()
         (advice,) = (
             each.text

@@ -52,7 +52,7 @@ def test_a_sink_says_what_it_does(outbox: Outbox, tmp_path: Path) -> None:
             wait_until(
                 lambda: (recent := shown(settings).recent) is not None and recent.confirmed == 5
             )
-            assert shown(settings).state == "attached"
+            wait_until(lambda: shown(settings).state == "attached")
             webhook.answers = lambda headers, body: Answer(503)
             for number in range(8):
                 outbox.publish(host(number), event(number))
