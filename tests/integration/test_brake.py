@@ -160,6 +160,23 @@ def test_replayed_dead_letters_die_again_without_stopping_anything(outbox: Outbo
     assert not stopped(outbox)
 
 
+def test_a_replay_hides_no_failure_of_what_is_due_with_it(outbox: Outbox) -> None:
+    from relay.admin.dead_letters import DeadLetters
+    from relay.store.dead_letters.selection import DeadLetterSelection
+
+    break_the_handler(outbox)
+    outbox.publish(host(1), event(1))
+    for number in range(LIMIT * 3):
+        outbox.publish(host(number), event(1, deliver_at="2999-01-01"))
+    outbox.drain(braking(outbox, limit=0))
+    dead_letters = DeadLetters(braking(outbox), outbox.conn)
+    assert len(dead_letters.replay(dead_letters.find(DeadLetterSelection()), None)) == 1
+    outbox.conn.execute("update relay.deferred set retry_at = now()")
+    with relaying(braking(outbox)):
+        wait_until(lambda: stopped(outbox))
+        assert dead(outbox) <= LIMIT + 1
+
+
 def test_a_stopped_sink_keeps_its_position_and_others_go_on(
     outbox: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
