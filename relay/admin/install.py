@@ -15,7 +15,7 @@ from relay.admin.adoption import claim_schema, require_adoptable
 from relay.admin.check_source import require_slot, require_table, unused_slots
 from relay.admin.connections import administrators, on_one_server
 from relay.config.settings import Settings
-from relay.config.source import OWN_OUTBOX
+from relay.config.source import OWN_OUTBOX, SourceSettings
 from relay.faults import ConfigurationError, first_line
 from relay.model.events import Lsn
 from relay.model.snapshots import BEGINNING, Snapshot
@@ -42,6 +42,7 @@ from relay.source.stream.slot import (
     drop_publication,
     ensure_publication,
     ensure_slot,
+    has_publication,
     reporting_blockers,
     require_streamable,
     slot_state,
@@ -377,6 +378,7 @@ class _Installation:
         if of.mode == "poll":
             return []
         streams.require_free(source, of.slot, self.settings.group)
+        _require_unread(source, of)
         made = ensure_publication(source, of)
         removal: list[_Removal] = []
         if streams.record(source, of.slot, self.settings.group, of.publication if made else None):
@@ -443,6 +445,20 @@ class _Installation:
 def _exists(conn: Connection, table: str) -> bool:
     row = conn.execute("select to_regclass(%s) is not null", (table,)).fetchone()
     return bool(row and row[0])
+
+
+def _require_unread(source: Connection, of: SourceSettings) -> None:
+    """Raise ConfigurationError if the publication is missing while a process reads the slot.
+
+    Of a commit that is open when the publication is made again, PostgreSQL 18 brings such a stream the rest only.
+    """
+    state = slot_state(source, of.slot)
+    if state is not None and state.active and not has_publication(source, of):
+        raise ConfigurationError(
+            f"source.publication: {of.publication!r} is missing while process {state.active_pid} of the server sends "
+            f"the slot {of.slot!r} to its reader: stop relay, run `relay init` again, and start relay; in mode auto it "
+            "makes the publication again by itself"
+        )
 
 
 def _removal_of_schema(conn: Connection) -> _Removal:

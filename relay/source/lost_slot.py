@@ -20,6 +20,7 @@ from relay.source.stream.slot import (
     create_slot,
     drop_slot,
     ensure_publication,
+    has_publication,
     oldest_open,
     reporting_blockers,
     require_ours,
@@ -59,9 +60,7 @@ class Recovery:
         if state is not None:
             require_ours(state, conn.info.dbname)
         lost = state is not None and (state.lost or undecodable) and not state.active
-        published = conn.execute(
-            "select from pg_publication where pubname = %s", (source.publication,)
-        ).rowcount
+        published = has_publication(conn, source)
         if state is not None and published and not lost:
             return False
         _require_capable(conn)

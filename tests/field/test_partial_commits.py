@@ -389,3 +389,28 @@ def test_a_publication_is_not_made_again_under_a_stream(
         outbox.wait_handled()
         outbox.wait_drained()
     outbox.assert_exact()
+
+
+def test_init_does_not_make_a_publication_again_under_a_stream(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, by an operator."""
+    monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 1_000.0)
+    settings = outbox.settings()
+    with relaying(settings) as service:
+        outbox.publish(host(1), event(1))
+        outbox.wait_drained()
+        source = service._source
+        assert isinstance(source, hybrid.StreamSource)
+        wait_until(lambda: source._audit.due > time.monotonic() + 500)
+        outbox.conn.execute(f"drop publication {outbox.slot}".encode())
+        with outbox.conn.transaction():
+            outbox.publish(host(1), event(2))
+            with pytest.raises(ConfigurationError, match=r"is missing while process \d+ .* stop"):
+                outbox.install_again(settings)
+            outbox.publish(host(1), event(3))
+        monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.1)
+        source._audit.due = 0.0
+        outbox.wait_handled()
+        outbox.wait_drained()
+    outbox.assert_exact()

@@ -331,15 +331,19 @@ def _refuse_leaves(
         )
 
 
+def has_publication(conn: psycopg.Connection[Any], source: SourceSettings) -> bool:
+    """Whether the publication exists, whatever it publishes."""
+    found = conn.execute("select from pg_publication where pubname = %s", (source.publication,))
+    return bool(found.rowcount)
+
+
 def ensure_publication(conn: psycopg.Connection[Any], source: SourceSettings) -> bool:
     """Create the publication of the outbox's inserts if it does not exist; returns whether it was created.
 
     Only inserts are published, so that deletes by retention are not streamed, and under the name of the root table.
     Raises ConfigurationError if it exists and does not publish the outbox as relay needs it.
     """
-    if conn.execute(
-        "select from pg_publication where pubname = %s", (source.publication,)
-    ).rowcount:
+    if has_publication(conn, source):
         require_published(conn, source)
         return False
     if source.message_prefix is not None:
