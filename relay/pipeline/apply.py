@@ -43,7 +43,7 @@ from relay.source.outbox.rows import not_received
 from relay.store import brakes
 from relay.store.connections import Connection
 from relay.store.deferred import due as deferred_due
-from relay.store.deferred.due import DueTransaction
+from relay.store.deferred.due import DeferredTimes, DueTransaction
 from relay.store.handler_sessions import HandlerPool, KeepAlive
 from relay.store.positions import offsets, snapshots
 from relay.store.positions.unflushed import require_kept
@@ -58,16 +58,12 @@ DUE_AT_ONCE = 500
 
 
 class Redelivery(NamedTuple):
-    """Retried transactions of `relay.deferred`: how many were tried and applied, and which were dead-lettered.
-
-    Where none was tried, `next_due` are the seconds until the next one is due, or None.
-    """
+    """Retried transactions of `relay.deferred`: how many were tried and applied, and which were dead-lettered."""
 
     tried: int
     applied: int
     dead: list[DeadLetterReport]
     trace_record: TraceRecord | None = None
-    next_due: float | None = None
 
 
 class _Delivered(NamedTuple):
@@ -306,6 +302,11 @@ class Applier:
         with self.active_jobs.job():
             return self._by_mode(self._retry_deferred, guarded)
 
+    def deferred_times(self) -> DeferredTimes:
+        """When deferred transactions are due."""
+        with self._pool.connection() as conn:
+            return deferred_due.times(conn, self._group)
+
     def _retry_deferred(self, mode: HandlingMode) -> Redelivery:
         began = time.time_ns()
         found = self._retry(mode)
@@ -318,10 +319,6 @@ class Applier:
         with self._pool.transaction() as conn:
             self.active_jobs.enters(conn)
             due = deferred_due.claim(conn, self._group, DUE_AT_ONCE, limits.max_bytes)
-            if not due:
-                return Redelivery(
-                    0, 0, [], next_due=deferred_due.seconds_to_next(conn, self._group)
-                )
             stuck: set[str] = set()
             found = [self._redeliver(conn, run, mode, stuck) for run in deferred_due.runs(due)]
         return Redelivery(

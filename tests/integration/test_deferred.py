@@ -178,15 +178,16 @@ def test_many_wait_again_at_once(outbox: Outbox) -> None:
         (True, False, 0, None, None, None, False),
         (True, True, 1, None, None, 3, False),
     ]
-    waits = deferred_due.seconds_to_next(outbox.conn, "default")
-    assert waits is not None
-    assert 50 < waits <= 60
+    times = deferred_due.times(outbox.conn, "default")
+    assert not times.may_be_due
+    assert times.seconds_to_next is not None
+    assert 50 < times.seconds_to_next <= 60
     assert deferred.remove(outbox.conn, [first, gone]) == {first}
     assert ids(deferred_due.claim(outbox.conn, "default", 10, MUCH)) == [second]
     assert deferred.remove(outbox.conn, [second, third]) == {second, third}
     assert not outbox.column("select 1 from relay.deferred_keys")
     assert not outbox.column("select 1 from relay.deferred_rows")
-    assert deferred_due.seconds_to_next(outbox.conn, "default") is None
+    assert deferred_due.times(outbox.conn, "default") == (False, None)
 
 
 def test_whoever_deletes_rows_releases_their_keys(outbox: Outbox) -> None:
@@ -333,7 +334,7 @@ def test_a_backlog_costs_no_more_than_a_few(outbox: Outbox, rows: int, keys: int
             [asked],
         )
         assert len(holding) == min(keys, 100)
-        assert deferred_due.seconds_to_next(outbox.conn, "default") is not None
+        assert deferred_due.times(outbox.conn, "default").seconds_to_next is not None
 
     assert pages_touched(outbox, work) < 2_000
 

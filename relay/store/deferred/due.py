@@ -17,7 +17,7 @@ from typing import Any, LiteralString, NamedTuple
 
 import numpy as np
 from psycopg import sql
-from psycopg.rows import class_row, scalar_row, tuple_row
+from psycopg.rows import class_row, tuple_row
 
 from relay.model.events import Lsn
 from relay.model.spool import Spool, SpooledTuples
@@ -362,24 +362,41 @@ def _note_predecessors(conn: Connection, ready: Sequence[_Candidate], chosen: se
         )
 
 
-def seconds_to_next(conn: Connection, group: str, sink: str = "") -> float | None:
-    """Return the seconds until the next transaction is due; None if none is deferred to a later time."""
-    with conn.cursor(row_factory=scalar_row) as cursor:
-        seconds = cursor.execute(
-            """
-            select extract(epoch from least(
-                   (select min(retry_at) from relay.deferred
-                     where group_id = %(group)s and sink = %(sink)s and not blocked and predecessor is null
-                       and dead_transaction is null and retry_at > clock_timestamp()),
-                   (select min(retry_at) from relay.deferred
-                     where group_id = %(group)s and sink = %(sink)s and not blocked and predecessor is null
-                       and dead_transaction is not null and retry_at > clock_timestamp()))
-                   - clock_timestamp())::float8
-            """,
-            {"group": group, "sink": sink},
-            prepare=False,
-        ).fetchone()
-    return None if seconds is None else float(seconds)
+class DeferredTimes(NamedTuple):
+    """Whether a transaction's time has come, and the seconds until that of the next one comes; None without one.
+
+    One whose time has come may still wait for an earlier one that holds a key of its.
+    """
+
+    may_be_due: bool
+    seconds_to_next: float | None
+
+
+# Each min() reads one end of an index, whatever the table looked like when it was analysed.
+_TIMES = b"""
+    select coalesce(least(
+           (select min(retry_at) from relay.deferred
+             where group_id = %(group)s and sink = %(sink)s and not blocked and predecessor is null
+               and dead_transaction is null),
+           (select min(retry_at) from relay.deferred
+             where group_id = %(group)s and sink = %(sink)s and not blocked and predecessor is null
+               and dead_transaction is not null)) <= now(), false) as may_be_due,
+           extract(epoch from least(
+           (select min(retry_at) from relay.deferred
+             where group_id = %(group)s and sink = %(sink)s and not blocked and predecessor is null
+               and dead_transaction is null and retry_at > now()),
+           (select min(retry_at) from relay.deferred
+             where group_id = %(group)s and sink = %(sink)s and not blocked and predecessor is null
+               and dead_transaction is not null and retry_at > now())) - now())::float8 as seconds_to_next
+    """
+
+
+def times(conn: Connection, group: str, sink: str = "") -> DeferredTimes:
+    """Return when transactions are due."""
+    with conn.cursor(row_factory=class_row(DeferredTimes)) as cursor:
+        found = cursor.execute(_TIMES, {"group": group, "sink": sink}, prepare=False).fetchone()
+    assert found is not None  # noqa: S101
+    return found
 
 
 def transactions(
