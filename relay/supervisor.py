@@ -25,7 +25,7 @@ from relay.faults import RelayError, Unreachable, first_line
 from relay.logs import of_group
 from relay.retention.reader_positions import identity
 from relay.runtime.memory import collect_rarely, return_large_blocks
-from relay.runtime.threads import Thread
+from relay.runtime.threads import Thread, switch_often
 from relay.service import Service
 from relay.spark.session import Session
 from relay.store.connections import connect
@@ -82,6 +82,7 @@ class Services:
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
         collect_rarely()
+        switch_often()
         return_large_blocks()
         is_one = len(self._groups) == 1
         with _listening(self._all_settings):

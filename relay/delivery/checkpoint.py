@@ -15,7 +15,7 @@ from threading import Event
 
 from relay.config.settings import Settings
 from relay.delivery.connections import SinkConnections
-from relay.delivery.dispatch import Dispatcher, ProcessorShare
+from relay.delivery.dispatch import Dispatcher
 from relay.delivery.feed import Feed, Stream, WalHold
 from relay.delivery.outbox_end import OutboxEnd
 from relay.delivery.progress import SinkProgress
@@ -60,8 +60,8 @@ class SinkContext:
     """What the parts of a sink's session share.
 
     `feed` and `hold` are the sink's ends of the `stream`. `ready` is set once the sink has joined the stream, or is
-    known not to join it now. `outbox_end` and `lagging`, a share of a processor for those that lag, are those of all
-    sinks. `woken` wakes the session: the feed, the claim or the operator's wish has changed.
+    known not to join it now. `outbox_end` is that of all sinks. `woken` wakes the session: the feed, the claim or the
+    operator's wish has changed.
     """
 
     name: str
@@ -72,7 +72,6 @@ class SinkContext:
     ready: Event
     connections: SinkConnections
     outbox_end: OutboxEnd
-    lagging: ProcessorShare
     meter: Meter
     woken: asyncio.Event = field(default_factory=asyncio.Event)
 

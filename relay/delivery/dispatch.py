@@ -6,9 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Hashable, Iterable
-from types import coroutine
-from typing import Any
+from collections.abc import Hashable, Iterable
 
 from relay.config.handlers import DeliveryHandler
 from relay.delivery.circuit_breaker import CircuitBreaker
@@ -28,7 +26,6 @@ from relay.model.dispositions import (
     holds_keys,
     retry_delay,
 )
-from relay.model.events import Transaction
 from relay.pipeline.failure_limit import FailureLimit
 from relay.runtime.retry import LONGEST_WAIT_SECONDS
 from relay.sinks import Sink
@@ -38,16 +35,8 @@ log = logging.getLogger(__name__)
 
 MOST_DELIVERIES = 10_000
 """How many deliveries may be in memory, in flight or queued; the others stay in the log."""
-LAGGING_SHARE, ALL_LAGGING_SHARE = 0.3, 0.5
-"""The shares of one processor that the steps of deliveries may take of a sink that lags, and of all that lag together.
-
-They are for the process that streams. With what deliveries cost the loop beside their steps, such as its sockets, they
-are about half of a processor, and most of one.
-"""
 DEFER_BLOCKED_SECONDS = 300.0
 """How long blocked deliveries may fill the memory before they are deferred."""
-_BURST_SECONDS = 0.005
-"""How much of its share of a processor a sink may save up."""
 
 
 class Dispatcher:
@@ -91,7 +80,6 @@ class Dispatcher:
         self._last_fault: str | None = None
         self._attempts = Attempts()
         self._timer: asyncio.TimerHandle | None = None
-        self._share: ProcessorShare | None = None
         self._losses = RepeatedLines(
             log,
             logging.WARNING,
@@ -277,17 +265,11 @@ class Dispatcher:
 
     def _may_begin(self) -> bool:
         seconds = self.breaker.seconds_to_trial()
-        if seconds == 0 and self._share is not None:
-            seconds = self._share.wait()
         if seconds:
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(seconds, self._try_again)
             return False
         return seconds is not None
-
-    def yield_to_others(self, share: ProcessorShare | None) -> None:
-        """Limit this sink to a share of a processor, which it may have together with others; None is no limit."""
-        self._share = share
 
     def _try_again(self) -> None:
         self._timer = None
@@ -310,7 +292,7 @@ class Dispatcher:
             is_trial = self.breaker.is_open
             began = time.monotonic()
             try:
-                await self._deliver(delivery.events)
+                await self._sink.deliver(delivery.events)
             except Exception as error:
                 attempts += 1
                 self._attempts.fail(describe(error))
@@ -325,10 +307,6 @@ class Dispatcher:
             if self.breaker.is_open:
                 self._put_back(delivery)
                 return
-
-    def _deliver(self, events: Transaction) -> Awaitable[None]:
-        delivery = self._sink.deliver(events)
-        return delivery if self._share is None else _measured(delivery, self._share)
 
     def _confirmed(self, delivery: Delivery) -> None:
         if self.breaker.succeeded(_key(delivery)):
@@ -453,57 +431,6 @@ class RateLimit:
         turn = max(now, self._next)
         self._next = turn + self._interval
         return turn - now
-
-
-class ProcessorShare:
-    """Limits work of an event loop to a share of a processor, in small portions, so that others run.
-
-    Python runs one thread at a time, and a loop one task.
-    """
-
-    def __init__(self, share: float, of: ProcessorShare | None = None) -> None:
-        """With `of`, the work also counts for that share, which others have too."""
-        self._share = share
-        self._of = of
-        self._left = _BURST_SECONDS
-        self._at = time.monotonic()
-
-    def use(self, seconds: float) -> None:
-        """Count seconds of processor time."""
-        self._left -= seconds
-        if self._of is not None:
-            self._of.use(seconds)
-
-    def wait(self) -> float:
-        """Seconds that new work has to wait; 0 means that it may begin now."""
-        at = time.monotonic()
-        self._left = min(self._left + (at - self._at) * self._share, _BURST_SECONDS)
-        self._at = at
-        seconds = max(0.0, -self._left / self._share)
-        return seconds if self._of is None else max(seconds, self._of.wait())
-
-
-@coroutine
-def _measured(work: Coroutine[Any, Any, None], share: ProcessorShare) -> Generator[Any, Any, None]:
-    """Await a coroutine, and count the processor time of each of its steps."""
-    proceed: Callable[[Any], Any] = work.send
-    result: Any = None
-    while True:
-        began = time.thread_time()
-        try:
-            awaited = proceed(result)
-        except StopIteration:
-            return
-        finally:
-            share.use(time.thread_time() - began)
-        try:
-            result = yield awaited
-            proceed = work.send
-        except GeneratorExit:
-            work.close()
-            raise
-        except BaseException as error:
-            proceed, result = work.throw, error
 
 
 def _key(delivery: Delivery) -> Hashable:

@@ -19,7 +19,6 @@ from relay.config.settings import Settings
 from relay.delivery import checkpoint
 from relay.delivery.checkpoint import Checkpoint, Progress
 from relay.delivery.connections import Connections
-from relay.delivery.dispatch import ALL_LAGGING_SHARE, ProcessorShare
 from relay.faults import RelayError, TaskFault, is_transient, spoils_session
 from relay.runtime.parts import Due, Heartbeat
 from relay.runtime.threads import Thread, pool
@@ -69,7 +68,6 @@ class SinkLoop:
         """`confirm` is called once progress is stored, since the sinks may need less of the WAL."""
         self._confirm = confirm
         self.heartbeat = Heartbeat()
-        self.lagging = ProcessorShare(ALL_LAGGING_SHARE)
         self._settings = settings
         self._polls = settings.source.mode != "wal"
         self._members: Sequence[Member] = ()

@@ -13,7 +13,7 @@ import psycopg
 
 from relay.config.handlers import DeliveryHandler
 from relay.delivery.checkpoint import STORE_SECONDS, Checkpoint, SinkContext
-from relay.delivery.dispatch import LAGGING_SHARE, Dispatcher, ProcessorShare
+from relay.delivery.dispatch import Dispatcher
 from relay.delivery.feed import Streamed
 from relay.delivery.polling import FIRST_POLL_SECONDS, SinkPolling
 from relay.delivery.progress import SinkCommit, SinkProgress, commits_of
@@ -69,7 +69,6 @@ class SinkSession:
         self._tasks: list[asyncio.Future[None]] = []
         self._stopping = asyncio.Event()
         self._lagging = asyncio.Event()
-        self._share = ProcessorShare(LAGGING_SHARE, context.lagging)
         self.left = False
 
     @property
@@ -172,8 +171,6 @@ class SinkSession:
         context = self._context
         waits = Backoff(FIRST_POLL_SECONDS, context.settings.poll.wait_period_ms / 1000)
         while not self.left:
-            lags = context.stream.reads and not self._attached
-            self._dispatcher.yield_to_others(self._share if lags else None)
             if self.checkpoint.paused and context.polls:
                 context.ready.set()
                 await self._wait(STORE_SECONDS)

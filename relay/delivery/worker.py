@@ -256,7 +256,6 @@ class Worker:
                     self.ready,
                     self._loop.connections.of_sink(),
                     self._loop.connections.outbox_end,
-                    self._loop.lagging,
                     self._meter,
                 )
                 self._session = SinkSession(context, self._sink, self._configured, state)

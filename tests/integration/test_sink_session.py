@@ -8,7 +8,7 @@ from typing import Any
 
 from relay.delivery.checkpoint import Checkpoint, SinkContext
 from relay.delivery.connections import Connections
-from relay.delivery.dispatch import Dispatcher, ProcessorShare
+from relay.delivery.dispatch import Dispatcher
 from relay.delivery.feed import Feed, WalHold
 from relay.delivery.progress import SinkProgress
 from relay.delivery.sinks import Sinks
@@ -44,7 +44,6 @@ def test_what_fails_while_held_keys_are_queried_holds_its_keys(outbox: Outbox) -
             Event(),
             connections.of_sink(),
             connections.outbox_end,
-            ProcessorShare(1.0),
             Meter(),
         )
 

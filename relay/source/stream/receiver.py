@@ -439,11 +439,12 @@ class Receiver:
                     # The next connection finds out, and says, why there can be no stream.
                     self._must_reconnect |= stream.is_waited_for()
                 if "stream" in ready:
+                    if not self.confirmation.all_acknowledged:
+                        # What comes now is needed after the batch. To assemble it slows down the service, and what is
+                        # read together becomes one batch.
+                        self._wakeup.wait(PAUSE_SECONDS)
                     last_heard = time.monotonic()
                     asked = self._read_socket(pgconn) or asked
-                    if not self.confirmation.all_acknowledged:
-                        # Messages that come now are needed after the batch; to assemble them slows down the service.
-                        self._wakeup.wait(PAUSE_SECONDS)
                 now = time.monotonic()
                 if now - standbys_asked > STANDBYS_SECONDS:
                     # By this thread: the service may be in a commit that waits for this stream.
