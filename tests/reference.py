@@ -340,10 +340,11 @@ def columns(made: re.Match[str], whole: str) -> dict[str, str]:
 
 
 def columns_of_view(made: re.Match[str], said: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The columns of a view of relay.positions, and what they mean there."""
+    """The columns of a view, and what they mean in the table that it shows."""
     for column in made["columns"].split(", "):
         name = column.partition(".")[2]
-        yield f"`{name}`", meaning("relay.positions", name, said)
+        shown = "relay.completeness" if made["name"] == "relay.watermarks" else "relay.positions"
+        yield f"`{name}`", meaning(shown, name, said)
 
 
 def meaning(table_name: str, column: str, said: Mapping[str, str]) -> str:

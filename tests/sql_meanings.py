@@ -126,6 +126,8 @@ COLUMNS = {
     "relay.deferred_rows.deferred_id": "the row of relay.deferred",
     "relay.deferred_rows.portion": "the number of the portion, in order",
     "relay.deferred_rows.data": "the rows of this portion",
+    "relay.completeness.dead_letters": "how many of its events are dead letters now, or in replay",
+    "relay.completeness.deferred": "how many of its transactions are deferred now",
     "relay.spark_batches.target": "the destination that the sink writes to",
     "relay.spark_batches.server": "the server of this database when the application was made up",
     "relay.spark_batches.number": "the number of the batch, from 1",

@@ -25,6 +25,7 @@ from relay.store import (
     actions,
     activity,
     admission,
+    completeness,
     deferred,
     presence,
 )
@@ -41,7 +42,8 @@ class SinkStatus:
     `destination` is the type of the sink, and its host if it has a URL, without anything secret.
     `unread` counts the rows of the outbox that the sink has not read yet, and `oldest` is their least event_ts; None if
     the stream feeds the sink, or the rows cannot be counted. `seconds_left` is about how long it takes to read them, if
-    it is known how fast it reads. `since` is when it was paused, or when its fault began. `recent` has the delivery
+    it is known how fast it reads. `since` is when it was paused, or when its fault began. In a sink of type spark every
+    event committed before `complete_before` is there; None where that is not known. `recent` has the delivery
     attempts of the last minutes, None if there were none.
     """
 
@@ -58,6 +60,7 @@ class SinkStatus:
     destination: str | None = None
     seconds_left: float | None = None
     recent: activity.RecentActivity | None = None
+    complete_before: datetime | None = None
 
     @property
     def why(self) -> str | None:
@@ -92,6 +95,8 @@ def listed(
         running = presence.instances(target, settings.group)
         positions = _positions(target, settings, stored, running)
         recent = activity.recent_attempts(target, settings.group)
+        marks = completeness.watermarks(target, settings.group, counts=False)
+    complete = {each.reader: each.complete_before for each in marks}
     unread: dict[str, Backlog] = {}
     try:
         unread = _count(settings, positions, deadline)
@@ -114,6 +119,7 @@ def listed(
             destination=_destination(settings, each.sink),
             seconds_left=_seconds_left(each, unread.get(each.sink), recent.get(each.sink)),
             recent=recent.get(each.sink),
+            complete_before=complete.get(each.sink),
         )
         for each in stored
     ]

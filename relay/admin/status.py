@@ -33,6 +33,7 @@ from relay.source.stream.slot import SlotState, oldest_open, slot_reader, slot_s
 from relay.store import (
     activity,
     brakes,
+    completeness,
     dead_letters,
     groups,
     locks,
@@ -96,6 +97,7 @@ class Status:
     which only `Watch` counts; a number that cannot be counted in time is missing. `waits` are sessions of relay that
     wait for a lock of the target. `parts` are background parts that fail. `slot_waits_for` describes the oldest open
     transaction while the slot is being created. `readers` has the readers of the outbox, if retention removes events.
+    `watermarks` say up to when readers have everything; only `read` counts what is dead or deferred of it.
     `dead_letters` counts events; `dead` counts transactions by sink and handler, which only `Watch` reads.
     """
 
@@ -117,6 +119,7 @@ class Status:
     engines: Sequence[activity.EngineTotals] = ()
     readers: Sequence[reader_positions.OutboxReader] = ()
     unread: Mapping[str, Backlog] = field(default_factory=dict)
+    watermarks: Sequence[completeness.Watermark] = ()
     waits: Sequence[locks.Wait] = ()
     parts: Sequence[presence.StoredPartFault] = ()
     noted: Sequence[NotedReader] = ()
@@ -164,6 +167,7 @@ class Status:
             "sinks": [_sink_as_json(each, self.instances) for each in self.sinks],
             "engines": [_as_json(each) for each in self.engines],
             "readers": [_as_json(each) for each in self.readers],
+            "watermarks": [_as_json(each) for each in self.watermarks],
             "waits": [_as_json(each) for each in self.waits],
             "parts": [_as_json(each) for each in self.parts],
             "noted": [
@@ -219,16 +223,18 @@ class TargetState:
     instances: list[str]
     sinks: list[sinks.StoredSink]
     braked: list[brakes.BrakedHandler]
+    watermarks: list[completeness.Watermark]
 
 
 def target_state(target: Connection, settings: Settings) -> TargetState:
-    """Read the state of a group from the target, in four statements. Raises psycopg.Error."""
+    """Read the state of a group from the target, in five statements. Raises psycopg.Error."""
     name = settings.group
     return TargetState(
         groups.read(target, name),
         presence.instances(target, name),
         sinks.read(target, name, settings.sink_handlers),
         brakes.braked(target, name),
+        completeness.watermarks(target, name, counts=False),
     )
 
 
@@ -277,6 +283,7 @@ def _with_target(state: Status, target: Connection, settings: Settings) -> Statu
         sinks=found.sinks,
         engines=activity.engine_totals(target, settings.group),
         braked=found.braked,
+        watermarks=found.watermarks,
         read_at={**state.read_at, TARGET: datetime.now(UTC)},
     )
 
@@ -339,6 +346,7 @@ def _read_target(settings: Settings, state: Status) -> tuple[Status, ReadPositio
             state,
             dead_letters=dead_letters.count(target, name),
             deferred=deferred_selection.count(target, name),
+            watermarks=completeness.watermarks(target, name),
             waits=locks.lock_waits(target),
             parts=presence.read_faults(target, name, state.instances),
         )

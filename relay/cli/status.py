@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,7 @@ from relay.cli.options import ConfigOption, JsonOption, fail, out
 from relay.cli.terminal import print_facts, print_table
 from relay.config.files import for_each, load, load_all
 from relay.config.settings import Settings
+from relay.faults import ConfigurationError
 from relay.observe.phrases import counted, due, moment
 
 if TYPE_CHECKING:
@@ -59,12 +61,30 @@ def status(
     max_dead: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Check the dead letters.")
     ] = None,
+    complete_before: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Exit with status 1 unless the target and each sink of type spark have every event that was committed "
+            "before this time, in UTC where it names no zone.",
+        ),
+    ] = None,
+    sink: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="With --complete-before: ask only for this sink. May be repeated.",
+        ),
+    ] = None,
 ) -> None:
     """Show slot, partitions, sinks and dead letters."""
     from relay.admin import sinks
     from relay.admin.status import lag_seconds, read
-    from relay.observe.health import Limits, failures
+    from relay.observe.health import Limits, failures, incomplete
 
+    before = None if complete_before is None else _time(complete_before)
+    if sink and before is None:
+        raise ConfigurationError("--sink: needs --complete-before")
     limits = Limits(max_lag_bytes, max_lag_seconds, max_sink_lag_seconds, max_deferred, max_dead)
     checks = alive or limits != Limits()
 
@@ -75,14 +95,23 @@ def status(
         document = {"group": settings.group, **state.as_json()}
         if state.faults:
             away.extend(f"{key}: {why}" for key, why in state.faults.items())
-        if not checks or state.faults:
+        if state.faults:
             return document, []
+        failed: list[str] = []
+        if before is not None:
+            readers = _readers(settings, sink)
+            failed += incomplete(state, before, readers)
+        if not checks:
+            return document, [_named(settings, line) for line in failed]
         lag = None if max_lag_seconds is None else lag_seconds(settings)
         sink_lags = {}
         if max_sink_lag_seconds is not None:
             sink_lags = sinks.lag_seconds(settings)
-        failed = failures(state, limits, lag, sink_lags)
-        return document, [f"group {settings.group}: {line}" if several else line for line in failed]
+        failed += failures(state, limits, lag, sink_lags)
+        return document, [_named(settings, line) for line in failed]
+
+    def _named(settings: Settings, line: str) -> str:
+        return f"group {settings.group}: {line}" if several else line
 
     several = len(load_all(config)) > 1
     away: list[str] = []
@@ -94,6 +123,32 @@ def status(
         fail("\n".join(away), 2)
     if failed := [line for _, lines in shown for line in lines]:
         fail("\n".join(failed), 1)
+
+
+def _time(text: str) -> datetime:
+    """Parse a time of the command line, in UTC where it names no zone. Raises ConfigurationError."""
+    try:
+        parsed = datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigurationError(
+            f"--complete-before: {text!r} is no time such as 2026-03-01T12:00 or 2026-03-01T12:00:00+01:00"
+        ) from None
+    return parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)
+
+
+def _readers(settings: Settings, named: list[str] | None) -> list[str]:
+    """Return the readers to ask for: those that are named, else the target ('') and the sinks of type spark.
+
+    Raises ConfigurationError for a sink that is not one of these.
+    """
+    known = list(settings.spark_handlers)
+    for name in named or ():
+        if name not in known:
+            raise ConfigurationError(
+                f"--sink: group {settings.group!r} has no sink {name!r} of type spark "
+                f"(it has {', '.join(known) or 'none'})"
+            )
+    return named or ["", *known]
 
 
 def _print_status(state: Any, mode: str) -> None:
@@ -159,12 +214,27 @@ def _target_facts(state: Any) -> list[tuple[str, object]]:
             (f"fails: {each.part}", f"since {moment(each.since)} on {each.instance}: {each.fault}")
         )
     facts += [(f"sink {each.sink}", _sink_state(each, state.instances)) for each in state.sinks]
+    facts += [(_complete(each), _exceptions(each)) for each in state.watermarks]
     for each in state.engines:
         since = f"since {moment(each.since)}: {each.reason}"
         batches = counted(each.batches, "batch", "batches")
         events = counted(each.events, "event", "events")
         facts.append((f"engine {each.engine}", f"{batches}, {events} {since}"))
     return facts
+
+
+def _complete(mark: Any) -> str:
+    """Name the reader of a watermark."""
+    return f"complete: sink {mark.reader}" if mark.reader else "complete: target"
+
+
+def _exceptions(mark: Any) -> str:
+    """Describe up to when a reader has every event, but for what, on one line."""
+    if mark.complete_before is None:
+        return "not known up to when"
+    dead = counted(mark.dead_letters, "dead letter", "dead letters")
+    deferred = counted(mark.deferred, "deferred transaction", "deferred transactions")
+    return f"before {moment(mark.complete_before)}, but for {dead} and {deferred}"
 
 
 def _lag(backlog: Any) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 from relay.admin.status import Status
-from relay.observe.phrases import counted
+from relay.observe.phrases import counted, moment
 from relay.source.stream.slot import SlotState
 
 
@@ -53,6 +54,18 @@ def failures(
         found = counted(dead, "dead letter", "dead letters")
         verb = "is" if dead == 1 else "are"
         yield f"there {verb} {found}, the limit is {limits.dead}: see `relay dlq list`"
+
+
+def incomplete(status: Status, before: datetime, readers: Collection[str]) -> Iterator[str]:
+    """Yield a line for each reader, a sink or '' for the target, that may lack events committed before a time."""
+    known = {each.reader: each.complete_before for each in status.watermarks}
+    for reader in readers:
+        name = f"sink {reader}" if reader else "the target"
+        reached = known.get(reader)
+        if reached is None:
+            yield f"{name} is not complete before {moment(before)}: it is not known up to when it is"
+        elif reached < before:
+            yield f"{name} is not complete before {moment(before)}, only before {moment(reached)}"
 
 
 def _slot(status: Status) -> Iterator[str]:

@@ -235,6 +235,12 @@ SERIES: Sequence[MetricFamily] = (
         "was received.",
         "sink",
     ),
+    _gauge(
+        "relay_complete_before_timestamp_seconds",
+        "The time before which every committed event is in a sink of type spark, or (empty) the target, delivered, "
+        "deferred or dead-lettered, by the clock of the source.",
+        "sink",
+    ),
     # Deferred and dead transactions
     _gauge(
         "relay_deferred_transactions",

@@ -18,6 +18,7 @@ from relay.pipeline.listeners import Meter
 from relay.pipeline.runner import WAITS_FOR_SPARK
 from relay.runtime.parts import Condition, Recurring
 from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS, Received
+from relay.store.completeness import TARGET
 
 Labels = tuple[str, ...]
 Gauges = defaultdict[str, dict[Labels, float]]
@@ -150,6 +151,12 @@ class ServiceGauges:
             gauges["relay_sink_attached"][key] = each.state == "attached"
             gauges["relay_sink_paused"][key] = each.state == "paused"
             gauges["relay_sink_down"][key] = each.fault is not None
+
+        for mark in state.watermarks:
+            is_known = mark.reader == TARGET or mark.reader in self._settings.sink_handlers
+            if is_known and mark.complete_before is not None:
+                moment = mark.complete_before.timestamp()
+                gauges["relay_complete_before_timestamp_seconds"][(mark.reader,)] = moment
 
     def _counts(self, gauges: Gauges) -> None:
         counted, source = self._databases.counted, self._databases.source_readings

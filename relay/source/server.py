@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 
 import psycopg
@@ -41,6 +42,7 @@ _FUNCTIONS = ("pg_logical_emit_message",)
 _OF_SLOTS = ("pg_create_logical_replication_slot", "pg_drop_replication_slot")
 """Functions that relay calls when it needs them, and that cannot be tried without an effect."""
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _PAGE = 8192
 _PAGE_HEADER, _SEGMENT_HEADER = 24, 40
 """The sizes in bytes of the header of a WAL page, and of the first page of a segment."""
@@ -51,12 +53,14 @@ _SWITCH = re.compile(r"\s*(\d+)\s+([0-9A-Fa-f]{1,8}/[0-9A-Fa-f]{1,8})(?:\s|$)", 
 class SourcePosition:
     """A snapshot, and a position of the WAL at or after the end of every commit that the snapshot sees.
 
-    `durable`: a crash of the server would lose none of these commits.
+    `durable`: a crash of the server would lose none of these commits. The snapshot sees every transaction whose COMMIT
+    had returned before `at`, by the server's clock; None on a hot standby, which cannot tell.
     """
 
     snapshot: Snapshot
     lsn: Lsn
     durable: bool
+    at: datetime | None = None
 
 
 def current_position(conn: Connection) -> SourcePosition:
@@ -69,15 +73,18 @@ def current_position(conn: Connection) -> SourcePosition:
         select pg_current_snapshot()::text, standby,
                (case when standby then pg_last_wal_replay_lsn() else pg_current_wal_insert_lsn() end)::text,
                case when not standby then pg_current_wal_flush_lsn()::text end,
-               pg_size_bytes(current_setting('wal_segment_size'))
+               pg_size_bytes(current_setting('wal_segment_size')),
+               -- The time at which the transaction began, which is before its snapshot was taken.
+               (extract(epoch from transaction_timestamp()) * 1000000)::bigint
           from pg_is_in_recovery() as standby
         """
     )
-    text, standby, position, flushed, segment = row
+    text, standby, position, flushed, segment, began = row
     snapshot, lsn = Snapshot.parse(text), end_before(Lsn.parse(position or "0/0"), segment)
     if standby:
         return SourcePosition(snapshot.certain(), lsn, durable=True)
-    return SourcePosition(snapshot, lsn, Lsn.parse(flushed) >= lsn)
+    at = _EPOCH + timedelta(microseconds=began)
+    return SourcePosition(snapshot, lsn, Lsn.parse(flushed) >= lsn, at)
 
 
 def durable_position(conn: Connection) -> SourcePosition:

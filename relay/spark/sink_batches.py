@@ -25,6 +25,7 @@ from relay.source.server import durable_position
 from relay.spark import frames
 from relay.spark.reading import MappedTable, columns
 from relay.store import clock
+from relay.store.completeness import Completeness, Moments
 from relay.store.connections import Connection
 from relay.store.deferred import Deferral
 from relay.store.deferred import due as deferred_due
@@ -35,11 +36,17 @@ from relay.store.positions.spark_batches import Contents
 
 @dataclass(frozen=True, slots=True)
 class PendingBatch:
-    """The contents of the next batch; `is_full` says that it need not wait for more events."""
+    """The contents of the next batch; `is_full` says that it need not wait for more events.
+
+    `moves`: the contents end after the sink's position. Where nothing is due and no row is new, the position stays, and
+    `complete` says up to where the sink has everything all the same.
+    """
 
     contents: Contents
     due: list[deferred_due.DueTransaction]
     is_full: bool
+    moves: bool
+    complete: Completeness
 
     @property
     def is_empty(self) -> bool:
@@ -54,8 +61,12 @@ def find(
     sink: str,
     table: MappedTable,
     state: SinkState,
+    moments: Moments,
 ) -> PendingBatch | None:
-    """The next batch of a sink; None if its position is where the source is. Raises psycopg.Error."""
+    """The next batch of a sink; None where the source cannot tell, or nothing is polled. Raises psycopg.Error.
+
+    `moments` are those at which the source was read for the sink; the present one is added.
+    """
     position = state.position
     if position.snapshot is None:
         return None
@@ -64,6 +75,7 @@ def find(
     if not (seen.snapshot.covers(position.snapshot) and seen.snapshot.covers(end)):
         # A standby may lag.
         return None
+    moments.note(seen.snapshot, seen.at)
     most = settings.spark_handlers[sink].max_events
     after, count = cut(source, table.identifier, Difference(position.snapshot, end), most)
     contents = Contents(
@@ -77,12 +89,15 @@ def find(
     due = _due(target, settings, sink)
     if count and not has_rows(source, table, contents):
         contents = replace(contents, rows=0)
-    if not (contents.rows or due or count or position.following is not None):
-        return None
+    complete = moments.reached(after)
+    moves = bool(count) or position.following is not None
     if due and not count:
         # Without new rows the position stays.
         contents = replace(contents, after=position.snapshot, left_out=())
-    return PendingBatch(contents, due, count >= most or position.following is not None)
+    # What the snapshot of a position without new rows sees is not all that it sees later, but the rows are the same.
+    contents = replace(contents, complete_before=complete.before)
+    is_full = count >= most or position.following is not None
+    return PendingBatch(contents, due, is_full, moves, complete)
 
 
 def has_rows(source: Connection, table: MappedTable, contents: Contents) -> bool:

@@ -36,10 +36,8 @@ from relay.spark.writers import (
     Writer,
     writer,
 )
-from relay.store import (
-    dead_letters,
-    deferred,
-)
+from relay.store import completeness, dead_letters, deferred
+from relay.store.completeness import Completeness, Moments
 from relay.store.connections import Connection, connect
 from relay.store.positions import spark_batches
 from relay.store.positions.sinks import (
@@ -63,6 +61,8 @@ POLL_SECONDS = 1.0
 """Seconds between two polls for a batch that is due."""
 CLAIM_SECONDS = 2.0
 """Seconds between two attempts to claim a sink that another process has claimed."""
+NOTE_SECONDS = 5.0
+"""Seconds between two notes of the time up to which a sink without new events is complete."""
 BUILD_SECONDS = 5.0
 """Seconds after which `relay status` shows that the Spark session is still being built."""
 
@@ -100,6 +100,9 @@ class SparkWorker(Recurring):
         self._checked: Any = None
         self._own: tuple[SparkSession, SparkSession] | None = None
         self._since: float | None = None
+        self._moments = Moments()
+        self._epoch: int | None = None
+        self._noted = -NOTE_SECONDS
         self._woken = Event()
 
     def stop(self) -> None:
@@ -194,12 +197,20 @@ class SparkWorker(Recurring):
     def _store_due_batch(self, state: SinkState) -> OpenBatch | None:
         """Store and return a batch if one is due. Raises SinkMoved and psycopg.Error."""
         found = sink_batches.find(
-            self._connected(), self._claim.conn, self._settings, self._name, self._table, state
+            self._connected(),
+            self._claim.conn,
+            self._settings,
+            self._name,
+            self._table,
+            state,
+            self._known_moments(state),
         )
         if found is None or found.is_empty:
             self._since = None
-            if found is not None:
+            if found is not None and found.moves:
                 self._store(state, found.contents)
+            elif found is not None:
+                self._note_complete(state, found.complete)
             return None
         now = time.monotonic()
         self._since = now if self._since is None else self._since
@@ -233,6 +244,29 @@ class SparkWorker(Recurring):
                 conn, group, self._name, handler.target, state.epoch, layout, contents
             )
         return spark_batches.begun(conn, group, self._name, handler.target)
+
+    def _known_moments(self, state: SinkState) -> Moments:
+        """The moments at which the source was read for the sink, of its present epoch."""
+        if self._epoch != state.epoch:
+            self._moments.clear()
+            known = completeness.stored(self._claim.conn, self._settings.group, self._name)
+            if known is not None:
+                self._moments.note(known.snapshot, known.before)
+            self._epoch = state.epoch
+        return self._moments
+
+    def _note_complete(self, state: SinkState, complete: Completeness) -> None:
+        """Store that a sink without new rows is complete up to a later time; its position stays."""
+        now = time.monotonic()
+        if complete.before is None or now - self._noted < NOTE_SECONDS:
+            return
+        conn, position = self._claim.conn, state.position
+        assert position.snapshot is not None  # noqa: S101
+        with conn.transaction():
+            # Rejects a worker that has lost its claim.
+            self._claim.store(position, state.epoch, CAUGHT_UP)
+            completeness.note(conn, self._settings.group, self._name, position.snapshot, complete)
+        self._noted = now
 
     def _without_scheduled(self, contents: Contents) -> Contents:
         """Leave commits with an event for later out of a batch; `_store` defers them when it moves past them."""
@@ -288,7 +322,14 @@ class SparkWorker(Recurring):
 
     def _deliver(self, session: SparkSession, destination: Writer, batch: OpenBatch) -> None:
         """Write a batch; staged files become visible after one attempt's have been stored as the batch's."""
-        identity = BatchId(batch.application, batch.number, batch.id)
+        contents = batch.contents
+        identity = BatchId(
+            batch.application,
+            batch.number,
+            batch.id,
+            str(contents.after),
+            contents.complete_before,
+        )
         files = batch.files
         if files is None:
             files = destination.write(self._frame(session, batch), identity)
@@ -407,3 +448,11 @@ class SparkWorker(Recurring):
                 )
                 deferred.defer(conn, group, entries, self._name)
             self._claim.store(position, state.epoch, LAGGING if lags else CAUGHT_UP)
+            completeness.note(
+                conn,
+                group,
+                self._name,
+                # A sink that begins in the middle of a difference has all of the next one.
+                contents.after if state.done.size or before.following else contents.before,
+                Completeness(contents.after, contents.complete_before),
+            )

@@ -756,10 +756,12 @@ create table if not exists relay.spark_batches (
     deferred      bigint[]    not null,
     data          bytea,
     files         text[],
+    complete_before timestamptz,
     begun_at      timestamptz not null default clock_timestamp(),
     primary key (group_id, sink, target)
 );
-alter table relay.spark_batches add column if not exists files text[];
+alter table relay.spark_batches add column if not exists files text[],
+                                add column if not exists complete_before timestamptz;
 
 comment on column relay.spark_batches.application is
     'whose numbers these are: once the server of this database was promoted, restored or started again (server), it is another one';
@@ -775,6 +777,46 @@ comment on column relay.spark_batches.deferred is
     'the rows of relay.deferred that are written with the batch; data has their events, as an Arrow stream';
 comment on column relay.spark_batches.files is
     'the staged files that are the batch''s, whoever moves them to their destination; null until an attempt has written all of its own';
+
+comment on column relay.spark_batches.complete_before is
+    'the destination has every event that was committed before this time once it has the batch; null where no such time is known';
+
+-- Up to where each reader has everything. relay.watermarks shows it.
+create table if not exists relay.completeness (
+    group_id        text        not null,
+    reader          text        not null,
+    since           pg_snapshot not null,
+    snapshot        pg_snapshot not null,
+    complete_before timestamptz,
+    noted_at        timestamptz not null default clock_timestamp(),
+    primary key (group_id, reader)
+);
+
+comment on column relay.completeness.reader is
+    'a sink; empty for the target';
+comment on column relay.completeness.since is
+    'from where: what this snapshot sees was before the reader''s beginning, or before an operator moved it';
+comment on column relay.completeness.snapshot is
+    'everything that this snapshot of the source sees is delivered, deferred or dead-lettered';
+comment on column relay.completeness.complete_before is
+    'it sees every event whose COMMIT had returned before this time, by the clock of the source; null where no such time is known';
+comment on column relay.completeness.noted_at is
+    'when that was stored, by the clock of this database';
+
+create or replace view relay.watermarks as
+select c.group_id, c.reader, c.complete_before, c.since, c.snapshot, c.noted_at, dead.dead_letters, later.deferred
+  from relay.completeness as c
+ cross join lateral (
+       select count(*) as dead_letters from relay.dead_letter_queue as d
+        where d.group_id = c.group_id and d.status in ('dead', 'replaying')
+          and (d.sink = c.reader or d.sink = '' and d.undelivered)) as dead
+ cross join lateral (
+       select count(*) as deferred from relay.deferred as d
+        where d.group_id = c.group_id and (d.sink = c.reader or d.sink = '' and d.undelivered)) as later;
+
+comment on view relay.watermarks is
+    'for each reader: all events committed before complete_before, and not seen by since, are there, but for dead_letters events '
+    'and deferred transactions';
 
 drop function if exists relay.lock_partitions(text, int, int[], text[]);
 
@@ -936,7 +978,8 @@ begin
         grant select, insert, update, delete on relay.deferred to relay;
         grant select, insert, delete on relay.deferred_keys, relay.deferred_rows to relay;
         grant usage on sequence relay.deferred_id_seq to relay;
-        grant select, insert, update, delete on relay.spark_batches to relay;
+        grant select, insert, update, delete on relay.spark_batches, relay.completeness to relay;
+        grant select on relay.watermarks to relay;
         grant execute on function relay.chain(text), relay.notes_after(text, pg_snapshot) to relay;
         grant execute on function relay.lock_positions(text, int, int[], text[]), relay.claim_positions(text, int, int[]) to relay;
         -- Handlers load events into a temporary relation, which a database may have reserved.

@@ -10,6 +10,7 @@ Source: PgQ (Skype Tools), whose ticks are snapshots and whose batches are diffe
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -34,10 +35,8 @@ from relay.source.recognition import Recognition
 from relay.source.server import SourcePosition, current_position, durable_position
 from relay.source.state import POLLS, SourceState
 from relay.source.stream.slot import membership, reader_activity, require_published
-from relay.store import (
-    dead_letters,
-    groups,
-)
+from relay.store import completeness, dead_letters, groups
+from relay.store.completeness import Completeness, Moments
 from relay.store.connections import Pool, connect, open_pool
 from relay.store.positions import offsets, snapshots
 from relay.store.positions.snapshots import ChainLink
@@ -54,6 +53,8 @@ COMPARING_LOCK_TIMEOUT = "200ms"
 """How long a comparison of the stream with the outbox waits for a lock on the table, while the stream waits for it."""
 GUARDED_EVENTS = 500
 """The most events of a window while guarding: its transactions are applied one at a time, in one commit."""
+NOTE_SECONDS = 5.0
+"""Seconds between two notes of the time up to which the group is complete."""
 _FAR = 1 << 24
 """How many transactions a snapshot may lag while nothing is published: each new one is a write to the target."""
 
@@ -98,6 +99,8 @@ class Poller:
         self._windows = 0
         self._busy_waits = Backoff(BUSY_SECONDS, LONGEST_BUSY_SECONDS)
         self._guarded_events = 0
+        self._moments = Moments()
+        self._noted = -NOTE_SECONDS
         self._recognition = Recognition(settings)
         self._marked = self._checked = False
         self._named: tuple[str | None, int | None, str] | None = None
@@ -189,6 +192,8 @@ class Poller:
                 return False
             if len(noted.xids) or seen.snapshot.xmax - last.snapshot.xmax > _FAR:
                 snapshots.replace(target, group, last, seen.snapshot)
+            complete = Completeness(seen.snapshot, seen.at)
+            completeness.note(target, group, completeness.TARGET, last.snapshot, complete)
             adopted(seen)
             return True
 
@@ -312,6 +317,7 @@ class Poller:
         if not links:
             raise _unchained(self._settings)
         own = [c.snapshot_id or 0 for c in positions if c.partition_id in self._own]
+        oldest = links[_index(links, min(c.snapshot_id or 0 for c in positions))]
         before = links[_index(links, min(own))]
         with self._source.connection() as source:
             self._recognition.follow_polled(source, origin)
@@ -320,6 +326,7 @@ class Poller:
                 self._require_own_xids(source)
         if before == links[-1]:
             opened = self._open(before) if opening else None
+            self._note_complete(oldest)
             if opened is None:
                 return None
             links.append(opened)
@@ -338,10 +345,17 @@ class Poller:
     def _open(self, last: ChainLink) -> ChainLink | None:
         """Add the source's current snapshot to the chain; None if it shows no new rows."""
         with self._source.connection() as source:
-            if not self._is_newer(source, current_position(source), last):
+            now = current_position(source)
+            if not now.snapshot.covers(last.snapshot):
+                # A standby may lag.
+                return None
+            if self._rows.is_empty(source, Difference(last.snapshot, now.snapshot)):
+                # Who has all that the last snapshot sees has all that this one sees.
+                self._moments.note(last.snapshot, now.at)
                 return None
             self._name_unassigned(source)
             seen = durable_position(source)
+            self._moments.note(seen.snapshot, seen.at)
         with self._target.connection() as target:
             group = self._settings.group
             # None if another instance has added one meanwhile: that difference is next.
@@ -359,13 +373,19 @@ class Poller:
                     extra={"c_offset": offset, "c_xid": xid},
                 )
 
-    def _is_newer(
-        self, source: psycopg.Connection[Any], seen: SourcePosition, last: ChainLink
-    ) -> bool:
-        # A standby may lag.
-        return seen.snapshot.covers(last.snapshot) and not self._rows.is_empty(
-            source, Difference(last.snapshot, seen.snapshot)
-        )
+    def _note_complete(self, oldest: ChainLink) -> None:
+        """Store up to which time the group is complete, whose partitions have all that `oldest` sees, now and then."""
+        now = time.monotonic()
+        if now - self._noted < NOTE_SECONDS:
+            return
+        complete = self._moments.reached(oldest.snapshot)
+        if complete.before is None:
+            return
+        with self._target.connection() as target:
+            completeness.note(
+                target, self._settings.group, completeness.TARGET, oldest.snapshot, complete
+            )
+        self._noted = now
 
     def _complete(self, plan: _Plan) -> None:
         """End a plan: move the partitions that have applied all of it to the next snapshot."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from relay.config.handlers import SparkHandler
@@ -24,12 +25,23 @@ class BatchId:
 
     `application` is the UUID of the group, sink and target. `number` counts the batches of the application from 1; a
     batch that was dropped because an operator moved the sink leaves a gap. `id` is the batch's UUID, the value of
-    `relay_batch` in its frame.
+    `relay_batch` in its frame. A destination that has the batch has everything that the source's `snapshot` sees, which
+    is every event committed before `complete_before`; None where no such time is known.
     """
 
     application: str
     number: int
     id: str
+    snapshot: str = ""
+    complete_before: datetime | None = None
+
+    @property
+    def completeness(self) -> dict[str, str]:
+        """What a table stores with the batch's commit: `snapshot` and, where known, `complete_before` in ISO 8601."""
+        stored = {"relay.snapshot": self.snapshot} if self.snapshot else {}
+        if self.complete_before is not None:
+            stored["relay.complete_before"] = self.complete_before.astimezone(UTC).isoformat()
+        return stored
 
 
 class MissingPartition(ConfigurationError):

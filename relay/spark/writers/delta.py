@@ -121,7 +121,8 @@ class DeltaWriter:
         schema = deltalake.Schema.from_arrow(files.schema)
         identifier = deltalake.Transaction(_application(batch), batch.number)
         properties = deltalake.CommitProperties(
-            app_transactions=[identifier], custom_metadata={"relay.batch": batch.id}
+            app_transactions=[identifier],
+            custom_metadata={"relay.batch": batch.id, **batch.completeness},
         )
         by = list(files.partition_by)
         if table is not None:

@@ -126,11 +126,14 @@ class _Fenced(Table):
 
 def _commit(table: Table, files: list[DataFile], batch: BatchId) -> None:
     transaction = table.transaction()
-    transaction.set_properties({_property(batch): str(batch.number)})
+    # As properties of the table too, since the newest snapshot may be another program's.
+    stated = {f"{_property(batch)}.{name}": text for name, text in batch.completeness.items()}
+    transaction.set_properties({_property(batch): str(batch.number), **stated})
     summary = {
         "relay.application": batch.application,
         "relay.number": str(batch.number),
         "relay.batch": batch.id,
+        **batch.completeness,
     }
     # A snapshot even without files: only an update of the snapshot makes the catalog compare it.
     with transaction.update_snapshot(snapshot_properties=summary).fast_append() as append:

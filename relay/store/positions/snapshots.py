@@ -15,7 +15,7 @@ import numpy as np
 
 from relay.model.events import Lsn
 from relay.model.snapshots import RowCounts, Snapshot, Xids
-from relay.store import locks
+from relay.store import completeness, locks
 from relay.store.connections import Connection
 
 _ALL_ROWS = 1 << 40
@@ -48,6 +48,7 @@ def begin(
     """
     newest = _newest(conn, group)
     conn.execute("delete from relay.snapshots where group_id = %s", (group,))
+    completeness.begin(conn, group, completeness.TARGET, snapshots[0])
     notes_from = newest.notes_from if newest else []
     return [
         ChainLink(_insert(conn, group, snapshot, polled_lsn, notes_from), snapshot)
@@ -58,6 +59,7 @@ def begin(
 def remove(conn: Connection, group: str) -> None:
     """Delete the chain and the noted transactions of a stopped group."""
     conn.execute("delete from relay.snapshots where group_id = %s", (group,))
+    completeness.forget(conn, group, [completeness.TARGET])
     conn.execute(
         """
         update relay.positions set partitions = null, xids = null, rows = null

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from relay.model.events import Lsn
 from relay.model.snapshots import Snapshot
@@ -22,7 +23,8 @@ class Contents:
     Left out are transactions of the difference whose greatest c_offset is at most `polled_offset`, and those of
     `left_out` (full xids): the sink has them already, or they are deferred for it when the batch ends. `rows` counts
     the rows of the difference. No transaction of the batch ends after `lsn`. `data` are the events of the rows
-    `deferred` (ids) of relay.deferred, as an Arrow stream.
+    `deferred` (ids) of relay.deferred, as an Arrow stream. A destination that has the batch has every event that was
+    committed before `complete_before`; None where no such time is known.
     """
 
     before: Snapshot
@@ -33,6 +35,7 @@ class Contents:
     rows: int = 0
     deferred: Sequence[int] = ()
     data: bytes | None = None
+    complete_before: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ def begun(conn: Connection, group: str, sink: str, target: str) -> OpenBatch | N
         """
         select application::text, number, batch::text, epoch, partition_by, host_buckets,
                before::text, after::text, polled_offset, left_out::text[]::bigint[], delivered_lsn::text, rows_read,
-               deferred, data, files
+               deferred, data, complete_before, files
           from relay.spark_batches where (group_id, sink, target) = (%s, %s, %s) and batch is not null
         """,
         (group, sink, target),
@@ -67,7 +70,7 @@ def begun(conn: Connection, group: str, sink: str, target: str) -> OpenBatch | N
     if row is None:
         return None
     application, number, identifier, epoch, partition_by, host_buckets = row[:6]
-    before, after, polled, left_out, lsn, rows, deferred, data, files = row[6:]
+    before, after, polled, left_out, lsn, rows, deferred, data, complete_before, files = row[6:]
     contents = Contents(
         Snapshot.parse(before),
         Snapshot.parse(after),
@@ -77,6 +80,7 @@ def begun(conn: Connection, group: str, sink: str, target: str) -> OpenBatch | N
         rows,
         deferred,
         data,
+        complete_before,
     )
     return OpenBatch(
         application, number, identifier, epoch, partition_by, host_buckets, contents, files
@@ -102,12 +106,13 @@ def begin(
         """
         insert into relay.spark_batches as b (group_id, sink, target, server, epoch, before, after, polled_offset,
                                               left_out, delivered_lsn, rows_read, partition_by, host_buckets, deferred,
-                                              data)
+                                              data, complete_before)
         select %(group)s, %(sink)s, %(target)s,
                concat_ws(' ', s.system_identifier, left(pg_walfile_name(pg_current_wal_insert_lsn()), 8),
                          extract(epoch from pg_postmaster_start_time())), %(epoch)s,
                %(before)s::pg_snapshot, %(after)s::pg_snapshot, %(polled)s, %(left_out)s::xid8[], %(lsn)s::pg_lsn,
-               %(rows)s, %(partition_by)s, %(host_buckets)s, %(deferred)s::bigint[], %(data)s
+               %(rows)s, %(partition_by)s, %(host_buckets)s, %(deferred)s::bigint[], %(data)s,
+               %(complete_before)s
           from pg_control_system() as s
         on conflict (group_id, sink, target) do update
            set application = case when b.server = excluded.server then b.application else excluded.application end,
@@ -116,7 +121,8 @@ def begin(
                before = excluded.before, after = excluded.after, polled_offset = excluded.polled_offset,
                left_out = excluded.left_out, delivered_lsn = excluded.delivered_lsn, rows_read = excluded.rows_read,
                partition_by = excluded.partition_by, host_buckets = excluded.host_buckets,
-               deferred = excluded.deferred, data = excluded.data, files = null, begun_at = excluded.begun_at
+               deferred = excluded.deferred, data = excluded.data,
+               complete_before = excluded.complete_before, files = null, begun_at = excluded.begun_at
         """,
         {
             "group": group,
@@ -133,6 +139,7 @@ def begin(
             "host_buckets": layout[1],
             "deferred": literals.of_numbers(contents.deferred),
             "data": contents.data,
+            "complete_before": contents.complete_before,
         },
     )
 

@@ -1,0 +1,149 @@
+"""Stores up to which time each reader of the outbox has everything; the view `relay.watermarks` shows it.
+
+A snapshot sees every event whose COMMIT had returned before the query that read the snapshot began. So a reader that
+has everything which the snapshot sees is complete up to that time, by the clock of the source. A snapshot that was cut
+has no time of its own: who has everything that it sees is complete up to the time of the latest whole snapshot that it
+covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import datetime
+
+from relay.model.snapshots import Snapshot
+from relay.store.connections import Connection
+
+_MOST_MOMENTS = 64
+"""How many moments are kept of a reader that lags; every other one is dropped beyond that."""
+TARGET = ""
+"""The reader that stands for the group's target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completeness:
+    """Everything that `snapshot` sees is there; it sees every event that was committed before `before`.
+
+    `before` is None where no such time is known: the source is a hot standby, or the reader has not caught up yet with
+    any moment at which relay looked.
+    """
+
+    snapshot: Snapshot
+    before: datetime | None
+
+
+class Moments:
+    """Snapshots of the source with the times before which they were taken, oldest first. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._moments: list[tuple[Snapshot, datetime]] = []
+
+    def clear(self) -> None:
+        """Forget all moments: they are of another history of the source."""
+        self._moments.clear()
+
+    def note(self, snapshot: Snapshot, at: datetime | None) -> None:
+        """Note that `snapshot` was taken after the time `at`; None where that is not known."""
+        if at is None:
+            return
+        if self._moments and self._moments[-1][0] == snapshot:
+            self._moments.pop()
+        self._moments.append((snapshot, at))
+        if len(self._moments) > _MOST_MOMENTS:
+            # The last one stays, by which a reader that catches up is complete, and so does the first.
+            del self._moments[1:-1:2]
+
+    def reached(self, position: Snapshot) -> Completeness:
+        """Return up to which time a reader is complete that has everything which `position` sees."""
+        covered = [n for n, (taken, _) in enumerate(self._moments) if position.covers(taken)]
+        if not covered:
+            return Completeness(position, None)
+        before = self._moments[covered[-1]][1]
+        # A position is never moved back in between; what is older than this moment is of no use.
+        del self._moments[: covered[-1]]
+        return Completeness(position, before)
+
+
+@dataclass(frozen=True, slots=True)
+class Watermark:
+    """A row of `relay.watermarks`.
+
+    `reader` is a sink, or '' for the target. It has all events after the snapshot `since` that were committed before
+    `complete_before`, but for `dead_letters` events and `deferred` transactions. Both counts are None where they were
+    not asked for.
+    """
+
+    reader: str
+    since: str
+    snapshot: str
+    complete_before: datetime | None
+    noted_at: datetime
+    dead_letters: int | None
+    deferred: int | None
+
+
+def begin(conn: Connection, group: str, reader: str, since: Snapshot) -> None:
+    """Store that a reader begins, or goes on, after what `since` sees. Raises psycopg.Error."""
+    forget(conn, group, [reader])
+    note(conn, group, reader, since, Completeness(since, None))
+
+
+def note(
+    conn: Connection, group: str, reader: str, since: Snapshot, complete: Completeness
+) -> None:
+    """Store up to where a reader is complete; `since` counts only for a reader that has none yet. Raises psycopg.Error.
+
+    `since` is the position from which the reader has read without being moved.
+    """
+    conn.execute(
+        """
+        insert into relay.completeness as c (group_id, reader, since, snapshot, complete_before)
+        values (%(group)s, %(reader)s, %(since)s::pg_snapshot, %(snapshot)s::pg_snapshot, %(before)s)
+        on conflict (group_id, reader) do update
+           set snapshot = excluded.snapshot,
+               complete_before = coalesce(excluded.complete_before, c.complete_before),
+               noted_at = excluded.noted_at
+        """,
+        {
+            "group": group,
+            "reader": reader,
+            "since": str(since),
+            "snapshot": str(complete.snapshot),
+            "before": complete.before,
+        },
+    )
+
+
+def stored(conn: Connection, group: str, reader: str) -> Completeness | None:
+    """Read what is stored of a reader; None where nothing is. Raises psycopg.Error."""
+    row = conn.execute(
+        "select snapshot::text, complete_before from relay.completeness where (group_id, reader) = (%s, %s)",
+        (group, reader),
+    ).fetchone()
+    return None if row is None else Completeness(Snapshot.parse(row[0]), row[1])
+
+
+def forget(conn: Connection, group: str, readers: Collection[str]) -> None:
+    """Delete what is stored of readers that were moved or dropped. Raises psycopg.Error."""
+    conn.execute(
+        "delete from relay.completeness where group_id = %s and reader = any(%s)",
+        (group, list(readers)),
+    )
+
+
+def watermarks(conn: Connection, group: str, counts: bool = True) -> list[Watermark]:
+    """List the watermarks of a group, by reader; without `counts` neither table of failures is read."""
+    rows = conn.execute(
+        """
+        select reader, since::text, snapshot::text, complete_before, noted_at, dead_letters, deferred
+          from relay.watermarks where group_id = %s order by reader
+        """
+        if counts
+        else """
+        select reader, since::text, snapshot::text, complete_before, noted_at, null::bigint, null::bigint
+          from relay.completeness where group_id = %s order by reader
+        """,
+        (group,),
+    )
+    return [Watermark(*row) for row in rows]

@@ -1,0 +1,365 @@
+"""The time up to which a reader has everything: exact, whatever commits late, and stored with the commit of a table."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import re
+import shlex
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from threading import Event, Thread
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import deltalake
+import psycopg
+import pytest
+
+from relay.admin import sinks as admin_sinks
+from relay.admin.status import read
+from relay.config.files import load
+from relay.model.snapshots import Snapshot
+from relay.source import hybrid
+from relay.source.outbox import polling
+from relay.source.server import current_position
+from relay.spark import sink_worker
+from relay.spark.session import Session
+from relay.store import completeness
+from relay.store.completeness import Watermark
+from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
+from tests.process import ROOT, relay
+
+
+@pytest.fixture(autouse=True)
+def notes_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.2)
+    monkeypatch.setattr(polling, "NOTE_SECONDS", 0.1)
+    monkeypatch.setattr(sink_worker, "NOTE_SECONDS", 0.1)
+
+
+def lake(path: Path, **more: Any) -> dict[str, Any]:
+    handlers = {
+        "projection": {"type": "sql", "statement": APPEND},
+        "lake": {"type": "spark", "path": str(path), "format": "delta", "every": 0.2, **more},
+    }
+    return {"handlers": handlers, "routes": [{"handlers": list(handlers)}]}
+
+
+def mark(outbox: Outbox, reader: str) -> Watermark | None:
+    found = completeness.watermarks(outbox.conn, "default")
+    return next((each for each in found if each.reader == reader), None)
+
+
+def time_of(outbox: Outbox, reader: str) -> datetime:
+    """The time before which a reader is complete; the beginning of time where it is not known."""
+    found = mark(outbox, reader)
+    return (found and found.complete_before) or datetime.min.replace(tzinfo=UTC)
+
+
+def now(outbox: Outbox) -> datetime:
+    moment: datetime = outbox.value("select clock_timestamp()")
+    return moment
+
+
+def wait_complete(outbox: Outbox, reader: str, before: datetime) -> None:
+    wait_until(lambda: time_of(outbox, reader) >= before, 60)
+
+
+def test_the_time_is_before_the_snapshot(outbox: Outbox) -> None:
+    before = now(outbox)
+    seen = current_position(outbox.conn)
+    after = now(outbox)
+    assert seen.at is not None
+    assert before <= seen.at <= after
+    with outbox.conn.transaction():
+        outbox.conn.execute("select pg_sleep(0.05)")
+        later = current_position(outbox.conn)
+        assert later.at is not None
+        assert now(outbox) > later.at >= after
+
+
+@pytest.mark.parametrize("mode", ["auto", "poll", "wal"])
+def test_the_target_is_complete_up_to_a_time_that_goes_on(outbox: Outbox, mode: str) -> None:
+    """Also while nothing is published; a transaction that commits late is before no time that was told earlier."""
+    settings = outbox.settings(source={**outbox.config()["source"], "mode": mode})
+    with relaying(settings):
+        outbox.publish(host(1), event(1))
+        outbox.wait_handled()
+        first = now(outbox)
+        wait_complete(outbox, "", first)
+        with psycopg.connect(outbox.dsn) as late:
+            late.execute(
+                "insert into outbox_message_t (id, host_id, event_type, payload) values (%s, %s, 'late', '{}')",
+                (host(77), host(2)),
+            )
+            opened = now(outbox)
+            # The open transaction holds up nothing: it is not committed.
+            wait_complete(outbox, "", opened)
+            told = time_of(outbox, "")
+            late.commit()
+            returned = now(outbox)
+        assert told < returned
+        wait_complete(outbox, "", returned)
+        assert outbox.value("select count(*) from projection") == 2
+    found = mark(outbox, "")
+    assert found is not None
+    assert (found.dead_letters, found.deferred) == (0, 0)
+
+
+def committed_before(outbox: Outbox, moment: datetime) -> set[str]:
+    return set(outbox.column("select id::text from returned where at < %s", (moment,)))
+
+
+def test_a_table_has_all_that_was_committed_before_its_time(
+    outbox: Outbox, spark_session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Publishers with transactions of all lengths, batches that are cut, and each version of the table by itself."""
+    outbox.conn.execute("create table returned (id text, at timestamptz)")
+    rng, stopping = random.Random(32), Event()
+
+    def publish(number: int) -> None:
+        with psycopg.connect(outbox.dsn, autocommit=True) as conn:
+            count = 0
+            while not stopping.is_set():
+                count += 1
+                ids = [str(host(number * 100_000 + count * 10 + n)) for n in range(3)]
+                with conn.transaction():
+                    for each in ids:
+                        conn.execute(
+                            "insert into outbox_message_t (id, host_id, event_type, payload)"
+                            " values (%s, %s, 'x', '{}')",
+                            (each, host(number)),
+                        )
+                    conn.execute("select pg_sleep(%s)", (rng.choice([0, 0.01, 0.3, 1.5]),))
+                conn.execute(
+                    "insert into returned select unnest(%s::text[]), clock_timestamp()", (ids,)
+                )
+
+    path = tmp_path / "lake"
+    publishers = [Thread(target=publish, args=(number,)) for number in range(1, 5)]
+    with relaying(outbox.settings(**lake(path, max_events=7)), spark_session):
+        for each in publishers:
+            each.start()
+        try:
+            wait_until(lambda: has_versions(path, 6), 120)
+        finally:
+            stopping.set()
+            for each in publishers:
+                each.join()
+        end = now(outbox)
+        wait_complete(outbox, "lake", end)
+    checked = 0
+    table = deltalake.DeltaTable(path)
+    for commit in table.history():
+        told = commit.get("relay.complete_before")
+        assert commit["relay.snapshot"]
+        if told is None:
+            continue
+        checked += 1
+        moment = datetime.fromisoformat(told)
+        version = deltalake.DeltaTable(path, version=commit["version"])
+        present = set(version.to_pyarrow_table(columns=["id"])["id"].to_pylist())
+        assert committed_before(outbox, moment) <= present
+    assert checked >= 2
+    everything = set(table.to_pyarrow_table(columns=["id"])["id"].to_pylist())
+    assert everything == set(outbox.column("select id::text from outbox_message_t"))
+
+
+def has_versions(path: Path, count: int) -> bool:
+    return deltalake.DeltaTable.is_deltatable(str(path)) and (
+        deltalake.DeltaTable(path).version() >= count
+    )
+
+
+def test_a_sink_that_is_moved_begins_again(
+    outbox: Outbox, spark_session: Session, tmp_path: Path
+) -> None:
+    settings = outbox.settings(**lake(tmp_path / "lake"))
+    with relaying(settings, spark_session):
+        outbox.publish(host(1), event(1))
+        wait_complete(outbox, "lake", now(outbox))
+    first = mark(outbox, "lake")
+    assert first is not None
+    goal = admin_sinks.plan_seek(settings, "lake", "end", "--to").goal
+    admin_sinks.seek(settings, "lake", goal, False, None)
+    assert mark(outbox, "lake") is None
+    with relaying(settings, spark_session):
+        wait_complete(outbox, "lake", now(outbox))
+    moved = mark(outbox, "lake")
+    assert moved is not None
+    assert moved.since != first.since
+
+
+def invoke(file: Path, *options: str) -> tuple[int, str]:
+    found = relay("status", "--config", str(file), *options)
+    return found.returncode, " ".join((found.stdout + found.stderr).split())
+
+
+def test_the_command_tells_whether_a_time_is_reached(
+    outbox: Outbox, spark_session: Session, tmp_path: Path
+) -> None:
+    file = outbox.config_file(tmp_path / "relay.yaml", **lake(tmp_path / "lake"))
+    settings = load([file])
+    begun = now(outbox)
+    assert "lake is not complete before" in invoke(file, "--complete-before", begun.isoformat())[1]
+    with relaying(settings, spark_session):
+        outbox.publish(host(1), event(1))
+        wait_complete(outbox, "lake", now(outbox))
+        wait_complete(outbox, "", now(outbox))
+        reached = now(outbox)
+        wait_complete(outbox, "lake", reached)
+    assert invoke(file, "--complete-before", begun.isoformat())[0] == 0
+    assert invoke(file, "--complete-before", begun.isoformat(), "--sink", "lake")[0] == 0
+    code, said = invoke(file, "--complete-before", "2100-01-01T00:00", "--sink", "lake")
+    assert code == 1
+    assert "sink lake is not complete before 2100-01-01 00:00:00 UTC, only before 20" in said
+    assert "the target" not in said
+    assert "the target is not complete" in invoke(file, "--complete-before", "2100-01-01")[1]
+    for options, says in (
+        (("--complete-before", "noon"), "'noon' is no time such as"),
+        (("--complete-before", "2026-01-01", "--sink", "projection"), "no sink 'projection'"),
+        (("--sink", "lake"), "needs --complete-before"),
+    ):
+        code, said = invoke(file, *options)
+        assert code == 2
+        assert says in said
+    outbox.conn.execute(
+        "insert into relay.dead_letter_queue (group_id, sink, undelivered, exception, status)"
+        " values ('default', '', true, 'x', 'dead'), ('default', '', false, 'x', 'dead'),"
+        " ('default', 'lake', false, 'x', 'replaying'), ('default', '', true, 'x', 'replayed')"
+    )
+    state = read(settings)
+    (mark,) = (each for each in state.watermarks if each.reader == "lake")
+    assert (mark.dead_letters, mark.deferred) == (2, 0)
+    assert "but for 2 dead letters and 0 deferred transactions" in invoke(file)[1]
+    shown = json.loads(invoke(file, "--json")[1])["watermarks"]
+    assert {each["reader"] for each in shown} == {"", "lake"}
+    (listed,) = admin_sinks.listed(settings)
+    assert listed.complete_before == mark.complete_before
+
+
+def stubs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Stand-ins for what the examples import of Airflow and Dagster; returns the sensors and the requests."""
+    made: dict[str, Any] = {}
+
+    class Task:
+        def __init__(self, **settings: Any) -> None:
+            made[settings["task_id"]] = settings
+
+        def __rshift__(self, other: Task) -> Task:
+            return other
+
+    class Dag:
+        def __init__(self, name: str, **settings: Any) -> None:
+            made["dag"] = {"name": name, **settings}
+
+        def __enter__(self) -> Dag:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    class Request:
+        def __init__(self, run_key: str, run_config: Any) -> None:
+            assert run_config["ops"]["revenue"]["config"]["day"] == run_key
+            self.run_key = run_key
+
+    class Skipped:
+        def __init__(self, why: str) -> None:
+            self.run_key = None
+
+    def plain(function: Any = None, **_: Any) -> Any:
+        return function if function is not None else lambda decorated: decorated
+
+    modules: dict[str, dict[str, Any]] = {
+        "airflow.providers.standard.operators.bash": {"BashOperator": Task},
+        "airflow.providers.standard.sensors.bash": {"BashSensor": Task},
+        "airflow.sdk": {"DAG": Dag},
+        "dagster": {
+            "op": plain,
+            "job": plain,
+            "sensor": plain,
+            "OpExecutionContext": object,
+            "SensorEvaluationContext": object,
+            "RunRequest": Request,
+            "SkipReason": Skipped,
+        },
+    }
+    for name, contents in modules.items():
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            package = ModuleType(".".join(parts[:end]))
+            if end == len(parts):
+                vars(package).update(contents)
+            monkeypatch.setitem(sys.modules, package.__name__, package)
+    return made
+
+
+def example(name: str) -> ModuleType:
+    path = ROOT / "examples" / "completeness" / name
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_the_airflow_example_polls_until_the_status_is_0(
+    outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BashSensor: 0 is done, `retry_exit_code` is not yet, any other status fails the task."""
+    sensor = stubs(monkeypatch)
+    example("airflow_dag.py")
+    file = outbox.config_file(tmp_path / "relay.yaml", **lake(tmp_path / "lake"))
+    command = sensor["complete"]["bash_command"]
+    template = re.search(r"'\{\{ (.*) \}\}'", command)
+    assert template is not None
+    wanted = datetime(2026, 3, 2, tzinfo=UTC)
+    moment = eval(
+        template[1], {"data_interval_end": wanted, "macros": SimpleNamespace(timedelta=timedelta)}
+    )
+    assert moment == "2026-03-02T00:10:00+00:00"
+    options = [
+        *shlex.split(
+            command.replace(template[0], moment).replace("/etc/relay/relay.yaml", str(file))
+        )
+    ]
+    assert options[:2] == ["relay", "status"]
+    assert relay(*options[1:]).returncode == sensor["complete"]["retry_exit_code"] == 1
+    since = Snapshot(3, 3)
+    early = completeness.Completeness(since, wanted)
+    completeness.note(outbox.conn, "default", "lake", since, early)
+    assert relay(*options[1:]).returncode == 1
+    late = completeness.Completeness(since, wanted + timedelta(minutes=10))
+    completeness.note(outbox.conn, "default", "lake", since, late)
+    assert relay(*options[1:]).returncode == 0
+    file.write_text("nonsense: 1")
+    assert relay(*options[1:]).returncode == 2
+
+
+def test_the_dagster_example_requests_each_day_once(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stubs(monkeypatch)
+    found = example("dagster_sensor.py")
+    monkeypatch.setenv("OUTBOX_DSN", outbox.dsn)
+    context = SimpleNamespace(cursor=None)
+    context.update_cursor = lambda text: setattr(context, "cursor", text)
+
+    def evaluated(reached: datetime | None) -> list[str]:
+        if reached is not None:
+            since = Snapshot(3, 3)
+            complete = completeness.Completeness(since, reached)
+            completeness.note(outbox.conn, "default", "lake", since, complete)
+        return [each.run_key for each in found.day_is_complete(context) if each.run_key]
+
+    assert evaluated(None) == []
+    assert evaluated(datetime(2026, 3, 1, 12, tzinfo=UTC)) == []
+    assert evaluated(datetime(2026, 3, 2, 0, 9, tzinfo=UTC)) == []
+    assert evaluated(datetime(2026, 3, 2, 0, 11, tzinfo=UTC)) == ["2026-03-01"]
+    assert evaluated(datetime(2026, 3, 2, 0, 12, tzinfo=UTC)) == []
+    # A watermark that jumps leaves no day out.
+    assert evaluated(datetime(2026, 3, 4, 9, tzinfo=UTC)) == ["2026-03-02", "2026-03-03"]
