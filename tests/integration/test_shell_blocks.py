@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -15,6 +16,9 @@ import pytest
 import yaml
 from psycopg.conninfo import conninfo_to_dict
 
+from relay.model.snapshots import Snapshot
+from relay.store import completeness
+from relay.store.completeness import Completeness
 from tests.console import TOKEN, console_of, served
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.pages import DOCS, Block, blocks, pages
@@ -69,6 +73,19 @@ def with_backup(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
 
 
 @contextmanager
+def complete(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
+    """A Spark sink that has everything."""
+    outbox.config_file(
+        folder / "relay.yaml",
+        handlers={"lake": {"type": "spark", "path": str(folder / "lake"), "format": "delta"}},
+        routes=[{"handlers": ["lake"]}],
+    )
+    has_all = Completeness(Snapshot(3, 3), datetime.now(UTC))
+    completeness.note(outbox.conn, "default", "lake", Snapshot(3, 3), has_all)
+    yield {}
+
+
+@contextmanager
 def with_faults(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
     """A relay with a handler and two sinks, of which each has had a fault that is over.
 
@@ -110,6 +127,7 @@ def dead(outbox: Outbox) -> list[str]:
 
 
 SITUATIONS: Mapping[str, Situation] = {
+    "complete.md": complete,
     "console.md": with_faults,
     "dead-letters.md": with_faults,
     "deferred.md": with_faults,
