@@ -440,6 +440,8 @@ class SparkWorker(Recurring):
         )
         lags = not is_over or contents.rows >= self._handler.max_events
         conn, group = self._claim.conn, self._settings.group
+        # A sink that begins in the middle of a difference has all of the next one.
+        is_part = bool(state.done.size) or contents.polled_offset != BEFORE_FIRST
         later = set(contents.left_out).difference(state.done.tolist())
         with conn.transaction():
             if later:
@@ -452,7 +454,6 @@ class SparkWorker(Recurring):
                 conn,
                 group,
                 self._name,
-                # A sink that begins in the middle of a difference has all of the next one.
-                contents.after if state.done.size or before.following else contents.before,
+                contents.after if is_part else contents.before,
                 Completeness(contents.after, contents.complete_before),
             )
