@@ -10,6 +10,7 @@ Source: PostgreSQL documentation, "Table Partitioning".
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,7 +21,7 @@ from psycopg import sql
 
 from relay.config.handlers import SparkHandler
 from relay.config.settings import Settings
-from relay.faults import ConfigurationError
+from relay.faults import ConfigurationError, first_line
 from relay.model import headers
 from relay.model.events import FIELDS, INSERTED_BY
 from relay.retention.partitions import RESTORED, Partition, partitions, retained, with_short_lock
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _FORMATS = ("parquet", "orc", "delta")
 """The formats that can be read without Spark."""
+_HADOOPS_S3 = re.compile("^s3[an]://")
 _TIME = "c_ts"
 _COPYING = "copying archived events"
 _REPORT_EVERY = 500
@@ -267,12 +269,22 @@ def _between(dataset: Any, lower: datetime, upper: datetime) -> Any:
 
 
 def _dataset(sink: SparkHandler) -> Any:
+    """Open the files of a sink. Raises OSError where they cannot be read."""
     import pyarrow.dataset
 
     assert sink.path is not None  # noqa: S101
     if sink.format == "delta":
         import deltalake
+        from deltalake.exceptions import DeltaError
 
-        options = {name: value.get_secret_value() for name, value in sink.options.items()}
-        return deltalake.DeltaTable(sink.path, storage_options=options).to_pyarrow_dataset()
-    return pyarrow.dataset.dataset(sink.path, format=sink.format, partitioning="hive")
+        options = {key: value.get_secret_value() for key, value in sink.options.items()}
+        try:
+            return deltalake.DeltaTable(sink.path, storage_options=options).to_pyarrow_dataset()
+        except DeltaError as error:
+            raise OSError(first_line(error)) from None
+    # Hadoop's names for S3, which Arrow's library does not know.
+    path = _HADOOPS_S3.sub("s3://", sink.path)
+    try:
+        return pyarrow.dataset.dataset(path, format=sink.format, partitioning="hive")
+    except pyarrow.ArrowInvalid as error:
+        raise OSError(first_line(error)) from None

@@ -33,6 +33,8 @@ _FORMS = {
     "columns": 'must name the column of each field, such as {"payload": "body"}',
     "headers": 'must name columns, such as ["region"] or {"region": "tenant_region"}',
 }
+_OF_TABLES = "provider"
+"""A property that Spark gives each table of `create table … using`."""
 _KNOWN = {name.lower(): name for name in NAMES}
 _DEFAULT_PARTITIONS = 8
 
@@ -83,6 +85,12 @@ def parse(given: Mapping[str, str], reading: Literal["batch", "stream"] | None =
     `reading` excludes the options of the other kind; None accepts both. Raises ConfigurationError, which names the
     option.
     """
+    if _OF_TABLES in given:
+        # Spark 4.3 gives the reader of such a table none of its options: it would read the server of PG* variables.
+        raise ConfigurationError(
+            "create table: Spark does not keep a table's options for its reader: write `create temporary view … using "
+            "outbox options (…)`"
+        )
     options: dict[str, str] = {}
     for name, value in given.items():
         if name.lower() not in _KNOWN:

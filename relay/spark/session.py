@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_UTC = {
+    # Times without a zone, and dates of times, are those of UTC on every machine, as everywhere in relay.
+    "spark.sql.session.timeZone": "UTC",
+}
 _DEFAULTS = {
     "spark.app.name": "relay",
     # Without it every Python task waits 40 ms for a delayed TCP acknowledgement on the loopback interface.
@@ -38,6 +42,7 @@ _DEFAULTS = {
     "spark.scheduler.mode": "FAIR",
     "spark.scheduler.allocation.file": Path(__file__).with_name("fairscheduler.xml").as_uri(),
     "spark.sql.execution.pythonUDF.arrow.enabled": "true",
+    **_UTC,
     # The type that every reader of Parquet knows; Spark's default is INT96.
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
     # Arrow batches go to the executors as they are, each a partition; the driver's JVM does not convert them to rows.
@@ -254,7 +259,7 @@ def _open(spark: SparkSettings) -> SparkSession:
 
     builder: Any = SparkSession.builder
     if spark.remote:
-        conf = spark.plain_conf
+        conf = _UTC | spark.plain_conf
         builder = builder.remote(spark.remote.get_secret_value())
     else:
         conf = _classic_conf(spark) | spark.plain_conf | {"spark.master": spark.master}

@@ -179,6 +179,18 @@ def test_what_cannot_be_restored_is_said(rotated: Outbox, tmp_path: Path) -> Non
     refused(f"--to: {BEGIN} is not after", begin=END, end=BEGIN)
     drop_first(rotated)
     refused(r"handlers\.lake\.path: cannot be read")
+    for odd, kind in (
+        ("s3a://127.0.0.1:1/lake?region=nowhere&scheme=gopher", "parquet"),
+        ("wasbs://lake@account/events", "parquet"),
+        ("nowhere://lake/events", "delta"),
+    ):
+        elsewhere = settings_of(rotated, path, format=kind)
+        lake = elsewhere.spark_handlers["lake"]
+        elsewhere.handlers["lake"] = lake.model_copy(update={"path": odd})
+        refused(
+            r"^handlers\.lake\.path: cannot be read: (?!Unrecognized filesystem type in URI: s3a)[^\n]+$",
+            elsewhere,
+        )
     pyarrow.parquet.write_to_dataset(pa.table({"id": ["a"], "event_ts": [NOW]}), path)
     refused("its files lack host_id, user_id")
     shutil.rmtree(path)

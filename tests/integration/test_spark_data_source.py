@@ -212,6 +212,18 @@ def test_without_a_dsn_the_option_is_named(outbox: Outbox, monkeypatch: pytest.M
         planned_batch({})
 
 
+def test_in_sql_the_outbox_is_a_temporary_view(spark: SparkSession, outbox: Outbox) -> None:
+    """Spark gives the reader of a table none of the options of `create table`, and its `owner` to the source."""
+    outbox.publish(host(1), event(1))
+    name = f"outbox_{outbox.slot}"
+    using = f"using outbox options (dsn '{outbox.dsn}', partitions '1')"
+    with pytest.raises(AnalysisException, match="write `create temporary view … using outbox"):
+        spark.sql(f"create table {name} {using}")
+    spark.sql(f"create temporary view {name} {using}")
+    assert ids(spark.table(name)) == stored(outbox)
+    spark.sql(f"drop view {name}")
+
+
 def test_a_reader_that_cannot_be_noted_is_one_line(outbox: Outbox, other_role: str) -> None:
     outbox.conn.execute(f"grant select on outbox_message_t to s_{outbox.slot}")
     with pytest.raises(RelayError, match=r"option reader: .*relay\.readers, such as `relay`$"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -53,6 +53,22 @@ def require_partition_columns(key: str, columns: Sequence[str], frame: Sequence[
             raise MissingPartition(
                 f"{key}.partition_by: the batch has no column {name}: name others, or add it with `sql`; it has "
                 f"{', '.join(frame)}"
+            )
+
+
+def refuse_partition_types(
+    key: str, columns: Sequence[str], frame: pa.Schema, is_refused: Callable[[pa.DataType], bool]
+) -> None:
+    """Raise ConfigurationError, which names `key`, for a partition column of a type that the table format cannot keep.
+
+    Columns that the frame does not have are left to `require_partition_columns`.
+    """
+    for name in columns:
+        index = frame.get_field_index(name)
+        if index >= 0 and (pa.types.is_nested(kind := frame.field(index).type) or is_refused(kind)):
+            raise ConfigurationError(
+                f"{key}.partition_by: the column {name} is {kind}, whose values cannot name a partition: convert it "
+                "with `sql`, such as with hex or a cast to string"
             )
 
 

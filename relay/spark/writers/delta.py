@@ -22,7 +22,12 @@ from deltalake.transaction import AddAction, create_table_with_add_actions
 from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError
 from relay.spark.writers import BatchId
-from relay.spark.writers.arrow import arrow_schema, require_columns, require_partition_columns
+from relay.spark.writers.arrow import (
+    arrow_schema,
+    refuse_partition_types,
+    require_columns,
+    require_partition_columns,
+)
 from relay.spark.writers.delta_files import FACTS, BatchFiles, local_path, write_files
 
 if TYPE_CHECKING:
@@ -32,6 +37,22 @@ _FORGETS_BATCHES = "delta.setTransactionRetentionDuration"
 _UNSAFE_OPTIONS = ("aws_s3_allow_unsafe_rename", "allow_unsafe_rename")
 _RULES = ("delta.invariants", "delta.generationExpression", "delta.identity.start")
 """Metadata of columns whose values each writer must compute or check."""
+_WRITABLE_FEATURES = frozenset(
+    {
+        *(
+            "appendOnly",
+            "changeDataFeed",
+            "checkConstraints",
+            "columnMapping",
+            "deletionVectors",
+            "generatedColumns",
+        ),
+        *("invariants", "timestampNtz", "v2Checkpoint", "variantType", "variantType-preview"),
+    }
+)
+"""The features of tables to which delta-rs 1.6 commits; it refuses others only after the files have been written."""
+_IDENTITY_VERSION = 6
+"""The writer version that stands for identity columns; from 7 on, the features of a table are listed."""
 
 
 class DeltaWriter:
@@ -71,6 +92,8 @@ class DeltaWriter:
             require_columns(f"{self._key}.path", _table_schema(table), schema)
         partition_by = self._partition_by if table is None else table.metadata().partition_columns
         require_partition_columns(self._key, partition_by, schema.names)
+        # The log has partition values as text, and readers decode bytes from it in different ways.
+        refuse_partition_types(self._key, partition_by, schema, pa.types.is_binary)
         files = BatchFiles(self._path, self._options, schema, partition_by, batch.id)
         actions = [
             _action(row) for row in frame.mapInArrow(partial(write_files, files), FACTS).collect()
@@ -103,6 +126,11 @@ class DeltaWriter:
             for rule in _RULES
             if rule in field.metadata
         ]
+        protocol = table.protocol()
+        unknown = sorted({*(protocol.writer_features or ())} - _WRITABLE_FEATURES)
+        if protocol.min_writer_version == _IDENTITY_VERSION:
+            unknown = ["identityColumns"]
+        rules += [f"the feature {name}" for name in unknown]
         if mapping != "none":
             rules.append("delta.columnMapping.mode")
         if rules:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -107,13 +108,20 @@ def _partitions(
 
 
 def _value(value: Any) -> str | None:
-    """A partition value in the log's serialization, in which "" means null for every type."""
+    """A partition value in the log's serialization, in which "" means null for every type.
+
+    A time without a zone (`timestamp_ntz`) has no zone in the log either.
+    """
     if value is None or value == "":
         return None
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, datetime):
-        return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        if value.tzinfo is None:
+            return value.isoformat(" ", "microseconds")
+        return f"{value.astimezone(UTC).replace(tzinfo=None).isoformat('T', 'microseconds')}Z"
+    if isinstance(value, Decimal):
+        return format(value, "f")  # str() may write an exponent
     return str(value)
 
 

@@ -30,6 +30,7 @@ from relay.spark.writers import BatchId
 from relay.spark.writers.arrow import (
     arrow_schema,
     gathered,
+    refuse_partition_types,
     require_columns,
     require_partition_columns,
 )
@@ -71,6 +72,7 @@ class IcebergWriter:
             return
         if table is None:
             table = self._create(catalog, schema)
+        self._require_partition_types(_identities(table), schema)
         require_columns(f"{self._key}.table", _table_schema(table), schema)
         target = pickle.dumps((table.metadata, table.io, schema))
         rows = frame.mapInArrow(partial(write_files, target), _FILES).collect()
@@ -89,8 +91,13 @@ class IcebergWriter:
         except NoSuchTableError:
             return None
 
+    def _require_partition_types(self, columns: list[str], schema: pa.Schema) -> None:
+        # PyIceberg selects the rows of a partition by `=`: none for NaN, and those of 0.0 for -0.0 too.
+        refuse_partition_types(self._key, columns, schema, pa.types.is_floating)
+
     def _create(self, catalog: Catalog, schema: pa.Schema) -> Table:
         require_partition_columns(self._key, self._partition_by, schema.names)
+        self._require_partition_types(self._partition_by, schema)
         with suppress(NamespaceAlreadyExistsError):
             catalog.create_namespace(catalog.namespace_from(self._name))
         with (
@@ -148,6 +155,15 @@ def _property(batch: BatchId) -> str:
 
 def _has(table: Table, batch: BatchId) -> bool:
     return int(table.metadata.properties.get(_property(batch), "0")) >= batch.number
+
+
+def _identities(table: Table) -> list[str]:
+    """The columns whose values are partition values."""
+    return [
+        table.schema().find_column_name(field.source_id) or field.name
+        for field in table.spec().fields
+        if isinstance(field.transform, IdentityTransform)
+    ]
 
 
 def _table_schema(table: Table) -> pa.Schema:
