@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import Any
 
 from relay.faults import ConfigurationError
 
@@ -154,12 +155,17 @@ def start_gateway(conf: Mapping[str, str]) -> None:
 
     Raises PySparkRuntimeError if the JVM ends while it starts.
     """
-    from pyspark import SparkContext
+    from pyspark import SparkContext, java_gateway
 
     with _private_file(as_properties(conf)) as path:
         options = f"--properties-file {shlex.quote(path)} --load-spark-defaults"
         with _arguments(f"{options} {os.environ.get(_ARGUMENTS, 'pyspark-shell')}"):
-            SparkContext._ensure_initialized()
+            gateway = SparkContext._gateway
+            if gateway is None:
+                # A signal to relay's process group, as of a terminal, would end the JVM before the batch in flight.
+                launch: Any = java_gateway.launch_gateway
+                gateway = launch(popen_kwargs={"start_new_session": True})
+            SparkContext._ensure_initialized(gateway=gateway)
 
 
 @contextmanager

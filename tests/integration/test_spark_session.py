@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import psutil
 
 from relay.spark.session import Session
@@ -18,3 +21,12 @@ def test_the_configuration_reaches_spark_and_no_command_line(spark_session: Sess
     ]
     assert any("--properties-file" in line for line in lines)
     assert not [line for line in lines if "s3cret:" in line]
+
+
+def test_the_jvm_gets_no_signal_of_the_process_group(spark_session: Session) -> None:
+    """It ended before the batch in flight, and a stopping relay rebuilt the session."""
+    from pyspark import SparkContext
+
+    assert spark_session.get(timeout=120) is not None
+    gateway: Any = SparkContext._gateway
+    assert os.getpgid(gateway.proc.pid) != os.getpgrp()
