@@ -256,3 +256,7 @@ def count_lazily(frame: Any, batch: Any) -> Iterator[int]:
 def exit_of_spark(frame: Any, batch: Any) -> None:
     """End the thread that calls it."""
     sys.exit(f"batch {batch.number}")
+
+
+def write_nowhere(frame: Any, batch: Any) -> None:
+    """Write a batch of a Spark sink to nowhere."""

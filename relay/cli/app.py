@@ -24,6 +24,7 @@ from relay.cli.retention import erase, partition, restore
 from relay.cli.service import console, demo, run
 from relay.cli.sinks import sink
 from relay.cli.status import status, top
+from relay.cli.verify import verify
 from relay.faults import RelayError, first_line
 
 _ORDER = (
@@ -37,6 +38,7 @@ _ORDER = (
         "dlq",
         "deferred",
         "sink",
+        "verify",
         "offsets",
         "console",
     ),
@@ -72,6 +74,7 @@ for command in (
     status,
     top,
     publish,
+    verify,
     console,
     partition,
     erase,

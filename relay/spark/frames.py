@@ -58,6 +58,11 @@ def columns(source: SourceSettings) -> tuple[str, ...]:
     return (*SPARK_COLUMNS, headers.FIELD) if source.headers else SPARK_COLUMNS
 
 
+def spark_type(name: str) -> str:
+    """The type of a frame's column in Spark's SQL."""
+    return _TYPES[name]
+
+
 def arrow_schema(names: Sequence[str]) -> pa.Schema:
     """The columns of a frame as Arrow's types."""
     import pyarrow as pa

@@ -147,3 +147,30 @@ def watermarks(conn: Connection, group: str, counts: bool = True) -> list[Waterm
         (group,),
     )
     return [Watermark(*row) for row in rows]
+
+
+def exceptions(
+    conn: Connection, group: str, reader: str
+) -> tuple[list[str], list[tuple[int, int, int]]]:
+    """What a reader lacks, or may have otherwise: ids of events, and deferred rows. Raises psycopg.Error.
+
+    The events are dead letters, in replay, or were edited and replayed. Deferred rows are those of a 32-bit xid between
+    two c_offsets.
+    """
+    ids = conn.execute(
+        """
+        select distinct event_id from relay.dead_letter_queue
+         where group_id = %(group)s and event_id is not null
+           and (status in ('dead', 'replaying') or original_payload is not null and status = 'replayed')
+           and (sink = %(reader)s or sink = '' and undelivered)
+        """,
+        {"group": group, "reader": reader},
+    ).fetchall()
+    deferred = conn.execute(
+        """
+        select xid, first_offset, last_offset from relay.deferred
+         where group_id = %(group)s and (sink = %(reader)s or sink = '' and undelivered)
+        """,
+        {"group": group, "reader": reader},
+    ).fetchall()
+    return [event for (event,) in ids], [(int(xid), first, last) for xid, first, last in deferred]

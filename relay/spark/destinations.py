@@ -1,0 +1,269 @@
+"""Reads what a Spark sink has written, as a DataFrame, without a jar: executors read the files of Delta and Iceberg.
+
+Source: deltalake, `DeltaTable.to_pyarrow_dataset`; PyIceberg, `DataScan.plan_files` and `ArrowScan`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from psycopg import sql
+
+from relay.config.handlers import SparkHandler
+from relay.faults import ConfigurationError
+from relay.spark import frames
+from relay.store.connections import Dsn, connect
+from relay.store.session_settings import SessionKind
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
+
+_FILES = ("parquet", "orc")
+"""The formats of files that keep the types of what was written."""
+_FETCHED = 10_000
+"""The rows of a PostgreSQL table that a task fetches at once."""
+
+
+def stored(
+    session: SparkSession, name: str, handler: SparkHandler, columns: Sequence[str], tasks: int
+) -> DataFrame:
+    """What a sink has written: those of `columns`, of a batch's frame, that the destination has.
+
+    Raises ConfigurationError for a destination that cannot be read, and the errors of its library.
+    """
+    key = f"handlers.{name}"
+    kind = handler.format.lower()
+    if handler.callable is not None:
+        raise ConfigurationError(
+            f"{key}.callable: relay does not know where the function writes, and cannot read it"
+        )
+    if handler.jdbc is not None:
+        return _postgres(session, f"{key}.jdbc.table", handler, columns, tasks)
+    if kind == "delta" and handler.path is not None:
+        return _delta(session, f"{key}.path", handler, columns, tasks)
+    if kind == "iceberg":
+        return _iceberg(session, f"{key}.table", handler, columns, tasks)
+    if handler.table is not None:
+        if not session.catalog.tableExists(handler.table):
+            raise _nothing(f"{key}.table", handler.table)
+        frame = session.table(handler.table)
+    elif kind not in _FILES:
+        raise ConfigurationError(
+            f"{key}.format: {kind} does not keep the types of its columns, so they cannot be compared: verify files of "
+            f"{' or '.join(_FILES)}, or a table"
+        )
+    else:
+        frame = _files(session, f"{key}.path", handler)
+    known = {column.lower() for column in frame.columns}
+    kept = [column for column in columns if column.lower() in known]
+    # The values of partitions have types that Spark has guessed.
+    return frame.select(*(frame[each].cast(frames.spark_type(each)).alias(each) for each in kept))
+
+
+def _nothing(key: str, place: str) -> ConfigurationError:
+    return ConfigurationError(f"{key}: there is nothing at {place}: the sink has not written yet")
+
+
+def _files(session: SparkSession, key: str, handler: SparkHandler) -> DataFrame:
+    from pyspark.errors import AnalysisException
+
+    assert handler.path is not None  # noqa: S101
+    options = {name: text.get_secret_value() for name, text in handler.options.items()}
+    try:
+        return session.read.format(handler.format).options(**options).load(handler.path)
+    except AnalysisException as error:
+        if error.getCondition() not in ("PATH_NOT_FOUND", "UNABLE_TO_INFER_SCHEMA"):
+            raise
+        raise _nothing(key, handler.path) from None
+
+
+def _mapped(session: SparkSession, reading: Any, columns: Sequence[str], tasks: int) -> DataFrame:
+    """A DataFrame of `columns`; `reading(number)` yields the record batches of a task, on an executor."""
+    schema = ", ".join(f"`{name}` {frames.spark_type(name)}" for name in columns)
+    numbers = session.range(0, tasks, 1, tasks)
+    return numbers.mapInArrow(partial(_read, reading, tuple(columns)), schema)
+
+
+def _read(
+    reading: Any, columns: tuple[str, ...], numbers: Iterator[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+
+    schema = frames.arrow_schema(columns)
+    for batch in numbers:
+        for number in batch.column(0).to_pylist():
+            for rows in reading(number):
+                table = pa.Table.from_batches([rows]).select(list(columns)).cast(schema)
+                yield from table.to_batches()
+
+
+# Delta
+
+
+@dataclass(frozen=True)
+class _DeltaFiles:
+    """The files of a version of a Delta table, of which each task reads every n-th. `options` may hold secrets."""
+
+    path: str
+    version: int
+    options: Mapping[str, str]
+    columns: tuple[str, ...]
+    tasks: int
+
+    def __repr__(self) -> str:
+        return f"_DeltaFiles({self.path!r}, {self.version})"
+
+    def __call__(self, number: int) -> Iterator[pa.RecordBatch]:
+        import deltalake
+
+        table = deltalake.DeltaTable(
+            self.path, version=self.version, storage_options=dict(self.options)
+        )
+        dataset = table.to_pyarrow_dataset()
+        fragments = sorted(dataset.get_fragments(), key=lambda each: each.path)
+        for fragment in fragments[number :: self.tasks]:
+            yield from fragment.to_batches(schema=dataset.schema, columns=list(self.columns))
+
+
+def _delta(
+    session: SparkSession, key: str, handler: SparkHandler, columns: Sequence[str], tasks: int
+) -> DataFrame:
+    import deltalake
+    from deltalake.exceptions import TableNotFoundError
+
+    from relay.spark.writers.delta_files import local_path
+
+    folder = local_path(str(handler.path))
+    path = str(handler.path if folder is None else folder.resolve())
+    options = {name: text.get_secret_value() for name, text in handler.options.items()}
+    try:
+        table = deltalake.DeltaTable(path, storage_options=options)
+    except TableNotFoundError:
+        raise _nothing(key, str(handler.path)) from None
+    known = {field.name for field in table.schema().fields}
+    kept = tuple(column for column in columns if column in known)
+    files = _DeltaFiles(path, table.version(), options, kept, tasks)
+    return _mapped(session, files, kept, tasks)
+
+
+# Iceberg
+
+
+@dataclass(frozen=True)
+class _IcebergFiles:
+    """The files of a snapshot of an Iceberg table, for each task those that it reads; all is pickled."""
+
+    table: bytes
+    parts: tuple[bytes, ...]
+
+    def __call__(self, number: int) -> Iterator[pa.RecordBatch]:
+        from pyiceberg.expressions import AlwaysTrue
+        from pyiceberg.io.pyarrow import ArrowScan
+
+        metadata, io, projected = pickle.loads(self.table)  # noqa: S301
+        tasks = pickle.loads(self.parts[number])  # noqa: S301
+        yield from ArrowScan(metadata, io, projected, AlwaysTrue()).to_record_batches(tasks)
+
+
+def _iceberg(
+    session: SparkSession, key: str, handler: SparkHandler, columns: Sequence[str], tasks: int
+) -> DataFrame:
+    from pyiceberg.catalog import load_catalog
+    from pyiceberg.exceptions import NoSuchTableError
+
+    options = {name: text.get_secret_value() for name, text in handler.options.items()}
+    try:
+        table = load_catalog("relay", **options).load_table(str(handler.table))
+    except NoSuchTableError:
+        raise _nothing(key, str(handler.table)) from None
+    known = set(table.schema().column_names)
+    kept = tuple(column for column in columns if column in known)
+    scan = table.scan(selected_fields=kept)
+    found = list(scan.plan_files())
+    parts = tuple(pickle.dumps(found[number::tasks]) for number in range(tasks))
+    described = pickle.dumps((table.metadata, table.io, scan.projection()))
+    return _mapped(session, _IcebergFiles(described, parts), kept, tasks)
+
+
+# PostgreSQL
+
+
+@dataclass(frozen=True)
+class _PostgresRows:
+    """The rows of a PostgreSQL table, of which each task reads those of one remainder of the id's hash."""
+
+    dsn: Dsn
+    table: str
+    columns: tuple[str, ...]
+    tasks: int
+
+    def __repr__(self) -> str:
+        return f"_PostgresRows({self.table!r})"
+
+    def __call__(self, number: int) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa
+
+        schema = frames.arrow_schema(self.columns)
+        with connect(self.dsn, SessionKind.HANDLER) as conn, conn.transaction():
+            cursor = conn.cursor("relay_verify")
+            cursor.itersize = _FETCHED
+            cursor.execute(
+                sql.SQL(
+                    "select {values} from {table} where mod(abs(hashtext({id}::text)::bigint), {tasks}) = {number}"
+                ).format(
+                    values=sql.SQL(", ").join(map(_expression, self.columns)),
+                    # As to_regclass gave it: quoted, with its schema.
+                    table=sql.SQL(self.table),
+                    id=sql.Identifier("id"),
+                    tasks=sql.Literal(self.tasks),
+                    number=sql.Literal(number),
+                )
+            )
+            while rows := cursor.fetchmany(_FETCHED):
+                arrays = [
+                    pa.array(values, kind)
+                    for values, kind in zip(zip(*rows, strict=True), schema.types, strict=True)
+                ]
+                yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _expression(column: str) -> sql.Composable:
+    """A column of a frame as psycopg reads it: times as microseconds since 1970, texts as PostgreSQL prints them."""
+    name = sql.Identifier(column)
+    kind = frames.spark_type(column)
+    if kind == "timestamp":
+        return sql.SQL("(extract(epoch from {}) * 1000000)::bigint").format(name)
+    return sql.SQL("{}::{}").format(name, sql.SQL("text" if kind == "string" else kind))
+
+
+def _postgres(
+    session: SparkSession, key: str, handler: SparkHandler, columns: Sequence[str], tasks: int
+) -> DataFrame:
+    from relay.store.session_settings import users_path
+
+    assert handler.jdbc is not None  # noqa: S101
+    access = handler.jdbc.access
+    with connect(access, SessionKind.HANDLER) as conn:
+        with conn.transaction(), users_path(conn):
+            (found,) = conn.execute(
+                "select pg_catalog.to_regclass(%s)::pg_catalog.oid", (handler.jdbc.table,)
+            )
+        row = conn.execute(
+            """
+            select format('%%I.%%I', nspname, relname),
+                   array(select attname::text from pg_attribute as a
+                          where a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped)
+              from pg_class as c join pg_namespace as n on n.oid = relnamespace where c.oid = %s
+            """,
+            found,
+        ).fetchone()
+    if row is None:
+        raise _nothing(key, handler.jdbc.table)
+    table, known = row
+    kept = tuple(column for column in columns if column in known)
+    return _mapped(session, _PostgresRows(access, table, kept, tasks), kept, tasks)

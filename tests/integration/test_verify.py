@@ -1,0 +1,267 @@
+"""`relay verify`: what a sink has written against the outbox, for a range of the past."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deltalake
+import psycopg
+import pyarrow as pa
+import pytest
+
+from relay.admin.verification import Verification, verify
+from relay.config.settings import Settings
+from relay.faults import ConfigurationError
+from relay.spark.session import Session
+from relay.spark.verification import CHANGED, MISSING, ONLY_THERE, TWICE
+from tests.outbox import APPEND, Outbox, event, host, relaying
+from tests.process import relay
+
+Written = Callable[..., Settings]
+
+
+def config(kind: str, folder: Path, dsn: str, **more: Any) -> dict[str, Any]:
+    options = {
+        "type": "sql",
+        "uri": f"sqlite:///{folder}/catalog.db",
+        "warehouse": f"file://{folder}/warehouse",
+    }
+    place: dict[str, dict[str, Any]] = {
+        "delta": {"path": str(folder / "lake"), "format": "delta"},
+        "files": {"path": str(folder / "lake")},
+        "orc": {"path": str(folder / "lake"), "format": "orc"},
+        "iceberg": {"table": "shop.events", "format": "iceberg", "options": options},
+        "jdbc": {"jdbc": {"dsn": dsn, "table": "public.lake"}},
+        "callable": {"callable": "tests.callables:write_nowhere"},
+        "csv": {"path": str(folder / "lake"), "format": "csv"},
+    }
+    handlers = {
+        "projection": {"type": "sql", "statement": APPEND},
+        "lake": {"type": "spark", "every": 0.2, "start": "beginning", **place[kind], **more},
+    }
+    return {"handlers": handlers, "routes": [{"handlers": list(handlers)}]}
+
+
+def write(outbox: Outbox, settings: Settings, session: Session) -> None:
+    """Let relay write all that is published."""
+    with relaying(settings, session):
+        outbox.wait_delivered("lake", 120)
+
+
+def found(settings: Settings, session: Session, **options: Any) -> Verification:
+    asked = {"since": None, "to": None, "most_ids": 3, **options}
+    return verify(settings, "lake", session=session, **asked)
+
+
+LAKE = """
+    create table lake (id uuid, host_id uuid, user_id uuid, aggregate_id text, aggregate_version bigint,
+                       aggregate_type text, event_type text, event_ts timestamptz, payload jsonb, metadata jsonb,
+                       c_offset bigint, transaction_id uuid, transaction_ordinal int, transaction_count int,
+                       deliver_at timestamptz, commit_lsn pg_lsn, commit_ts timestamptz, xid bigint, date date,
+                       host_bucket int)
+"""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "delta",
+        "files",
+        pytest.param("orc", marks=pytest.mark.rare),
+        pytest.param("iceberg", marks=pytest.mark.rare),
+        pytest.param("jdbc", marks=pytest.mark.rare),
+    ],
+)
+def test_what_was_written_is_equal_also_beside_what_comes_later(
+    outbox: Outbox, spark_session: Session, tmp_path: Path, kind: str
+) -> None:
+    """A transaction with lower c_offsets commits after the range: its rows are no difference."""
+    (tmp_path / "warehouse").mkdir()
+    if kind == "jdbc":
+        outbox.conn.execute(LAKE)
+    settings = outbox.settings(**config(kind, tmp_path, outbox.dsn, max_events=40))
+    with psycopg.connect(outbox.dsn) as late:
+        late.execute(
+            "insert into outbox_message_t (id, host_id, event_type, payload) values (%s, %s, 'late', '{}')",
+            (host(77), host(2)),
+        )
+        outbox.fill(30, events=5, hosts=20)
+        outbox.publish(host(1), event(7, "order.paid", metadata={"trace": "é"}))
+        write(outbox, settings, spark_session)
+        first = found(settings, spark_session)
+        assert first.result.is_equal, first
+        assert first.result.events == 151
+        late.commit()
+    outbox.fill(10, events=2)
+    write(outbox, settings, spark_session)
+    again = found(settings, spark_session, to=str(first.to))
+    assert again.result.is_equal, again
+    assert again.result.hashes == first.result.hashes
+    rest = found(settings, spark_session, since=str(first.to))
+    assert (rest.result.events, rest.result.is_equal) == (21, True), rest
+    whole = found(settings, spark_session)
+    assert (whole.result.events, whole.result.is_equal) == (172, True), whole
+    assert "payload" in whole.result.columns
+
+
+def test_each_kind_of_difference_is_named_with_its_ids(
+    outbox: Outbox, spark_session: Session, tmp_path: Path
+) -> None:
+    settings = outbox.settings(**config("delta", tmp_path, outbox.dsn))
+    outbox.fill(20, events=5)
+    write(outbox, settings, spark_session)
+    ids = outbox.column("select id::text from outbox_message_t order by c_offset")
+    table = deltalake.DeltaTable(tmp_path / "lake")
+    rows = table.to_pyarrow_table()
+
+    def with_id(*wanted: str) -> pa.Table:
+        return rows.filter(pa.compute.is_in(rows["id"], pa.array(wanted)))
+
+    def append(more: pa.Table) -> None:
+        deltalake.write_deltalake(tmp_path / "lake", more, mode="append")
+
+    table.delete(f"id in ('{ids[3]}', '{ids[5]}', '{ids[6]}', '{ids[7]}', '{ids[8]}')")
+    append(with_id(ids[10]))
+    changed = with_id(ids[8])
+    payload = changed.schema.get_field_index("payload")
+    append(changed.set_column(payload, "payload", pa.array(["s3cret"])))
+    strange = with_id(ids[9])
+    append(strange.set_column(strange.schema.get_field_index("id"), "id", pa.array([str(host(9))])))
+    result = found(settings, spark_session).result
+    assert result.counts == {MISSING: 4, TWICE: 1, CHANGED: 1, ONLY_THERE: 1}
+    assert result.ids[MISSING] == sorted((ids[3], ids[5], ids[6], ids[7]))[:3]
+    assert result.ids[TWICE] == [ids[10]]
+    assert result.ids[CHANGED] == [ids[8]]
+    assert result.ids[ONLY_THERE] == [str(host(9))]
+    assert result.hashes[0] != result.hashes[1]
+    file = outbox.config_file(tmp_path / "relay.yaml", **config("delta", tmp_path, outbox.dsn))
+    told = relay("verify", "lake", "--config", str(file), "--ids", "1")
+    assert told.returncode == 1
+    assert told.stdout.startswith(
+        "lake differs from the outbox, which has 100 events from 1:1: to "
+    )
+    assert "4 missing" in told.stdout
+    assert f"{MISSING}: {min(ids[3], ids[5], ids[6], ids[7])} and 3 more" in told.stdout
+    assert "s3cret" not in told.stdout + told.stderr
+    # Until the differing range is left out.
+    shown = json.loads(
+        relay(
+            "verify", "lake", "--config", str(file), "--json", "--from", str(snapshot(outbox))
+        ).stdout
+    )
+    assert (shown["equal"], shown["events"]) == (True, 0)
+
+
+def snapshot(outbox: Outbox) -> str:
+    text: str = outbox.value("select snapshot::text from relay.sinks where sink = 'lake'")
+    return text
+
+
+def test_dead_deferred_and_edited_events_are_left_out(
+    outbox: Outbox, spark_session: Session, tmp_path: Path
+) -> None:
+    settings = outbox.settings(**config("delta", tmp_path, outbox.dsn))
+    outbox.fill(10, events=5)
+    outbox.publish(host(3), event(5, deliver_at="2100-01-01T00:00:00+00:00"))
+    deferred = "select count(*) from relay.deferred where sink = 'lake'"
+    with relaying(settings, spark_session):
+        wait_until(lambda: outbox.value(deferred) == 1, 120)
+    result = found(settings, spark_session).result
+    assert (result.is_equal, result.events, result.left_out) == (True, 50, 1), result
+    first = outbox.value("select id::text from outbox_message_t order by c_offset limit 1")
+    deltalake.DeltaTable(tmp_path / "lake").delete(f"id = '{first}'")
+    assert found(settings, spark_session).result.counts == {MISSING: 1}
+    dead = (
+        "insert into relay.dead_letter_queue (group_id, sink, event_id, exception, status)"
+        " values ('default', 'lake', %s, 'x', 'dead')"
+    )
+    outbox.conn.execute(dead, (first,))
+    result = found(settings, spark_session).result
+    assert (result.is_equal, result.events, result.left_out) == (True, 49, 2), result
+
+
+def test_what_retention_may_have_removed_is_told_apart(
+    outbox: Outbox, spark_session: Session, tmp_path: Path
+) -> None:
+    """Without retention a row that only the table has is a difference; older rows than the outbox has never are."""
+    settings = outbox.settings(**config("delta", tmp_path, outbox.dsn))
+    outbox.fill(10, events=5)
+    write(outbox, settings, spark_session)
+    outbox.conn.execute(
+        "delete from outbox_message_t where c_offset <= (select min(c_offset) + 9 from outbox_message_t)"
+    )
+    result = found(settings, spark_session).result
+    assert (result.is_equal, result.events, result.removed) == (True, 40, 0), result
+    outbox.conn.execute(
+        "delete from outbox_message_t where c_offset = (select max(c_offset) - 3 from outbox_message_t)"
+    )
+    assert found(settings, spark_session).result.counts == {ONLY_THERE: 1}
+    outbox.conn.execute(
+        "insert into relay.retained (outbox, every) values ('public.outbox_message_t', '1 day')"
+    )
+    result = found(settings, spark_session).result
+    assert (result.is_equal, result.events, result.removed) == (True, 39, 1), result
+
+
+def test_a_query_that_keeps_the_id_is_compared_by_it(
+    outbox: Outbox, spark_session: Session, tmp_path: Path
+) -> None:
+    query = (
+        "select id, c_offset, current_timestamp() as at from events where event_type <> 'skipped'"
+    )
+    settings = outbox.settings(**config("delta", tmp_path, outbox.dsn, sql=query))
+    outbox.fill(10, events=5)
+    outbox.publish(host(1), event(1, "skipped"))
+    write(outbox, settings, spark_session)
+    result = found(settings, spark_session).result
+    assert (result.is_equal, result.events, result.columns) == (True, 50, ["id"]), result
+    first = outbox.value("select id::text from outbox_message_t order by c_offset limit 1")
+    deltalake.DeltaTable(tmp_path / "lake").delete(f"id = '{first}'")
+    assert found(settings, spark_session).result.ids == {MISSING: [first]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "says"),
+    [
+        (
+            "delta",
+            {"sql": "select event_type, count(*) as n from events group by 1"},
+            "lake.sql: its result has no",
+        ),
+        ("callable", {}, "lake.callable: relay does not know where the function writes"),
+        ("csv", {}, "lake.format: csv does not keep the types"),
+        ("files", {}, "there is nothing at"),
+        ("delta", {}, "there is nothing at"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    outbox: Outbox, spark_session: Session, tmp_path: Path, kind: str, more: Any, says: str
+) -> None:
+    settings = outbox.settings(**config(kind, tmp_path, outbox.dsn, **more))
+    outbox.conn.execute(
+        "insert into relay.sinks (group_id, sink, snapshot) values ('default', 'lake', pg_current_snapshot())"
+    )
+    with pytest.raises(ConfigurationError, match=says):
+        found(settings, spark_session, since="beginning")
+
+
+def test_ranges_that_do_not_exist_are_refused(
+    outbox: Outbox, spark_session: Session, tmp_path: Path
+) -> None:
+    settings = outbox.settings(**config("delta", tmp_path, outbox.dsn))
+    with pytest.raises(ConfigurationError, match=r"the sink has not written yet|--from"):
+        found(settings, spark_session)
+    outbox.publish(host(1), event(1))
+    write(outbox, settings, spark_session)
+    for options, says in (
+        ({"to": "1:99999999:"}, "--to: the sink has not written everything up to"),
+        ({"since": snapshot(outbox), "to": "5:5:"}, "--from: .* is not before"),
+        ({"since": "yesterday"}, "--from: 'yesterday' is no snapshot such as"),
+    ):
+        with pytest.raises(ConfigurationError, match=says):
+            found(settings, spark_session, **options)
+    with pytest.raises(ConfigurationError, match="no sink 'projection' of type spark"):
+        verify(settings, "projection", None, None, 3, spark_session)
