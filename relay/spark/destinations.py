@@ -65,8 +65,8 @@ def stored(
     return frame.select(*(frame[each].cast(frames.spark_type(each)).alias(each) for each in kept))
 
 
-def _nothing(key: str, place: str) -> ConfigurationError:
-    return ConfigurationError(f"{key}: there is nothing at {place}: the sink has not written yet")
+def _nothing(key: str, where: str) -> ConfigurationError:
+    return ConfigurationError(f"{key}: there is nothing at {where}: the sink has not written yet")
 
 
 def _files(session: SparkSession, key: str, handler: SparkHandler) -> DataFrame:

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
+_SLOTS = 8
+"""The tasks of an exchange where the session does not report its Spark slots."""
+_EXCHANGED_ROWS = 200_000
+"""The rows of one task of an exchange, of an id and two numbers each."""
+
 MISSING, TWICE, CHANGED, ONLY_THERE = "missing", "more than once", "changed", "only there"
 """How an event differs: the outbox has it, the table does not; the table has it more often; with other contents; or the
 table has it, the outbox does not."""
@@ -92,6 +97,9 @@ def compare(
     handler = settings.spark_handlers[sink]
     table = MappedTable(settings.source.table_name, settings.source.mapping)
     rows, first, last = _bounds(source, table, between)
+    # Spark's default is 200 tasks for each exchange, whatever the number of rows.
+    exchanged = max(slots or _SLOTS, rows // _EXCHANGED_ROWS)
+    session.conf.set("spark.sql.shuffle.partitions", str(exchanged))
     contents = Contents(between.before, between.after, rows=rows)
     batch = OpenBatch("", 0, "", 0, [], handler.host_buckets, contents)
     events = frames.frame(session, slots, source, settings, sink, batch).drop(BATCH_COLUMN)

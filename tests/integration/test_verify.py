@@ -17,7 +17,7 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.spark.session import Session
 from relay.spark.verification import CHANGED, MISSING, ONLY_THERE, TWICE
-from tests.outbox import APPEND, Outbox, event, host, relaying
+from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.process import relay
 
 Written = Callable[..., Settings]
@@ -200,7 +200,8 @@ def test_what_retention_may_have_removed_is_told_apart(
     )
     assert found(settings, spark_session).result.counts == {ONLY_THERE: 1}
     outbox.conn.execute(
-        "insert into relay.retained (outbox, every) values ('public.outbox_message_t', '1 day')"
+        "insert into relay.retained (outbox, offset_column, every)"
+        " values ('public.outbox_message_t', 'c_offset', '1 day')"
     )
     result = found(settings, spark_session).result
     assert (result.is_equal, result.events, result.removed) == (True, 39, 1), result
