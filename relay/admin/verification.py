@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -147,8 +148,11 @@ def _ready(settings: Settings, given: Session | None) -> Iterator[Session]:
     session = Session(settings.spark)
     session.start()
     try:
-        if session.get(timeout=SESSION_SECONDS) is None:
+        deadline = time.monotonic() + SESSION_SECONDS
+        while session.get(timeout=0.5) is None:
             fault = session.condition.fault
+            if fault is None and time.monotonic() < deadline:
+                continue
             why = f": {fault.fault}" if fault else ""
             raise ConfigurationError(f"spark: the Spark session could not be built{why}")
         yield session

@@ -11,9 +11,7 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
-import deltalake
 import psycopg
-import pyarrow as pa
 import pytest
 import yaml
 from psycopg.conninfo import conninfo_to_dict
@@ -88,18 +86,6 @@ def complete(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
 
 
 @contextmanager
-def written(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
-    """A Spark sink that has written an empty batch."""
-    with complete(outbox, folder):
-        outbox.conn.execute(
-            "insert into relay.sinks (group_id, sink, snapshot) values ('default', 'lake', pg_current_snapshot())"
-        )
-        schema = pa.schema([("id", pa.string()), ("c_offset", pa.int64())])
-        deltalake.DeltaTable.create(folder / "lake", schema)
-        yield {}
-
-
-@contextmanager
 def with_faults(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
     """A relay with a handler and two sinks, of which each has had a fault that is over.
 
@@ -150,7 +136,6 @@ SITUATIONS: Mapping[str, Situation] = {
     "several-outboxes.md": several,
     "tracing.md": installed,
     "upgrade.md": installed,
-    "verify.md": written,
 }
 """The situation of a page's blocks that need a database."""
 _NEEDS_DATABASE = re.compile(r"^(?:\w+=\S+ )?(?:relay|psql|api|pg_dump) ", re.MULTILINE)
