@@ -103,6 +103,8 @@ class SparkWorker(Recurring):
         self._moments = Moments()
         self._epoch: int | None = None
         self._noted = -NOTE_SECONDS
+        # A former process may have left one.
+        self._shows_fault = True
         self._woken = Event()
 
     def stop(self) -> None:
@@ -125,6 +127,8 @@ class SparkWorker(Recurring):
                 self.heartbeat.update("writes", Due.OPEN)
                 self.work()
                 self.condition.works()
+                if self._shows_fault:
+                    self._note_fault(None)
         except SinkMoved:
             log.info("a sink continues from its stored position", extra={"handler": self._name})
         except Exception as error:
@@ -151,8 +155,13 @@ class SparkWorker(Recurring):
         self.condition.fails(fault, handler=self._name)
         self._checked = None
         with suppress(psycopg.Error, AssertionError):
-            self._claim.note_fault(fault)
+            self._note_fault(fault)
         self._disconnect()
+
+    def _note_fault(self, fault: str | None) -> None:
+        """Store a fault for `relay sink list`, or that there is none."""
+        self._claim.note_fault(fault)
+        self._shows_fault = fault is not None
 
     def _disconnect(self) -> None:
         self._claim.release()
@@ -392,7 +401,7 @@ class SparkWorker(Recurring):
                 why = self._session.condition.fault
                 fault = f"the Spark session is being built{f': {why.fault}' if why else ''}"
                 if fault != noted:
-                    self._claim.note_fault(fault)
+                    self._note_fault(fault)
                     noted = fault
             self._session.start()
             session = self._session.get(timeout=0.5)
@@ -413,7 +422,6 @@ class SparkWorker(Recurring):
                 replayed = spark_batches.dead_transactions(conn, retried)
                 dead_letters.mark(conn, group, replayed, "replayed", "replayed")
                 deferred.remove(conn, retried)
-            self._claim.note_fault(None)
         log.info(
             "wrote a batch with Spark",
             extra={

@@ -354,8 +354,26 @@ def test_a_destination_that_cannot_be_written_holds_up_nobody(
     path.unlink()
     with relayed(outbox, "inline", session, **config):
         written_all(outbox)
-        assert listed(outbox.settings(**config))[0].fault is None
+        wait_until(lambda: listed(outbox.settings(**config))[0].fault is None)
     assert_each_once(outbox, path)
+
+
+def test_a_fault_is_over_where_nothing_is_to_be_written_after_it(
+    outbox: Outbox, session: Session, tmp_path: Path
+) -> None:
+    settings = outbox.settings(**lake(tmp_path / "lake"))
+    outbox.install_again(settings)
+
+    def fault() -> object:
+        return outbox.value("select fault from relay.sinks where sink = 'lake'")
+
+    with relaying(settings, session):
+        outbox.publish(host(1), event(1))
+        written_all(outbox)
+        outbox.conn.execute("alter table relay.spark_batches rename batch to away")
+        wait_until(lambda: fault() is not None)
+        outbox.conn.execute("alter table relay.spark_batches rename away to batch")
+        wait_until(lambda: fault() is None)
 
 
 class NoSession:
