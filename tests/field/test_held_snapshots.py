@@ -24,6 +24,11 @@ from tests.outbox import DEFER, Outbox, host, relaying, wait_until
 GROUP = "default"
 TOLERANCE = 1.1
 
+FAIL_DELETION = """
+    create function fail() returns trigger language plpgsql as $$ begin raise deadlock_detected; end $$;
+    create trigger fail before delete on relay.positions for each row when (old.partition_id = 7)
+        execute function fail();
+"""
 _TOUCHED = """
     select coalesce(sum(coalesce(heap_blks_read, 0) + coalesce(heap_blks_hit, 0)
                         + coalesce(idx_blks_read, 0) + coalesce(idx_blks_hit, 0)), 0)::bigint
@@ -241,3 +246,17 @@ def test_superseded_positions_are_deleted_while_relay_runs(outbox: Outbox) -> No
         outbox.wait_compared()
         wait_until(lambda: outbox.value("select count(*) from relay.positions") <= 16, 30)
     outbox.assert_exact()
+
+
+def test_what_a_failed_deletion_has_not_deleted_is_deleted_later(held: Outbox) -> None:
+    """Two instances delete the same rows, and a statement of one fails: oban-bg/oban#168."""
+    stream = Stream()
+    with connect(held.dsn) as conn:
+        stream.run(conn, 200)
+        held.conn.execute(FAIL_DELETION)
+        with pytest.raises(psycopg.errors.DeadlockDetected):
+            stream.compare(conn)
+        held.conn.execute("drop trigger fail on relay.positions")
+        stream.run(conn, 10)
+        stream.compare(conn)
+    assert held.value("select count(*) from relay.positions") < 20

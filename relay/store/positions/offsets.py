@@ -382,9 +382,13 @@ class Superseded:
     def delete(self, conn: psycopg.Connection[Any]) -> int:
         """Delete what has been superseded and is not noted any more; returns how many. Raises psycopg.Error."""
         with conn.transaction():
-            return self._delete_all(conn)
+            deleted, following = self._delete_all(conn)
+        # What was rolled back is still to be deleted.
+        self._next |= following
+        return deleted
 
-    def _delete_all(self, conn: psycopg.Connection[Any]) -> int:
+    def _delete_all(self, conn: psycopg.Connection[Any]) -> tuple[int, dict[int, int]]:
+        """Delete it in each partition; returns how many, and from which number on to look next time."""
         bounds = conn.execute(
             """
             select o.partition_id, o.number,
@@ -404,7 +408,7 @@ class Superseded:
             {"group": self._group, "topic": TOPIC, "known": literals.of_numbers(self._next)},
             prepare=False,
         ).fetchall()
-        deleted = 0
+        deleted, following = 0, dict[int, int]()
         for partition, newest, noted_from, oldest in bounds:
             first = self._next.get(partition, oldest)
             while first < newest:
@@ -412,8 +416,8 @@ class Superseded:
                 deleted += self._delete(conn, partition, first, upto, noted_from)
                 first = upto
             # What is noted stays, and is looked at again.
-            self._next[partition] = min(newest, max(noted_from, self._next.get(partition, oldest)))
-        return deleted
+            following[partition] = min(newest, max(noted_from, self._next.get(partition, oldest)))
+        return deleted, following
 
     def _delete(
         self,
