@@ -11,20 +11,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from relay.event_types.registry import EventTypes
-    from relay.faults import RetryLater
+    from relay.faults import Drop, Fail, RetryLater
     from relay.model.events import Event, Events, Lsn, Transaction
     from relay.spark.writers import BatchId
 
-__all__ = ["BatchId", "Event", "EventTypes", "Events", "Lsn", "RetryLater", "Transaction"]
+__all__ = [
+    "BatchId",
+    "Drop",
+    "Event",
+    "EventTypes",
+    "Events",
+    "Fail",
+    "Lsn",
+    "RetryLater",
+    "Transaction",
+]
 
 __version__ = "0.1.0"
 
 # Names, not imports: all other modules import this one, so it must import none of them.
 _PUBLIC = {
     "BatchId": ("relay.spark.writers", "BatchId"),
+    "Drop": ("relay.faults", "Drop"),
     "Event": ("relay.model.events", "Event"),
     "EventTypes": ("relay.event_types.registry", "EventTypes"),
     "Events": ("relay.model.events", "Events"),
+    "Fail": ("relay.faults", "Fail"),
     "Lsn": ("relay.model.events", "Lsn"),
     "RetryLater": ("relay.faults", "RetryLater"),
     "Transaction": ("relay.model.events", "Transaction"),

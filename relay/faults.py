@@ -1,11 +1,14 @@
 """Maps each fault to an action: retry, dead-letter the transaction, or stop relay. No other module classifies faults.
 
-When retries are exhausted is decided in `model.dispositions`, when a handler is stopped in `pipeline.failure_limit`.
+How often and when a fault is retried is decided in `pipeline.retry_policy`, when a handler is stopped in
+`pipeline.failure_limit`.
 
     RelayError                  stop; one line for a person
         ConfigurationError      exit status 2
             Unreachable         a service that starts retries
         Unrouted
+    Drop                        done; raised by users' code
+    Fail                        dead-letter the transaction; raised by users' code
     TransientFault              retry
         RetryLater              raised by users' code
         Undelivered
@@ -31,6 +34,7 @@ import socket
 import ssl
 import traceback
 from collections.abc import Sequence
+from datetime import timedelta
 from enum import Enum
 from itertools import dropwhile
 from pathlib import Path
@@ -67,6 +71,10 @@ class Unrouted(RelayError):
     """No route matches an event and `unrouted` is `fail`."""
 
 
+LONGEST_ASKED_SECONDS = 86_400.0
+"""The longest wait that relay accepts from a fault, such as an endpoint's Retry-After: the transaction holds keys."""
+
+
 class TransientFault(Exception):
     """An outage, and no fault of the event: the transaction is retried.
 
@@ -81,7 +89,29 @@ class TransientFault(Exception):
 class RetryLater(TransientFault):
     """Raise it in a handler to retry the transaction later: an outage, and no fault of the event.
 
-    `after` is the wait in seconds; None leaves it to the retry settings.
+    `after` is the wait: seconds or a timedelta, from a tenth of a second to a day; None leaves it to the retry
+    settings. It counts as an attempt. Raises TypeError for what is no number.
+    """
+
+    def __init__(self, *reasons: object, after: float | timedelta | None = None) -> None:
+        seconds = after.total_seconds() if isinstance(after, timedelta) else after
+        if not isinstance(seconds, int | float | None):
+            raise TypeError(f"after is a {type(after).__name__}: give seconds or a timedelta")
+        super().__init__(*reasons, after=seconds)
+
+
+class Drop(Exception):
+    """Raise it in a handler to end its part of a transaction as done, without effects and without a retry.
+
+    What the handler has changed for the transaction is undone; other handlers are not concerned. relay logs the reason,
+    so it must not quote what may not be in a log.
+    """
+
+
+class Fail(Exception):
+    """Raise it in a handler to dead-letter the transaction at once, whatever `retry` says.
+
+    The reason is stored with the dead letter.
     """
 
 
@@ -168,6 +198,9 @@ class Cancelled(Exception):
 
 class TransactionAborted(Exception):
     """A handler suppressed a database error; the database transaction is aborted."""
+
+
+_FINAL = (Fail, NotRouted, ProcessDied, InvalidEvent, Undecodable, NotReceived, Cancelled)
 
 
 def transaction_ended(handlers: Sequence[str]) -> ConfigurationError:
@@ -283,13 +316,26 @@ def action_for(error: BaseException) -> FaultAction:
         return FaultAction.STOP
     if isinstance(error, psycopg.Error):
         return _database_action(error)
-    if isinstance(error, Rejected | NotRouted | ProcessDied | InvalidEvent):
+    # Whatever their causes are: `raise Fail(…) from error` is no outage.
+    if isinstance(error, Rejected | Drop) or is_final(error):
         return FaultAction.DEAD_LETTER
     if isinstance(error, TransientFault | MemoryError) or _names_outage(error):
         return FaultAction.RETRY
     if isinstance(error, Exception):
         return FaultAction.DEAD_LETTER
     return FaultAction.STOP
+
+
+def asked_of(error: BaseException | None) -> float:
+    """Return the seconds that a fault asks for before the next attempt, up to `LONGEST_ASKED_SECONDS`; 0 without."""
+    asked = error.after if isinstance(error, TransientFault) else None
+    # An endpoint may ask for NaN, for which every comparison is false.
+    return min(asked, LONGEST_ASKED_SECONDS) if asked is not None and asked > 0 else 0.0
+
+
+def is_final(error: BaseException) -> bool:
+    """Return whether a fault dead-letters its transaction also where `retry.on` is `any`: no attempt ends otherwise."""
+    return isinstance(error, _FINAL)
 
 
 def is_transient(error: BaseException) -> bool:

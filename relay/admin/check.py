@@ -20,11 +20,13 @@ from relay.admin.connections import reach, require_schema
 from relay.admin.findings import Finding, Severity, finding_of, finding_of_error, schema_finding
 from relay.config.effects import Effects
 from relay.config.files import Configuration, observed
+from relay.config.handlers import DeliveryHandler, PythonHandler
 from relay.config.settings import Address, Settings
 from relay.event_types.registry import registered
 from relay.faults import ConfigurationError, RelayError, Unreachable, first_line, is_transient
 from relay.model.spool import require_writable
 from relay.observe.traces import require_exporter
+from relay.pipeline.retry_policy import RetryPolicy
 from relay.pipeline.routing import shadowed
 from relay.retention.reader_positions import identity
 from relay.retention.schedule import require_not_given_up
@@ -73,6 +75,9 @@ def _after_source(source: Connection | None, settings: Settings, accept: bool) -
         built = handlers.build(settings.handlers, settings.source.sql_types)
         asyncio.run(_close(sink for sink, _ in build_sinks(settings.handlers).values()))
         _build_spark_sinks(settings)
+        for name, handler in settings.handlers.items():
+            if isinstance(handler, PythonHandler | DeliveryHandler):
+                RetryPolicy(name, handler.retry)
     except ConfigurationError as error:
         yield Finding(Severity.ERROR, "handlers", str(error))
         built = {}

@@ -15,6 +15,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    PlainValidator,
     PositiveInt,
     SecretStr,
     ValidationInfo,
@@ -26,24 +27,52 @@ from relay.config.dsn import DatabaseAccess, Dsn
 from relay.config.fields import Template
 from relay.config.imports import require_path
 from relay.config.secrets import CallSecret, Secret, known_text
-from relay.config.types import Alike, Number, Own, Seconds, SecondsOrZero, Section
+from relay.config.types import MOST_SECONDS, Alike, Number, Own, Seconds, SecondsOrZero, Section
 from relay.model.events import EVENT_FIELDS
+
+_CURVES = ("exponential", "linear", "constant")
+
+
+def _is_wait(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < value <= MOST_SECONDS
+
+
+def _backoff(value: Any) -> Any:
+    if isinstance(value, list):
+        if not value or not all(map(_is_wait, value)):
+            raise ValueError("must be waits of more than 0 seconds, such as [5, 60, 300]")
+        return list(map(float, value))
+    try:
+        return value if value in _CURVES else require_path(value)
+    except (ValueError, TypeError):
+        raise ValueError(
+            "must be exponential, linear, constant, a list of seconds such as [5, 60, 300], or module:function"
+        ) from None
 
 
 class RetrySettings(Section):
-    """How often, and after how many seconds, a transaction is retried after a transient fault.
+    """What is retried, how often, and after how many seconds.
 
-    The wait doubles from `wait` up to `max_wait`, with up to `jitter` seconds more. A sink makes the attempts of the
-    first `defer_after` seconds without deferring the transaction. After `attempts` attempts or `max_elapsed` seconds,
-    the transaction is dead-lettered.
+    The wait grows from `wait` up to `max_wait` as `backoff` says, with up to `jitter` seconds more. A sink makes the
+    attempts of the first `defer_after` seconds without deferring the transaction. After `attempts` attempts or
+    `max_elapsed` seconds, the transaction is dead-lettered.
     """
+
+    on: Literal["outages", "any"] = "outages"
+    """`outages`: a transaction is retried after an outage or `RetryLater`, and dead-lettered after any other fault;
+    `any`: it is retried after every fault but `relay.Fail`; needs `attempts` or `max_elapsed`."""
+    backoff: Annotated[str | list[float], PlainValidator(_backoff)] = "exponential"
+    """How the wait grows with each attempt: `exponential` (it doubles), `linear` (by `wait`) or `constant`; or a list
+    of waits in seconds, of which the last one repeats; or `module:function`, called with the number of failed
+    attempts, which returns seconds or a timedelta, at most a day."""
 
     attempts: Annotated[PositiveInt, Number] | None = None
     """The attempts after which the transaction is dead-lettered; null: no limit."""
     wait: Seconds = 1.0
-    """The wait before the second attempt, in seconds; it doubles with each attempt."""
+    """The wait before the second attempt, in seconds."""
     max_wait: Seconds = 300.0
-    """The longest wait, in seconds."""
+    """The longest wait, in seconds. With a function in `backoff`, `wait` and `max_wait` are for when it fails."""
     jitter: SecondsOrZero = 0.5
     """The most seconds that are added to each wait, at random."""
     max_elapsed: Seconds | None = None
@@ -51,6 +80,25 @@ class RetrySettings(Section):
     failure; null: no limit."""
     defer_after: SecondsOrZero = 0.5
     """Sinks only: the seconds within which attempts are made without deferring the transaction."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _on_is_a_text(cls, value: Any) -> Any:
+        # YAML 1.1 reads the key `on` as a boolean.
+        if isinstance(value, dict) and True in value and "on" not in value:
+            return {"on" if key is True else key: each for key, each in value.items()}
+        return value
+
+    @model_validator(mode="after")
+    def _ends(self) -> RetrySettings:
+        if self.on == "any" and self.attempts is None and self.max_elapsed is None:
+            raise ValueError(
+                "on: any needs attempts or max_elapsed, since a fault of the event does not pass by itself"
+            )
+        given = [key for key in ("wait", "max_wait") if key in self.model_fields_set]
+        if isinstance(self.backoff, list) and given:
+            raise ValueError(f"{given[0]} has no effect with a list of waits in backoff: remove it")
+        return self
 
 
 class CircuitBreakerSettings(Section):
@@ -109,7 +157,7 @@ class PythonHandler(_HandlerSettings):
     callable: Alike[Annotated[str, BeforeValidator(require_path)]]
     """`module:function`, called with (transaction, cursor)."""
     retry: Own[RetrySettings] = Field(default_factory=RetrySettings)
-    """How a transaction is retried after RetryLater."""
+    """How a transaction is retried after RetryLater or, with `on: any`, after any fault."""
 
 
 class JdbcSettings(Section):

@@ -41,10 +41,10 @@ def _no_boolean(value: Any) -> Any:
 
 
 Number = BeforeValidator(_no_boolean)
-_MOST_SECONDS = 1e9
+MOST_SECONDS = 1e9
 """With this bound, every time that relay computes is in the range of PostgreSQL and of Python."""
-Seconds = Annotated[float, Field(gt=0, le=_MOST_SECONDS), Number]
-SecondsOrZero = Annotated[float, Field(ge=0, le=_MOST_SECONDS), Number]
+Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS), Number]
+SecondsOrZero = Annotated[float, Field(ge=0, le=MOST_SECONDS), Number]
 Name = Annotated[str, Field(min_length=1, max_length=63)]
 
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}

@@ -7,11 +7,21 @@ import logging
 import time
 from collections import deque
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
 
 from relay.config.handlers import DeliveryHandler
 from relay.delivery.circuit_breaker import CircuitBreaker
 from relay.delivery.queues import Delivery, HeldKeys, Queues, Ready
-from relay.faults import DestinationRefused, FaultAction, Unauthorized, action_for, describe
+from relay.faults import (
+    DestinationRefused,
+    Drop,
+    FaultAction,
+    Unauthorized,
+    action_for,
+    asked_of,
+    describe,
+    first_line,
+)
 from relay.logs import RepeatedLines
 from relay.model.dispositions import (
     APPLIED,
@@ -21,12 +31,10 @@ from relay.model.dispositions import (
     Disposition,
     Failed,
     RetryLater,
-    asked_of,
-    disposition_of,
     holds_keys,
-    retry_delay,
 )
 from relay.pipeline.failure_limit import FailureLimit
+from relay.pipeline.retry_policy import RetryPolicy
 from relay.runtime.retry import LONGEST_WAIT_SECONDS
 from relay.sinks import Sink
 from relay.store.activity import Attempts
@@ -60,6 +68,7 @@ class Dispatcher:
         self.limit = limit
         self._sink = sink
         self._settings = settings
+        self._retry = RetryPolicy(sink.name, settings.retry)
         self._most_bytes = most_bytes
         self.held = HeldKeys()
         self.has_ended = asyncio.Event()
@@ -80,6 +89,7 @@ class Dispatcher:
         self._last_fault: str | None = None
         self._attempts = Attempts()
         self._timer: asyncio.TimerHandle | None = None
+        self._drops = RepeatedLines(log, logging.WARNING, "dropped by the handler", "drops")
         self._losses = RepeatedLines(
             log,
             logging.WARNING,
@@ -290,9 +300,14 @@ class Dispatcher:
             if self._pace:
                 await asyncio.sleep(self._pace.turn())
             is_trial = self.breaker.is_open
+            if delivery.events.attempt != attempts + 1:
+                delivery.events = replace(delivery.events, attempt=attempts + 1)
             began = time.monotonic()
             try:
                 await self._sink.deliver(delivery.events)
+            except Drop as drop:
+                self._dropped(delivery, drop, time.monotonic() - began)
+                return
             except Exception as error:
                 attempts += 1
                 self._attempts.fail(describe(error))
@@ -308,6 +323,12 @@ class Dispatcher:
                 self._put_back(delivery)
                 return
 
+    def _dropped(self, delivery: Delivery, drop: Drop, seconds: float) -> None:
+        """Complete a delivery that the sink ends as done."""
+        self._attempts.confirm(seconds, len(delivery.rows.tuples))
+        self._drops.note(1, handler=self._sink.name, reason=first_line(drop, "none given"))
+        self._confirmed(delivery)
+
     def _confirmed(self, delivery: Delivery) -> None:
         if self.breaker.succeeded(_key(delivery)):
             log.info("the circuit breaker is closed", extra={"handler": self._sink.name})
@@ -321,7 +342,6 @@ class Dispatcher:
 
         Raises `error` if no retry can repair it.
         """
-        retry = self._settings.retry
         self._last_fault = describe(error)
         action = action_for(error)
         if action is FaultAction.STOP:
@@ -334,19 +354,15 @@ class Dispatcher:
         if isinstance(error, Unauthorized) and self._settings.reliable:
             self._completed(delivery, self._uncounted(delivery, error))
             return None
-        wait = retry_delay(retry, error, attempts)
+        blocks_key = self._settings.blocks_key
+        disposition = self._retry.disposition_of(error, attempts, delivery.history, blocks_key)
         if (
-            action is FaultAction.RETRY
-            and time.monotonic() - started + wait <= retry.defer_after
+            isinstance(disposition, RetryLater)
+            and time.monotonic() - started + disposition.after <= self._retry.defer_after
             and not self._paused
             and self._settings.reliable
-            and attempts != retry.attempts
         ):
-            return wait
-        blocks_key = self._settings.blocks_key
-        disposition = disposition_of(
-            self._sink.name, error, attempts, delivery.history, retry, blocks_key
-        )
+            return disposition.after
         self._completed(delivery, self._limited(disposition))
         return None
 
@@ -401,10 +417,8 @@ class Dispatcher:
 
     def _uncounted(self, delivery: Delivery, error: BaseException) -> RetryLater:
         """The disposition of a failed attempt that does not count. The wait grows with the time since the first one."""
-        retry, attempts = self._settings.retry, delivery.history.attempts
-        since_first = min(retry.max_wait, delivery.history.failing_seconds or 0.0)
-        after = max(retry_delay(retry, error, attempts), since_first)
-        return RetryLater(self._sink.name, error, after, attempts)
+        after = self._retry.wait_uncounted(error, delivery.history)
+        return RetryLater(self._sink.name, error, after, delivery.history.attempts)
 
     def _completed(self, delivery: Delivery, disposition: Disposition) -> None:
         del self._pending[id(delivery)]

@@ -15,14 +15,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol, assert_never
-
-from tenacity import RetryCallState, wait_exponential, wait_random
-
-from relay.faults import FaultAction, TransientFault, action_for
-
-LONGEST_ASKED_SECONDS = 86_400.0
-"""The longest wait that relay accepts from a fault, such as an endpoint's Retry-After: the transaction holds keys."""
+from typing import assert_never
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,66 +106,3 @@ def holds_keys(disposition: Disposition) -> bool:
 def is_deferred(disposition: Disposition) -> bool:
     """Whether the transaction gets, or keeps, a row in `relay.deferred`: to be tried again, or since it holds keys."""
     return isinstance(disposition, Scheduled) or holds_keys(disposition)
-
-
-class RetryPolicy(Protocol):
-    """How a handler retries, as `relay.config.handlers.RetrySettings` describes it."""
-
-    @property
-    def attempts(self) -> int | None:
-        """The attempts after which the transaction is dead-lettered."""
-
-    @property
-    def wait(self) -> float:
-        """Seconds before the second attempt."""
-
-    @property
-    def max_wait(self) -> float:
-        """The longest wait, in seconds."""
-
-    @property
-    def jitter(self) -> float:
-        """The most seconds that are added to a wait."""
-
-    @property
-    def max_elapsed(self) -> float | None:
-        """Seconds after the first failure; an attempt that would begin later is not made."""
-
-
-def disposition_of(
-    handler: str,
-    error: BaseException,
-    attempts: int,
-    before: AttemptHistory,
-    retry: RetryPolicy,
-    blocks: bool,
-) -> Failed:
-    """Map a fault to a disposition after `attempts` attempts; `blocks` says that a dead letter holds its keys."""
-    after = retry_delay(retry, error, attempts)
-    if action_for(error) is not FaultAction.RETRY or _exhausted(
-        retry, attempts, before.failing_seconds or 0.0, after
-    ):
-        return DeadLetter(handler, error, attempts, holds=blocks)
-    return RetryLater(handler, error, after, attempts)
-
-
-def retry_delay(retry: RetryPolicy, error: BaseException | None, attempts: int) -> float:
-    """The seconds from a failed attempt to the next one: the backoff, or what the fault asks for, if that is more."""
-    state = RetryCallState(None, None, (), {})  # type: ignore[arg-type]
-    state.attempt_number = max(1, attempts)
-    backoff = wait_exponential(multiplier=retry.wait, max=retry.max_wait)
-    jitter = wait_random(0, retry.jitter)
-    return max(backoff(state) + jitter(state), asked_of(error))
-
-
-def asked_of(error: BaseException | None) -> float:
-    """The seconds that a fault asks for before the next attempt, at most `LONGEST_ASKED_SECONDS`; 0 if it does not."""
-    asked = error.after if isinstance(error, TransientFault) else None
-    # An endpoint may ask for NaN, for which every comparison is false.
-    return min(asked, LONGEST_ASKED_SECONDS) if asked is not None and asked > 0 else 0.0
-
-
-def _exhausted(retry: RetryPolicy, attempts: int, failing: float, after: float) -> bool:
-    if retry.attempts is not None and attempts >= retry.attempts:
-        return True
-    return retry.max_elapsed is not None and failing + after > retry.max_elapsed

@@ -371,11 +371,15 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    """A business transaction for a handler: the events that are routed to the handler, in order."""
+    """A business transaction for a handler: the events that are routed to the handler, in order.
+
+    `attempt` is 1 for the first attempt, and one more after each that failed and counted.
+    """
 
     transaction_id: str | None
     commit: Commit
     events: Events
+    attempt: int = 1
 
     def __len__(self) -> int:
         return len(self.events)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -186,7 +186,8 @@ class Transactions:
     `facts` has one element of dtype FACTS for each transaction, and `ids` its transaction_id, undecoded. `hosts` has
     the distinct sets of host_ids, as text; `hosts[facts["hosts"][i]]` are those of transaction i. The events are in
     memory: `rows` has `facts["events"][i]` elements for transaction i, one transaction after the other. Or they are in
-    a file: then `rows` is empty, and `spooled[i]` has those of transaction i. Parts share arrays, which are read-only.
+    a file: then `rows` is empty, and `spooled[i]` has those of transaction i. `attempts[i]` is the number of the
+    attempt that handles transaction i; None: it is 1 for all. Parts share arrays, which are read-only.
     """
 
     columns: tuple[str, ...]
@@ -195,6 +196,7 @@ class Transactions:
     hosts: Sequence[tuple[str, ...]]
     rows: Rows
     spooled: Sequence[Tuples] | None = None
+    attempts: Sequence[int] | None = None
 
     @classmethod
     def none(cls) -> Self:
@@ -288,6 +290,7 @@ class Transactions:
             self.hosts,
             self.rows.part(start, start + int(events[first:last].sum())),
             self.spooled and self.spooled[first:last],
+            self.attempts and self.attempts[first:last],
         )
 
     def besides(self, indices: Collection[int]) -> Sequence[int]:
@@ -315,6 +318,7 @@ class Transactions:
             if self.spooled is None
             else self.rows,
             self.spooled and [self.spooled[index] for index in indices.tolist()],
+            self.attempts and [self.attempts[index] for index in indices.tolist()],
         )
 
     def where(self, chosen: Mask) -> Transactions:
@@ -334,6 +338,7 @@ class Transactions:
             [self.ids[index] for index in left.tolist()],
             self.hosts,
             self.rows.take(chosen),
+            attempts=self.attempts and [self.attempts[index] for index in left.tolist()],
         )
 
     def portions(self, count: int, size: int) -> Iterator[Rows]:
@@ -372,11 +377,13 @@ class Routed:
     decoder: ColumnDecoder
 
     def __iter__(self) -> Iterator[Transaction]:
-        for each in self.transactions:
+        attempts = self.transactions.attempts or repeat(1)
+        for each, attempt in zip(self.transactions, attempts, strict=False):
             yield Transaction(
                 each.transaction_id,
                 each.commit,
                 Events(each.tuples, self.decoder, each.commit),
+                attempt,
             )
 
     @property

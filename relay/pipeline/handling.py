@@ -21,12 +21,14 @@ from relay.config.settings import Settings
 from relay.event_types.registry import registered
 from relay.event_types.upcasting import Upcasting
 from relay.faults import (
+    Drop,
     FaultAction,
     ProcessDied,
     StatementTimeout,
     TransientFault,
     action_for,
     describe,
+    first_line,
     timed_out,
     transaction_ended,
 )
@@ -38,13 +40,13 @@ from relay.model.dispositions import (
     Dispositions,
     Failed,
     RetryLater,
-    disposition_of,
     holds_keys,
 )
-from relay.model.transactions import Routed
+from relay.model.transactions import Routed, Transactions
 from relay.pipeline.active_jobs import ActiveJobs
 from relay.pipeline.deferral import DeferralRules
 from relay.pipeline.failure_limit import FailureLimit
+from relay.pipeline.retry_policy import RetryPolicy
 from relay.pipeline.routing import Assignment, Parts
 from relay.runtime.retry import LONGEST_WAIT_SECONDS
 from relay.store import suspects
@@ -89,7 +91,7 @@ class HandlerRunner:
             settings.handlers, settings.source.sql_types, Upcasting(registered(settings.events))
         )
         self._defers = {
-            name: each.retry
+            name: RetryPolicy(name, each.retry)
             for name, each in settings.handlers.items()
             if isinstance(each, PythonHandler)
         }
@@ -99,6 +101,7 @@ class HandlerRunner:
             if name in self._defers or settings.handlers[name].blocks_key
         }
         self._losses: Counter[str] = Counter()
+        self._drops: Counter[str] = Counter()
         self.active_jobs = ActiveJobs()
 
     @property
@@ -135,12 +138,19 @@ class HandlerRunner:
         return isinstance(error, HandlerFailed) and timed_out(reason)
 
     def _is_deferred(self, error: BaseException) -> bool:
-        return (
-            isinstance(error, HandlerFailed)
-            and error.handler.name in self._defers
-            # Memory may be short for all, but more often a single event asks for it all.
-            and isinstance(error.__cause__, TransientFault | MemoryError)
+        return isinstance(error, HandlerFailed) and self._is_retried(
+            error.handler.name, reason_of(error)
         )
+
+    def _is_retried(self, handler: str, error: BaseException) -> bool:
+        """Whether a fault of a handler defers its transaction, and does not let the whole task fail or die."""
+        policy = self._defers.get(handler)
+        if policy is None:
+            return False
+        # Memory may be short for all, but more often a single event asks for it all.
+        if isinstance(error, TransientFault | MemoryError):
+            return True
+        return policy.on_any and policy.retries(error) and not _is_of_target(error)
 
     def handle(
         self,
@@ -219,11 +229,9 @@ class HandlerRunner:
     ) -> Failed:
         attempts = before.attempts + 1
         blocks_key = self._settings.handlers[handler].blocks_key
-        disposition = disposition_of(
-            handler, error, attempts, before, self._defers[handler], blocks_key
-        )
+        disposition = self._defers[handler].disposition_of(error, attempts, before, blocks_key)
         # The failure limit has counted other dead letters when they happened.
-        exhausted = isinstance(disposition, DeadLetter) and isinstance(error, TransientFault)
+        exhausted = isinstance(disposition, DeadLetter) and self._is_retried(handler, error)
         if exhausted and limit.defers and limit.stops_late(handler, error):
             return RetryLater(handler, error, LONGEST_WAIT_SECONDS, attempts)
         return disposition
@@ -306,12 +314,29 @@ class HandlerRunner:
                     # If the statement has become invalid since the start, `check` raises: no event is at fault.
                     failure.handler.check(conn)
                 name = failure.handler.name
+                if isinstance(reason, Drop):
+                    self._note_drop(name, reason, assigned.transactions)
+                    limit.succeeded((name,))
+                    return self._isolated(conn, assigned.without(name), limit)
                 if not self._is_deferred(failure) and limit.require(
                     name, reason, assigned.transactions[0]
                 ):
                     return {0: RetryLater(name, reason, LONGEST_WAIT_SECONDS)}
                 return {0: DeadLetter(name, reason, holds=self._settings.handlers[name].blocks_key)}
         return self._halved(conn, assigned, limit)
+
+    def _note_drop(self, handler: str, drop: Drop, transactions: Transactions) -> None:
+        self._drops[handler] += 1
+        # A warning, since Spark's workers print nothing below.
+        log.warning(
+            "dropped by the handler",
+            extra={
+                "handler": handler,
+                "transaction_id": transactions[0].transaction_id,
+                "reason": first_line(drop, "none given"),
+                "drops": self._drops[handler],
+            },
+        )
 
     def _halved(self, conn: Connection, assigned: Assignment, limit: FailureLimit) -> Dispositions:
         middle = len(assigned) // 2
@@ -365,11 +390,11 @@ class HandlerRunner:
         except Exception as error:
             reason = _cause(conn, error)
             _require_open(conn, handler, reason)
-            action = action_for(reason)
-            of_target = isinstance(reason, psycopg.Error) and action is FaultAction.RETRY
-            if action is FaultAction.STOP or of_target:
+            if action_for(reason) is FaultAction.STOP or _is_of_target(reason):
                 raise HandlerFailed(handler) from reason
-            if last:
+            if last and isinstance(reason, Drop):
+                self._note_drop(handler.name, reason, routed.transactions)
+            elif last:
                 self._losses[handler.name] += 1
                 log.warning(
                     "not applied, and not tried again: the handler is not reliable",
@@ -409,6 +434,11 @@ def _cause(conn: Connection, error: Exception) -> Exception:
     lost = psycopg.OperationalError("the connection to the target is lost")
     lost.__cause__ = error
     return lost
+
+
+def _is_of_target(error: BaseException) -> bool:
+    """Whether a fault is an outage or a conflict of the database: the whole task is retried."""
+    return isinstance(error, psycopg.Error) and action_for(error) is FaultAction.RETRY
 
 
 def _too_slow(handler: handlers.Handler) -> StatementTimeout:

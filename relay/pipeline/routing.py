@@ -154,6 +154,16 @@ class Assignment:
             refused,
         )
 
+    def without(self, handler: str) -> Assignment:
+        """The same transactions, of which no event goes to one handler."""
+        return Assignment(
+            self.transactions,
+            self.decoder,
+            None if self._every is None else _besides(self._every, handler),
+            [_besides(names, handler) for names in self._names],
+            self.refused,
+        )
+
     def reached(self, handler: str) -> Mask:
         """Which transactions have an event for a handler: a mask, bool, in their order."""
         if self._every is not None:
@@ -162,6 +172,10 @@ class Assignment:
         events = self.transactions.facts["events"]
         found: Mask = np.logical_or.reduceat(chosen, np.cumsum(events) - events)
         return found
+
+
+def _besides(names: Names, handler: str) -> Names:
+    return tuple(name for name in names if name != handler)
 
 
 class BatchRouter:

@@ -31,6 +31,7 @@ from yarl import URL
 from relay.config import secrets
 from relay.config.handlers import HttpHandler, is_header_value
 from relay.faults import (
+    LONGEST_ASKED_SECONDS,
     ConfigurationError,
     DestinationRefused,
     Rejected,
@@ -39,7 +40,6 @@ from relay.faults import (
     Undelivered,
 )
 from relay.model import trace_context
-from relay.model.dispositions import LONGEST_ASKED_SECONDS
 from relay.model.events import Event, Transaction
 from relay.sinks import cloudevents
 from relay.sinks.credentials import Certificates, is_refusal

@@ -8,19 +8,7 @@ from typing import Any
 
 import pytest
 
-from relay.config.handlers import HttpHandler, RetrySettings
-from relay.faults import Rejected, TransientFault
-from relay.model.dispositions import (
-    BLOCKED,
-    NEW,
-    AttemptHistory,
-    DeadLetter,
-    Failed,
-    RetryLater,
-    disposition_of,
-    holds_keys,
-    retry_delay,
-)
+from relay.config.handlers import HttpHandler
 from relay.model.events import EVENT_FIELDS, Event
 from relay.sinks import cloudevents
 from relay.sinks.http import public_url, retry_after, signatures
@@ -82,44 +70,6 @@ def test_retry_after_is_seconds_or_a_date() -> None:
     assert retry_after("Fri, 01 Jan 2010 00:00:00 GMT") == 0
     assert retry_after("soon") is None
     assert retry_after(None) is None
-
-
-def test_waits_double_up_to_the_longest_and_respect_what_is_asked() -> None:
-    retry = RetrySettings(wait=1, max_wait=5, jitter=0)
-    assert [retry_delay(retry, None, attempt) for attempt in (1, 2, 3, 4, 50)] == [1, 2, 4, 5, 5]
-    assert retry_delay(retry, TransientFault(after=9), 1) == 9
-    assert 1 <= retry_delay(RetrySettings(wait=1, jitter=0.5), None, 1) <= 1.5
-
-
-@pytest.mark.parametrize("asked", ["1e17", "inf", "nan", "-1"])
-def test_no_endpoint_asks_for_a_wait_that_never_ends(asked: str) -> None:
-    waited = retry_delay(RetrySettings(wait=1, jitter=0), TransientFault(after=float(asked)), 1)
-    assert waited == (86_400 if float(asked) > 1 else 1)
-
-
-def test_attempts_and_time_exhaust() -> None:
-    def disposition(
-        error: Exception, made: int, since: float | None = None, **retry: Any
-    ) -> Failed:
-        return disposition_of(
-            "h", error, made, AttemptHistory(0, since), RetrySettings(jitter=0, **retry), False
-        )
-
-    retried = disposition(TransientFault(), 5)
-    assert isinstance(retried, RetryLater)
-    assert retried.after == 16
-    assert isinstance(disposition(TransientFault(), 5, attempts=5), DeadLetter)
-    assert isinstance(disposition(TransientFault(), 4, attempts=5), RetryLater)
-    assert isinstance(
-        disposition(TransientFault(), 1, time.monotonic() - 100, max_elapsed=100), DeadLetter
-    )
-    assert isinstance(
-        disposition(TransientFault(), 1, time.monotonic() - 50, max_elapsed=100), RetryLater
-    )
-    assert isinstance(disposition(Rejected("HTTP 400"), 1), DeadLetter)
-    assert holds_keys(disposition_of("h", Rejected(), 1, NEW, RetrySettings(), True))
-    assert not holds_keys(disposition_of("h", Rejected(), 1, NEW, RetrySettings(), False))
-    assert holds_keys(BLOCKED)
 
 
 @pytest.mark.parametrize(

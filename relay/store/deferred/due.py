@@ -431,18 +431,21 @@ def transactions(
     ]
     hosts = [tuple(each.hosts) for each in due]
     columns = tuple(due[0].columns)
+    attempts = [each.attempts + 1 for each in due]
     stored = _rows(conn, [each.id for each in due])
     if sum(each.size for each in due) <= spool_above:
         rows: dict[int, list[bytes]] = {each.id: [] for each in due}
         for deferred_id, row in stored:
             rows[deferred_id].append(row)
-        return Transactions(columns, facts, ids, hosts, Rows.of([*chain(*rows.values())]))
+        return Transactions(
+            columns, facts, ids, hosts, Rows.of([*chain(*rows.values())]), attempts=attempts
+        )
     spool = Spool(spool_directory)
     spooled = {each.id: SpooledTuples(spool) for each in due}
     for deferred_id, row in stored:
         spool.append(row, spooled[deferred_id])
     spool.seal()
-    return Transactions(columns, facts, ids, hosts, Rows.of([]), list(spooled.values()))
+    return Transactions(columns, facts, ids, hosts, Rows.of([]), list(spooled.values()), attempts)
 
 
 def _rows(conn: Connection, ids: Collection[int]) -> Iterator[tuple[int, bytes]]:

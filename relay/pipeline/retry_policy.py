@@ -1,0 +1,177 @@
+"""Says whether a failed transaction is retried and after how many seconds, for the target and for sinks alike."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from relay import faults
+from relay.config.handlers import RetrySettings
+from relay.config.imports import load
+from relay.faults import (
+    LONGEST_ASKED_SECONDS,
+    FaultAction,
+    action_for,
+    asked_of,
+    describe,
+    is_final,
+)
+from relay.model.dispositions import AttemptHistory, DeadLetter, Failed, RetryLater
+from relay.runtime.retry import FIRST_WAIT_SECONDS
+from relay.runtime.threads import Thread
+
+log = logging.getLogger(__name__)
+
+FUNCTION_SECONDS = 1.0
+"""How long a function of users may take to say a wait: a sink's other deliveries stand still meanwhile."""
+_MOST_DOUBLINGS = 1_000
+"""Below the greatest exponent of a float: `wait` is in the range of floats at any number of attempts."""
+
+Waits = Callable[[int], float]
+"""The seconds of the wait after the failed attempt of a number, from 1."""
+
+
+class RetryPolicy:
+    """The retries of one handler, as its section `retry` describes them. Safe in several threads.
+
+    A function of users is imported in the process in which the policy is made, which is a Spark executor for tasks that
+    run there.
+    """
+
+    def __init__(self, handler: str, settings: RetrySettings) -> None:
+        """Raises ConfigurationError for a function that cannot be imported, or not be called with an attempt."""
+        self._handler = handler
+        self._settings = settings
+        self._waits = _waits(handler, settings)
+
+    @property
+    def longest(self) -> float:
+        """The longest wait that the settings name, in seconds."""
+        backoff = self._settings.backoff
+        return max(backoff) if isinstance(backoff, list) else self._settings.max_wait
+
+    @property
+    def defer_after(self) -> float:
+        """The seconds within which a sink makes attempts without deferring the transaction."""
+        return self._settings.defer_after
+
+    @property
+    def on_any(self) -> bool:
+        """Whether faults that are no outages are retried too."""
+        return self._settings.on == "any"
+
+    def retries(self, error: BaseException) -> bool:
+        """Whether a fault is one that is retried, before the limits count."""
+        action = action_for(error)
+        if action is FaultAction.DEAD_LETTER:
+            return self.on_any and not is_final(error)
+        return action is FaultAction.RETRY
+
+    def disposition_of(
+        self, error: BaseException, attempts: int, before: AttemptHistory, blocks: bool
+    ) -> Failed:
+        """Map a fault to a disposition after `attempts` attempts; `blocks` says that a dead letter holds its keys."""
+        used_up = self._settings.attempts is not None and attempts >= self._settings.attempts
+        if self.retries(error) and not used_up:
+            after = self.wait(error, attempts)
+            most = self._settings.max_elapsed
+            if most is None or (before.failing_seconds or 0.0) + after <= most:
+                return RetryLater(self._handler, error, after, attempts)
+        return DeadLetter(self._handler, error, attempts, holds=blocks)
+
+    def wait(self, error: BaseException | None, attempts: int) -> float:
+        """The seconds from a failed attempt to the next one.
+
+        That is what `RetryLater(after=…)` says, else the backoff or, if it is longer, what the destination asks for.
+        """
+        asked = asked_of(error)
+        if names_wait(error):
+            return max(asked, FIRST_WAIT_SECONDS)
+        jitter = random.uniform(0, self._settings.jitter)  # noqa: S311 no secret
+        return max(self._waits(max(1, attempts)) + jitter, asked)
+
+    def wait_uncounted(self, error: BaseException, before: AttemptHistory) -> float:
+        """`wait` after an attempt that does not count: it grows with the time since the first failure."""
+        wait = self.wait(error, before.attempts)
+        if names_wait(error):
+            return wait
+        return max(wait, min(self.longest, before.failing_seconds or 0.0))
+
+
+def names_wait(error: BaseException | None) -> bool:
+    """Whether a fault says itself how long the wait is, in place of the settings: a `RetryLater(after=…)` of users."""
+    return isinstance(error, faults.RetryLater) and error.after is not None and error.after >= 0
+
+
+def _waits(handler: str, settings: RetrySettings) -> Waits:
+    backoff, wait, most = settings.backoff, settings.wait, settings.max_wait
+    if isinstance(backoff, list):
+        return lambda attempt: backoff[min(attempt, len(backoff)) - 1]
+    if backoff == "constant":
+        return lambda attempt: min(wait, most)
+    if backoff == "linear":
+        return lambda attempt: min(wait * attempt, most)
+
+    def exponential(attempt: int) -> float:
+        return min(wait * 2.0 ** min(attempt - 1, _MOST_DOUBLINGS), most)
+
+    if backoff == "exponential":
+        return exponential
+    return _UsersWaits(f"handlers.{handler}.retry.backoff", backoff, exponential)
+
+
+class _UsersWaits:
+    """Asks a function of users for a wait. Where it fails, `otherwise` says it, and a log line says why.
+
+    It runs in a thread of its own, since it may hang. It is not called any more after one call that took longer than
+    `FUNCTION_SECONDS`, so that it costs a sink's loop that time only once.
+    """
+
+    def __init__(self, key: str, path: str, otherwise: Waits) -> None:
+        self._function = load(key, path, "attempt")
+        self._key = key
+        self._otherwise = otherwise
+        self._hangs = False
+        self._last_fault: str | None = None
+
+    def __call__(self, attempt: int) -> float:
+        if self._hangs:
+            return self._otherwise(attempt)
+        found: SimpleQueue[float | str] = SimpleQueue()
+        name = f"backoff {self._key}"
+        Thread(self._ask, name=name, args=(attempt, found), daemon=True).start()
+        try:
+            said = found.get(timeout=FUNCTION_SECONDS)
+        except Empty:
+            self._hangs = True
+            said = f"took longer than {FUNCTION_SECONDS:g} s and is not called any more"
+        if not isinstance(said, str):
+            return said
+        if said != self._last_fault:
+            self._last_fault = said
+            log.error(
+                "a backoff function failed: the waits double instead",
+                extra={"key": self._key, "fault": said},
+            )
+        return self._otherwise(attempt)
+
+    def _ask(self, attempt: int, found: SimpleQueue[float | str]) -> None:
+        try:
+            found.put(_seconds(self._function(attempt)))
+        except Exception as error:
+            found.put(f"raised {describe(error)}")
+
+
+def _seconds(returned: Any) -> float | str:
+    """The wait that a function of users has returned, at most `LONGEST_ASKED_SECONDS`; a text says why it is none."""
+    seconds = returned.total_seconds() if isinstance(returned, timedelta) else returned
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        return f"returned a {type(returned).__name__}, and no number of seconds or timedelta"
+    # Not math.isnan: an integer may be too large for a float.
+    if not seconds >= 0:
+        return "returned NaN or a negative wait"
+    return max(FIRST_WAIT_SECONDS, float(min(seconds, LONGEST_ASKED_SECONDS)))
