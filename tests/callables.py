@@ -15,7 +15,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import dict_row
 
-from relay.faults import RetryLater
+from relay.faults import Drop, Fail, RetryLater
 from relay.model.events import Transaction
 
 
@@ -84,6 +84,36 @@ def refuse_or_ask_again(transaction: Transaction, cursor: psycopg.Cursor[Any]) -
         negative = any(event.payload["amount"] < 0 for event in transaction.events)
         raise ValueError if negative else RetryLater
     record(transaction, cursor)
+
+
+def wait_briefly(attempt: int) -> float:
+    """A backoff: the same short wait after each attempt."""
+    return 0.1 + attempt / 1_000
+
+
+def decide_by_name(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Like `record`, and note each attempt in `tried`, out of the transaction; then end as the aggregate's id says."""
+    (first, *_) = transaction.events
+    name, attempt = first.aggregate_id or "", transaction.attempt
+    with psycopg.connect(cursor.connection.info.dsn, autocommit=True) as conn:
+        conn.execute("insert into tried (name, attempt) values (%s, %s)", (name, attempt))
+    record(transaction, cursor)
+    kind, _, times = name.partition(" ")
+    if kind == "fails" and attempt <= int(times):
+        raise KeyError(name)
+    if kind == "exits" and attempt <= int(times):
+        sys.exit(1)
+    if kind == "asks" and attempt == 1:
+        raise RetryLater("not yet", after=float(times))
+    if kind == "drops":
+        raise Drop("not for this service")
+    if kind == "dies":
+        raise Fail("no such customer") from ConnectionError()
+    if kind == "repeats":
+        try:
+            record(transaction, cursor)
+        except psycopg.errors.UniqueViolation as error:
+            raise Drop("has it already") from error
 
 
 def close_the_cursor(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:

@@ -53,6 +53,7 @@ class Scripted:
     def __init__(self, behave: Behave) -> None:
         self.begun: list[int] = []
         self.delivered: list[int] = []
+        self.attempts: dict[int, int] = {}
         self.most = self._now = 0
         self._behave = behave
 
@@ -62,6 +63,7 @@ class Scripted:
     async def deliver(self, transaction: Transaction) -> None:
         number = int(transaction.transaction_id or 0)
         self.begun.append(number)
+        self.attempts[number] = transaction.attempt
         self._now += 1
         self.most = max(self.most, self._now)
         try:
