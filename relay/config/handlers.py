@@ -15,7 +15,6 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    PlainValidator,
     PositiveInt,
     SecretStr,
     ValidationInfo,
@@ -62,7 +61,7 @@ class RetrySettings(Section):
     on: Literal["outages", "any"] = "outages"
     """`outages`: a transaction is retried after an outage or `RetryLater`, and dead-lettered after any other fault;
     `any`: it is retried after every fault but `relay.Fail`; needs `attempts` or `max_elapsed`."""
-    backoff: Annotated[str | list[float], PlainValidator(_backoff)] = "exponential"
+    backoff: Annotated[str | list[float], BeforeValidator(_backoff)] = "exponential"
     """How the wait grows with each attempt: `exponential` (it doubles), `linear` (by `wait`) or `constant`; or a list
     of waits in seconds, of which the last one repeats; or `module:function`, called with the number of failed
     attempts, which returns seconds or a timedelta, at most a day."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -377,13 +377,14 @@ class Routed:
     decoder: ColumnDecoder
 
     def __iter__(self) -> Iterator[Transaction]:
-        attempts = self.transactions.attempts or repeat(1)
-        for each, attempt in zip(self.transactions, attempts, strict=False):
+        decoder, attempts = self.decoder, self.transactions.attempts
+        for index, each in enumerate(self.transactions):
+            commit = each.commit
             yield Transaction(
                 each.transaction_id,
-                each.commit,
-                Events(each.tuples, self.decoder, each.commit),
-                attempt,
+                commit,
+                Events(each.tuples, decoder, commit),
+                1 if attempts is None else attempts[index],
             )
 
     @property

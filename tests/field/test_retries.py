@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from relay.admin.check import examine
+from relay.admin.findings import Severity
 from relay.config.settings import Settings
 from relay.faults import Drop, Fail, RetryLater
 from relay.model.dispositions import APPLIED, DeadLetter, Disposition
@@ -81,6 +83,29 @@ def test_what_follows_of_a_key_waits_for_a_retry_after_any_fault(outbox: Outbox)
     tried = outbox.column("select amount from projection order by ctid")
     assert tried == [0, 1, 3]
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 1
+
+
+def test_what_is_given_up_may_hold_its_key(outbox: Outbox) -> None:
+    configured = settings(outbox, **ANY)
+    decides = configured.handlers["decides"].model_copy(update={"on_exhausted": "block_key"})
+    handlers = {**configured.handlers, "decides": decides}
+    with relaying(configured.model_copy(update={"handlers": handlers})):
+        for number, name in enumerate(["fails 9", "plain"]):
+            outbox.publish(host(1), event(number, aggregate_id=name))
+        wait_until(lambda: outbox.value("select count(*) from relay.dead_letter_queue") == 1)
+        wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 2)
+    assert attempts(outbox, "fails 9") == [1, 2, 3]
+    assert attempts(outbox, "plain") in ([], [1])
+    assert outbox.value("select count(*) from projection") == 0
+
+
+def test_a_function_that_is_not_there_is_found_before_the_start(outbox: Outbox) -> None:
+    """For sinks too, whose retries begin at night."""
+    retry = {"backoff": "tests.callables:not_there"}
+    hook = {"type": "http", "url": "http://127.0.0.1:1/", "retry": retry}
+    configured = outbox.settings(handlers={"hook": hook}, routes=[{"handlers": ["hook"]}])
+    errors = [each.text for each in examine(configured) if each.level is Severity.ERROR]
+    assert errors == ["handlers.hook.retry.backoff: 'tests.callables' has no 'not_there'"]
 
 
 def test_attempts_go_on_after_a_restart(outbox: Outbox) -> None:
