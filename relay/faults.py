@@ -103,8 +103,8 @@ class RetryLater(TransientFault):
 class Drop(Exception):
     """Raise it in a handler to end its part of a transaction as done, without effects and without a retry.
 
-    What the handler has changed for the transaction is undone; other handlers are not concerned. relay logs the reason,
-    so it must not quote what may not be in a log.
+    What the handler has changed for the transaction is undone; other handlers are not concerned. relay logs how many
+    were dropped, with the reason of one, so a reason must not quote what may not be in a log.
     """
 
 

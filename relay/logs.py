@@ -8,6 +8,7 @@ import math
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -119,8 +120,13 @@ class RepeatedLines:
         self._logged: dict[tuple[object, ...], tuple[float, int]] = {}
         self._lock = threading.Lock()
 
-    def note(self, number: int, **fields: object) -> None:
-        """Add `number` to the sum, and log the line if the interval has passed."""
+    def note(
+        self, number: int, *, sample: Mapping[str, object] | None = None, **fields: object
+    ) -> None:
+        """Add `number` to the sum, and log the line if the interval has passed.
+
+        `sample` are fields of one of those that are counted: they tell no lines apart, so that they may be many.
+        """
         now, key = time.monotonic(), tuple(fields.items())
         with self._lock:
             at, before = self._logged.get(key, (-math.inf, 0))
@@ -132,7 +138,9 @@ class RepeatedLines:
             kept = self._logged.items()
             self._logged = {k: v for k, v in kept if now - v[0] < FORGET_AFTER * self._interval}
             self._logged[key] = (now, 0)
-        self._log.log(self._level, self._text, extra={**fields, self._counted: total})
+        self._log.log(
+            self._level, self._text, extra={**fields, **(sample or {}), self._counted: total}
+        )
 
 
 def configure(log_format: LogFormat, level: str) -> None:

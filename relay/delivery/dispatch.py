@@ -326,7 +326,11 @@ class Dispatcher:
     def _dropped(self, delivery: Delivery, drop: Drop, seconds: float) -> None:
         """Complete a delivery that the sink ends as done."""
         self._attempts.confirm(seconds, len(delivery.rows.tuples))
-        self._drops.note(1, handler=self._sink.name, reason=first_line(drop, "none given"))
+        sample = {
+            "transaction_id": delivery.rows.transaction_id,
+            "reason": first_line(drop, "none given"),
+        }
+        self._drops.note(1, handler=self._sink.name, sample=sample)
         self._confirmed(delivery)
 
     def _confirmed(self, delivery: Delivery) -> None:

@@ -32,6 +32,7 @@ from relay.faults import (
     timed_out,
     transaction_ended,
 )
+from relay.logs import RepeatedLines
 from relay.model.dispositions import (
     BLOCKED,
     NEW,
@@ -101,7 +102,8 @@ class HandlerRunner:
             if name in self._defers or settings.handlers[name].blocks_key
         }
         self._losses: Counter[str] = Counter()
-        self._drops: Counter[str] = Counter()
+        # A warning, since Spark's workers print nothing below.
+        self._drops = RepeatedLines(log, logging.WARNING, "dropped by the handler", "drops")
         self.active_jobs = ActiveJobs()
 
     @property
@@ -326,17 +328,11 @@ class HandlerRunner:
         return self._halved(conn, assigned, limit)
 
     def _note_drop(self, handler: str, drop: Drop, transactions: Transactions) -> None:
-        self._drops[handler] += 1
-        # A warning, since Spark's workers print nothing below.
-        log.warning(
-            "dropped by the handler",
-            extra={
-                "handler": handler,
-                "transaction_id": transactions[0].transaction_id,
-                "reason": first_line(drop, "none given"),
-                "drops": self._drops[handler],
-            },
-        )
+        sample = {
+            "transaction_id": transactions[0].transaction_id,
+            "reason": first_line(drop, "none given"),
+        }
+        self._drops.note(1, handler=handler, sample=sample)
 
     def _halved(self, conn: Connection, assigned: Assignment, limit: FailureLimit) -> Dispositions:
         middle = len(assigned) // 2
