@@ -60,6 +60,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import SparkSession
 
+MOST_ROWS_BEHIND = 100_000
+"""How many rows after a micro-batch are counted at most for the query's progress, along the index on c_xid."""
+
 _TYPES: Mapping[str, DataType] = {
     "timestamptz": TimestampType(),
     "bigint": LongType(),
@@ -168,6 +171,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._conn: psycopg.Connection[Any] | None = None
         self._target: Snapshot | None = None
         self._noted = False
+        self._ahead: Difference | None = None
+        """What the server had after the end of the newest micro-batch; None where that is not known."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_conn": None}
@@ -187,6 +192,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if not self._noted:
             # Retention must keep the query's first position too.
             self.commit(start)
+        self._ahead = None
         seen = self._seen()
         _require_seen(seen, before)
         after = self._target or seen
@@ -197,9 +203,31 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         table = self._options.table.identifier
         with _one_line(self._options):
             end, count = cut(self._connected(), table, Difference(before, after), most or 1)
-        if not count:
-            return start
-        return _offset(end if most else after)
+        if most is None:
+            end = after
+        self._ahead = Difference(end, seen)
+        return _offset(end) if count else start
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
+        """The server's position and the number of rows after the micro-batch, for the query's progress.
+
+        Spark calls it after `latestOffset`, and no other method gets its result.
+        """
+        if self._ahead is None:
+            return None
+        rows = 0
+        if not self._ahead.is_empty:
+            table = self._options.table.identifier
+            try:
+                _, rows = cut(self._connected(), table, self._ahead, MOST_ROWS_BEHIND)
+            except (psycopg.Error, RelayError):
+                # The next trigger tells it, where it matters: progress is no reason to end a query.
+                return None
+        return {
+            **_offset(self._ahead.after),
+            "rowsBehind": rows,
+            "moreRowsBehind": rows >= MOST_ROWS_BEHIND,
+        }
 
     def partitions(self, start: dict[str, str], end: dict[str, str]) -> Sequence[InputPartition]:
         before, after = Snapshot.parse(start["snapshot"]), Snapshot.parse(end["snapshot"])

@@ -14,7 +14,7 @@ import pytest
 from psycopg import sql
 from psycopg.types.json import Jsonb
 from pyspark.errors import AnalysisException
-from pyspark.sql.streaming.datasource import ReadAllAvailable
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
 from relay.faults import RelayError
 from relay.model.snapshots import Snapshot
@@ -454,6 +454,53 @@ def test_available_now_in_small_batches(
     assert sum(sizes) == 100
     assert max(sizes) <= 24
     assert written(spark, tmp_path) == stored(outbox)
+
+
+def test_progress_tells_how_many_rows_are_after_a_micro_batch(
+    spark: SparkSession, outbox: Outbox, tmp_path: Path
+) -> None:
+    outbox.fill(10, events=4)
+    progress = run_to_the_end(spark, outbox, tmp_path, maxEventsPerTrigger="16", ordered="false")
+    read, behind = 0, []
+    for each in progress:
+        read += each.numInputRows
+        if each.numInputRows:
+            behind.append(json.loads(each.sources[0].latestOffset)["rowsBehind"])
+            assert behind[-1] == 40 - read
+    assert behind[0] > 0 == behind[-1]
+
+
+def test_rows_behind_are_counted_up_to_a_limit_and_a_lost_session_is_no_fault(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relay.spark.data_source.MOST_ROWS_BEHIND", 5)
+    outbox.fill(10, events=1)
+    reader = StreamReader(parse({"dsn": outbox.dsn}))
+    try:
+        start = reader.initialOffset()
+        assert reader.reportLatestOffset() is None
+        end = reader.latestOffset(start, ReadMaxRows(7))
+        report = reader.reportLatestOffset()
+        assert report is not None
+        assert (report["rowsBehind"], report["moreRowsBehind"]) == (3, False)
+        reader.latestOffset(start, ReadMaxRows(1))
+        report = reader.reportLatestOffset()
+        assert report is not None
+        assert (report["rowsBehind"], report["moreRowsBehind"]) == (5, True)
+        everything = reader.latestOffset(start, ReadAllAvailable())
+        assert reader.reportLatestOffset() == everything | {
+            "rowsBehind": 0,
+            "moreRowsBehind": False,
+        }
+        reader.latestOffset(end, ReadMaxRows(1))
+        outbox.conn.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity"
+            " where application_name = 'relay spark' and datname = current_database()"
+        )
+        assert reader.reportLatestOffset() is None
+        assert reader.latestOffset(end, ReadAllAvailable()) != end
+    finally:
+        reader.stop()
 
 
 @pytest.mark.rare
