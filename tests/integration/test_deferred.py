@@ -655,6 +655,8 @@ def test_more_than_a_portion_is_cancelled(outbox: Outbox, config: Path) -> None:
 # The schema.
 
 FORMER = """
+    drop view relay.watermarks;
+    drop table relay.completeness;
     insert into relay.deferred_rows select id, 0, sizes, data from relay.deferred;
     drop trigger hold_keys on relay.deferred;
     drop trigger release_keys on relay.deferred;

@@ -48,7 +48,11 @@ def begin(
     """
     newest = _newest(conn, group)
     conn.execute("delete from relay.snapshots where group_id = %s", (group,))
-    completeness.begin(conn, group, completeness.TARGET, snapshots[0])
+    if snapshots:
+        completeness.begin(conn, group, completeness.TARGET, snapshots[0])
+    else:
+        # What reads the WAL alone has no chain.
+        completeness.forget(conn, group, [completeness.TARGET])
     notes_from = newest.notes_from if newest else []
     return [
         ChainLink(_insert(conn, group, snapshot, polled_lsn, notes_from), snapshot)
