@@ -218,6 +218,8 @@ class SinkSession:
         has_more = feed.overflowed or feed.oldest is not None
         self._leave_stream()
         await self.checkpoint.store()
+        # It may wait for the stream.
+        self.wake()
         log.info("a sink lags, and polls", extra={"handler": self._context.name})
         is_down = self.checkpoint.paused or self._dispatcher.breaker.is_open
         if has_more and not is_down and await self._has_others():
