@@ -40,8 +40,8 @@ from relay.store.session_settings import LOCK_TIMEOUT, SessionKind
 log = logging.getLogger(__name__)
 
 Connection = psycopg.Connection[Any]
-Pool = ConnectionPool[Connection]
 """A connection whose rows are of any type."""
+Pool = ConnectionPool[Connection]
 Dsn = DatabaseAccess | str
 """How to connect: as the configuration says, whose secrets may change, or by a connection string."""
 
