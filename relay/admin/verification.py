@@ -66,8 +66,10 @@ def verify(
             f"{known})"
         )
     between, exceptions = _range(settings, sink, _parsed("--from", since), _parsed("--to", to))
+    from relay.spark.session import close_client, own_session
     from relay.spark.verification import compare
 
+    is_remote = settings.spark.remote is not None
     with reach_source(settings) as source, _ready(settings, session) as ready:
         if not current_position(source).snapshot.covers(between.after):
             raise ConfigurationError(
@@ -76,20 +78,22 @@ def verify(
         spark = ready.get()
         assert spark is not None  # noqa: S101
         # The view of a sink's query is this session's own.
-        remote: Any = spark
-        own = remote.cloneSession() if settings.spark.remote else spark.newSession()
-        is_retained = partitions.retained(source, settings.source.table) is not None
-        result = compare(
-            own,
-            ready.slots,
-            source,
-            settings,
-            sink,
-            between,
-            exceptions,
-            is_retained=is_retained,
-            most_ids=most_ids,
-        )
+        own = own_session(spark, is_remote)
+        try:
+            result = compare(
+                own,
+                ready.slots,
+                source,
+                settings,
+                sink,
+                between,
+                exceptions,
+                is_retained=partitions.retained(source, settings.source.table) is not None,
+                most_ids=most_ids,
+            )
+        finally:
+            if is_remote:
+                close_client(own)
     return Verification(sink, between.before, between.after, result)
 
 

@@ -245,6 +245,18 @@ class Session:
         _clear_remains()
 
 
+def own_session(session: SparkSession, remote: bool) -> SparkSession:
+    """Return another session on the same Spark: its views and its settings are its own.
+
+    On Spark Connect (`remote`) it has a channel of its own, which `close_client` closes.
+    """
+    if not remote:
+        return session.newSession()
+    connected: Any = session
+    own: SparkSession = connected.cloneSession()
+    return own
+
+
 def close_client(session: Any) -> None:
     """Close the channel of a Connect session whose server may be gone, while the channel's threads run.
 

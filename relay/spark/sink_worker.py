@@ -27,7 +27,7 @@ from relay.spark import frames, sink_batches
 from relay.spark.descriptions import safe_description
 from relay.spark.frames import Transform
 from relay.spark.reading import MappedTable
-from relay.spark.session import Session, close_client
+from relay.spark.session import Session, close_client, own_session
 from relay.spark.writers import (
     BATCH_COLUMN,
     BatchId,
@@ -380,9 +380,7 @@ class SparkWorker(Recurring):
         """This sink's session on the same Spark: its view and its settings are no other sink's."""
         if self._own is None or self._own[0] is not session:
             self._leave_own_session()
-            remote: Any = session
-            own = remote.cloneSession() if self._settings.spark.remote else session.newSession()
-            self._own = session, own
+            self._own = session, own_session(session, bool(self._settings.spark.remote))
         return self._own[1]
 
     def _leave_own_session(self) -> None:

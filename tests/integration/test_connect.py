@@ -19,7 +19,7 @@ from relay.demo.embedded import free_port
 from relay.spark.jvm import java_home
 from tests.chaos.test_faults import progress
 from tests.outbox import Outbox, wait_until
-from tests.process import ROOT, running
+from tests.process import ROOT, relay, running
 
 pytestmark = pytest.mark.rare
 
@@ -166,6 +166,8 @@ def test_a_sink_is_written_through_spark_connect(
     for name in handlers:
         found = pyarrow.dataset.dataset(tmp_path / name, format="parquet", partitioning="hive")
         assert sorted(found.to_table()["id"].to_pylist()) == ids
+        verified = relay("verify", name, "--config", str(config), "--from", "beginning")
+        assert f"{name} has the outbox's {len(ids)} events" in verified.stdout, verified.stderr
 
 
 @pytest.mark.chaos
