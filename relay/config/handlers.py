@@ -216,6 +216,11 @@ class SparkHandler(SinkHandler):
     """The seconds after which a batch begins that is not full."""
 
     @property
+    def plain_options(self) -> dict[str, str]:
+        """`options` with their secrets: for the writer and its library only."""
+        return {name: text.get_secret_value() for name, text in self.options.items()}
+
+    @property
     def target(self) -> str:
         """The text that identifies the destination, without secrets."""
         if self.jdbc is not None:

@@ -20,7 +20,6 @@ from relay.faults import (
     action_for,
     asked_of,
     describe,
-    first_line,
 )
 from relay.logs import RepeatedLines
 from relay.model.dispositions import (
@@ -34,7 +33,7 @@ from relay.model.dispositions import (
     holds_keys,
 )
 from relay.pipeline.failure_limit import FailureLimit
-from relay.pipeline.retry_policy import RetryPolicy
+from relay.pipeline.retry_policy import DropLog, RetryPolicy
 from relay.runtime.retry import LONGEST_WAIT_SECONDS
 from relay.sinks import Sink
 from relay.store.activity import Attempts
@@ -89,7 +88,7 @@ class Dispatcher:
         self._last_fault: str | None = None
         self._attempts = Attempts()
         self._timer: asyncio.TimerHandle | None = None
-        self._drops = RepeatedLines(log, logging.WARNING, "dropped by the handler", "drops")
+        self._drops = DropLog(log)
         self._losses = RepeatedLines(
             log,
             logging.WARNING,
@@ -326,11 +325,7 @@ class Dispatcher:
     def _dropped(self, delivery: Delivery, drop: Drop, seconds: float) -> None:
         """Complete a delivery that the sink ends as done."""
         self._attempts.confirm(seconds, len(delivery.rows.tuples))
-        sample = {
-            "transaction_id": delivery.rows.transaction_id,
-            "reason": first_line(drop, "none given"),
-        }
-        self._drops.note(1, handler=self._sink.name, sample=sample)
+        self._drops.note(self._sink.name, drop, delivery.rows.transaction_id)
         self._confirmed(delivery)
 
     def _confirmed(self, delivery: Delivery) -> None:

@@ -28,11 +28,9 @@ from relay.faults import (
     TransientFault,
     action_for,
     describe,
-    first_line,
     timed_out,
     transaction_ended,
 )
-from relay.logs import RepeatedLines
 from relay.model.dispositions import (
     BLOCKED,
     NEW,
@@ -43,11 +41,11 @@ from relay.model.dispositions import (
     RetryLater,
     holds_keys,
 )
-from relay.model.transactions import Routed, Transactions
+from relay.model.transactions import Routed
 from relay.pipeline.active_jobs import ActiveJobs
 from relay.pipeline.deferral import DeferralRules
 from relay.pipeline.failure_limit import FailureLimit
-from relay.pipeline.retry_policy import RetryPolicy
+from relay.pipeline.retry_policy import DropLog, RetryPolicy
 from relay.pipeline.routing import Assignment, Parts
 from relay.runtime.retry import LONGEST_WAIT_SECONDS
 from relay.store import suspects
@@ -102,8 +100,7 @@ class HandlerRunner:
             if name in self._defers or settings.handlers[name].blocks_key
         }
         self._losses: Counter[str] = Counter()
-        # A warning, since Spark's workers print nothing below.
-        self._drops = RepeatedLines(log, logging.WARNING, "dropped by the handler", "drops")
+        self._drops = DropLog(log)
         self.active_jobs = ActiveJobs()
 
     @property
@@ -317,7 +314,7 @@ class HandlerRunner:
                     failure.handler.check(conn)
                 name = failure.handler.name
                 if isinstance(reason, Drop):
-                    self._note_drop(name, reason, assigned.transactions)
+                    self._drops.note(name, reason, assigned.transactions[0].transaction_id)
                     limit.succeeded((name,))
                     return self._isolated(conn, assigned.without(name), limit)
                 if not self._is_deferred(failure) and limit.require(
@@ -326,13 +323,6 @@ class HandlerRunner:
                     return {0: RetryLater(name, reason, LONGEST_WAIT_SECONDS)}
                 return {0: DeadLetter(name, reason, holds=self._settings.handlers[name].blocks_key)}
         return self._halved(conn, assigned, limit)
-
-    def _note_drop(self, handler: str, drop: Drop, transactions: Transactions) -> None:
-        sample = {
-            "transaction_id": transactions[0].transaction_id,
-            "reason": first_line(drop, "none given"),
-        }
-        self._drops.note(1, handler=handler, sample=sample)
 
     def _halved(self, conn: Connection, assigned: Assignment, limit: FailureLimit) -> Dispositions:
         middle = len(assigned) // 2
@@ -389,7 +379,7 @@ class HandlerRunner:
             if action_for(reason) is FaultAction.STOP or _is_of_target(reason):
                 raise HandlerFailed(handler) from reason
             if last and isinstance(reason, Drop):
-                self._note_drop(handler.name, reason, routed.transactions)
+                self._drops.note(handler.name, reason, routed.transactions[0].transaction_id)
             elif last:
                 self._losses[handler.name] += 1
                 log.warning(

@@ -60,13 +60,11 @@ class RetryWorker(Recurring):
         """Retry what is due; returns the seconds until the next query."""
         self.heartbeat.update("retries what is deferred", Due.OPEN)
         times = self._applier.deferred_times()
-        if times.may_be_due:
-            found = self._applier.retry_deferred(self._guarded)
-            if found.tried:
-                self.condition.works()
-                self._retried(found)
-                return 0.0
+        found = self._applier.retry_deferred(self._guarded) if times.may_be_due else None
         self.condition.works()
+        if found is not None and found.tried:
+            self._retried(found)
+            return 0.0
         self._guarded = False
         following = PAUSE_SECONDS if times.seconds_to_next is None else times.seconds_to_next
         return max(0.0, min(following, PAUSE_SECONDS))

@@ -14,12 +14,15 @@ from relay.config.handlers import RetrySettings
 from relay.config.imports import load
 from relay.faults import (
     LONGEST_ASKED_SECONDS,
+    Drop,
     FaultAction,
     action_for,
     asked_of,
     describe,
+    first_line,
     is_final,
 )
+from relay.logs import RepeatedLines
 from relay.model.dispositions import AttemptHistory, DeadLetter, Failed, RetryLater
 from relay.runtime.retry import FIRST_WAIT_SECONDS
 from relay.runtime.threads import Thread
@@ -100,6 +103,19 @@ class RetryPolicy:
         if names_wait(error):
             return wait
         return max(wait, min(self.longest, before.failing_seconds or 0.0))
+
+
+class DropLog:
+    """Counts what handlers drop in one log line of `logger`, with the reason of one. Safe in several threads."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        # A warning, since Spark's workers print nothing below.
+        self._lines = RepeatedLines(logger, logging.WARNING, "dropped by the handler", "drops")
+
+    def note(self, handler: str, drop: Drop, transaction_id: str | None) -> None:
+        """Count a transaction."""
+        sample = {"transaction_id": transaction_id, "reason": first_line(drop, "none given")}
+        self._lines.note(1, handler=handler, sample=sample)
 
 
 def names_wait(error: BaseException | None) -> bool:

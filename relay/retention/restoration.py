@@ -277,9 +277,9 @@ def _dataset(sink: SparkHandler) -> Any:
         import deltalake
         from deltalake.exceptions import DeltaError
 
-        options = {key: value.get_secret_value() for key, value in sink.options.items()}
         try:
-            return deltalake.DeltaTable(sink.path, storage_options=options).to_pyarrow_dataset()
+            table = deltalake.DeltaTable(sink.path, storage_options=sink.plain_options)
+            return table.to_pyarrow_dataset()
         except DeltaError as error:
             raise OSError(first_line(error)) from None
     # Hadoop's names for S3, which Arrow's library does not know.

@@ -73,9 +73,9 @@ def _files(session: SparkSession, key: str, handler: SparkHandler) -> DataFrame:
     from pyspark.errors import AnalysisException
 
     assert handler.path is not None  # noqa: S101
-    options = {name: text.get_secret_value() for name, text in handler.options.items()}
     try:
-        return session.read.format(handler.format).options(**options).load(handler.path)
+        reader = session.read.format(handler.format).options(**handler.plain_options)
+        return reader.load(handler.path)
     except AnalysisException as error:
         if error.getCondition() not in ("PATH_NOT_FOUND", "UNABLE_TO_INFER_SCHEMA"):
             raise
@@ -136,11 +136,9 @@ def _delta(
     import deltalake
     from deltalake.exceptions import TableNotFoundError
 
-    from relay.spark.writers.delta_files import local_path
+    from relay.spark.writers.delta_files import absolute_path
 
-    folder = local_path(str(handler.path))
-    path = str(handler.path if folder is None else folder.resolve())
-    options = {name: text.get_secret_value() for name, text in handler.options.items()}
+    path, options = absolute_path(str(handler.path)), handler.plain_options
     try:
         table = deltalake.DeltaTable(path, storage_options=options)
     except TableNotFoundError:
@@ -176,9 +174,8 @@ def _iceberg(
     from pyiceberg.catalog import load_catalog
     from pyiceberg.exceptions import NoSuchTableError
 
-    options = {name: text.get_secret_value() for name, text in handler.options.items()}
     try:
-        table = load_catalog("relay", **options).load_table(str(handler.table))
+        table = load_catalog("relay", **handler.plain_options).load_table(str(handler.table))
     except NoSuchTableError:
         raise _nothing(key, str(handler.table)) from None
     known = set(table.schema().column_names)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import psycopg
@@ -359,15 +359,12 @@ def test_a_column_that_is_renamed_ends_relay_before_its_field_is_null(
     assert applied(own) == [1]
 
 
-def test_a_publication_is_not_made_again_under_a_stream(
-    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PostgreSQL 18 streams on without the publication, and of a commit that is open when it is back, the rest.
-
-    A standby made the publication again before it found that the slot is read. electric-sql/electric#3322.
-    """
+@contextmanager
+def streaming_without_publication(
+    outbox: Outbox, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """In a commit that is open during the block, with an event before and one after it; all is applied at the end."""
     monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 1_000.0)
-    settings = outbox.settings()
     with relaying(settings) as service:
         outbox.publish(host(1), event(1))
         outbox.wait_drained()
@@ -378,39 +375,38 @@ def test_a_publication_is_not_made_again_under_a_stream(
         outbox.conn.execute(f"drop publication {outbox.slot}".encode())
         with outbox.conn.transaction():
             outbox.publish(host(1), event(2))
-            with (
-                closing(open_replication(settings)) as standby,
-                pytest.raises(psycopg.errors.ObjectInUse),
-            ):
-                Recovery(settings).restore(standby, False, lambda _: None)
+            yield
             outbox.publish(host(1), event(3))
         monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.1)
         source._audit.due = 0.0
         outbox.wait_handled()
         outbox.wait_drained()
     outbox.assert_exact()
+
+
+def test_a_publication_is_not_made_again_under_a_stream(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PostgreSQL 18 streams on without the publication, and of a commit that is open when it is back, the rest.
+
+    A standby made the publication again before it found that the slot is read. electric-sql/electric#3322.
+    """
+    settings = outbox.settings()
+    with (
+        streaming_without_publication(outbox, settings, monkeypatch),
+        closing(open_replication(settings)) as standby,
+        pytest.raises(psycopg.errors.ObjectInUse),
+    ):
+        Recovery(settings).restore(standby, False, lambda _: None)
 
 
 def test_init_does_not_make_a_publication_again_under_a_stream(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above, by an operator."""
-    monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 1_000.0)
     settings = outbox.settings()
-    with relaying(settings) as service:
-        outbox.publish(host(1), event(1))
-        outbox.wait_drained()
-        source = service._source
-        assert isinstance(source, hybrid.StreamSource)
-        wait_until(lambda: source._audit.due > time.monotonic() + 500)
-        outbox.conn.execute(f"drop publication {outbox.slot}".encode())
-        with outbox.conn.transaction():
-            outbox.publish(host(1), event(2))
-            with pytest.raises(ConfigurationError, match=r"is missing while process \d+ .* stop"):
-                outbox.install_again(settings)
-            outbox.publish(host(1), event(3))
-        monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.1)
-        source._audit.due = 0.0
-        outbox.wait_handled()
-        outbox.wait_drained()
-    outbox.assert_exact()
+    with (
+        streaming_without_publication(outbox, settings, monkeypatch),
+        pytest.raises(ConfigurationError, match=r"is missing while process \d+ .* stop"),
+    ):
+        outbox.install_again(settings)

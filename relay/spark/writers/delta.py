@@ -28,7 +28,13 @@ from relay.spark.writers.arrow import (
     require_columns,
     require_partition_columns,
 )
-from relay.spark.writers.delta_files import FACTS, BatchFiles, local_path, write_files
+from relay.spark.writers.delta_files import (
+    FACTS,
+    BatchFiles,
+    absolute_path,
+    local_path,
+    write_files,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -61,10 +67,9 @@ class DeltaWriter:
     def __init__(self, name: str, settings: SparkHandler) -> None:
         """Raises ModuleNotFoundError without the extra `delta`."""
         self._key = f"handlers.{name}"
-        folder = local_path(str(settings.path))
-        self._path = str(settings.path if folder is None else folder.resolve())
+        self._path = absolute_path(str(settings.path))
         self._partition_by = list(settings.partition_by)
-        self._options = {key: text.get_secret_value() for key, text in settings.options.items()}
+        self._options = settings.plain_options
 
     def check(self, session: SparkSession) -> None:
         """Raise ConfigurationError for a table or a store that cannot be written exactly once."""

@@ -62,6 +62,12 @@ def local_path(path: str) -> Path | None:
     return None if "://" in path else Path(path)
 
 
+def absolute_path(path: str) -> str:
+    """The path of a table: that of a local folder from the root, an address of an object store as it is."""
+    folder = local_path(path)
+    return path if folder is None else str(folder.resolve())
+
+
 def write_files(files: BatchFiles, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Write a task's rows to files whose names no other attempt uses; yields a row of `FACTS` for each file."""
     store = _store(files)

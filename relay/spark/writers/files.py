@@ -46,7 +46,7 @@ class FilesWriter:
         """Stage the batch; through Spark Connect, replace the batch's own folders. Raises MissingPartition."""
         by = [*self._settings.partition_by, BATCH_COLUMN]
         require_partition_columns(f"handlers.{self._name}", by, frame.columns)
-        options = {name: text.get_secret_value() for name, text in self._settings.options.items()}
+        options = self._settings.plain_options
         staging = StagedFiles.of(frame.sparkSession, self._path)
         if staging is not None:
             return staging.write(frame, batch.id, self._settings.format, by, options)

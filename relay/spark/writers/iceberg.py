@@ -54,7 +54,7 @@ class IcebergWriter:
         self._key = f"handlers.{name}"
         self._name = str(settings.table)
         self._partition_by = list(settings.partition_by)
-        self._options = {key: text.get_secret_value() for key, text in settings.options.items()}
+        self._options = settings.plain_options
 
     def check(self, session: SparkSession) -> None:
         """Load the table, if it exists. Raises PyIceberg's error for a catalog that cannot be used."""

@@ -40,7 +40,7 @@ class TableWriter:
         self._key = f"handlers.{name}.table"
         self._settings = settings
         self._table = table
-        self._options = {name: value.get_secret_value() for name, value in settings.options.items()}
+        self._options = settings.plain_options
 
     def check(self, session: SparkSession) -> None:
         """Raise ConfigurationError where the table exists and is not partitioned by `relay_batch`."""
