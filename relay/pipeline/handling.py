@@ -257,10 +257,9 @@ class HandlerRunner:
                 self._call(conn, assigned.parts)
                 return {}
             case HandlingMode.ISOLATED:
-                return self._isolated(conn, assigned, limit)
+                return self._isolated(conn, assigned, limit, len(assigned))
             case HandlingMode.HALVED:
-                alone = len(assigned) < 2
-                return (self._isolated if alone else self._halved)(conn, assigned, limit)
+                return self._isolated(conn, assigned, limit, max(1, len(assigned) // 2))
             case HandlingMode.GUARDED:
                 return self._guarded(conn, assigned, limit)
         assert_never(mode)
@@ -274,7 +273,7 @@ class HandlerRunner:
                 name = suspects.name_of(transaction)
                 if self._suspects.note_next(former, name, self._settings.crash_limit):
                     with self._suspects.in_flight(name):
-                        one = self._isolated(conn, assigned.part(index, index + 1), limit)
+                        one = self._isolated(conn, assigned.part(index, index + 1), limit, 1)
                     dispositions.update((index, disposition) for disposition in one.values())
                 else:
                     died = f"{self._settings.crash_limit} processes died while they handled it"
@@ -291,44 +290,64 @@ class HandlerRunner:
         return dispositions
 
     def _isolated(
-        self, conn: Connection, assigned: Assignment, limit: FailureLimit
+        self, conn: Connection, assigned: Assignment, limit: FailureLimit, size: int
     ) -> Dispositions:
-        """Apply a range under a savepoint, halved on failure; returns the dispositions of those that failed."""
-        if not len(assigned):
-            return {}
+        """Apply transactions in portions, each under a savepoint; returns the dispositions of those that failed alone.
+
+        The first portion has `size` of them. After a failure the next one is half as large, after a success twice as
+        large: one failure among n transactions costs about 2 log n attempts, n in a row cost about n.
+        """
+        dispositions: Dispositions = {}
+        begin, most = 0, len(assigned)
+        while begin < len(assigned):
+            portion = assigned.part(begin, min(begin + size, len(assigned)))
+            failure = self._failure(conn, portion, limit)
+            if failure is None:
+                begin, size = begin + len(portion), min(size * 2, most)
+            elif len(portion) == 1:
+                alone = self._failed_alone(conn, portion, failure, limit)
+                dispositions.update((begin, disposition) for disposition in alone.values())
+                begin, size = begin + 1, 1
+            else:
+                size = len(portion) // 2
+                if timed_out(reason_of(failure)):
+                    # Each larger one would take as long again.
+                    most = size
+        return dispositions
+
+    def _failure(
+        self, conn: Connection, portion: Assignment, limit: FailureLimit
+    ) -> HandlerFailed | None:
+        """Apply a portion under a savepoint; returns the fault if a smaller portion may not have it, else raises it."""
         try:
             with conn.transaction(_savepoint()):
-                self._call(conn, assigned.parts, check_constraints=True)
-            limit.succeeded(assigned.parts)
-            return {}
+                self._call(conn, portion.parts, check_constraints=True)
         except HandlerFailed as failure:
-            reason = reason_of(failure)
-            _require_open(conn, failure.handler, reason)
+            _require_open(conn, failure.handler, reason_of(failure))
             if not self.can_isolate(failure):
                 raise
-            if len(assigned) == 1:
-                if timed_out(reason):
-                    raise HandlerFailed(failure.handler) from _too_slow(failure.handler)
-                if isinstance(reason, psycopg.ProgrammingError):
-                    # If the statement has become invalid since the start, `check` raises: no event is at fault.
-                    failure.handler.check(conn)
-                name = failure.handler.name
-                if isinstance(reason, Drop):
-                    self._drops.note(name, reason, assigned.transactions[0].transaction_id)
-                    limit.succeeded((name,))
-                    return self._isolated(conn, assigned.without(name), limit)
-                if not self._is_deferred(failure) and limit.require(
-                    name, reason, assigned.transactions[0]
-                ):
-                    return {0: RetryLater(name, reason, LONGEST_WAIT_SECONDS)}
-                return {0: DeadLetter(name, reason, holds=self._settings.handlers[name].blocks_key)}
-        return self._halved(conn, assigned, limit)
+            return failure
+        limit.succeeded(portion.parts)
+        return None
 
-    def _halved(self, conn: Connection, assigned: Assignment, limit: FailureLimit) -> Dispositions:
-        middle = len(assigned) // 2
-        first = self._isolated(conn, assigned.part(0, middle), limit)
-        second = self._isolated(conn, assigned.part(middle, len(assigned)), limit)
-        return first | {middle + index: disposition for index, disposition in second.items()}
+    def _failed_alone(
+        self, conn: Connection, alone: Assignment, failure: HandlerFailed, limit: FailureLimit
+    ) -> Dispositions:
+        """The disposition of a transaction that fails by itself; none once a handler has dropped it."""
+        reason = reason_of(failure)
+        if timed_out(reason):
+            raise HandlerFailed(failure.handler) from _too_slow(failure.handler)
+        if isinstance(reason, psycopg.ProgrammingError):
+            # If the statement has become invalid since the start, `check` raises: no event is at fault.
+            failure.handler.check(conn)
+        name = failure.handler.name
+        if isinstance(reason, Drop):
+            self._drops.note(name, reason, alone.transactions[0].transaction_id)
+            limit.succeeded((name,))
+            return self._isolated(conn, alone.without(name), limit, 1)
+        if not self._is_deferred(failure) and limit.require(name, reason, alone.transactions[0]):
+            return {0: RetryLater(name, reason, LONGEST_WAIT_SECONDS)}
+        return {0: DeadLetter(name, reason, holds=self._settings.handlers[name].blocks_key)}
 
     def _call(self, conn: Connection, parts: Parts, check_constraints: bool = False) -> None:
         """Run each handler, in the configuration's order, over all of its transactions, under the user's search_path.

@@ -11,6 +11,7 @@ from psycopg.types.json import Jsonb
 
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
+from relay.pipeline.handling import HandlerRunner
 from relay.service import Service
 from relay.spark.session import Session
 from relay.store import groups
@@ -315,3 +316,23 @@ def test_a_transaction_that_takes_too_long_alone_is_retried_and_says_so(
         outbox.wait_drained()
     assert not dead(outbox)
     outbox.assert_exact()
+
+
+def test_where_all_fail_hardly_any_are_tried_together(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+    call = HandlerRunner._call
+
+    def count(self: HandlerRunner, *arguments: Any, **options: Any) -> None:
+        nonlocal calls
+        calls += 1
+        call(self, *arguments, **options)
+
+    monkeypatch.setattr(HandlerRunner, "_call", count)
+    outbox.conn.execute("alter table projection add constraint broken check (amount is null)")
+    outbox.fill(200, events=1)
+    outbox.drain(outbox.settings(dead_letters={"brake": 0}, batch={"inline_workers": 1}))
+    assert outbox.value("select count(distinct transaction_id) from relay.dead_letter_queue") == 200
+    # One alone each, and what was tried with others before the first one.
+    assert calls < 215
