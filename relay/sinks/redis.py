@@ -91,7 +91,8 @@ class Redis:
         try:
             client = Client.from_url(
                 url,
-                socket_timeout=self._timeout,
+                # `_send_together` has a deadline for the whole round trip; one for each answer costs as much again.
+                socket_timeout=None,
                 socket_connect_timeout=self._timeout,
                 # One retry at once: the server may have closed an idle connection. Longer retries are the worker's.
                 retry=Retry(NoBackoff(), 1),
@@ -205,7 +206,8 @@ class Redis:
     async def _execute(self, client: Client, appends: Sequence[_Append]) -> deque[Any]:
         pipeline = client.pipeline(transaction=False)
         for append in appends:
-            pipeline.execute_command("MULTI")
+            if append.is_atomic:
+                pipeline.execute_command("MULTI")
             for message in append.messages:
                 fields: dict[Any, Any] = {
                     "id": message.identity,
@@ -214,7 +216,8 @@ class Redis:
                     "data": message.body,
                 }
                 pipeline.xadd(message.topic, fields, maxlen=self._max_length)
-            pipeline.execute_command("EXEC")
+            if append.is_atomic:
+                pipeline.execute_command("EXEC")
         return deque(await pipeline.execute(raise_on_error=False))
 
 
@@ -224,11 +227,16 @@ def _is_lost(fault: Exception | None) -> TypeGuard[ConnectionLost]:
 
 
 class _Append:
-    """Messages that are appended together, in MULTI and EXEC. `fault` is the result: None if all are stored."""
+    """Messages that are appended together, several in MULTI and EXEC. `fault` is the result: None if all are stored."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self.messages = messages
         self.fault: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_atomic(self) -> bool:
+        """Whether they need a transaction of Redis: a single command is one by itself."""
+        return len(self.messages) > 1
 
     def complete(self, fault: Exception | None) -> None:
         if not self.fault.done():
@@ -236,15 +244,21 @@ class _Append:
 
     def take(self, answers: deque[Any]) -> Exception | None:
         """Remove the answers to these commands from `answers`; returns the fault that they report, or None."""
+        if not self.is_atomic:
+            return _fault_in(answers.popleft())
         queued = [answers.popleft() for _ in range(len(self.messages) + 1)]
         done = answers.popleft()
         for answer in (*queued, done):
             if isinstance(answer, Exception):
                 # The server did not queue the command: it is full, or a replica.
                 return Undelivered(type(answer).__name__)
-        for answer in done:
-            if isinstance(answer, Exception):
-                is_refused = str(answer).startswith(_OF_THE_EVENT)
-                kind = Rejected if is_refused else Undelivered
-                return kind(str(answer).partition(" ")[0] if is_refused else type(answer).__name__)
+        return next(filter(None, map(_fault_in, done)), None)
+
+
+def _fault_in(answer: Any) -> Exception | None:
+    """The fault that the answer to XADD reports; None if the message is stored."""
+    if not isinstance(answer, Exception):
         return None
+    is_refused = str(answer).startswith(_OF_THE_EVENT)
+    kind = Rejected if is_refused else Undelivered
+    return kind(str(answer).partition(" ")[0] if is_refused else type(answer).__name__)

@@ -279,10 +279,10 @@ def test_messages_with_equal_ids_are_returned_by_rabbitmq_each(
 # Redis: the destination.
 
 
-def fault_of(*answers: Any) -> Exception | None:
+def fault_of(messages: int, *answers: Any) -> Exception | None:
     async def take() -> Exception | None:
         message = Message("t", None, "1", "s/1/1", "", {}, b"")
-        return streams._Append([message]).take(deque(answers))
+        return streams._Append([message] * messages).take(deque(answers))
 
     return asyncio.run(take())
 
@@ -304,7 +304,10 @@ def fault_of(*answers: Any) -> Exception | None:
 def test_an_error_of_redis_is_the_events_only_where_the_event_is_at_fault(
     fault: Exception, kind: type[Exception]
 ) -> None:
-    assert type(fault_of(b"OK", b"QUEUED", [fault])) is kind
+    assert type(fault_of(1, fault)) is kind
+    assert type(fault_of(2, b"OK", b"QUEUED", b"QUEUED", [b"1-1", fault])) is kind
+    assert fault_of(1, b"1-1") is None
+    assert fault_of(2, b"OK", b"QUEUED", b"QUEUED", [b"1-1", b"1-2"]) is None
 
 
 def test_a_value_that_redis_closes_the_connection_for_is_not_sent(

@@ -58,14 +58,19 @@ class _Client(StreamRequestHandler):
                     self.wfile.write(b"+OK\r\n")
                 elif command == b"XADD" and is_demoted:
                     self.wfile.write(b"-" + self.server.refusal + b"\r\n")
+                elif command == b"XADD" and queued < 0:
+                    self.server.appended += 1
+                    self.wfile.write(b"$3\r\n1-1\r\n")
                 elif command == b"XADD":
                     queued += 1
                     self.wfile.write(b"+QUEUED\r\n")
                 elif command == b"EXEC" and is_demoted:
+                    queued = -1
                     self.wfile.write(b"-EXECABORT Transaction discarded\r\n")
                 elif command == b"EXEC":
                     self.server.appended += queued
                     self.wfile.write(b"*%d\r\n" % queued + b"$3\r\n1-1\r\n" * queued)
+                    queued = -1
                 elif command == b"HELLO":
                     self.wfile.write(b"%1\r\n$5\r\nproto\r\n:3\r\n")
                 else:
@@ -108,18 +113,22 @@ def using(do: Callable[[Sink], Awaitable[None]], **settings: Any) -> None:
         "MOVED 3999 127.0.0.1:6381",
     ],
 )
-def test_a_redis_that_takes_no_writes_is_left_for_the_one_that_does(refusal: str) -> None:
+@pytest.mark.parametrize("events", [1, 2])
+def test_a_redis_that_takes_no_writes_is_left_for_the_one_that_does(
+    refusal: str, events: int
+) -> None:
     with redis_proxy() as server:
 
         async def deliver(sink: Sink) -> None:
-            await sink.deliver(transaction(make_event(0)))
+            some = transaction(*map(make_event, range(events)))
+            await sink.deliver(some)
             server.demote(refusal.encode())
             with pytest.raises(Undelivered):
-                await sink.deliver(transaction(make_event(1)))
-            await sink.deliver(transaction(make_event(1)))
+                await sink.deliver(some)
+            await sink.deliver(some)
 
         using(deliver, type="redis", url=f"redis://127.0.0.1:{server.server_address[1]}", timeout=3)
-        assert server.appended == 2
+        assert server.appended == 2 * events
 
 
 def test_a_redis_that_is_loading_is_left_at_once() -> None:
