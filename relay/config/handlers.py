@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 from urllib.parse import SplitResult, urlsplit
@@ -337,6 +338,13 @@ def _require_port(parts: SplitResult) -> None:
         raise ValueError("has a port that is not a number from 1 to 65535")
 
 
+def _network(value: str) -> str:
+    try:
+        return str(ip_network(value))
+    except ValueError:
+        raise ValueError("must be a network such as 10.8.0.0/16 or an address") from None
+
+
 def _as_list(value: Any) -> Any:
     """A list of one value, or of none for null."""
     if value is None:
@@ -382,6 +390,13 @@ class HttpHandler(DeliveryHandler):
     """What is done after a status such as `404`, or one of a class such as `4xx`: `retry`, `dead` (the transaction is
     dead-lettered) or `stop` (the sink stops at its position). Without an entry 400, 413, 422 and 431 are `dead`, 410 is
     `stop`, and all others but 2xx are `retry`."""
+    private_addresses: Own[
+        Literal["allow", "refuse"]
+        | Annotated[list[Annotated[str, AfterValidator(_network)]], Field(min_length=1)]
+    ] = "allow"
+    """`refuse`: relay connects to no address that is private, loopback, link-local, a cloud's metadata or otherwise not
+    of the Internet, whatever name or spelling leads there; or a list of networks, such as `[10.8.0.0/16]`, that are
+    allowed beside public addresses."""
 
     def action_for(self, status: int) -> StatusAction:
         """What is done after a status that is not 2xx: what `statuses` says of it, or of its class."""

@@ -43,6 +43,7 @@ from relay.model import trace_context
 from relay.model.events import Event, Transaction
 from relay.sinks import cloudevents
 from relay.sinks.credentials import Certificates, is_refusal
+from relay.sinks.egress import EgressGuard, refused_address
 from relay.sinks.http_connections import (
     READ_BYTES,
     Connector,
@@ -60,6 +61,7 @@ _SHOWN_BYTES = 1_000
 _HEADER_BYTES = 65_536
 """The longest line of a response's head, such as a cookie of a proxy: a longer one would hide the status."""
 _SECRET_PREFIX = "whsec_"  # noqa: S105 what Standard Webhooks puts before a secret in base64
+_NOT_PUBLIC = "the endpoint's address is not public, and private_addresses refuses it"
 _SAFE_IN_PATH = "!$&'()*+,;=:@/%"
 
 
@@ -83,13 +85,16 @@ class Http:
         self._target = f"POST {public_url(settings.url)}"
         self._url = _address(name, settings.url)
         self._proxy = _proxy(name, settings.url)
+        self._guard = EgressGuard.of(settings.private_addresses)
         self._tls = Certificates(name, settings.tls, _speak_http)
         self._login = _login(settings.url)
         self._identifies_itself = bool(
             self._presented or self._login or settings.tls.cert_file is not None
         )
-        self._keeping = _Client(settings.concurrency, keeps=True)
-        self._fresh = _Client(settings.concurrency, keeps=False)
+        # A proxy of the environment resolves names itself, and may have a private address.
+        guard = self._guard if self._proxy is None else EgressGuard(refuses=False)
+        self._keeping = _Client(settings.concurrency, guard, keeps=True)
+        self._fresh = _Client(settings.concurrency, guard, keeps=False)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -206,6 +211,8 @@ class Http:
         timeout = self._settings.timeout
         try:
             async with asyncio.timeout(timeout):
+                if self._proxy is not None:
+                    self._guard.require_literal(self._url.raw_host or "")
                 try:
                     response = await self._request(self._keeping, headers, body, tls)
                 except KeptConnectionLost:
@@ -217,6 +224,8 @@ class Http:
                 if isinstance(error, TimeoutError):
                     raise Undelivered(f"no complete response in {timeout:g} s") from None
                 detail = f"{self._target}: {_text_of(error)}"
+                if refused_address(error):
+                    raise DestinationRefused(_NOT_PUBLIC, detail=detail) from None
                 if is_refusal(error):
                     self._tls.refused()
                     raise Unauthorized(_reason(error), detail=detail) from None
@@ -257,9 +266,10 @@ class Http:
 class _Client:
     """A session of the client; created when it is needed, since that needs a running event loop."""
 
-    def __init__(self, concurrency: int, keeps: bool) -> None:
+    def __init__(self, concurrency: int, guard: EgressGuard, keeps: bool) -> None:
         """Without `keeps` each request has a connection of its own."""
         self._concurrency = concurrency
+        self._guard = guard
         self._keeps = keeps
         self._session: aiohttp.ClientSession | None = None
 
@@ -268,7 +278,7 @@ class _Client:
         """The session."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=Connector(self._concurrency, self._keeps),
+                connector=Connector(self._concurrency, self._keeps, self._guard),
                 # `_send` sets one deadline for the whole request.
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
                 headers={"user-agent": "relay", "accept-encoding": "identity"},

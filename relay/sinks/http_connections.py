@@ -22,6 +22,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import EMPTY_PAYLOAD
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from relay.sinks.egress import EgressGuard
+
 READ_BYTES = 8_000
 """How much of a response is read to use its connection again; after a longer response it is closed."""
 _KEPT_SECONDS = 5.0
@@ -44,10 +46,15 @@ class Malformed(aiohttp.ClientError):
 class Connector(aiohttp.TCPConnector):
     """Opens connections, and lends none on which its server has sent anything since its last response."""
 
-    def __init__(self, limit: int, keeps: bool) -> None:
-        """At most `limit` connections are open at once. Without `keeps` each is for one request."""
+    def __init__(self, limit: int, keeps: bool, guard: EgressGuard) -> None:
+        """At most `limit` connections are open at once. Without `keeps` each is for one request.
+
+        `guard` is asked before each connection is opened: connecting to an address that it refuses raises
+        AddressRefused, as the cause of aiohttp's error.
+        """
         kept: dict[str, Any] = {"keepalive_timeout": _KEPT_SECONDS} if keeps else {}
-        super().__init__(limit=limit, force_close=not keeps, socket_factory=_socket, **kept)
+        factory = partial(_socket, guard)
+        super().__init__(limit=limit, force_close=not keeps, socket_factory=factory, **kept)
         self._factory: Any = partial(_Server, loop=self._loop)
 
     async def connect(self, *arguments: Any, **options: Any) -> Connection:
@@ -157,9 +164,15 @@ class Response(aiohttp.ClientResponse):
         return 200 <= self.status < 300
 
 
-def _socket(address: tuple[int, int, int, str, object]) -> socket.socket:
-    """Open a socket with a small receive buffer, so that the kernel does not buffer a large response."""
-    family, kind, protocol, *_ = address
+def _socket(
+    guard: EgressGuard, address: tuple[int, int, int, str, tuple[Any, ...]]
+) -> socket.socket:
+    """Open a socket with a small receive buffer, so that the kernel does not buffer a large response.
+
+    It will be connected to `address`, as getaddrinfo returns it. Raises AddressRefused.
+    """
+    family, kind, protocol, _, to = address
+    guard.require(str(to[0]))
     opened = socket.socket(family, kind, protocol)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, READ_BYTES)
     return opened
