@@ -45,7 +45,7 @@ from pyspark.sql.types import (
 )
 
 from relay.config.dsn import DatabaseAccess
-from relay.faults import RelayError, first_line
+from relay.faults import ConfigurationError, RelayError, first_line
 from relay.model import headers
 from relay.model.events import SQL_TYPES
 from relay.model.snapshots import Snapshot
@@ -106,10 +106,41 @@ class OutboxDataSource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         options = parse(self.options, "batch")
-        return FilteringReader(options) if options.push_filters else DifferenceReader(options)
+        names = wanted_columns(schema, self.schema())
+        kind = FilteringReader if options.push_filters else DifferenceReader
+        return kind(options, names)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
-        return StreamReader(parse(self.options, "stream"))
+        return StreamReader(parse(self.options, "stream"), wanted_columns(schema, self.schema()))
+
+
+def wanted_columns(given: StructType, full: StructType) -> tuple[str, ...]:
+    """The columns that a query's own schema names, which may be fewer than the source's and in another order.
+
+    Raises ConfigurationError for a column that the source does not have, or that is of another type.
+    """
+    known = {column.name: column.dataType for column in full}
+    names = tuple(column.name for column in given)
+    for column in given:
+        name, kind = column.name, column.dataType.simpleString()
+        if name not in known:
+            hint = (
+                "set the option headers"
+                if name == headers.FIELD
+                else f"the columns are {', '.join(known)}"
+            )
+            raise ConfigurationError(f"schema: there is no column {name}: {hint}")
+        if column.dataType != known[name]:
+            raise ConfigurationError(
+                f"schema: column {name} is {known[name].simpleString()}, not {kind}: read it as that, and cast it"
+            )
+        if not column.nullable:
+            raise ConfigurationError(f"schema: column {name} may be null: leave out `not null`")
+    if not names:
+        raise ConfigurationError("schema: it has no column: name at least one")
+    if len(set(names)) < len(names):
+        raise ConfigurationError("schema: it names a column twice: name each once")
+    return names
 
 
 class RowsPartition(InputPartition):
@@ -125,8 +156,9 @@ class RowsPartition(InputPartition):
 class DifferenceReader(DataSourceReader):
     """Reads one difference, from `fromSnapshot` to `toSnapshot` or to the snapshot when the query begins."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, names: Sequence[str] | None = None) -> None:
         self._options = options
+        self._names = names
         self._filter: sql.Composable | None = None
 
     def partitions(self) -> Sequence[InputPartition]:
@@ -135,7 +167,7 @@ class DifferenceReader(DataSourceReader):
             _one_line(options),
             connect(options.dsn, application_name="relay spark") as conn,
         ):
-            columns(conn, options.table)
+            columns(conn, options.table, self._names)
             seen = durable_position(conn).snapshot
             after = options.to_snapshot or seen
             _require_seen(seen, options.from_snapshot)
@@ -152,6 +184,7 @@ class DifferenceReader(DataSourceReader):
             partition.portion,
             options.partitions,
             sql.SQL(" and ").join(wanted) if wanted else None,
+            self._names,
         )
 
 
@@ -166,8 +199,9 @@ class FilteringReader(DifferenceReader):
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reads the outbox as a stream. The driver keeps its connection while the query runs; executors do not get it."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, names: Sequence[str] | None = None) -> None:
         self._options = options
+        self._names = names
         self._conn: psycopg.Connection[Any] | None = None
         self._target: Snapshot | None = None
         self._noted = False
@@ -239,7 +273,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, RowsPartition)  # noqa: S101
         options = self._options
-        return read(partition.dsn, options.table, partition.portion, options.partitions, None)
+        return read(
+            partition.dsn,
+            options.table,
+            partition.portion,
+            options.partitions,
+            None,
+            self._names,
+        )
 
     def commit(self, end: dict[str, str]) -> None:
         """Let retention remove the events that a query with a `reader` name has read."""
@@ -264,7 +305,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _connected(self) -> psycopg.Connection[Any]:
         if self._conn is None or self._conn.closed:
             self._conn = connect(self._options.dsn, application_name="relay spark")
-            columns(self._conn, self._options.table)
+            columns(self._conn, self._options.table, self._names)
         return self._conn
 
     def _seen(self) -> Snapshot:

@@ -33,7 +33,7 @@ PARTITION = "partition"
 COLUMNS = (*FIELDS, INSERTED_BY, PARTITION)
 """The columns of an event in Spark: its fields, the transaction that inserted it, and the partition of its host.
 
-A table with headers has a column `headers` too, the last one.
+A table with headers has a column `headers` too, the last one unless the reader wants another order.
 """
 
 VISIBLE_SECONDS = 30.0
@@ -77,6 +77,11 @@ class MappedTable:
         fields = (name for name in self.mapping if name.startswith(headers.PREFIX))
         return tuple(name.removeprefix(headers.PREFIX) for name in fields)
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of its rows in Spark."""
+        return (*COLUMNS, headers.FIELD) if self.headers else COLUMNS
+
 
 def map_type() -> pa.DataType:
     """Arrow's type of the column `headers`."""
@@ -85,8 +90,8 @@ def map_type() -> pa.DataType:
     return pa.map_(pa.string(), pa.string())
 
 
-def arrow_schema() -> pa.Schema:
-    """The schema of `COLUMNS`: strings, integers, and times in UTC microseconds."""
+def arrow_schema(names: Sequence[str]) -> pa.Schema:
+    """The schema of some of `COLUMNS`: strings, integers, and times in UTC microseconds."""
     import pyarrow as pa
 
     types = {
@@ -94,8 +99,8 @@ def arrow_schema() -> pa.Schema:
         "bigint": pa.int64(),
         "int": pa.int32(),
     }
-    fields = [(name, types.get(SQL_TYPES[name], pa.string())) for name in FIELDS]
-    return pa.schema([*fields, (INSERTED_BY, pa.int64()), (PARTITION, pa.int32())])
+    kinds = {**SQL_TYPES, INSERTED_BY: "bigint", PARTITION: "int"}
+    return pa.schema([(name, types.get(kinds[name], pa.string())) for name in names])
 
 
 def read(
@@ -104,18 +109,20 @@ def read(
     portion: TaskPortion,
     partitions: int,
     conditions: sql.Composable | None,
+    names: Sequence[str] | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Read a portion as record batches of `arrow_schema`, in order of c_offset unless it is a range of xids.
+    """Read a portion as record batches, in order of c_offset unless it is a range of xids.
 
-    A table with headers has a map of them as the last column. `partitions` is the modulus of the column `partition`;
-    only rows for which `conditions` hold are read. Raises TransientFault where the server has not reached the portion's
-    snapshot after VISIBLE_SECONDS, psycopg.Error for a transient fault, RelayError where the table cannot be read. It
-    closes its connection at the end.
+    `names` are the columns of the batches, in this order, and PostgreSQL sends no others; None stands for all that the
+    table has. `partitions` is the modulus of the column `partition`; only rows for which `conditions` hold are read.
+    Raises TransientFault where the server has not reached the portion's snapshot after VISIBLE_SECONDS, psycopg.Error
+    for a transient fault, RelayError where the table cannot be read. It closes its connection at the end.
     """
+    names = table.columns if names is None else names
     with connect(dsn, application_name="relay spark") as conn:
         _wait_until_visible(conn, portion.between.after)
-        known = columns(conn, table)
-        statement = _statement(table, known, portion, partitions, conditions).as_bytes(conn)
+        known = columns(conn, table, names)
+        statement = _statement(table, known, portion, partitions, conditions, names).as_bytes(conn)
         encoding = Encoding.of(conn.info.parameter_status("server_encoding"))
         if encoding is not None:
             # With client_encoding UTF8 the query would fail at the first byte that the server cannot convert. A
@@ -124,7 +131,7 @@ def read(
             conn.execute(sql.SQL("set client_encoding to {}").format(encoding.name))
         try:
             with conn.cursor() as cursor, cursor.copy(statement) as copy:
-                yield from _parsed(copy, encoding, table.headers)
+                yield from _parsed(copy, encoding, names, table.headers)
         except psycopg.Error as error:
             if is_transient(error):
                 raise
@@ -143,33 +150,69 @@ def _wait_until_visible(conn: Connection, snapshot: Snapshot) -> None:
     require_visible(conn, snapshot)
 
 
-def columns(conn: Connection, table: MappedTable) -> frozenset[str]:
-    """The columns that an outbox has. Raises psycopg.Error, and RelayError where it cannot be read."""
+def columns(
+    conn: Connection, table: MappedTable, names: Sequence[str] | None = None
+) -> frozenset[str]:
+    """The columns that an outbox has.
+
+    Raises psycopg.Error, and RelayError where those of `names` (None: all of `MappedTable.columns`) cannot be read.
+    """
     name = ".".join(table.name)
     try:
-        cursor = conn.execute(sql.SQL("select * from {} limit 0").format(table.identifier))
-    except psycopg.errors.UndefinedTable:
-        raise RelayError(
-            f"table: there is no table {name} in database {conn.info.dbname}: name the outbox with its schema"
-        ) from None
+        rows = conn.execute(
+            "select attname from pg_attribute"
+            " where attrelid = to_regclass(%s) and attnum > 0 and not attisdropped",
+            [table.identifier.as_string(conn)],
+        )
+        known = frozenset(column for (column,) in rows)
+        if not known:
+            raise RelayError(
+                f"table: there is no table {name} in database {conn.info.dbname}: name the outbox with its schema"
+            )
+        _require_named(table, known)
+        conn.execute(
+            sql.SQL("select {} from {} limit 0").format(
+                sql.SQL(", ").join(map(sql.Identifier, _stored(table, known, names))),
+                table.identifier,
+            ),
+            prepare=False,
+        )
     except psycopg.errors.InsufficientPrivilege as error:
         raise RelayError(
             f"table: {name} cannot be read: {first_line(error)}: grant {conn.info.user} USAGE on the schema and "
-            "SELECT on the table"
+            "SELECT on the table, or on the columns that the query's schema has"
         ) from None
-    known = frozenset(column.name for column in cursor.description or ())
+    return known
+
+
+def _require_named(table: MappedTable, known: Collection[str]) -> None:
+    name = ".".join(table.name)
     if INSERTED_BY not in known:
         raise RelayError(
             f"table: {name} has no column {INSERTED_BY}, by which it is read: run `relay init`, which "
             "adds it"
         )
-    missing = sorted(table.named - known)
+    missing = sorted(table.named.difference(known))
     if missing:
         raise RelayError(f"columns: {name} has no column {missing[0]}: name one that it has")
-    missing = sorted({table.mapping[headers.PREFIX + each] for each in table.headers} - known)
+    missing = sorted(
+        {table.mapping[headers.PREFIX + each] for each in table.headers}.difference(known)
+    )
     if missing:
         raise RelayError(f"headers: {name} has no column {missing[0]}: name one that it has")
-    return known
+
+
+def _stored(table: MappedTable, known: Collection[str], names: Sequence[str] | None) -> list[str]:
+    """The table's own columns from which those of `names` are made, and the one by which it is read."""
+    wanted = {INSERTED_BY}
+    for name in table.columns if names is None else names:
+        if name == headers.FIELD:
+            wanted.update(table.mapping[headers.PREFIX + each] for each in table.headers)
+        elif name == PARTITION:
+            wanted.add(table.mapping["host_id"])
+        elif name != INSERTED_BY:
+            wanted.add(table.mapping[name])
+    return sorted(wanted.intersection(known))
 
 
 def _statement(
@@ -178,6 +221,7 @@ def _statement(
     portion: TaskPortion,
     partitions: int,
     conditions: sql.Composable | None,
+    names: Sequence[str],
 ) -> sql.Composed:
     where: list[sql.Composable] = [condition(portion.between)]
     if portion.xids is not None:
@@ -186,15 +230,20 @@ def _statement(
         where.append(
             sql.SQL("({} or {} is null)").format(ranged, XID) if portion.unmarked else ranged
         )
-    host = partition_of(table.mapping["host_id"], partitions)
+    computed = {INSERTED_BY: XID, PARTITION: partition_of(table.mapping["host_id"], partitions)}
     if portion.hosts is not None:
         modulus, residue = portion.hosts
         its_host = partition_of(table.mapping["host_id"], modulus)
         where.append(sql.SQL("{} = {}").format(its_host, sql.Literal(residue)))
     if conditions is not None:
         where.append(conditions)
-    values = [expression(name, table.mapping[name], known) for name in FIELDS]
-    extra = [table.mapping[headers.PREFIX + name] for name in table.headers]
+    values = [
+        expression(name, table.mapping[name], known) if name in table.mapping else computed[name]
+        for name in names
+        if name != headers.FIELD
+    ]
+    if headers.FIELD in names:
+        values += [sql.Identifier(table.mapping[headers.PREFIX + name]) for name in table.headers]
     order = sql.SQL(" order by {}").format(sql.Identifier(table.mapping["c_offset"]))
     return sql.SQL(
         "copy (select {values} from {table} where {where}{order}) to stdout "
@@ -202,7 +251,7 @@ def _statement(
     ).format(
         delimiter=sql.Literal(_DELIMITER),
         quote=sql.Literal(_QUOTE),
-        values=sql.SQL(", ").join([*values, XID, host, *map(sql.Identifier, extra)]),
+        values=sql.SQL(", ").join(values),
         table=table.identifier,
         where=sql.SQL(" and ").join(where),
         order=order if portion.xids is None else sql.SQL(""),
@@ -222,21 +271,31 @@ def expression(field: str, column: str, known: Collection[str]) -> sql.Composabl
 
 
 def _parsed(
-    rows: Iterable[Any], encoding: Encoding | None, header_names: Sequence[str]
+    rows: Iterable[Any],
+    encoding: Encoding | None,
+    names: Sequence[str],
+    header_names: Sequence[str],
 ) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
     from pyarrow import csv
 
-    schema = arrow_schema()
-    for name in header_names:
-        schema = schema.append(pa.field(headers.PREFIX + name, pa.string()))
+    schema = arrow_schema([name for name in names if name != headers.FIELD])
+    with_map = headers.FIELD in names
+    if with_map:
+        for name in header_names:
+            schema = schema.append(pa.field(headers.PREFIX + name, pa.string()))
     convert = csv.ConvertOptions(
         column_types=schema,
         null_values=[""],
         strings_can_be_null=True,
         quoted_strings_can_be_null=False,
     )
-    parse = csv.ParseOptions(delimiter=_DELIMITER, quote_char=_QUOTE, newlines_in_values=True)
+    parse = csv.ParseOptions(
+        delimiter=_DELIMITER,
+        quote_char=_QUOTE,
+        newlines_in_values=True,
+        ignore_empty_lines=False,  # nulls of a single column
+    )
     for stored in _blocks(rows):
         block = stored
         if encoding is not None and not stored.isascii():
@@ -246,7 +305,7 @@ def _parsed(
             column_names=schema.names, block_size=len(block) + 1, use_threads=False
         )
         for batch in csv.read_csv(pa.BufferReader(block), options, parse, convert).to_batches():
-            yield _with_map(batch, header_names) if header_names else batch
+            yield _with_map(batch, header_names).select(names) if with_map else batch
 
 
 def _with_map(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:

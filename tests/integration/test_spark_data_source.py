@@ -149,6 +149,86 @@ def test_a_password_is_not_in_the_plan(spark: SparkSession, outbox: Outbox) -> N
     assert "hunter2" not in plan
 
 
+SCHEMAS = (
+    "id string, event_type string",
+    "event_type string, c_xid bigint, id string",
+    "partition int, event_ts timestamp",
+    "payload string",
+    "aggregate_id string",
+)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+@pytest.mark.parametrize("ordered", ["true", "false"])
+def test_a_schema_of_fewer_columns_has_the_same_values(
+    spark: SparkSession, outbox: Outbox, schema: str, ordered: str
+) -> None:
+    outbox.publish(host(1), event(1, aggregate_id=None), event(2, aggregate_id=""))
+    outbox.publish(host(2), event(3, aggregate_id='a,"b"\n'), event(4, aggregate_id=None))
+    options = {"dsn": outbox.dsn, "partitions": "2", "ordered": ordered}
+    frame = spark.read.format("outbox").schema(schema).options(**options).load()
+    assert frame.columns == [each.split()[0] for each in schema.split(", ")]
+    everything = load(spark, outbox, ordered=ordered).select(*frame.columns)
+    assert sorted(frame.collect(), key=str) == sorted(everything.collect(), key=str)
+
+
+def test_a_schema_in_a_stream_and_in_sql(
+    spark: SparkSession, outbox: Outbox, tmp_path: Path
+) -> None:
+    outbox.fill(5, events=2)
+    frame = spark.readStream.format("outbox").schema("event_type string, id string")
+    writer = frame.options(dsn=outbox.dsn).load().writeStream.trigger(availableNow=True)
+    writer = writer.format("parquet").option("checkpointLocation", str(tmp_path / "checkpoint"))
+    assert writer.start(str(tmp_path / "q")).awaitTermination(60)
+    assert written(spark, tmp_path) == stored(outbox)
+    assert spark.read.parquet(str(tmp_path / "q")).columns == ["event_type", "id"]
+    name = f"two_{outbox.slot}"
+    spark.sql(
+        f"create temporary view {name} (id string, payload string) using outbox options (dsn '{outbox.dsn}')"
+    )
+    assert ids(spark.table(name)) == stored(outbox)
+    spark.sql(f"drop view {name}")
+
+
+def test_a_schema_with_headers(spark: SparkSession, outbox: Outbox) -> None:
+    outbox.publish(host(1), event(1), event(2))
+    outbox.conn.execute("alter table outbox_message_t add region text")
+    outbox.conn.execute("update outbox_message_t set region = 'eu' where transaction_ordinal = 1")
+    for schema in ("headers map<string,string>, id string", "headers map<string,string>"):
+        frame = spark.read.format("outbox").schema(schema)
+        rows = frame.options(dsn=outbox.dsn, headers='["region"]').load().collect()
+        regions = [row.headers["region"] for row in rows]
+        assert sorted(regions, key=str) == sorted(
+            outbox.column("select region from outbox_message_t"), key=str
+        )
+
+
+def test_columns_that_a_schema_leaves_out_are_not_read(
+    spark: SparkSession, outbox: Outbox, other_role: str
+) -> None:
+    """A role that may not see payloads reads the rest."""
+    outbox.fill(3)
+    outbox.conn.execute(
+        "grant select (id, host_id, c_xid, c_offset, event_type) on outbox_message_t"
+        f" to s_{outbox.slot}"
+    )
+    for ordered in ("true", "false"):
+        options = {"dsn": other_role, "partitions": "2", "ordered": ordered}
+        reader = spark.read.format("outbox").options(**options)
+        assert ids(reader.schema("event_type string, id string").load()) == stored(outbox)
+        with pytest.raises(Exception, match=r"cannot be read: permission .* or on the columns"):
+            reader.schema("id string, payload string").load().collect()
+    outbox.conn.execute(f"drop owned by s_{outbox.slot}")
+
+
+def test_a_wrong_schema_is_one_line_on_the_driver(spark: SparkSession, outbox: Outbox) -> None:
+    frame = spark.read.format("outbox").schema("id string, kind string").options(dsn=outbox.dsn)
+    with pytest.raises(AnalysisException) as raised:
+        frame.load().collect()
+    line = "relay.faults.ConfigurationError: schema: there is no column kind: the columns are id, "
+    assert line in str(raised.value)
+
+
 @pytest.fixture
 def other_role(outbox: Outbox) -> Iterator[str]:
     """The dsn of a role that may read nothing."""

@@ -8,11 +8,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyspark.sql.types import (
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampNTZType,
+)
 
 from relay.faults import ConfigurationError
 from relay.model.snapshots import BEGINNING, Snapshot
 from relay.source.outbox.differences import Difference, up_to
-from relay.spark.data_source import SCHEMA, StreamReader
+from relay.spark.data_source import SCHEMA, OutboxDataSource, StreamReader, wanted_columns
 from relay.spark.data_source_options import parse
 from relay.spark.reading import by_host
 
@@ -134,3 +142,40 @@ def test_a_cut_snapshot_sees_what_the_whole_one_does_below_the_xid(
     assert (cut.sees(xids) == (whole.sees(xids) & (xids < xid))).all()
     assert whole.covers(cut)
     assert Snapshot.parse(str(cut)) == cut
+
+
+TEXT, NUMBER = StringType(), LongType()
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ([StructField("kind", TEXT)], "there is no column kind: the columns are id, host_id, "),
+        ([StructField("ID", TEXT)], "there is no column ID: the columns are id, host_id, "),
+        ([StructField("headers", TEXT)], "there is no column headers: set the option headers"),
+        (
+            [StructField("c_offset", IntegerType())],
+            "column c_offset is bigint, not int: read it as that, and cast it",
+        ),
+        (
+            [StructField("event_ts", TimestampNTZType())],
+            "column event_ts is timestamp, not timestamp_ntz: read it as that, and cast it",
+        ),
+        ([StructField("id", TEXT, False)], "column id may be null: leave out `not null`"),
+        ([], "it has no column: name at least one"),
+        ([StructField("id", TEXT)] * 2, "it names a column twice: name each once"),
+    ],
+)
+def test_a_wrong_schema_is_one_line(columns: list[StructField], message: str) -> None:
+    source = OutboxDataSource({"dsn": "postgresql://u@h/x"})
+    for reader in (source.reader, source.streamReader):
+        with pytest.raises(ConfigurationError) as raised:
+            reader(StructType(columns))
+        assert str(raised.value).startswith(f"schema: {message}")
+
+
+def test_a_schema_may_have_fewer_columns_in_another_order_and_comments() -> None:
+    given = StructType(
+        [StructField("c_xid", NUMBER), StructField("id", TEXT, metadata={"comment": "key"})]
+    )
+    assert wanted_columns(given, SCHEMA) == ("c_xid", "id")
