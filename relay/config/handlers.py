@@ -215,6 +215,16 @@ class SparkHandler(SinkHandler):
     """The most events of a batch, which its last transaction may exceed."""
     every: Own[Seconds] = 60.0
     """The seconds after which a batch begins that is not full."""
+    upkeep: Own[Annotated[PositiveInt, Number] | None] = 100
+    """Delta and Iceberg: the batches between two merges of small files, with removals of old ones; null: never."""
+
+    @property
+    def is_table(self) -> bool:
+        """Whether relay commits to a Delta or Iceberg table by itself, without a format of the session."""
+        kind = self.format.lower()
+        return (kind == "delta" and self.path is not None) or (
+            kind == "iceberg" and self.table is not None
+        )
 
     @property
     def plain_options(self) -> dict[str, str]:
@@ -265,6 +275,14 @@ class SparkHandler(SinkHandler):
                 )
             raise ValueError(
                 f"format: must be one of {', '.join(_PARTITIONED_FORMATS)}; write {self.format} with a callable"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_upkeep(self) -> SparkHandler:
+        if "upkeep" in self.model_fields_set and self.upkeep is not None and not self.is_table:
+            raise ValueError(
+                "upkeep: is for Delta tables (path, format: delta) and Iceberg tables (table, format: iceberg)"
             )
         return self
 

@@ -23,7 +23,7 @@ from relay.pipeline.listeners import Meter
 from relay.runtime.parts import Condition, Due, Recurring
 from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.source.outbox.rows import prepare_reading
-from relay.spark import frames, sink_batches
+from relay.spark import frames, sink_batches, upkeep
 from relay.spark.descriptions import safe_description
 from relay.spark.frames import Transform
 from relay.spark.reading import MappedTable
@@ -328,6 +328,9 @@ class SparkWorker(Recurring):
             gc.collect(1)
         self._finish(batch)
         self._meter.spark_batch(self._name, time.monotonic() - started, batch.contents.rows)
+        upkeep.after_batch(
+            self._name, handler, destination, batch.number, self._own_session(session)
+        )
 
     def _deliver(self, session: SparkSession, destination: Writer, batch: OpenBatch) -> None:
         """Write a batch; staged files become visible after one attempt's have been stored as the batch's."""

@@ -76,6 +76,18 @@ class StagingWriter(Writer, Protocol):
         """Make the staged files of the batch visible, once, however often and by however many it is called."""
 
 
+@runtime_checkable
+class UpkeepWriter(Writer, Protocol):
+    """A writer of a table that costs more with every commit unless it is kept small."""
+
+    def upkeep(self, session: SparkSession) -> None:
+        """Merge small files, and remove what the table's properties do not keep; the rows stay the same.
+
+        Other writers and readers may use the table meanwhile. Raises ConfigurationError and the destination's errors,
+        after which the table holds what it held.
+        """
+
+
 def writer(name: str, settings: SparkHandler) -> Writer:
     """The writer of a sink.
 

@@ -10,13 +10,16 @@ Source: Delta Transaction Log Protocol, "Transaction Identifiers"; delta-rs 1.6,
 from __future__ import annotations
 
 import json
+import re
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import deltalake
 import pyarrow as pa
-from deltalake.exceptions import DeltaError, TableNotFoundError
+from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, create_table_with_add_actions
 
 from relay.config.handlers import SparkHandler
@@ -59,6 +62,25 @@ _WRITABLE_FEATURES = frozenset(
 """The features of tables to which delta-rs 1.6 commits; it refuses others only after the files have been written."""
 _IDENTITY_VERSION = 6
 """The writer version that stands for identity columns; from 7 on, the features of a table are listed."""
+
+_DELETED_ROWS = "deletionVectors"
+"""The feature of tables whose files may have deleted rows."""
+_RETENTION = "delta.deletedFileRetentionDuration"
+_FEWEST_HOURS = 24
+"""The hours that relay keeps a file that no version has."""
+_INTERVAL = re.compile(r"interval\s+(?P<number>\d+)\s+(?P<unit>[a-z]+?)s?")
+_SECONDS = {
+    "nanosecond": 0,
+    "microsecond": 0,
+    "millisecond": 0.001,
+    "second": 1,
+    "minute": 60,
+    "hour": 3600,
+    "day": 86_400,
+    "week": 604_800,
+}
+_CREATED_WITH = {"delta.checkpointInterval": "20"}
+"""The properties of a table that relay creates: each batch reads the commits since the last checkpoint."""
 
 
 class DeltaWriter:
@@ -109,6 +131,25 @@ class DeltaWriter:
             committed = self._load()
             if committed is None or not _has(committed, batch):
                 raise
+
+    def upkeep(self, session: SparkSession) -> None:
+        """Merge small files, and remove the files that no version has which the table keeps.
+
+        deltalake writes checkpoints and removes old log files with commits, as the table's properties say. Raises
+        ConfigurationError as `write` does, and deltalake's DeltaError.
+        """
+        table = self._load()
+        if table is None:
+            return
+        self._require_writable(table)
+        if _DELETED_ROWS not in (table.protocol().writer_features or ()):
+            # A commit that removes one of the files meanwhile makes it fail; the files are then merged the next time.
+            with suppress(CommitFailedError):
+                table.optimize.compact(max_concurrent_tasks=1)
+        hours = _vacuum_hours(table.metadata().configuration)
+        # `full`: the light one misses files once a checkpoint no longer has their removal (delta-io/delta-rs#3644).
+        if table.vacuum(hours, dry_run=True, full=True):
+            table.vacuum(hours, dry_run=False, full=True)
 
     def _load(self) -> deltalake.DeltaTable | None:
         try:
@@ -173,6 +214,7 @@ class DeltaWriter:
             actions,
             mode="error",
             partition_by=by,
+            configuration=_CREATED_WITH,
             storage_options=self._options,
             commit_properties=properties,
         )
@@ -184,6 +226,18 @@ def _application(batch: BatchId) -> str:
 
 def _has(table: deltalake.DeltaTable, batch: BatchId) -> bool:
     return (table.transaction_version(_application(batch)) or 0) >= batch.number
+
+
+def _vacuum_hours(configuration: Mapping[str, str]) -> int | None:
+    """The hours that a file without a version is kept; None: as the table or deltalake's default says.
+
+    A table's own retention may be too short for files that a batch has written and not yet committed.
+    """
+    found = _INTERVAL.fullmatch(configuration.get(_RETENTION, ""))
+    if found is None:
+        return None
+    seconds = int(found["number"]) * _SECONDS[found["unit"]]
+    return _FEWEST_HOURS if seconds < _FEWEST_HOURS * 3600 else None
 
 
 def _table_schema(table: deltalake.DeltaTable) -> pa.Schema:

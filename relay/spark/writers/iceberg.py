@@ -1,9 +1,9 @@
 """Writes batches to an Iceberg table exactly once, without a jar: executors write files, the driver commits them.
 
 A commit adds a snapshot and sets the table's property `relay.<application>` to the batch's number. The catalog rejects
-it if the table has another snapshot than the one that was read. PyIceberg then repeats the commit on the new snapshot;
-`_Fenced` first reads the property again, so that a driver that was suspended does not commit a batch that another
-driver has committed.
+it if the table has another snapshot than the one that was read. It is then repeated on the new snapshot, but only after
+the property has been read again, so that a driver that was suspended does not commit a batch that another driver has
+committed.
 
 Source: Iceberg Table Spec, "Table Metadata", "Optimistic Concurrency"; PyIceberg 0.12, `commit_transaction`.
 """
@@ -21,7 +21,6 @@ import pyarrow as pa
 from pyiceberg.catalog import Catalog, load_catalog
 from pyiceberg.exceptions import NamespaceAlreadyExistsError, NoSuchTableError
 from pyiceberg.io.pyarrow import _dataframe_to_data_files
-from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 
@@ -34,16 +33,14 @@ from relay.spark.writers.arrow import (
     require_columns,
     require_partition_columns,
 )
+from relay.spark.writers.iceberg_commits import AlreadyCommitted, commit, has
+from relay.spark.writers.iceberg_upkeep import CREATED_WITH, expire_snapshots, merge_files
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _FILES = "file binary"
 _FILES_SCHEMA = pa.schema([("file", pa.binary())])
-
-
-class _Committed(Exception):
-    """Another driver has committed the batch."""
 
 
 class IcebergWriter:
@@ -68,7 +65,7 @@ class IcebergWriter:
         schema = arrow_schema(frame)
         catalog = self._catalog()
         table = self._load(catalog)
-        if table is not None and _has(table, batch):
+        if table is not None and has(table, batch):
             return
         if table is None:
             table = self._create(catalog, schema)
@@ -77,10 +74,18 @@ class IcebergWriter:
         target = pickle.dumps((table.metadata, table.io, schema))
         rows = frame.mapInArrow(partial(write_files, target), _FILES).collect()
         files = [pickle.loads(row.file) for row in rows]  # noqa: S301
-        try:
-            _commit(_Fenced(table, batch), files, batch)
-        except _Committed:
-            return
+        with suppress(AlreadyCommitted):
+            commit(table, batch, files)
+
+    def upkeep(self, session: SparkSession) -> None:
+        """Merge small files on the executors, and remove the snapshots that the table's properties do not keep.
+
+        Raises PyIceberg's and Spark's errors.
+        """
+        table = self._load(self._catalog())
+        if table is not None:
+            merge_files(table, session)
+            expire_snapshots(table)
 
     def _catalog(self) -> Catalog:
         return load_catalog("relay", **self._options)
@@ -101,60 +106,14 @@ class IcebergWriter:
         with suppress(NamespaceAlreadyExistsError):
             catalog.create_namespace(catalog.namespace_from(self._name))
         with (
-            catalog.create_table_transaction(self._name, schema) as creation,
+            catalog.create_table_transaction(
+                self._name, schema, properties=CREATED_WITH
+            ) as creation,
             creation.update_spec() as spec,
         ):
             for column in self._partition_by:
                 spec.add_field(column, IdentityTransform(), column)
         return catalog.load_table(self._name)
-
-
-class _Fenced(Table):
-    """A table whose `refresh` raises _Committed if the table has the batch."""
-
-    def __init__(self, table: Table, batch: BatchId) -> None:
-        super().__init__(
-            table.name(),
-            table.metadata,
-            table.metadata_location,
-            table.io,
-            table.catalog,
-            table.config,
-        )
-        self._batch = batch
-
-    def refresh(self) -> Table:
-        """Read the table again. Raises _Committed."""
-        super().refresh()
-        if _has(self, self._batch):
-            raise _Committed
-        return self
-
-
-def _commit(table: Table, files: list[DataFile], batch: BatchId) -> None:
-    transaction = table.transaction()
-    # As properties of the table too, since the newest snapshot may be another program's.
-    stated = {f"{_property(batch)}.{name}": text for name, text in batch.completeness.items()}
-    transaction.set_properties({_property(batch): str(batch.number), **stated})
-    summary = {
-        "relay.application": batch.application,
-        "relay.number": str(batch.number),
-        "relay.batch": batch.id,
-        **batch.completeness,
-    }
-    # A snapshot even without files: only an update of the snapshot makes the catalog compare it.
-    with transaction.update_snapshot(snapshot_properties=summary).fast_append() as append:
-        for file in files:
-            append.append_data_file(file)
-    transaction.commit_transaction()
-
-
-def _property(batch: BatchId) -> str:
-    return f"relay.{batch.application}"
-
-
-def _has(table: Table, batch: BatchId) -> bool:
-    return int(table.metadata.properties.get(_property(batch), "0")) >= batch.number
 
 
 def _identities(table: Table) -> list[str]:

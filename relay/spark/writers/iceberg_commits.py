@@ -1,0 +1,183 @@
+"""Commits to an Iceberg table: each once for a batch, and those that replace files by others with the same rows.
+
+Source: Iceberg Table Spec, "Optimistic Concurrency", "Snapshots"; PyIceberg 0.12, `commit_transaction`,
+`_SnapshotProducer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from pyiceberg.exceptions import CommitFailedException, ValidationException
+from pyiceberg.manifest import DataFile, ManifestFile
+from pyiceberg.table import Table, TableProperties, Transaction
+from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.table.snapshots import Operation, Summary
+from pyiceberg.table.update import AddSnapshotUpdate, TableUpdate, UpdatesAndRequirements
+from pyiceberg.table.update.snapshot import _FastAppendFiles, _MergeAppendFiles, _OverwriteFiles
+from pyiceberg.table.update.validate import _validate_no_new_deletes_for_data_files
+from pyiceberg.utils.properties import property_as_bool
+
+from relay.spark.writers import BatchId
+
+_ATTEMPTS = 5
+"""How often a commit is begun again on the newest snapshot. PyIceberg repeats each beginning by itself, too."""
+
+
+class AlreadyCommitted(Exception):
+    """Another driver has committed the batch."""
+
+
+def has(table: Table, batch: BatchId) -> bool:
+    """Whether the table has the batch."""
+    return int(table.metadata.properties.get(_property(batch), "0")) >= batch.number
+
+
+def commit(table: Table, batch: BatchId, files: Iterable[DataFile]) -> None:
+    """Append the files of a batch. Raises AlreadyCommitted, and PyIceberg's errors.
+
+    PyIceberg repeats a commit only while the snapshot that it began with is in the table. Where that has been removed
+    meanwhile, and nothing has been committed therefore, the commit begins again with the same files.
+    """
+    fenced = _Fenced(table, batch)
+    added = list(files)
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            _append(fenced, batch, added)
+        except (CommitFailedException, ValidationException, FileNotFoundError):
+            if attempt == _ATTEMPTS:
+                raise
+            fenced.refresh()
+        else:
+            return
+
+
+def replace(table: Table, old: Iterable[DataFile], new: Iterable[DataFile]) -> None:
+    """Replace files by others with the same rows. Raises PyIceberg's errors.
+
+    It fails where another program has removed one of the old files meanwhile, or rows of it.
+    """
+    transaction = _Transaction(table)
+    with _Replacement(Operation.OVERWRITE, transaction, table.io) as replacement:
+        for file in old:
+            replacement.delete_data_file(file)
+        for file in new:
+            replacement.append_data_file(file)
+    transaction.commit_transaction()
+
+
+class _Fenced(Table):
+    """A table whose `refresh` raises AlreadyCommitted if the table has the batch."""
+
+    def __init__(self, table: Table, batch: BatchId) -> None:
+        super().__init__(
+            table.name(),
+            table.metadata,
+            table.metadata_location,
+            table.io,
+            table.catalog,
+            table.config,
+        )
+        self._batch = batch
+
+    def refresh(self) -> Table:
+        """Read the table again. Raises AlreadyCommitted."""
+        super().refresh()
+        if has(self, self._batch):
+            raise AlreadyCommitted
+        return self
+
+
+class _Transaction(Transaction):
+    """A transaction that computes its metadata once for each change.
+
+    PyIceberg computes it some 15 times for a commit, each time with a copy of all snapshots.
+    """
+
+    _known: tuple[TableMetadata, tuple[Any, ...], TableMetadata] | None = None
+
+    @property
+    def table_metadata(self) -> TableMetadata:
+        """The table's metadata with the changes of this transaction; nobody may change it."""
+        known = self._known
+        if known is None or known[0] is not self._table.metadata or known[1] is not self._updates:
+            known = self._table.metadata, self._updates, super().table_metadata
+            self._known = known
+        return known[2]
+
+
+def _append(table: Table, batch: BatchId, files: Iterable[DataFile]) -> None:
+    transaction = _Transaction(table)
+    # As properties of the table too, since the newest snapshot may be another program's.
+    stated = {f"{_property(batch)}.{name}": text for name, text in batch.completeness.items()}
+    transaction.set_properties({_property(batch): str(batch.number), **stated})
+    # A snapshot even without files: only an update of the snapshot makes the catalog compare it.
+    with _appending(transaction, table, _summary(batch)) as append:
+        for file in files:
+            append.append_data_file(file)
+    transaction.commit_transaction()
+
+
+def _appending(
+    transaction: Transaction, table: Table, summary: Mapping[str, str]
+) -> _FastAppendFiles:
+    # Iceberg's own default is to merge manifests; PyIceberg's is not to.
+    merges = property_as_bool(
+        table.metadata.properties, TableProperties.MANIFEST_MERGE_ENABLED, True
+    )
+    update = transaction.update_snapshot(snapshot_properties=dict(summary))
+    append = update.merge_append()
+    assert isinstance(append, _MergeAppendFiles)  # noqa: S101
+    append._merge_enabled = merges
+    return append
+
+
+def _summary(batch: BatchId) -> dict[str, str]:
+    return {
+        "relay.application": batch.application,
+        "relay.number": str(batch.number),
+        "relay.batch": batch.id,
+        **batch.completeness,
+    }
+
+
+def _property(batch: BatchId) -> str:
+    return f"relay.{batch.application}"
+
+
+class _Replacement(_OverwriteFiles):
+    """Replaces files, in a snapshot that readers of changes pass over."""
+
+    def _commit(self) -> UpdatesAndRequirements:
+        updates, requirements = super()._commit()
+        return tuple(map(_as_replacement, updates)), requirements
+
+    def _build_delete_files_partition_predicate(self) -> None:
+        """Select no manifests: all are read.
+
+        PyIceberg 0.12 compares the values of a transform, such as a day, with those of its column, and so misses some.
+        """
+
+    def _build_manifest_evaluator(self, spec_id: int) -> Callable[[ManifestFile], bool]:
+        return lambda _: True
+
+    def _validate_concurrency(self) -> None:
+        """Raise ValidationException if rows of the old files have been deleted since the replacement began.
+
+        What others have added is no conflict. That the old files are still there is checked by the snapshot itself.
+        """
+        window = self._commit_window
+        if window is None or window.is_empty() or window.head is None:
+            return
+        _validate_no_new_deletes_for_data_files(
+            self._transaction._table, window.head, None, self._deleted_data_files, window.base
+        )
+
+
+def _as_replacement(update: TableUpdate) -> TableUpdate:
+    if not isinstance(update, AddSnapshotUpdate) or update.snapshot.summary is None:
+        return update
+    stated = update.snapshot.summary.additional_properties
+    summary = Summary(operation=Operation.REPLACE, **stated)
+    return AddSnapshotUpdate(snapshot=update.snapshot.model_copy(update={"summary": summary}))
