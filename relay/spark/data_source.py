@@ -50,6 +50,7 @@ from relay.model import headers
 from relay.model.events import SQL_TYPES
 from relay.model.snapshots import Snapshot
 from relay.retention.reader_positions import note_reader
+from relay.retention.removals import lost_after
 from relay.source.outbox.differences import Difference, cut
 from relay.source.server import durable_position
 from relay.spark.data_source_options import Options, parse
@@ -144,11 +145,12 @@ def wanted_columns(given: StructType, full: StructType) -> tuple[str, ...]:
 
 
 class RowsPartition(InputPartition):
-    """The input of one task."""
+    """The input of one task. Of what comes after the position `since`, nothing may be removed before it is read."""
 
-    def __init__(self, portion: TaskPortion, dsn: DatabaseAccess) -> None:
+    def __init__(self, portion: TaskPortion, dsn: DatabaseAccess, since: Snapshot) -> None:
         super().__init__(None)
         self.portion = portion
+        self.since = since
         # Spark pickles the reader of a stream once, and each partition when it is planned: with the newest secrets.
         self.dsn = dsn
 
@@ -172,7 +174,8 @@ class DifferenceReader(DataSourceReader):
             after = options.to_snapshot or seen
             _require_seen(seen, options.from_snapshot)
             _require_seen(seen, after)
-            return _partitions(conn, options, Difference(options.from_snapshot, after))
+            between = Difference(options.from_snapshot, after)
+            return _partitions(conn, options, between, options.from_snapshot)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, RowsPartition)  # noqa: S101
@@ -185,6 +188,7 @@ class DifferenceReader(DataSourceReader):
             options.partitions,
             sql.SQL(" and ").join(wanted) if wanted else None,
             self._names,
+            lambda conn: _require_kept(conn, options, partition.since),
         )
 
 
@@ -205,6 +209,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._conn: psycopg.Connection[Any] | None = None
         self._target: Snapshot | None = None
         self._noted = False
+        self._empty: Difference | None = None
+        """A difference after the end of the newest micro-batch that has no rows, for ever."""
         self._ahead: Difference | None = None
         """What the server had after the end of the newest micro-batch; None where that is not known."""
 
@@ -237,6 +243,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         table = self._options.table.identifier
         with _one_line(self._options):
             end, count = cut(self._connected(), table, Difference(before, after), most or 1)
+            _require_kept(self._connected(), self._options, self._since(before))
+        if not count:
+            # Neither there nor removed: a transaction that is open at `before` and ends now is not suspected later.
+            self._empty = Difference(before, after)
         if most is None:
             end = after
         self._ahead = Difference(end, seen)
@@ -268,7 +278,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if before == after:
             return []
         with _one_line(self._options):
-            return _partitions(self._connected(), self._options, Difference(before, after))
+            since = self._since(before)
+            return _partitions(self._connected(), self._options, Difference(before, after), since)
+
+    def _since(self, position: Snapshot) -> Snapshot:
+        """A position at or after the given one, with the same rows after it."""
+        empty = self._empty
+        return position if empty is None or empty.before != position else empty.after
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, RowsPartition)  # noqa: S101
@@ -280,6 +296,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             options.partitions,
             None,
             self._names,
+            lambda conn: _require_kept(conn, options, partition.since),
         )
 
     def commit(self, end: dict[str, str]) -> None:
@@ -353,14 +370,35 @@ def _require_seen(seen: Snapshot, wanted: Snapshot) -> None:
         )
 
 
+def _require_kept(conn: psycopg.Connection[Any], options: Options, position: Snapshot) -> None:
+    """Raise RelayError where retention has removed events after a position, unless the option allows it."""
+    if not options.fail_on_data_loss:
+        return
+    outbox = ".".join(options.table.name)
+    loss = lost_after(conn, outbox, position)
+    if loss is None:
+        return
+    what = f"events up to transaction {loss.xid}"
+    has = "has removed"
+    if not loss.is_certain:
+        what, has = f"events of transaction {loss.xid}, which was open then", "may have removed"
+    raise RelayError(
+        f"option failOnDataLoss: retention {has} {what}, from {outbox}, which come after this query's position "
+        f"{position}: begin with a new checkpoint, or set the option to false to go on without them; the option reader "
+        "makes retention keep what a stream has not read"
+    )
+
+
 def _partitions(
-    conn: psycopg.Connection[Any], options: Options, between: Difference
+    conn: psycopg.Connection[Any], options: Options, between: Difference, since: Snapshot
 ) -> list[InputPartition]:
+    """The input of the tasks; `since` is a position from which on nothing may be missing."""
+    _require_kept(conn, options, since)
     if options.ordered:
         portions = by_host(between, options.partitions)
     else:
         portions = by_xid(conn, options.table, between, options.partitions)
-    return [RowsPartition(portion, options.dsn) for portion in portions]
+    return [RowsPartition(portion, options.dsn, since) for portion in portions]
 
 
 # Types that PostgreSQL compares as Spark does. Not jsonb: Spark compares its text. Texts only for equality: their order

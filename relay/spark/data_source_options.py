@@ -23,7 +23,7 @@ NAMES = (
     *(*_DSN, "table", "columns", "headers", "partitions", "ordered"),
     "pushFilters",
     *("fromSnapshot", "toSnapshot", "fromTime", "toTime", "fromOffset", "toOffset"),
-    *("startingPosition", "maxEventsPerTrigger", "reader"),
+    *("startingPosition", "maxEventsPerTrigger", "reader", "failOnDataLoss"),
 )
 _ONLY = {
     "batch": ("fromSnapshot", "toSnapshot", "fromTime", "toTime", "fromOffset", "toOffset"),
@@ -59,6 +59,8 @@ class Options:
     max_events: int | None
     reader: str | None
     """The name under which retention keeps the events that a stream has not read."""
+    fail_on_data_loss: bool
+    """Whether a query fails where retention has removed events that it had still to read."""
 
     def __repr__(self) -> str:
         return f"Options(table={'.'.join(self.table.name)})"
@@ -119,6 +121,7 @@ def parse(given: Mapping[str, str], reading: Literal["batch", "stream"] | None =
         starting=_starting(options),
         max_events=_number(options, "maxEventsPerTrigger"),
         reader=options.get("reader") or None,
+        fail_on_data_loss=_flag(options, "failOnDataLoss", default=True),
     )
 
 

@@ -7,7 +7,7 @@ Source: PostgreSQL documentation, "COPY"; Arrow, "Reading and Writing CSV files"
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -110,13 +110,15 @@ def read(
     partitions: int,
     conditions: sql.Composable | None,
     names: Sequence[str] | None = None,
+    afterwards: Callable[[Connection], None] | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Read a portion as record batches, in order of c_offset unless it is a range of xids.
 
     `names` are the columns of the batches, in this order, and PostgreSQL sends no others; None stands for all that the
     table has. `partitions` is the modulus of the column `partition`; only rows for which `conditions` hold are read.
-    Raises TransientFault where the server has not reached the portion's snapshot after VISIBLE_SECONDS, psycopg.Error
-    for a transient fault, RelayError where the table cannot be read. It closes its connection at the end.
+    `afterwards` gets the connection when all rows are read. It closes the connection at the end. Raises TransientFault
+    where the server has not reached the portion's snapshot after VISIBLE_SECONDS, psycopg.Error for a transient fault,
+    RelayError where the table cannot be read.
     """
     names = table.columns if names is None else names
     with connect(dsn, application_name="relay spark") as conn:
@@ -132,6 +134,8 @@ def read(
         try:
             with conn.cursor() as cursor, cursor.copy(statement) as copy:
                 yield from _parsed(copy, encoding, names, table.headers)
+            if afterwards is not None:
+                afterwards(conn)
         except psycopg.Error as error:
             if is_transient(error):
                 raise

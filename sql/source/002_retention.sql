@@ -44,6 +44,28 @@ create table if not exists relay.retained (
 comment on column relay.retained.every is
     'how long the range of a new partition is; null where the outbox is not partitioned';
 
+-- What was removed, so that a reader that nobody knows, such as a Spark query without a name, can find out that it has lost
+-- events. Appended, with the rows that it replaces deleted: the state of an outbox is the greatest of its rows, mostly of one.
+create table if not exists relay.removed (
+    outbox   text        not null,
+    number   bigint      generated always as identity,
+    newest   xid8        not null,
+    snapshot pg_snapshot not null,
+    at       timestamptz not null default now(),
+    primary key (outbox, number)
+);
+
+comment on column relay.removed.outbox is
+    'the table';
+comment on column relay.removed.number is
+    'counts removals';
+comment on column relay.removed.at is
+    'when retention last removed events';
+comment on column relay.removed.newest is
+    'the newest transaction of which retention has removed events';
+comment on column relay.removed.snapshot is
+    'taken at the last removal: it sees all transactions of which events were removed';
+
 -- What may be removed of an outbox: rows with a c_xid below "xid" (any where it is null), those without c_xid unless
 -- "beginning", and none of "offsets". A group that has a slot and has not noted its readers yet holds everything.
 create or replace function relay.retention_floor(outbox text, out xid xid8, out beginning boolean, out offsets bigint[])
@@ -271,13 +293,33 @@ begin
 end
 $$;
 
+-- Notes that events were removed, in the transaction that removes them; "newest" is null where they had no c_xid. A row from
+-- another cluster, which a dump has brought, is forgotten.
+create or replace function relay.note_removed(outbox text, newest xid8) returns void
+language sql set search_path = pg_catalog, pg_temp
+as $$
+    with replaced as (
+        delete from relay.removed as r where r.outbox = note_removed.outbox and note_removed.newest is not null
+        returning r.newest
+    )
+    insert into relay.removed (outbox, newest, snapshot)
+    select note_removed.outbox,
+           -- PostgreSQL 14 has no max(xid8).
+           greatest(note_removed.newest, (select r.newest from replaced as r
+                                           where r.newest < pg_snapshot_xmax(pg_current_snapshot())
+                                           order by r.newest desc limit 1)),
+           pg_current_snapshot()
+     where note_removed.newest is not null
+$$;
+
 -- Drops a partition whose range ends at a time at the latest, if all readers have read it; returns whether it did.
 create or replace function relay.drop_partition(outbox text, partition text, older_than timestamptz) returns boolean
-language plpgsql set search_path = pg_catalog, pg_temp set row_security = off set timezone = 'UTC'
+language plpgsql set search_path = pg_catalog, pg_temp set row_security = off set timezone = 'UTC' set enable_seqscan = off
 as $$
 declare
     found  record;
     chosen regclass;
+    newest xid8;
 begin
     select * into found from relay.retained_outbox(outbox);
     select p.partition into chosen from relay.partitions(found.relation) as p
@@ -291,6 +333,8 @@ begin
     if relay.is_held(outbox, chosen, found.offset_column) then
         return false;
     end if;
+    execute format('select c_xid from %s where c_xid is not null order by c_xid desc limit 1', chosen) into newest;
+    perform relay.note_removed(outbox, newest);
     execute format('drop table %s', chosen);
     return true;
 end
@@ -313,6 +357,7 @@ declare
     floor   record;
     chosen  regclass;
     oldest  timestamptz := older_than;
+    newest  xid8;
 begin
     deleted := 0;
     reached := since;
@@ -330,12 +375,14 @@ begin
     execute format('with first as materialized ('
                    'select ctid, c_xid, (c_ts < $2 and (%2$I = any ($3)) is not true) is true as is_old from %1$s '
                    'where c_xid >= $5 and c_xid < coalesce($1, ''18446744073709551615''::xid8) order by c_xid limit $4), '
-                   'gone as (delete from %1$s where ctid = any (array(select ctid from first where is_old)) returning 1) '
+                   'gone as (delete from %1$s where ctid = any (array(select ctid from first where is_old)) returning c_xid) '
                    'select (select count(*) from gone), (select c_xid from first order by c_xid desc limit 1), '
-                   '(select c_xid from first where not is_old order by c_xid limit 1)', chosen, found.offset_column)
-       into deleted, reached, kept
+                   '(select c_xid from first where not is_old order by c_xid limit 1), '
+                   '(select c_xid from gone order by c_xid desc limit 1)', chosen, found.offset_column)
+       into deleted, reached, kept, newest
       using floor.xid, oldest, floor.offsets, portion + cardinality(floor.offsets), since;
     reached := coalesce(reached, since);
+    perform relay.note_removed(outbox, newest);
     if deleted = 0 and not floor.beginning then
         execute format('delete from %1$s where ctid = any (array('
                        'select ctid from (select ctid, c_ts, %2$I as c_offset from %1$s where c_xid is null limit $3) as first '
@@ -374,6 +421,13 @@ begin
     creating := has_schema_privilege(owner, 'relay', 'create');
     execute format('grant usage%s on schema relay to %I', case when creating then '' else ', create' end, owner);
     execute format('grant select on relay.retained, relay.readers, relay.streams to %I', owner);
+    execute format('grant select, insert, delete on relay.removed to %I', owner);
+    -- Whoever may read the outbox may find out what it no longer has.
+    for called in select case when grantee = 0 then 'public' else quote_ident(pg_get_userbyid(grantee)) end
+                    from pg_class, aclexplode(relacl) where pg_class.oid = relation and privilege_type = 'SELECT' loop
+        execute format('grant usage on schema relay to %s', called);
+        execute format('grant select on relay.removed to %s', called);
+    end loop;
     foreach called in array array['create_ahead(text, timestamptz, timestamptz)',
                                   'enclose_default(text, timestamptz)', 'validate_default(text)',
                                   'exchange_default(text, timestamptz)',
@@ -386,6 +440,7 @@ begin
     end loop;
     foreach called in array array['retention_floor(text)', 'retained_outbox(text)', 'is_held(text, regclass, text)', 'partitions(regclass)',
                                   'partition_name(regclass, timestamptz, interval)', 'add_default(regclass, text)',
+                                  'note_removed(text, xid8)',
                                   'add_partition(regclass, timestamptz, timestamptz, interval)'] loop
         execute format('grant execute on function relay.%s to %I', called, owner);
     end loop;
@@ -416,7 +471,7 @@ do $$
 begin
     if to_regrole('relay') is not null then
         grant select, insert, update, delete on relay.readers to relay;
-        grant select on relay.retained to relay;
+        grant select on relay.retained, relay.removed to relay;
         grant execute on function relay.partitions(regclass), relay.retention_floor(text) to relay;
     end if;
 end

@@ -14,7 +14,7 @@ from tests.outbox import Outbox, event, host, relaying, wait_until
 
 LANDED = {
     "source/001_source.sql": "7c273b1b3e11920400ab3ffd8942b4541fc4a4549c77e8e32c8f9c1c7a378a20",
-    "source/002_retention.sql": "f5236e6a6e3616f8789503b4ccbf1fbf8fa9ad9827eaf2be077db369641cd47b",
+    "source/002_retention.sql": "e6b35ad582ad24fe597d01fa7d5f2d1ac433fbcce9a0da6b1d02d91726e92332",
     "outbox/001_outbox.sql": "49c831b682c4b6cd0d373bb56e3767b54ae543b3f7622b26610eb87a5b44a555",
     "target/001_target.sql": "b207934c179cea88ec4441ab455bef5ad02cc18ed8210290de321190c02ed7df",
 }
