@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from relay.event_types.registry import EventTypes
     from relay.faults import Drop, Fail, RetryLater
     from relay.model.events import Event, Events, Lsn, Transaction
+    from relay.sinks.function import Delivery
     from relay.spark.writers import BatchId
 
 __all__ = [
     "BatchId",
+    "Delivery",
     "Drop",
     "Event",
     "EventTypes",
@@ -32,6 +34,7 @@ __version__ = "0.1.0"
 # Names, not imports: all other modules import this one, so it must import none of them.
 _PUBLIC = {
     "BatchId": ("relay.spark.writers", "BatchId"),
+    "Delivery": ("relay.sinks.function", "Delivery"),
     "Drop": ("relay.faults", "Drop"),
     "Event": ("relay.model.events", "Event"),
     "EventTypes": ("relay.event_types.registry", "EventTypes"),

@@ -299,13 +299,42 @@ class DeliveryHandler(SinkHandler):
     """The most attempts in a second; null: no limit."""
     concurrency: Own[Annotated[PositiveInt, Number]] = 16
     """The most transactions that are delivered at once."""
-    payload: Alike[Literal["json", "text"]] = "json"
-    """`json`: an event is a dead letter if its payload is not JSON, which a column of text permits; `text`: the payload
-    is sent as a text."""
     circuit_breaker: Own[CircuitBreakerSettings | None] = Field(
         default_factory=CircuitBreakerSettings
     )
     """When an outage of the destination stops the sink; null: never."""
+
+
+class _MessageHandler(DeliveryHandler):
+    payload: Alike[Literal["json", "text"]] = "json"
+    """`json`: an event is a dead letter if its payload is not JSON, which a column of text permits; `text`: the payload
+    is sent as a text."""
+
+
+class FunctionRetrySettings(RetrySettings):
+    """What is retried of a function: whatever it raises, up to `attempts`; about an hour with the waits' defaults."""
+
+    on: Literal["outages", "any"] = "any"
+    """`any`: a transaction is retried after every exception but `relay.Fail`; `outages`: after an outage or
+    `RetryLater` only, and dead-lettered after any other exception."""
+    attempts: Annotated[PositiveInt, Number] | None = 20
+    """The attempts after which the transaction is dead-lettered; null: no limit."""
+
+
+class FunctionHandler(DeliveryHandler):
+    """A function of yours, `module:function(delivery)`, that may call other services."""
+
+    type: Alike[Literal["function"]]
+    callable: Alike[Annotated[str, BeforeValidator(require_path)]]
+    """`module:function`, called with a `relay.Delivery`: an `async def`, or a plain function, which runs in a
+    thread."""
+    open: Alike[Annotated[str, BeforeValidator(require_path)] | None] = None
+    """`module:function`, called without arguments, that returns a context manager (for an `async def` an asynchronous
+    one): it is entered before the first call and left at the end, and its value is `delivery.resource`."""
+    retry: Own[FunctionRetrySettings] = Field(default_factory=FunctionRetrySettings)
+    """How a transaction is retried."""
+    timeout: Own[Seconds] = 30.0
+    """Seconds for a call; after that it is cancelled, and the attempt has failed."""
 
 
 class TlsSettings(Section):
@@ -381,7 +410,7 @@ _STATUS_ACTIONS: dict[str, StatusAction] = {
 """What an endpoint's status means unless `statuses` says otherwise; a status that is in neither is retried."""
 
 
-class HttpHandler(DeliveryHandler):
+class HttpHandler(_MessageHandler):
     """An endpoint to which relay posts CloudEvents."""
 
     type: Alike[Literal["http"]]
@@ -513,7 +542,7 @@ def _address(*schemes: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-class BrokerHandler(DeliveryHandler):
+class BrokerHandler(_MessageHandler):
     """The settings of every broker: how an event becomes a message, and its destination."""
 
     RESERVED: ClassVar[tuple[str, ...]] = ()
@@ -640,6 +669,7 @@ HandlerSettings = Annotated[
     SqlHandler
     | PythonHandler
     | SparkHandler
+    | FunctionHandler
     | HttpHandler
     | RedisHandler
     | NatsHandler

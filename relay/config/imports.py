@@ -27,7 +27,9 @@ def require_path(value: Any) -> str:
     return value
 
 
-_WORK = (CoroutineType, GeneratorType, AsyncGeneratorType)
+ASYNC = "async"
+"""The kind of function whose call is to be awaited, as `unfinished_kind` describes it."""
+WORK = (CoroutineType, GeneratorType, AsyncGeneratorType)
 """What a function returns that has not run yet: nothing is done before somebody awaits or iterates it."""
 
 
@@ -41,13 +43,18 @@ def load(key: str, path: str, *parameters: str) -> Callable[..., Any]:
     return _contained(key, find_function(key, path, *parameters))
 
 
-def find_function(key: str, path: str, *parameters: str) -> Callable[..., Any]:
-    """Import a function as it is, for a caller that contains what it raises. Raises ConfigurationError."""
+def find_function(
+    key: str, path: str, *parameters: str, may_await: bool = False
+) -> Callable[..., Any]:
+    """Import a function as it is, for a caller that contains what it raises. Raises ConfigurationError.
+
+    Where the caller `may_await`, it may be an `async def`.
+    """
     function = find(key, path)
     if not callable(function):
         raise ConfigurationError(f"{key}: {path!r} is not callable")
     kind = unfinished_kind(function)
-    if kind is not None:
+    if kind is not None and not (may_await and kind == ASYNC):
         raise ConfigurationError(f"{key}: {path!r} is {kind}; relay calls plain functions")
     wrong = wrong_arguments(function, parameters)
     if wrong is not None:
@@ -76,7 +83,7 @@ def unfinished_kind(function: Callable[..., Any]) -> str | None:
     """Describe a function whose call does nothing before somebody awaits or iterates its result; None for others."""
     for each in (function, getattr(type(function), "__call__", None)):  # noqa: B004
         if inspect.iscoroutinefunction(each):
-            return "async"
+            return ASYNC
         if inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each):
             return "a generator (it has `yield`)"
     return None
@@ -90,8 +97,8 @@ def _contained(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
         except Exception:
             raise
         except BaseException as error:
-            raise _as_exception(error).with_traceback(error.__traceback__) from error
-        if isinstance(returned, _WORK):
+            raise as_exception(error).with_traceback(error.__traceback__) from error
+        if isinstance(returned, WORK):
             if isinstance(returned, CoroutineType):
                 # Otherwise Python warns that it was never awaited.
                 returned.close()
@@ -104,7 +111,7 @@ def _contained(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _as_exception(error: BaseException) -> Exception:
+def as_exception(error: BaseException) -> Exception:
     """The Exception for an error of a user's function that would end the thread of relay that has called it."""
     if isinstance(error, SystemExit):
         return RuntimeError(f"the function called sys.exit({error.code!r})")

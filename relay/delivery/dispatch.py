@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
-from relay.config.handlers import DeliveryHandler
+from relay.config.handlers import DeliveryHandler, FunctionHandler
 from relay.delivery.circuit_breaker import CircuitBreaker
 from relay.delivery.queues import Delivery, HeldKeys, Queues, Ready
 from relay.faults import (
@@ -35,7 +35,7 @@ from relay.model.dispositions import (
 from relay.pipeline.failure_limit import FailureLimit
 from relay.pipeline.retry_policy import DropLog, RetryPolicy
 from relay.runtime.retry import LONGEST_WAIT_SECONDS
-from relay.sinks import Sink
+from relay.sinks import ATTEMPT, Attempt, Sink
 from relay.store.activity import Attempts
 
 log = logging.getLogger(__name__)
@@ -63,8 +63,12 @@ class Dispatcher:
         settings: DeliveryHandler,
         most_bytes: int,
         limit: FailureLimit,
+        claim: int = 0,
     ) -> None:
+        """`claim` is the number of the sink's claim, which functions need for commits of their own."""
         self.limit = limit
+        self._claim = claim
+        self._tells_attempt = isinstance(settings, FunctionHandler)
         self._sink = sink
         self._settings = settings
         self._retry = RetryPolicy(sink.name, settings.retry)
@@ -301,6 +305,8 @@ class Dispatcher:
             is_trial = self.breaker.is_open
             if delivery.events.attempt != attempts + 1:
                 delivery.events = replace(delivery.events, attempt=attempts + 1)
+            if self._tells_attempt:
+                ATTEMPT.set(self._attempt(delivery, attempts, started))
             began = time.monotonic()
             try:
                 await self._sink.deliver(delivery.events)
@@ -321,6 +327,13 @@ class Dispatcher:
             if self.breaker.is_open:
                 self._put_back(delivery)
                 return
+
+    def _attempt(self, delivery: Delivery, attempts: int, started: float) -> Attempt:
+        since = delivery.history.since
+        if since is None and attempts:
+            since = started
+        xid = None if delivery.commit is None else delivery.commit.xid
+        return Attempt(delivery.keys, since, self._claim, xid)
 
     def _dropped(self, delivery: Delivery, drop: Drop, seconds: float) -> None:
         """Complete a delivery that the sink ends as done."""

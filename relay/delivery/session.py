@@ -55,6 +55,7 @@ class SinkSession:
             configured,
             settings.sinks.attach_bytes,
             FailureLimit(settings.brakes, state.streaks, gradual=True),
+            state.claim,
         )
         self.checkpoint = Checkpoint(context, state, self._progress, self._dispatcher)
         router = BatchRouter(settings)

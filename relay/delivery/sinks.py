@@ -27,7 +27,7 @@ from relay.model.transactions import Routed
 from relay.pipeline.listeners import Meter
 from relay.pipeline.routing import BatchRouter
 from relay.runtime.parts import Condition, Due, Heartbeat, Part
-from relay.sinks import Sink, build_sinks
+from relay.sinks import Sink, Target, build_sinks
 from relay.source.server import SourcePosition
 from relay.spark.session import Session
 from relay.spark.sink_worker import SparkWorker
@@ -71,7 +71,8 @@ class Sinks(Part):
         self._streamed: list[Xids] = []
         self._begun: float | None = None
         upcaster = Upcasting(registered(settings.events))
-        built = build_sinks(settings.handlers, upcaster)
+        target = Target(settings.target_dsn, settings.group, settings.sinks.connections)
+        built = build_sinks(settings.handlers, upcaster, target)
         self._loop = SinkLoop(settings, self.confirm)
         self._workers = {
             name: Worker(

@@ -3,15 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
 
-from relay.config.handlers import DeliveryHandler, HandlerSettings
+from relay.config.handlers import DeliveryHandler, FunctionHandler, HandlerSettings
 from relay.event_types.current_version import as_current, is_current
 from relay.event_types.upcasting import Upcasting
 from relay.faults import ConfigurationError
 from relay.model.events import Transaction
+from relay.store.connections import Dsn
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What a function is told of an attempt beside the transaction, and what a commit of its own needs.
+
+    `keys` are the ordering keys. `since` is when the first attempt failed (monotonic clock, seconds), None in the first
+    one. `claim` is the number of the sink's claim. `xid` is the full xid of the commit, 0 for one that is older than
+    the column c_xid, and None for one that was deferred.
+    """
+
+    keys: Collection[str]
+    since: float | None
+    claim: int
+    xid: int | None
+
+
+ATTEMPT: ContextVar[Attempt] = ContextVar("attempt")
+"""The attempt that a function's sink makes in the current asyncio task."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The target, for a sink that may commit there: how to reach it, the group, and how many connections to open."""
+
+    dsn: Dsn
+    group: str
+    connections: int
 
 
 class Sink(Protocol):
@@ -84,25 +115,35 @@ class TypedSink:
 
 
 def build_sinks(
-    configured: Mapping[str, HandlerSettings], upcaster: Upcasting | None = None
+    configured: Mapping[str, HandlerSettings],
+    upcaster: Upcasting | None = None,
+    target: Target | None = None,
 ) -> dict[str, tuple[Sink, DeliveryHandler]]:
     """Build the sinks; returns each with its settings, by name, in the configuration's order.
 
     A sink connects with its first delivery. With an upcaster it gets events in the current version of their type.
+    Functions may commit in the `target`.
     Raises ConfigurationError for one that cannot be built, or whose extra is not installed.
     """
     return {
-        name: (_sink(name, settings, upcaster), settings)
+        name: (_sink(name, settings, upcaster, target), settings)
         for name, settings in configured.items()
         if isinstance(settings, DeliveryHandler)
     }
 
 
-def _sink(name: str, settings: DeliveryHandler, upcaster: Upcasting | None) -> Sink:
+def _sink(
+    name: str, settings: DeliveryHandler, upcaster: Upcasting | None, target: Target | None
+) -> Sink:
     kind = getattr(settings, "type")  # noqa: B009
     try:
         # Each module has a function `sink(name, settings)`. Its imports may need the extra of the type.
-        sink: Sink = import_module(f"relay.sinks.{kind}").sink(name, settings)
+        module = import_module(f"relay.sinks.{kind}")
+        sink: Sink = (
+            module.sink(name, settings, target)
+            if isinstance(settings, FunctionHandler)
+            else module.sink(name, settings)
+        )
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"handlers.{name}.type: {kind} needs {error.name}: install relay-outbox[{kind}]"

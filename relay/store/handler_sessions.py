@@ -79,8 +79,8 @@ class HandlerPool:
     Settings and locks of a session are reset with the commit, in the same round trip. Unless `durable`, a crash of the
     server may lose commits. `code_of` names the Python handlers: their code cannot end a transaction, and a session in
     which it left temporary tables or prepared statements is closed. With `keep_alive`, the server ends a transaction
-    that waits for this process when it is frozen. `mark` is the application_name of the next transactions; None: the
-    pool's.
+    that waits for this process when it is frozen; otherwise after `idle_limit`, unless the user has set another one.
+    `mark` is the application_name of the next transactions; None: the pool's.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class HandlerPool:
         durable: bool,
         code_of: Sequence[str],
         keep_alive: KeepAlive | None = None,
+        idle_limit: str | None = None,
     ) -> None:
         self._configure = configure
         self._code_of = code_of
@@ -99,7 +100,9 @@ class HandlerPool:
         self.mark: str | None = None
         defaults = {"lock_timeout": LOCK_TIMEOUT}
         if keep_alive is not None:
-            defaults["idle_in_transaction_session_timeout"] = IDLE_LIMIT
+            idle_limit = IDLE_LIMIT
+        if idle_limit is not None:
+            defaults["idle_in_transaction_session_timeout"] = idle_limit
         session = session_settings.statements(
             SessionKind.HANDLER, defaults=defaults, durable=durable
         )

@@ -47,6 +47,7 @@ FORMER = {
             "515de2d899f88916f944ee2be0dbf412313e0cae0024a5caf4a44e56ea4ffcb7",  # no series, no counts
             "0c652b0ea5b34da4910e196e887d7a2e9fd93d85091337ee2cfad0320d11e0be",  # any search_path, no activity
             "b207934c179cea88ec4441ab455bef5ad02cc18ed8210290de321190c02ed7df",  # positions updated in place, no turns
+            "7c2557aef5538db0b8547381d0d499dc558f468f0a6fc84c9da0b9bf8669a3ed",  # no functions
         }
     ),
     "outbox/001_outbox.sql": frozenset(

@@ -248,6 +248,25 @@ create index if not exists sink_commits_sink on relay.sink_commits (group_id, si
 comment on table relay.sink_commits is
     'transactions of the source whose deliveries to a sink are done, which its row in relay.sinks does not tell';
 
+-- What functions have completed in transactions of their own: effects and record are committed together.
+create table if not exists relay.sink_completions (
+    group_id     text   not null,
+    sink         text   not null,
+    series       uuid   not null,
+    key          text   not null,
+    xid          xid8,
+    end_lsn      pg_lsn not null,
+    first_offset bigint not null,
+    primary key (group_id, sink, series, key)
+);
+
+comment on table relay.sink_completions is
+    'deliveries that a function has completed with delivery.transaction(), as long as they might come again';
+comment on column relay.sink_completions.key is
+    'the same for each attempt to deliver a transaction, in the series of relay.sinks';
+comment on column relay.sink_completions.xid is
+    'the transaction of the source; null for a deferred one, which the position of the sink does not bring again';
+
 create sequence if not exists relay.dead_transactions;
 
 -- What became of a sink's delivery attempts in each of the last minutes.
@@ -975,6 +994,7 @@ begin
         grant select, insert, update, delete on relay.suspects, relay.brakes, relay.engines, relay.part_faults to relay;
         grant select, insert, delete on relay.streaks to relay;
         grant select, insert, update, delete on relay.sinks, relay.sink_commits, relay.sink_activity to relay;
+        grant select, insert, delete on relay.sink_completions to relay;
         grant select, insert, update, delete on relay.deferred to relay;
         grant select, insert, delete on relay.deferred_keys, relay.deferred_rows to relay;
         grant usage on sequence relay.deferred_id_seq to relay;

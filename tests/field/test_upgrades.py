@@ -16,7 +16,7 @@ LANDED = {
     "source/001_source.sql": "7c273b1b3e11920400ab3ffd8942b4541fc4a4549c77e8e32c8f9c1c7a378a20",
     "source/002_retention.sql": "e6b35ad582ad24fe597d01fa7d5f2d1ac433fbcce9a0da6b1d02d91726e92332",
     "outbox/001_outbox.sql": "49c831b682c4b6cd0d373bb56e3767b54ae543b3f7622b26610eb87a5b44a555",
-    "target/001_target.sql": "b207934c179cea88ec4441ab455bef5ad02cc18ed8210290de321190c02ed7df",
+    "target/001_target.sql": "7c2557aef5538db0b8547381d0d499dc558f468f0a6fc84c9da0b9bf8669a3ed",
 }
 """The editions of the files in the relay that landed before, each of which has changed since."""
 

@@ -614,6 +614,10 @@ def remove(conn: Connection, group: str, sinks: Collection[str]) -> int:
             "delete from relay.sink_commits where group_id = %s and sink = any(%s)", (group, names)
         )
         conn.execute(
+            "delete from relay.sink_completions where group_id = %s and sink = any(%s)",
+            (group, names),
+        )
+        conn.execute(
             "delete from relay.spark_batches where group_id = %s and sink = any(%s)", (group, names)
         )
         completeness.forget(conn, group, names)
