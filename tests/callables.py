@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gzip
 import os
+import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import dict_row
 
+from relay import Delivery
 from relay.faults import Drop, Fail, RetryLater
 from relay.model.events import Transaction
 
@@ -290,3 +293,36 @@ def exit_of_spark(frame: Any, batch: Any) -> None:
 
 def write_nowhere(frame: Any, batch: Any) -> None:
     """Write a batch of a Spark sink to nowhere."""
+
+
+async def complete(delivery: Delivery) -> None:
+    """Append every event to `effects` in the transaction that completes the delivery; now and then, take a while."""
+    async with delivery.transaction() as conn:
+        await asyncio.sleep(random.choice((0, 0, 0.002, 0.02)))
+        for event in delivery.events:
+            await conn.execute(
+                "insert into effects (id, host_id, c_offset, attempt) values (%s, %s, %s, %s)",
+                (event.id, event.host_id, event.c_offset, delivery.attempt),
+            )
+    await asyncio.sleep(random.choice((0, 0.002)))
+
+
+def complete_plain(delivery: Delivery) -> None:
+    """The same, as a plain function."""
+    with delivery.transaction() as conn:
+        time.sleep(random.choice((0, 0, 0.002, 0.02)))
+        for event in delivery.events:
+            conn.execute(
+                "insert into effects (id, host_id, c_offset, attempt) values (%s, %s, %s, %s)",
+                (event.id, event.host_id, event.c_offset, delivery.attempt),
+            )
+    time.sleep(random.choice((0, 0.002)))
+
+
+async def write_down(delivery: Delivery) -> None:
+    """Append the offset of each event to the file that TEST_FUNCTION_FILE names, outside of any transaction."""
+    for event in delivery.events:
+        line = f"{event.host_id} {event.c_offset}\n"
+        with open(os.environ["TEST_FUNCTION_FILE"], "a") as file:  # noqa: PTH123
+            file.write(line)
+    await asyncio.sleep(random.choice((0, 0.002, 0.01)))
