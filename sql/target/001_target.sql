@@ -262,8 +262,11 @@ create table if not exists relay.sink_completions (
 
 comment on table relay.sink_completions is
     'deliveries that a function has completed with delivery.transaction(), as long as they might come again';
+comment on column relay.sink_completions.series is 'that of relay.sinks: an operator who moves the sink begins another one';
 comment on column relay.sink_completions.key is
-    'the same for each attempt to deliver a transaction, in the series of relay.sinks';
+    'the same for each attempt to deliver a transaction';
+comment on column relay.sink_completions.end_lsn is 'the end of the commit in the WAL; 0/0 for one that was polled';
+comment on column relay.sink_completions.first_offset is 'the least c_offset of the delivery';
 comment on column relay.sink_completions.xid is
     'the transaction of the source; null for a deferred one, which the position of the sink does not bring again';
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import socketserver
 import sqlite3
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from contextlib import closing, contextmanager, suppress
 from decimal import Decimal
 from http.client import HTTPConnection
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import kubernetes_validate
@@ -31,7 +33,11 @@ SHORT_INTERVALS = {**RETRY, "defer_after": 0.1}
 
 @contextmanager
 def relaying(
-    example: str, outbox: Outbox, tmp_path: Path, handlers: dict[str, Any] | None = None
+    example: str,
+    outbox: Outbox,
+    tmp_path: Path,
+    handlers: dict[str, Any] | None = None,
+    **environment: str,
 ) -> Iterator[Running]:
     """A relay with the example's configuration, but for names and addresses of the test."""
     config = yaml.safe_load((EXAMPLES / example / "relay.yaml").read_text())
@@ -45,6 +51,7 @@ def relaying(
         OUTBOX_DSN=outbox.dsn,
         SIGNING_SECRET="whsec_c2VjcmV0",
         PYTHONPATH=f"{ROOT}:{EXAMPLES / example}",
+        **environment,
     ) as process:
         process.wait_said("reading the WAL")
         yield process
@@ -133,6 +140,51 @@ def answers(port: int) -> bool:
 
 def lines(printed: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in printed.read_text().splitlines()]
+
+
+@contextmanager
+def mail_server() -> Iterator[tuple[int, list[str]]]:
+    """An SMTP server that takes every mail: its port, and the Message-ID of each."""
+    taken: list[str] = []
+
+    class Session(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            self.wfile.write(b"220 ready\r\n")
+            is_data = False
+            for line in self.rfile:
+                if is_data:
+                    if line.lower().startswith(b"message-id:"):
+                        taken.append(line.split(b"<")[1].split(b"@")[0].decode())
+                    is_data = line.rstrip() != b"."
+                    if is_data:
+                        continue
+                is_data = line.lower().startswith(b"data")
+                self.wfile.write(b"354 go on\r\n" if is_data else b"250 ok\r\n")
+                if line.lower().startswith(b"quit"):
+                    return
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Session) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1], taken
+        server.shutdown()
+
+
+@pytest.mark.rare
+def test_function(outbox: Outbox, tmp_path: Path) -> None:
+    """A mail and a note for each order, and a dead letter for one without an address."""
+    schema(outbox, "function/mail.sql")
+    with mail_server() as (port, taken):
+        with relaying("function", outbox, tmp_path, SMTP=f"127.0.0.1:{port}"):
+            outbox.publish(host(1), order(1, email="a@shop.example"))
+            outbox.publish(host(1), order(2))
+            outbox.publish(host(1), order(3, email="b@shop.example"))
+            outbox.wait_delivered("mail")
+    rows = outbox.conn.execute("select event_id::text, recipient from sent_mails order by 2")
+    noted = rows.fetchall()
+    assert [recipient for _, recipient in noted] == ["a@shop.example", "b@shop.example"]
+    assert taken == [identity for identity, _ in noted]
+    dead = "select aggregate_id, split_part(exception, chr(10), 1) from relay.dead_letter_queue"
+    assert outbox.conn.execute(dead).fetchall() == [("2", "Fail: the order has no address")]
 
 
 @pytest.mark.rare

@@ -18,6 +18,7 @@ REFERENCE = (ROOT / "docs" / "reference" / "python.md").read_text()
 CODE = set(re.findall(r"`([A-Za-z_]+)[`(]", REFERENCE))
 SHARED = {
     "Event": "a service publishes one with relay.client, and a handler gets one: both names are public",
+    "Delivery": "a function gets one, and a sink's queue has one for it",
     "RetryLater": "a handler raises it, and the disposition is named after it",
 }
 """Names that two classes of relay may have, and why."""
