@@ -305,12 +305,6 @@ class DeliveryHandler(SinkHandler):
     """When an outage of the destination stops the sink; null: never."""
 
 
-class _MessageHandler(DeliveryHandler):
-    payload: Alike[Literal["json", "text"]] = "json"
-    """`json`: an event is a dead letter if its payload is not JSON, which a column of text permits; `text`: the payload
-    is sent as a text."""
-
-
 class FunctionRetrySettings(RetrySettings):
     """What is retried of a function: whatever it raises, up to `attempts`; about an hour with the waits' defaults."""
 
@@ -399,6 +393,7 @@ def _as_list(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
 
 
+PayloadForm = Literal["json", "text"]
 StatusAction = Literal["retry", "dead", "stop"]
 _STATUS = re.compile(r"[345](\d\d|xx)")
 _STATUS_ACTIONS: dict[str, StatusAction] = {
@@ -410,7 +405,7 @@ _STATUS_ACTIONS: dict[str, StatusAction] = {
 """What an endpoint's status means unless `statuses` says otherwise; a status that is in neither is retried."""
 
 
-class HttpHandler(_MessageHandler):
+class HttpHandler(DeliveryHandler):
     """An endpoint to which relay posts CloudEvents."""
 
     type: Alike[Literal["http"]]
@@ -418,6 +413,9 @@ class HttpHandler(_MessageHandler):
     """The endpoint, an address of http or https."""
     each: Alike[Literal["event", "transaction"]] = "event"
     """Post each event, or all events of a transaction in one request."""
+    payload: Alike[PayloadForm] = "json"
+    """`json`: an event is a dead letter if its payload is not JSON, which a column of text permits; `text`: the payload
+    is sent as a text."""
     mode: Alike[Literal["structured", "binary", "batch"] | None] = None
     """The content mode of the CloudEvents; null: structured, or batch for a transaction."""
     source: Alike[str] = "relay"
@@ -542,7 +540,7 @@ def _address(*schemes: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-class BrokerHandler(_MessageHandler):
+class BrokerHandler(DeliveryHandler):
     """The settings of every broker: how an event becomes a message, and its destination."""
 
     RESERVED: ClassVar[tuple[str, ...]] = ()
@@ -552,6 +550,9 @@ class BrokerHandler(_MessageHandler):
     """The most transactions that are delivered at once."""
     topic: Alike[Named]
     """A template over the event's fields, such as `shop.{event_type}`: the topic, stream, subject or routing key."""
+    payload: Alike[PayloadForm] = "json"
+    """`json`: an event is a dead letter if its payload is not JSON, which a column of text permits; `text`: the payload
+    is sent as a text."""
     mode: Alike[Literal["structured", "binary"]] = "structured"
     """`structured`: the message is the CloudEvent; `binary`: the payload, with the attributes in headers."""
     source: Alike[str] = "relay"

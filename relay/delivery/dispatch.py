@@ -68,7 +68,7 @@ class Dispatcher:
         """`claim` is the number of the sink's claim, which functions need for commits of their own."""
         self.limit = limit
         self._claim = claim
-        self._tells_attempt = isinstance(settings, FunctionHandler)
+        self._notes_attempt = isinstance(settings, FunctionHandler)
         self._sink = sink
         self._settings = settings
         self._retry = RetryPolicy(sink.name, settings.retry)
@@ -305,7 +305,7 @@ class Dispatcher:
             is_trial = self.breaker.is_open
             if delivery.events.attempt != attempts + 1:
                 delivery.events = replace(delivery.events, attempt=attempts + 1)
-            if self._tells_attempt:
+            if self._notes_attempt:
                 ATTEMPT.set(self._attempt(delivery, attempts, started))
             began = time.monotonic()
             try:

@@ -38,7 +38,7 @@ from opentelemetry.trace.span import TraceState
 from opentelemetry.util.types import AttributeValue
 
 from relay import __version__
-from relay.config.handlers import BrokerHandler, DeliveryHandler, HttpHandler
+from relay.config.handlers import BrokerHandler, DeliveryHandler, FunctionHandler, HttpHandler
 from relay.faults import describe
 from relay.logs import RepeatedLines
 from relay.model.batch import Batch, JobName, Outcome
@@ -257,15 +257,16 @@ class Traces(BatchListener, Part):
         more: Attributes,
     ) -> Span:
         """Start a span for an attempt to deliver the events of one origin."""
+        operation = "process" if kind is SpanKind.CONSUMER else "send"
         return self._tracer.start_span(
-            f"send {name}",
+            f"{operation} {name}",
             parent(origin.context),
             kind,
             {
                 **more,
                 **_of_events(origin, transaction.transaction_id, len(transaction) <= MOST_READ),
-                "messaging.operation.name": "send",
-                "messaging.operation.type": "send",
+                "messaging.operation.name": operation,
+                "messaging.operation.type": operation,
                 "relay.sink": name,
             },
         )
@@ -281,7 +282,7 @@ class _TracedSink:
         self.name = name
         self._traces = traces
         self._sink = sink
-        self._kind = SpanKind.CLIENT if isinstance(settings, HttpHandler) else SpanKind.PRODUCER
+        self._kind = _kind(settings)
         self._attributes = _of_destination(settings)
 
     async def close(self) -> None:
@@ -410,6 +411,12 @@ def _of_commit(committed: int, now: int) -> Attributes:
     return {"relay.seconds_since_commit": max(0.0, now / 1e9 - _EPOCH - committed / 1e6)}
 
 
+def _kind(settings: DeliveryHandler) -> SpanKind:
+    if isinstance(settings, HttpHandler):
+        return SpanKind.CLIENT
+    return SpanKind.CONSUMER if isinstance(settings, FunctionHandler) else SpanKind.PRODUCER
+
+
 def _of_destination(settings: DeliveryHandler) -> Attributes:
     """Return the attributes of a destination, without path and query, which may hold a secret."""
     if isinstance(settings, HttpHandler):
@@ -420,6 +427,8 @@ def _of_destination(settings: DeliveryHandler) -> Attributes:
             "server.address": parts.hostname or "",
             "server.port": port,
         }
+    if isinstance(settings, FunctionHandler):
+        return {"messaging.system": "postgresql", "code.function.name": settings.callable}
     kind = str(getattr(settings, "type", ""))
     if isinstance(settings, BrokerHandler):
         return {"messaging.system": kind, "messaging.destination.template": settings.topic}

@@ -32,7 +32,7 @@ from relay.sinks.function_calls import Call, Calls, Held, LoopCalls, ThreadCalls
 from relay.sinks.function_transactions import (
     AlreadyCompleted,
     CompletingTransaction,
-    Transactions,
+    TargetSessions,
 )
 from relay.store.positions.completions import Completion
 
@@ -148,7 +148,7 @@ class Delivery:
         A block that an earlier attempt has committed is not entered: the function ends there, and the delivery is done.
         """
         return CompletingTransaction(
-            self._sink.transactions,
+            self._sink.sessions,
             self._sink.completion(self._attempt, self._transaction, self._identity),
             lambda: self._is_over,
             self._complete,
@@ -207,7 +207,7 @@ class Function:
         self._calls: Calls | None = None
         self._shared: Shared[Held] | None = None
         self._held: Held | None = None
-        self._transactions: Transactions | None = None
+        self._sessions: TargetSessions | None = None
         self._series = ""
         self._unended: dict[Hashable, Call] = {}
         self._late_ends = RepeatedLines(
@@ -219,18 +219,18 @@ class Function:
         self._series = series
 
     @property
-    def transactions(self) -> Transactions:
+    def sessions(self) -> TargetSessions:
         """The sessions of the target that calls may use."""
-        if self._transactions is None:
+        if self._sessions is None:
             assert self._target is not None  # noqa: S101
-            self._transactions = Transactions(self._target, self.name, self.timeout)
-        return self._transactions
+            self._sessions = TargetSessions(self._target, self.name, self.timeout)
+        return self._sessions
 
     def completion(self, attempt: Attempt, transaction: Transaction, identity: str) -> Completion:
         """What says in the target that a delivery is done."""
         first, *_ = transaction.events
         return Completion(
-            self.transactions.group,
+            self.sessions.group,
             self.name,
             self._series,
             attempt.claim,
@@ -381,8 +381,8 @@ class Function:
             await self._shared.close()
         if self._calls is not None:
             await self._calls.close()
-        if self._transactions is not None:
-            self._transactions.close()
+        if self._sessions is not None:
+            self._sessions.close()
 
 
 def _opening(key: str, path: str) -> Callable[[], Any]:

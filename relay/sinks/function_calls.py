@@ -34,12 +34,12 @@ class Call:
     """One call of a function, for the loop of the sinks.
 
     `ended` gets what it has raised, None if it has returned; or, once nobody waits for it any more (`is_over`), what
-    stands for that. `returned` is its result. `is_late`: its time is over. `is_told`: it has been told so, which a
-    blocked loop is not.
+    stands for that. `returned` is its result. `is_late`: its time is over. `knows_end`: its loop has
+    been there to cancel it.
     """
 
     __slots__ = (
-        "argument", "context", "ended", "is_done", "is_late", "is_over", "is_told", "returned", "task"
+        "argument", "context", "ended", "is_done", "is_late", "is_over", "knows_end", "returned", "task"
     )  # fmt: skip
 
     def __init__(
@@ -50,7 +50,7 @@ class Call:
         self.ended = ended
         self.returned: Any = None
         self.task: asyncio.Task[None] | None = None
-        self.is_done = self.is_late = self.is_over = self.is_told = False
+        self.is_done = self.is_late = self.is_over = self.knows_end = False
 
 
 class Calls(Protocol):
@@ -110,18 +110,18 @@ class _Results:
         self._loop = asyncio.get_running_loop()
         self._ended = ended
         self._results: deque[tuple[Call, Any, BaseException | None]] = deque()
-        self._is_telling = False
+        self._is_due = False
 
     def add(self, call: Call, returned: Any, error: BaseException | None) -> None:
         """Add a result. Safe in any thread."""
         self._results.append((call, returned, error))
-        if not self._is_telling:
-            self._is_telling = True
+        if not self._is_due:
+            self._is_due = True
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._tell)
+                self._loop.call_soon_threadsafe(self._end_calls)
 
-    def _tell(self) -> None:
-        self._is_telling = False
+    def _end_calls(self) -> None:
+        self._is_due = False
         while self._results:
             call, returned, error = self._results.popleft()
             call.is_done, call.returned = True, returned
@@ -201,7 +201,7 @@ class LoopCalls:
             self._loop.call_soon_threadsafe(self._cancel, call)
 
     def _cancel(self, call: Call) -> None:
-        call.is_told = True
+        call.knows_end = True
         if call.task is None:
             call.is_over = True
         else:
@@ -209,8 +209,8 @@ class LoopCalls:
 
     def where(self, call: Call) -> str:
         """What a call does that has not ended: its loop is blocked, or it suppresses its cancellation."""
-        if not call.is_told:
-            return f"its event loop is blocked{_standing_at(self._thread.ident)}"
+        if not call.knows_end:
+            return f"its event loop is blocked{_stack_of(self._thread.ident)}"
         return "it suppresses its cancellation"
 
     async def enter(self, opens: Callable[[], Any]) -> Held:
@@ -250,7 +250,7 @@ class LoopCalls:
         except TimeoutError:
             log.warning(
                 "a function does not end, and is left behind",
-                extra={"fault": f"its event loop is blocked{_standing_at(self._thread.ident)}"},
+                extra={"fault": f"its event loop is blocked{_stack_of(self._thread.ident)}"},
             )
 
     async def _end(self) -> None:
@@ -319,7 +319,7 @@ class ThreadCalls:
     def where(self, call: Call) -> str:
         """What a call does that has not ended."""
         ident = self._idents.get(call)
-        return "it waits for a thread" if ident is None else f"its thread{_standing_at(ident)}"
+        return "it waits for a thread" if ident is None else f"its thread{_stack_of(ident)}"
 
     async def enter(self, opens: Callable[[], Any]) -> Held:
         """Enter the context manager in a thread that leaves it too. Raises its errors."""
@@ -354,7 +354,7 @@ def _hold(opens: Callable[[], Any], held: Held, leaving: Event) -> None:
         held.left.set_result(None)
 
 
-def _standing_at(ident: int | None) -> str:
+def _stack_of(ident: int | None) -> str:
     """Where a thread is, as file, line and function, without values; empty if that is not known."""
     frame = None if ident is None else sys._current_frames().get(ident)
     if frame is None:

@@ -37,7 +37,7 @@ class AlreadyCompleted(Exception):
     """An earlier attempt has committed: there is nothing left to do. relay counts the delivery as done."""
 
 
-class Transactions:
+class TargetSessions:
     """Lends sessions of the target to one function's calls, at most `target.connections` at once."""
 
     def __init__(self, target: Target, sink: str, timeout: float) -> None:
@@ -45,10 +45,11 @@ class Transactions:
         self.group = target.group
         self.sink = sink
         self.room = BoundedSemaphore(target.connections)
+        self._timeout = timeout
         self._size = target.connections
         self._threads: ThreadPoolExecutor | None = None
         self._async_room: asyncio.Semaphore | None = None
-        self._sessions = HandlerPool(
+        self._pool = HandlerPool(
             target.dsn,
             target.connections,
             _prepare,
@@ -67,7 +68,7 @@ class Transactions:
     ) -> Iterator[psycopg.Connection[Any]]:
         """Run a transaction that completes a delivery. Raises AlreadyCompleted, Undelivered and psycopg.Error."""
         self._forget()
-        with self._sessions.transaction() as conn:
+        with self._pool.transaction() as conn:
             try:
                 if not completions.complete(conn, completion):
                     raise AlreadyCompleted
@@ -79,11 +80,16 @@ class Transactions:
             conn.execute(session_settings.USERS_PATH_LOCALLY)
             yield conn
 
+    def enter_room(self) -> None:
+        """Wait until there is a session for another call. Raises Undelivered if there is none in time."""
+        if not self.room.acquire(timeout=self._timeout):
+            raise Undelivered(f"no session of the target was free in {self._timeout:g} s")
+
     def _forget(self) -> None:
         if time.monotonic() < self._next_forget:
             return
         self._next_forget = time.monotonic() + _FORGET_SECONDS
-        with self._sessions.connection() as conn:
+        with self._pool.connection() as conn:
             completions.forget(conn, self.group, self.sink)
 
     # For the event loop of a function
@@ -119,7 +125,7 @@ class Transactions:
 
     def close(self) -> None:
         """Close the sessions."""
-        self._sessions.close()
+        self._pool.close()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -134,24 +140,24 @@ class CompletingTransaction:
 
     def __init__(
         self,
-        transactions: Transactions,
+        sessions: TargetSessions,
         completion: Completion,
         is_over: Callable[[], bool],
         committed: Callable[[], None],
     ) -> None:
-        self._transactions = transactions
-        self._transaction: AbstractContextManager[psycopg.Connection[Any]] = transactions.begun(
+        self._sessions = sessions
+        self._transaction: AbstractContextManager[psycopg.Connection[Any]] = sessions.begun(
             completion, is_over
         )
         self._conn: psycopg.Connection[Any] | None = None
         self._committed = committed
 
     def __enter__(self) -> psycopg.Connection[Any]:
-        self._transactions.room.acquire()
+        self._sessions.enter_room()
         try:
             return self._enter()
         except BaseException:
-            self._transactions.room.release()
+            self._sessions.room.release()
             raise
 
     def __exit__(
@@ -163,23 +169,23 @@ class CompletingTransaction:
         try:
             self._exit(kind, error, trace)
         finally:
-            self._transactions.room.release()
+            self._sessions.room.release()
 
     async def __aenter__(self) -> psycopg.AsyncConnection[Any]:
-        await self._transactions.async_room.acquire()
+        await self._sessions.async_room.acquire()
         try:
-            conn = await self._transactions.in_thread(self._enter)
+            conn = await self._sessions.in_thread(self._enter)
         except BaseException as error:
             try:
                 if self._conn is not None:
                     # The task was cancelled while the transaction was begun.
-                    await self._transactions.in_thread(
+                    await self._sessions.in_thread(
                         self._exit, type(error), error, error.__traceback__
                     )
             finally:
-                self._transactions.async_room.release()
+                self._sessions.async_room.release()
             raise
-        return self._transactions.asynchronous(conn)
+        return self._sessions.asynchronous(conn)
 
     async def __aexit__(
         self,
@@ -188,9 +194,9 @@ class CompletingTransaction:
         trace: TracebackType | None,
     ) -> None:
         try:
-            await self._transactions.in_thread(self._exit, kind, error, trace)
+            await self._sessions.in_thread(self._exit, kind, error, trace)
         finally:
-            self._transactions.async_room.release()
+            self._sessions.async_room.release()
 
     def _enter(self) -> psycopg.Connection[Any]:
         self._conn = self._transaction.__enter__()

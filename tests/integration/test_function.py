@@ -8,12 +8,16 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from itertools import count
 from typing import Any
 
 import pytest
+from opentelemetry import trace
 
 from relay import Delivery, Drop, Fail, RetryLater
 from relay.admin import sinks
+from relay.admin.check import require
+from relay.faults import ConfigurationError
 from relay.sinks import function_calls, function_transactions
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 
@@ -441,14 +445,14 @@ def test_effects_commit_with_the_delivery(
         wait_until(lambda: outbox.value("select count(*) from effects") == 38)
         wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
         # Records are removed once nothing brings their deliveries again.
-        wait_until(lambda: outbox.value("select count(*) from relay.sink_completions") <= 20)
-        for number in range(20, 60):
-            outbox.publish(host(number % 4), event(number))
-            if outbox.value("select count(*) from relay.sink_completions") <= 10:
-                break
-            time.sleep(0.1)
-        else:
-            pytest.fail("records of completions are not removed")
+        numbers = count(20)
+
+        def are_removed() -> bool:
+            outbox.publish(host(1), event(next(numbers)))
+            return bool(outbox.value("select count(*) from relay.sink_completions") <= 5)
+
+        # The position is a new snapshot every few seconds.
+        wait_until(are_removed, 60, every=0.3)
     assert outbox.value("select count(*) from effects where amount in (1, 2, 101, 102)") == 4
     assert outbox.column("select attempt from effects where amount = 1") == [2]
     assert outbox.value("select count(*) from effects where amount in (3, 103)") == 0
@@ -478,3 +482,86 @@ def test_a_delivery_that_has_committed_is_not_repeated(outbox: Outbox, name: str
     with relaying(settings):
         wait_until(lambda: outbox.value("select count(*) from effects") == 4)
     assert outbox.column("select amount from effects order by 1") == [10, 10, 11, 11]
+
+
+@pytest.mark.parametrize("name", ["send", "send_plain"])
+def test_the_publishers_trace_is_current(outbox: Outbox, seen: Seen, name: str) -> None:
+    """Without spans of relay's own, as a client library that is instrumented finds it."""
+    current: list[str] = []
+    carried: list[dict[str, str]] = []
+
+    def behave(delivery: Delivery, each: Any) -> None:
+        context = trace.get_current_span().get_span_context()
+        current.append(trace.format_trace_id(context.trace_id))
+        carried.append(dict(delivery.trace))
+        delivery.log.warning("called", extra={"more": 1})
+
+    seen.behave = behave
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    with relaying(outbox.settings(**calling(name))):
+        outbox.publish(host(1), event(1, metadata={"traceparent": parent}))
+        outbox.publish(host(1), event(2))
+        wait_until(lambda: len(seen.done) == 2)
+    assert current == ["0af7651916cd43dd8448eb211c80319c", "0" * 32]
+    assert carried == [{"traceparent": parent}, {}]
+
+
+def test_log_lines_name_the_delivery(
+    outbox: Outbox, seen: Seen, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen.behave = lambda delivery, each: delivery.log.warning("called", extra={"more": 1})
+    with relaying(outbox.settings(**calling())):
+        outbox.publish(host(1), event(1))
+        wait_until(lambda: seen.amounts == [1])
+    (line,) = [each for each in caplog.records if each.message == "called"]
+    found = {name: getattr(line, name) for name in ("handler", "attempt", "more", "name")}
+    assert found == {"handler": "mail", "attempt": 1, "more": 1, "name": "relay.function.mail"}
+    assert getattr(line, "transaction_id") == seen.facts[0]["transaction_id"]  # noqa: B009
+
+
+def test_operators_pause_seek_and_count_it_like_every_sink(outbox: Outbox, seen: Seen) -> None:
+    settings = outbox.settings(**calling(rate_limit=50.0, concurrency=2))
+    with relaying(settings):
+        outbox.publish(host(1), event(1))
+        wait_until(lambda: seen.amounts == [1])
+        assert sinks.set_paused(settings, "mail", True, "maintenance")
+        time.sleep(1.2)
+        outbox.publish(host(1), event(2))
+        outbox.wait_drained()
+        (listed,) = sinks.listed(settings)
+        assert (listed.state, listed.destination) == ("paused", "function")
+        assert seen.amounts == [1]
+        sinks.set_paused(settings, "mail", False, None)
+        wait_until(lambda: seen.amounts == [1, 2])
+        sinks.seek(
+            settings, "mail", sinks.plan_seek(settings, "mail", "beginning").goal, True, None
+        )
+        wait_until(lambda: seen.amounts == [1, 2, 1, 2])
+    assert [each["attempt"] for each in seen.facts] == [1] * 4
+
+
+def not_called_so(delivery: Delivery, cursor: Any) -> None:
+    """Take one argument too many."""
+
+
+async def yields(delivery: Delivery) -> AsyncIterator[None]:
+    """Do nothing until it is iterated."""
+    yield
+
+
+@pytest.mark.parametrize(
+    ("keys", "fault"),
+    [
+        ({"name": "not_called_so"}, "relay calls it with (delivery)"),
+        ({"name": "yields"}, "is a generator"),
+        ({"name": "nothing"}, "has no 'nothing'"),
+        ({"open": "tests.integration.test_function:yields"}, "contextlib.asynccontextmanager"),
+        ({"open": "tests.integration.test_function:send"}, "is async"),
+    ],
+)
+def test_a_callable_that_relay_cannot_call_is_refused(
+    outbox: Outbox, keys: dict[str, Any], fault: str
+) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        require(outbox.settings(**calling(**keys)))
+    assert fault in str(refused.value)

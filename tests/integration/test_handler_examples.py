@@ -159,8 +159,10 @@ def mail_server() -> Iterator[tuple[int, list[str]]]:
                     if is_data:
                         continue
                 is_data = line.lower().startswith(b"data")
-                self.wfile.write(b"354 go on\r\n" if is_data else b"250 ok\r\n")
-                if line.lower().startswith(b"quit"):
+                is_end = line.lower().startswith(b"quit")
+                code = b"354" if is_data else b"221" if is_end else b"250"
+                self.wfile.write(code + b" ok\r\n")
+                if is_end:
                     return
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Session) as server:
@@ -173,12 +175,14 @@ def mail_server() -> Iterator[tuple[int, list[str]]]:
 def test_function(outbox: Outbox, tmp_path: Path) -> None:
     """A mail and a note for each order, and a dead letter for one without an address."""
     schema(outbox, "function/mail.sql")
-    with mail_server() as (port, taken):
-        with relaying("function", outbox, tmp_path, SMTP=f"127.0.0.1:{port}"):
-            outbox.publish(host(1), order(1, email="a@shop.example"))
-            outbox.publish(host(1), order(2))
-            outbox.publish(host(1), order(3, email="b@shop.example"))
-            outbox.wait_delivered("mail")
+    with (
+        mail_server() as (port, taken),
+        relaying("function", outbox, tmp_path, SMTP=f"127.0.0.1:{port}"),
+    ):
+        outbox.publish(host(1), order(1, email="a@shop.example"))
+        outbox.publish(host(1), order(2))
+        outbox.publish(host(1), order(3, email="b@shop.example"))
+        outbox.wait_delivered("mail")
     rows = outbox.conn.execute("select event_id::text, recipient from sent_mails order by 2")
     noted = rows.fetchall()
     assert [recipient for _, recipient in noted] == ["a@shop.example", "b@shop.example"]
