@@ -22,13 +22,16 @@ TIMEOUT_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class SparkReading:
-    """A reader of one kind: `jdbc`, `hosts` (ordered), `ranges` (not ordered) or `stream` (AvailableNow)."""
+    """A reader of one kind: `jdbc`, `hosts` (ordered), `ranges` (not ordered) or `stream` (AvailableNow).
+
+    `jdbc-two` and `ranges-two` read two columns.
+    """
 
     kind: str
 
     def unavailable(self) -> str | None:
         """The reason why it cannot run here, or None."""
-        missing = self.kind == "jdbc" and not Path(JAR).exists()
+        missing = self.kind.startswith("jdbc") and not Path(JAR).exists()
         return f"there is no {JAR}: install Debian's libpostgresql-jdbc-java" if missing else None
 
     def read(self, outbox: Outbox, rows: int) -> Measurement:

@@ -295,6 +295,8 @@ def spark_read(plan: Plan) -> Iterator[Workload]:
         'format("outbox")': "hosts",
         'format("outbox"), ordered: false': "ranges",
         'format("outbox"), AvailableNow, ordered: false': "stream",
+        "spark.read.jdbc, two columns": "jdbc-two",
+        'format("outbox"), ordered: false, two columns': "ranges-two",
     }
 
     def row(name: str, reading: SparkReading) -> Contender:

@@ -1,6 +1,7 @@
 """Reads an outbox with Spark and prints the seconds of each round. Runs in relay's own environment.
 
-Arguments: `jdbc`, `hosts`, `ranges` or `stream`, the DSN, the JDBC address, the number of rows, of rounds and of tasks.
+Arguments: the kind, the DSN, the JDBC address, the number of rows, of rounds and of tasks. Kinds are `jdbc`, `hosts`,
+`ranges` and `stream`; `jdbc-two` and `ranges-two` read two columns.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ JDBC_QUERY = """
             event_ts, payload::text, metadata::text, c_offset, transaction_id::text, transaction_ordinal,
             transaction_count, deliver_at, c_xid::text::bigint as c_xid from outbox_message_t) as outbox
 """
+TWO_COLUMNS = "id string, event_type string"
 JAR = "/usr/share/java/postgresql.jar"
 """Debian's package libpostgresql-jdbc-java."""
 
@@ -29,8 +31,8 @@ def main() -> None:
             _stream(spark, dsn, tasks)
         else:
             frame = (
-                _jdbc(spark, url, rows, tasks)
-                if kind == "jdbc"
+                _jdbc(spark, url, kind, rows, tasks)
+                if kind.startswith("jdbc")
                 else _outbox(spark, dsn, kind, tasks)
             )
             frame.write.format("noop").mode("overwrite").save()
@@ -55,7 +57,8 @@ def _session(tasks: str) -> Any:
 
 def _outbox(spark: Any, dsn: str, kind: str, tasks: str) -> Any:
     ordered = "true" if kind == "hosts" else "false"
-    return spark.read.format("outbox").options(dsn=dsn, partitions=tasks, ordered=ordered).load()
+    reader = spark.read.format("outbox").options(dsn=dsn, partitions=tasks, ordered=ordered)
+    return (reader.schema(TWO_COLUMNS) if kind == "ranges-two" else reader).load()
 
 
 def _stream(spark: Any, dsn: str, tasks: str) -> None:
@@ -67,7 +70,7 @@ def _stream(spark: Any, dsn: str, tasks: str) -> None:
         writer.trigger(availableNow=True).start().awaitTermination()
 
 
-def _jdbc(spark: Any, url: str, rows: str, tasks: str) -> Any:
+def _jdbc(spark: Any, url: str, kind: str, rows: str, tasks: str) -> Any:
     options = {
         "url": url,
         "dbtable": JDBC_QUERY,
@@ -78,7 +81,8 @@ def _jdbc(spark: Any, url: str, rows: str, tasks: str) -> Any:
         "numPartitions": tasks,
         "fetchsize": "10000",
     }
-    return spark.read.format("jdbc").options(**options).load()
+    frame = spark.read.format("jdbc").options(**options).load()
+    return frame.select("id", "event_type") if kind == "jdbc-two" else frame
 
 
 if __name__ == "__main__":

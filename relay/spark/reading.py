@@ -1,6 +1,7 @@
 """Reads a difference of the outbox as Arrow record batches, in portions, one for each task.
 
-A portion is a COPY in CSV, parsed by pyarrow.
+A portion is a COPY in CSV, parsed by pyarrow. ADBC, which makes Arrow of a binary COPY, costs more a row and a
+connection.
 
 Source: PostgreSQL documentation, "COPY"; Arrow, "Reading and Writing CSV files".
 """
@@ -9,14 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psycopg
 from psycopg import sql
+from psycopg.abc import PQGen
+from psycopg.pq import ExecStatus
+from psycopg.pq.abc import PGconn
+from psycopg.waiting import Wait
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from relay.faults import RelayError, TransientFault, first_line, is_transient
+from relay.faults import RelayError, TransientFault, first_line, is_transient, server_error
 from relay.model import headers
 from relay.model.events import FIELDS, INSERTED_BY, SQL_TYPES
 from relay.model.snapshots import Snapshot
@@ -132,8 +137,8 @@ def read(
             statement = statement.decode().encode(encoding.codec, "replace")
             conn.execute(sql.SQL("set client_encoding to {}").format(encoding.name))
         try:
-            with conn.cursor() as cursor, cursor.copy(statement) as copy:
-                yield from _parsed(copy, encoding, names, table.headers)
+            with conn.cursor() as cursor, cursor.copy(statement):
+                yield from _parsed(_blocks(conn), encoding, names, table.headers)
             if afterwards is not None:
                 afterwards(conn)
         except psycopg.Error as error:
@@ -275,7 +280,7 @@ def expression(field: str, column: str, known: Collection[str]) -> sql.Composabl
 
 
 def _parsed(
-    rows: Iterable[Any],
+    blocks: Iterable[bytearray],
     encoding: Encoding | None,
     names: Sequence[str],
     header_names: Sequence[str],
@@ -300,8 +305,8 @@ def _parsed(
         newlines_in_values=True,
         ignore_empty_lines=False,  # nulls of a single column
     )
-    for stored in _blocks(rows):
-        block = stored
+    for stored in blocks:
+        block: bytes | bytearray = stored
         if encoding is not None and not stored.isascii():
             block = stored.decode(encoding.codec, "replace").encode()
         # One block, whatever its size: the parser rejects a row that spans two blocks.
@@ -330,18 +335,51 @@ def _with_map(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
     )
 
 
-def _blocks(rows: Iterable[Any]) -> Iterator[bytes]:
-    """Rows joined to blocks of at least `_BLOCK_BYTES`: the server sends each row of a COPY as a message of its own."""
-    block: list[Any] = []
-    size = 0
-    for row in rows:
-        block.append(row)
-        size += len(row)
-        if size >= _BLOCK_BYTES:
-            yield b"".join(block)
-            block, size = [], 0
-    if block:
-        yield b"".join(block)
+def _blocks(conn: Connection) -> Iterator[bytearray]:
+    """The rows of a COPY that has begun, joined to blocks of at least `_BLOCK_BYTES`.
+
+    The server sends each row as a message of its own, and psycopg's iterator makes several Python calls of each, and an
+    object that the garbage collector visits. So this takes a row with one call, and keeps none.
+    """
+    is_over = False
+    while not is_over:
+        block = bytearray()
+        is_over = conn.wait(_filled(conn.pgconn, block))
+        if block:
+            yield block
+
+
+def _filled(pgconn: PGconn, block: bytearray) -> PQGen[bool]:
+    """Append rows until the block is full; returns whether it has the last one. Raises psycopg.Error."""
+    receive = pgconn.get_copy_data
+    while len(block) < _BLOCK_BYTES:
+        size, row = receive(1)
+        if size > 0:
+            block += row
+        elif size == 0:
+            yield from _more(pgconn)
+        else:
+            yield from _ended(pgconn)
+            return True
+    return False
+
+
+def _more(pgconn: PGconn) -> PQGen[None]:
+    while not (yield Wait.R):
+        pass
+    pgconn.consume_input()
+
+
+def _ended(pgconn: PGconn) -> PQGen[None]:
+    """Take the results of a COPY whose rows are read. Raises psycopg.Error where it failed."""
+    while True:
+        while pgconn.is_busy():
+            yield from _more(pgconn)
+        result = pgconn.get_result()
+        if result is None:
+            return
+        if result.status != ExecStatus.COMMAND_OK:
+            raise server_error(result)
 
 
 def by_host(between: Difference, tasks: int) -> list[TaskPortion]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, LiteralString
 
 import psycopg
@@ -16,7 +18,7 @@ from psycopg.types.json import Jsonb
 from pyspark.errors import AnalysisException
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
-from relay.faults import RelayError
+from relay.faults import RelayError, is_transient
 from relay.model.snapshots import Snapshot
 from relay.source.outbox.differences import Difference, cut
 from relay.spark import register
@@ -409,6 +411,54 @@ def test_a_byte_that_the_encoding_does_not_have_stops_nobody(
     assert batch.column("event_type").to_pylist() == ["order.placed"]
 
 
+def portion_of(outbox: Outbox) -> TaskPortion:
+    return TaskPortion(Difference(Snapshot(1, 1), Snapshot.parse(now(outbox))))
+
+
+READERS = (
+    "from pg_stat_activity where application_name = 'relay spark' and datname = current_database()"
+)
+
+
+def test_an_error_amid_the_rows_is_one_line(outbox: Outbox) -> None:
+    outbox.fill(20)
+    options = parse({"dsn": outbox.dsn})
+    last = sql.SQL(
+        "1 / (c_offset - (select max(c_offset) from public.outbox_message_t)) is not null"
+    )
+    found = read(options.dsn, options.table, portion_of(outbox), 8, last)
+    with pytest.raises(RelayError, match=r"cannot be read: division by zero$"):
+        list(found)
+
+
+def test_a_session_that_ends_amid_the_rows_is_a_transient_fault(outbox: Outbox) -> None:
+    large = event(payload={"text": "x" * 8_000_000})
+    outbox.publish(host(1), large, large, large)
+    options = parse({"dsn": outbox.dsn})
+    found = read(options.dsn, options.table, portion_of(outbox), 8, None)
+    assert len(next(found)) == 1
+    outbox.conn.execute(f"select pg_terminate_backend(pid) {READERS}")
+    with pytest.raises(psycopg.OperationalError) as raised:
+        list(found)
+    assert is_transient(raised.value)
+
+
+def test_rows_that_nobody_takes_are_not_waited_for(outbox: Outbox) -> None:
+    for _ in range(3):
+        outbox.publish(host(1), event(payload={"text": "x" * 2_000_000}))
+    options = parse({"dsn": outbox.dsn})
+    portion = replace(portion_of(outbox), xids=(3, 1 << 40))
+    slow = sql.SQL("case when c_offset > 1 then pg_sleep(60) end is null")
+    found = read(options.dsn, options.table, portion, 8, slow, ["payload"])
+    assert len(next(found)) == 1
+    assert isinstance(found, Generator)
+    closing = Thread(target=found.close)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert outbox.value(f"select count(*) {READERS} and state = 'active'") == 0
+
+
 def test_an_older_server_is_refused(spark: SparkSession, outbox: Outbox) -> None:
     frame = load(spark, outbox, toSnapshot="4000000000:4000000000:")
     with pytest.raises(Exception, match="an older backup, another cluster, or a replica that lags"):
@@ -600,5 +650,4 @@ def test_two_queries_follow_and_one_starts_now(
         later.processAllAvailable()
     assert written(spark, tmp_path, "all") == stored(outbox)
     assert written(spark, tmp_path, "new") == sorted(set(stored(outbox)) - set(old))
-    readers = "select count(*) from pg_stat_activity where application_name = 'relay spark'"
-    assert outbox.value(f"{readers} and datname = current_database() and state = 'active'") == 0
+    assert outbox.value(f"select count(*) {READERS} and state = 'active'") == 0
