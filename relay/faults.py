@@ -15,8 +15,13 @@ How often and when a fault is retried is decided in `pipeline.retry_policy`, whe
             DestinationRefused  a sink stops at its position
             Unauthorized        the attempt does not count
                 SecretUnavailable
+            EndpointFailed      of one endpoint among many; the sink goes on
+                EndpointDown    the attempt does not count
         StatementTimeout, Braked
-    Rejected, NotRouted, InvalidEvent, ProcessDied,
+    Rejected                    dead-letter the transaction
+        EndpointRejected        of one endpoint among many; does not stop the sink
+            EndpointDisabled    the transaction holds no keys
+    NotRouted, InvalidEvent, ProcessDied,
     Undecodable, NotReceived, Cancelled, TransactionAborted
                                 dead-letter the transaction
     TaskFault                   the fault of a task and its action, sent between processes
@@ -143,6 +148,20 @@ class SecretUnavailable(Unauthorized):
     """A secret of the configuration cannot be read now. Its message is safe in a log."""
 
 
+class EndpointFailed(Undelivered):
+    """One endpoint among those of a sink does not accept the event now: that says nothing of the others."""
+
+
+class EndpointDown(EndpointFailed):
+    """An endpoint counts as down or busy: the attempt does not count. `tried`: whether anything was sent to it."""
+
+    def __init__(
+        self, *reasons: object, after: float | None = None, detail: str | None = None, tried: bool
+    ) -> None:
+        super().__init__(*reasons, after=after, detail=detail)
+        self.tried = tried
+
+
 class NoCredentials(psycopg.OperationalError):
     """No connection was tried, since a secret of the configuration cannot be read now."""
 
@@ -156,6 +175,14 @@ class Rejected(Exception):
     def __init__(self, *reasons: object, detail: str | None = None) -> None:
         super().__init__(*reasons)
         self.detail = detail
+
+
+class EndpointRejected(Rejected):
+    """One endpoint among those of a sink will never accept the event, or cannot be used: the others may be fine."""
+
+
+class EndpointDisabled(EndpointRejected):
+    """The endpoint of an event is disabled, by relay or by an operator. Its message is safe in a log."""
 
 
 class NotRouted(Exception):
@@ -200,7 +227,16 @@ class TransactionAborted(Exception):
     """A handler suppressed a database error; the database transaction is aborted."""
 
 
-_FINAL = (Fail, NotRouted, ProcessDied, InvalidEvent, Undecodable, NotReceived, Cancelled)
+_FINAL = (
+    Fail,
+    EndpointDisabled,
+    NotRouted,
+    ProcessDied,
+    InvalidEvent,
+    Undecodable,
+    NotReceived,
+    Cancelled,
+)
 
 
 def transaction_ended(handlers: Sequence[str]) -> ConfigurationError:

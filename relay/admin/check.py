@@ -9,7 +9,7 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from threading import Event
 
 import psycopg
@@ -20,7 +20,7 @@ from relay.admin.connections import reach, require_schema
 from relay.admin.findings import Finding, Severity, finding_of, finding_of_error, schema_finding
 from relay.config.effects import Effects
 from relay.config.files import Configuration, observed
-from relay.config.handlers import DeliveryHandler, PythonHandler
+from relay.config.handlers import DeliveryHandler, HttpHandler, PythonHandler
 from relay.config.settings import Address, Settings
 from relay.event_types.registry import registered
 from relay.faults import ConfigurationError, RelayError, Unreachable, first_line, is_transient
@@ -32,7 +32,8 @@ from relay.retention.reader_positions import identity
 from relay.retention.schedule import require_not_given_up
 from relay.runtime.parts import SOON_SECONDS, Condition
 from relay.runtime.retry import RetryUntilSuccess
-from relay.sinks import Sink, build_sinks
+from relay.sinks import Sink, Target, build_sinks
+from relay.sinks.endpoint_lookup import Lookup
 from relay.source.recognition import Recognition
 from relay.spark.jvm import java_home
 from relay.store import (
@@ -73,7 +74,7 @@ def _after_source(source: Connection | None, settings: Settings, accept: bool) -
     """Check all but the source. `source` is None if it cannot be reached."""
     try:
         built = handlers.build(settings.handlers, settings.source.sql_types)
-        asyncio.run(_close(sink for sink, _ in build_sinks(settings.handlers).values()))
+        asyncio.run(_close(build_sinks(settings.handlers, target=Target.of(settings))))
         _build_spark_sinks(settings)
         for name, handler in settings.handlers.items():
             if isinstance(handler, PythonHandler | DeliveryHandler):
@@ -154,8 +155,8 @@ def _build_spark_sinks(settings: Settings) -> None:
         SparkWorker(name, settings, session)
 
 
-async def _close(sinks: Iterable[Sink]) -> None:
-    for sink in sinks:
+async def _close(built: Mapping[str, tuple[Sink, DeliveryHandler]]) -> None:
+    for sink, _ in built.values():
         await sink.close()
 
 
@@ -214,6 +215,7 @@ def _target(
             yield from _position(conn, source, settings)
         yield from _former_handlers(conn, settings)
         yield from _sinks(conn, settings)
+    yield from _lookups(conn, settings)
     if built:
         temporary = finding_of(
             "rights", "temporary tables", own_rights.require_temporary, conn, "target.dsn"
@@ -223,6 +225,17 @@ def _target(
             return
     for name, handler in built.items():
         yield _check_handler(conn, name, handler)
+
+
+def _lookups(conn: Connection, settings: Settings) -> Iterator[Finding]:
+    """Check the queries that find endpoints."""
+    for name, handler in settings.handlers.items():
+        if isinstance(handler, HttpHandler) and handler.endpoints and handler.endpoints.select:
+            lookup = Lookup(name, handler.endpoints, Target.of(settings))
+            yield finding_of(
+                *("handler", f"the target accepts {name}'s lookup", lookup.check),
+                *(conn, handler.columns),
+            )
 
 
 def _require_writable(conn: Connection) -> None:

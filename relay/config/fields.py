@@ -5,7 +5,8 @@ A reference is a field, or a path into payload or metadata.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from string import Formatter
 from typing import Any
@@ -72,16 +73,20 @@ class Template:
     Raises ValueError for a name that is not a field of an event or a path into one.
     """
 
+    _ALSO = ""
+
     def __init__(self, text: str) -> None:
         self._parts: list[tuple[str, str | None]] = []
         for literal, field, form, conversion in Formatter().parse(text):
-            known = field is None or (is_name(field) and field not in JSON_FIELDS)
-            if form or conversion or not known:
+            if form or conversion or not (field is None or self._knows(field)):
                 raise ValueError(
-                    f"{{{field}}} is neither a field of an event nor a path such as {{payload.customer.id}}"
+                    f"{{{field}}} is neither a field of an event nor a path such as {{payload.customer.id}}{self._ALSO}"
                     f"{suggestion(field or '')}"
                 )
             self._parts.append((literal, field))
+
+    def _knows(self, field: str) -> bool:
+        return is_name(field) and field not in JSON_FIELDS
 
     def fill(self, event: Event) -> str:
         """The text for an event. Raises Rejected if the event lacks a value of the template."""
@@ -107,6 +112,83 @@ class Template:
     def names(self) -> list[str]:
         """The fields and paths in the template."""
         return [field for _, field in self._parts if field]
+
+
+ENDPOINT = "endpoint"
+"""What the row that a lookup returns is called in templates: `{endpoint.url}` is its column `url`."""
+_COLUMN = re.compile(rf"{ENDPOINT}\.([A-Za-z_]\w*)")
+_HAS_NAME = re.compile(r"(?<!\{)\{[A-Za-z_][\w.-]*\}")
+
+Row = Mapping[str, str | None]
+"""The values of an endpoint's row as texts, by column."""
+
+
+class EndpointTemplate(Template):
+    """A template over an event's fields and the columns of its endpoint's row, such as `Bearer {endpoint.token}`."""
+
+    _ALSO = ", nor a column such as {endpoint.url}"
+
+    def _knows(self, field: str) -> bool:
+        return super()._knows(field) or _COLUMN.fullmatch(field) is not None
+
+    @property
+    def parts(self) -> Sequence[tuple[str, str | None]]:
+        """Literal texts, each with the name of the value that follows it."""
+        return self._parts
+
+    @property
+    def names(self) -> list[str]:
+        """The fields and paths of events in the template."""
+        return [name for name in super().names if not _COLUMN.fullmatch(name)]
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of the endpoint's row in the template."""
+        return [found[1] for name in super().names if (found := _COLUMN.fullmatch(name))]
+
+    def text(self, event: Event, row: Row) -> str | None:
+        """The text for an event and its endpoint's row; None if a column of the row is null.
+
+        Raises Rejected if the event lacks a value of the template.
+        """
+        if any(row.get(column) is None for column in self.columns):
+            return None
+        return "".join(
+            literal + (value_of(name, event, row) if name else "") for literal, name in self._parts
+        )
+
+
+def value_of(name: str, event: Event, row: Row) -> str:
+    """The value of a name in a template. Raises Rejected if the event or the row has none."""
+    found = _COLUMN.fullmatch(name)
+    if found is None:
+        return _value(event, name)
+    value = row.get(found[1])
+    if value is None:
+        raise Rejected(f"the endpoint's row has no {found[1]}, which a template needs")
+    return value
+
+
+def has_name(text: str) -> bool:
+    """Whether a text has a name in braces, as templates do, and not only braces, as JSON does."""
+    return _HAS_NAME.search(text) is not None
+
+
+def bound(event: Event, name: str) -> str | None:
+    """The value of a field or path for a statement, as text; None if it is null or the event lacks it.
+
+    Raises Rejected for a path into what is no JSON.
+    """
+    head, path = split(name)
+    if not path:
+        return event.text(head)
+    try:
+        found, value = dig(_json(event, head), path)
+    except ValueError:
+        raise Rejected(f"{head}: is not JSON, and a lookup needs {name}") from None
+    if not found or value is None:
+        return None
+    return value if isinstance(value, str) else exact_json.dumps(value, name)
 
 
 def _json(event: Event, field: str) -> Any:

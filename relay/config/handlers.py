@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from datetime import timedelta
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -23,11 +24,21 @@ from pydantic import (
     model_validator,
 )
 
+from relay.config.addresses import AddressTemplate, require_http, require_port, split_address
 from relay.config.dsn import DatabaseAccess, Dsn
-from relay.config.fields import Template
+from relay.config.fields import ENDPOINT, EndpointTemplate, Template, has_name, is_name, suggestion
 from relay.config.imports import require_path
-from relay.config.secrets import CallSecret, Secret, known_text
-from relay.config.types import MOST_SECONDS, Alike, Number, Own, Seconds, SecondsOrZero, Section
+from relay.config.secrets import CallSecret, Reference, Secret, known_text
+from relay.config.types import (
+    MOST_SECONDS,
+    Alike,
+    Duration,
+    Number,
+    Own,
+    Seconds,
+    SecondsOrZero,
+    Section,
+)
 from relay.model.events import EVENT_FIELDS
 
 _CURVES = ("exponential", "linear", "constant")
@@ -138,6 +149,11 @@ class _HandlerSettings(Section):
     def templates(self) -> dict[str, Template]:
         """The keys whose values are templates over an event's fields."""
         return {}
+
+    @property
+    def field_names(self) -> list[tuple[str, str]]:
+        """The fields and paths of events that keys name, each with its key."""
+        return [(key, name) for key, each in self.templates.items() for name in each.names]
 
 
 class SqlHandler(_HandlerSettings):
@@ -361,24 +377,6 @@ def is_header_value(text: str) -> bool:
     return _HEADER_VALUE.fullmatch(text) is not None
 
 
-def _split(address: str) -> SplitResult:
-    """The parts of an address. Raises ValueError, whose text quotes nothing: an address may hold a password."""
-    try:
-        return urlsplit(address)
-    except ValueError:
-        raise ValueError("is not a valid address") from None
-
-
-def _require_port(parts: SplitResult) -> None:
-    """Raise ValueError, whose text quotes nothing, if the port of an address is invalid."""
-    try:
-        port = parts.port
-    except ValueError:
-        port = 0
-    if port == 0:
-        raise ValueError("has a port that is not a number from 1 to 65535")
-
-
 def _network(value: str) -> str:
     try:
         return str(ip_network(value))
@@ -405,12 +403,71 @@ _STATUS_ACTIONS: dict[str, StatusAction] = {
 """What an endpoint's status means unless `statuses` says otherwise; a status that is in neither is retried."""
 
 
+_LOOKUP_FIELD = re.compile(r"%(?:%|\(([^)]*)\)s|(.?))", re.DOTALL)
+
+
+def lookup_names(statement: str) -> list[str]:
+    """The fields and paths that a lookup binds, each once. Raises ValueError for what is no placeholder."""
+    names: dict[str, None] = {}
+    for match in _LOOKUP_FIELD.finditer(statement):
+        name, other = match.groups()
+        if other is not None:
+            raise ValueError(
+                f"{match.group()!r} is not a placeholder: write %(host_id)s for a field, and %% for a percent sign"
+            )
+        if name is None:
+            continue
+        if not is_name(name):
+            raise ValueError(
+                f"{match.group()} is neither a field of an event nor a path such as %(payload.customer.id)s"
+                f"{suggestion(name)}"
+            )
+        names[name] = None
+    return list(names)
+
+
+def _lookup(value: str) -> str:
+    lookup_names(value)
+    return value
+
+
+class EndpointsSettings(Section):
+    """Endpoints that data choose: each has a circuit breaker and a rate of its own.
+
+    One that fails is left alone while others go on, and is disabled at last: what is for it becomes dead letters.
+    """
+
+    select: Alike[Annotated[str, Field(min_length=1), AfterValidator(_lookup)] | None] = None
+    """A query in the target, with fields and paths of the event as `%(host_id)s` or `%(payload.tenant)s`. It returns
+    the row of the endpoint, whose columns templates name as `{endpoint.url}`; without a row, the event is dropped."""
+    cache: Own[SecondsOrZero] = 30.0
+    """For how many seconds a row, or that there is none, is used for other events with the same values; 0: once."""
+    timeout: Own[Seconds] = 5.0
+    """The seconds that the query may take."""
+    concurrency: Own[Annotated[PositiveInt, Number]] = 4
+    """The most requests that an endpoint gets at once."""
+    disable_after: Own[Duration | None] = timedelta(days=5)
+    """An endpoint of which every attempt fails for so long is disabled, such as `5d`; null: never. One that answers
+    410, or another status that `statuses` says is `stop`, is disabled at once."""
+
+
+def template_of(secret: SecretStr) -> EndpointTemplate | None:
+    """The template that a value of the configuration is; None for one without names, or that is elsewhere.
+
+    Raises ValueError for names that are none.
+    """
+    if isinstance(secret, Reference) or not has_name(secret.get_secret_value()):
+        return None
+    return EndpointTemplate(secret.get_secret_value())
+
+
 class HttpHandler(DeliveryHandler):
     """An endpoint to which relay posts CloudEvents."""
 
     type: Alike[Literal["http"]]
     url: Alike[str]
-    """The endpoint, an address of http or https."""
+    """The endpoint, an address of http or https; or a template over the event's fields and the row of
+    `endpoints.select`: `https://hooks.example/{payload.tenant}`, `{endpoint.url}`."""
     each: Alike[Literal["event", "transaction"]] = "event"
     """Post each event, or all events of a transaction in one request."""
     payload: Alike[PayloadForm] = "json"
@@ -421,12 +478,13 @@ class HttpHandler(DeliveryHandler):
     source: Alike[str] = "relay"
     """The attribute `source` of the CloudEvents."""
     headers: Alike[dict[str, Secret]] = Field(default_factory=dict)
-    """Headers of each request; none that describes its body or is an event's identity, such as `content-length`."""
+    """Headers of each request; none that describes its body or is an event's identity, such as `content-length`. A
+    value may be a template like `url`."""
     signing_secret: Alike[Annotated[list[Secret], BeforeValidator(_as_list)]] = Field(
         default_factory=list
     )
     """The secret that signs requests, as Standard Webhooks describes, or a list of secrets, each of which signs: while
-    receivers change from one to the next. Without any, requests are not signed."""
+    receivers change from one to the next. Without any, requests are not signed. One may be a template like `url`."""
     tls: Own[TlsSettings] = Field(default_factory=TlsSettings)
     """How certificates are verified."""
     compress_above: Own[Annotated[PositiveInt, Number] | None] = None
@@ -438,10 +496,13 @@ class HttpHandler(DeliveryHandler):
     private_addresses: Own[
         Literal["allow", "refuse"]
         | Annotated[list[Annotated[str, AfterValidator(_network)]], Field(min_length=1)]
-    ] = "allow"
+        | None
+    ] = None
     """`refuse`: relay connects to no address that is private, loopback, link-local, a cloud's metadata or otherwise not
     of the Internet, whatever name or spelling leads there; or a list of networks, such as `[10.8.0.0/16]`, that are
-    allowed beside public addresses."""
+    allowed beside public addresses; null: `refuse` where data choose the host of `url`, else `allow`."""
+    endpoints: Alike[EndpointsSettings | None] = None
+    """Where data choose the endpoint: how its address is looked up, and what becomes of one that fails."""
 
     def action_for(self, status: int) -> StatusAction:
         """What is done after a status that is not 2xx: what `statuses` says of it, or of its class."""
@@ -475,10 +536,10 @@ class HttpHandler(DeliveryHandler):
     @field_validator("url")
     @classmethod
     def _absolute(cls, value: str) -> str:
-        parts = _split(value)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("must be an address such as https://shop.example/events")
-        _require_port(parts)
+        if has_name(value):
+            AddressTemplate(value)
+        else:
+            require_http(value)
         return value
 
     @field_validator("headers")
@@ -490,7 +551,7 @@ class HttpHandler(DeliveryHandler):
             if name.lower() in _OWN_HEADERS:
                 raise ValueError(f"{name} is set by relay for each request: remove it")
             known = known_text(text)
-            if known is not None and not is_header_value(known):
+            if known is not None and template_of(text) is None and not is_header_value(known):
                 raise ValueError(
                     f"{name} has a value that a header cannot have: use printable ASCII on one line"
                 )
@@ -502,7 +563,78 @@ class HttpHandler(DeliveryHandler):
         known = [text for text in map(known_text, value) if text is not None]
         if not all(text.strip().removeprefix("whsec_") for text in known):
             raise ValueError("is empty, so anyone could sign: set a secret, or remove the key")
+        for text in value:
+            template_of(text)
         return value
+
+    @property
+    def has_endpoints(self) -> bool:
+        """Whether data choose the endpoint, or what is sent to it beside the event."""
+        return self.endpoints is not None or bool(self.templates)
+
+    @property
+    def endpoints_or_default(self) -> EndpointsSettings:
+        """`endpoints`, or its defaults."""
+        return self.endpoints or EndpointsSettings()
+
+    @property
+    def guard(self) -> Literal["allow", "refuse"] | list[str]:
+        """`private_addresses`, or its default."""
+        if self.private_addresses is not None:
+            return self.private_addresses
+        return (
+            "refuse" if has_name(self.url) and AddressTemplate(self.url).chooses_host else "allow"
+        )
+
+    @property
+    def templates(self) -> dict[str, Template]:
+        """The keys whose values are templates."""
+        found: dict[str, Template] = dict(self.header_templates)
+        found |= {f"signing_secret.{i}": each for i, each in enumerate(self.secret_templates)}
+        if has_name(self.url):
+            found["url"] = AddressTemplate(self.url)
+        return found
+
+    @property
+    def field_names(self) -> list[tuple[str, str]]:
+        """The fields and paths of events that keys name, each with its key."""
+        select = self.endpoints.select if self.endpoints is not None else None
+        looked_up = lookup_names(select) if select is not None else []
+        return [*super().field_names, *(("endpoints.select", name) for name in looked_up)]
+
+    @property
+    def header_templates(self) -> dict[str, EndpointTemplate]:
+        """The headers that are templates, as `headers.NAME`."""
+        templates = {f"headers.{name}": template_of(text) for name, text in self.headers.items()}
+        return {key: each for key, each in templates.items() if each is not None}
+
+    @property
+    def secret_templates(self) -> list[EndpointTemplate]:
+        """The signing secrets that are templates."""
+        return [each for each in map(template_of, self.signing_secret) if each is not None]
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns of an endpoint's row that templates name, each with the key of one of these."""
+        return {
+            column: key
+            for key, template in self.templates.items()
+            if isinstance(template, EndpointTemplate)
+            for column in template.columns
+        }
+
+    @model_validator(mode="after")
+    def _has_lookup(self) -> HttpHandler:
+        if self.columns and (self.endpoints is None or self.endpoints.select is None):
+            column, key = next(iter(self.columns.items()))
+            raise ValueError(
+                f"{key}: {{{ENDPOINT}.{column}}} needs endpoints.select, which returns it"
+            )
+        if self.endpoints is not None and not self.templates:
+            raise ValueError(
+                "endpoints: needs a template in url, headers or signing_secret, such as {endpoint.url}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _transactions_are_batches(self) -> HttpHandler:
@@ -524,10 +656,10 @@ Named = Annotated[str, Field(min_length=1), AfterValidator(_template)]
 
 def check_address(address: str, schemes: Sequence[str]) -> None:
     """Raise ValueError, whose text quotes nothing, for an address that no broker of these schemes has."""
-    parts = _split(address)
+    parts = split_address(address)
     if parts.scheme not in schemes or not (parts.hostname or parts.scheme == "unix"):
         raise ValueError(f"must be an address such as {schemes[0]}://broker.example")
-    _require_port(parts)
+    require_port(parts)
 
 
 def _address(*schemes: str) -> AfterValidator:
@@ -616,10 +748,10 @@ class RabbitmqHandler(BrokerHandler):
 def _servers(value: str) -> str:
     for server in value.split(","):
         # librdkafka accepts a server with or without a protocol.
-        parts = _split(server if "://" in server else f"//{server}")
+        parts = split_address(server if "://" in server else f"//{server}")
         if not parts.hostname:
             raise ValueError("must be a server such as kafka.example:9092")
-        _require_port(parts)
+        require_port(parts)
     return value
 
 

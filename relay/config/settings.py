@@ -427,8 +427,7 @@ class Settings(BaseSettings):
         named += [
             (f"handlers.{handler}.{key}", name)
             for handler, each in self.handlers.items()
-            for key, template in each.templates.items()
-            for name in template.names
+            for key, name in each.field_names
         ]
         for key, name in named:
             if is_header(name) and name not in self.source.mapping:

@@ -9,12 +9,15 @@ from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
-from relay.config.handlers import DeliveryHandler, FunctionHandler
-from relay.delivery.circuit_breaker import CircuitBreaker
+from relay.config.handlers import DeliveryHandler, FunctionHandler, HttpHandler
 from relay.delivery.queues import Delivery, HeldKeys, Queues, Ready
 from relay.faults import (
     DestinationRefused,
     Drop,
+    EndpointDisabled,
+    EndpointDown,
+    EndpointFailed,
+    EndpointRejected,
     FaultAction,
     Unauthorized,
     action_for,
@@ -36,12 +39,16 @@ from relay.pipeline.failure_limit import FailureLimit
 from relay.pipeline.retry_policy import DropLog, RetryPolicy
 from relay.runtime.retry import LONGEST_WAIT_SECONDS
 from relay.sinks import ATTEMPT, Attempt, Sink
+from relay.sinks.circuit_breaker import CircuitBreaker
+from relay.sinks.rate_limit import RateLimit
 from relay.store.activity import Attempts
 
 log = logging.getLogger(__name__)
 
 MOST_DELIVERIES = 10_000
 """How many deliveries may be in memory, in flight or queued; the others stay in the log."""
+MOST_WAITING = 1_000
+"""How many deliveries of a sink with many endpoints may be in flight, or wait for a turn at theirs."""
 DEFER_BLOCKED_SECONDS = 300.0
 """How long blocked deliveries may fill the memory before they are deferred."""
 
@@ -79,7 +86,11 @@ class Dispatcher:
         self._ended: list[tuple[Delivery, Disposition]] = []
         # A sink that is not reliable drops what fails, so it needs no breaker.
         self.breaker = CircuitBreaker(settings.circuit_breaker if settings.reliable else None)
-        self._pace = RateLimit(settings.rate_limit) if settings.rate_limit else None
+        # A delivery may wait for its endpoint: the sink itself limits how many are posted at once.
+        has_endpoints = isinstance(settings, HttpHandler) and settings.has_endpoints
+        rate = None if has_endpoints else settings.rate_limit
+        self._pace = RateLimit(rate) if rate else None
+        self._most_running = MOST_WAITING if has_endpoints else settings.concurrency
         self._queues = Queues()
         self._ready = Ready()
         self._blocked: deque[Delivery] = deque()
@@ -241,11 +252,7 @@ class Dispatcher:
                 self._keep(self._ready.take())
             elif self._is_blocked(delivery):
                 self._defer(self._ready.take())
-            elif (
-                self._paused
-                or len(self._running) >= self._settings.concurrency
-                or not self._may_begin()
-            ):
+            elif self._paused or len(self._running) >= self._most_running or not self._may_begin():
                 return
             elif delivery.early():
                 # Others may be tried meanwhile.
@@ -315,7 +322,8 @@ class Dispatcher:
                 return
             except Exception as error:
                 attempts += 1
-                self._attempts.fail(describe(error))
+                if not isinstance(error, EndpointDown) or error.tried:
+                    self._attempts.fail(describe(error))
                 wait = self._after_failure(delivery, error, attempts, started, is_trial)
             else:
                 self._attempts.confirm(time.monotonic() - began, len(delivery.rows.tuples))
@@ -360,13 +368,13 @@ class Dispatcher:
             raise error
         if action is not FaultAction.RETRY:
             self.breaker.succeeded(_key(delivery))
-        elif self._is_down(delivery, error):
+        elif not isinstance(error, EndpointFailed) and self._is_down(delivery, error):
             self._try_later(delivery, error, is_trial)
             return None
-        if isinstance(error, Unauthorized) and self._settings.reliable:
+        if isinstance(error, Unauthorized | EndpointDown) and self._settings.reliable:
             self._completed(delivery, self._uncounted(delivery, error))
             return None
-        blocks_key = self._settings.blocks_key
+        blocks_key = self._settings.blocks_key and not isinstance(error, EndpointDisabled)
         disposition = self._retry.disposition_of(error, attempts, delivery.history, blocks_key)
         if (
             isinstance(disposition, RetryLater)
@@ -408,8 +416,11 @@ class Dispatcher:
 
     def _limited(self, failed: Failed) -> Failed:
         """After too many dead letters in a row, defer the transaction instead and stop the sink."""
-        if not isinstance(failed, DeadLetter) or not self.limit.stops(
-            self._sink.name, failed.error
+        if (
+            not isinstance(failed, DeadLetter)
+            # One endpoint must not stop the others.
+            or isinstance(failed.error, EndpointRejected)
+            or not self.limit.stops(self._sink.name, failed.error)
         ):
             return failed
         self.breaker.hold(LONGEST_WAIT_SECONDS)
@@ -442,21 +453,6 @@ class Dispatcher:
             follower.is_blocked |= holds_up
         self._unblock(following)
         self._changed.set()
-
-
-class RateLimit:
-    """Spaces turns evenly, `rate` a second."""
-
-    def __init__(self, rate: float) -> None:
-        self._interval = 1 / rate
-        self._next = 0.0
-
-    def turn(self) -> float:
-        """Take the next turn; returns the seconds until it."""
-        now = time.monotonic()
-        turn = max(now, self._next)
-        self._next = turn + self._interval
-        return turn - now
 
 
 def _key(delivery: Delivery) -> Hashable:

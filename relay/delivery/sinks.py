@@ -71,8 +71,7 @@ class Sinks(Part):
         self._streamed: list[Xids] = []
         self._begun: float | None = None
         upcaster = Upcasting(registered(settings.events))
-        target = Target(settings.target_dsn, settings.group, settings.sinks.connections)
-        built = build_sinks(settings.handlers, upcaster, target)
+        built = build_sinks(settings.handlers, upcaster, Target.of(settings))
         self._loop = SinkLoop(settings, self.confirm)
         self._workers = {
             name: Worker(

@@ -8,16 +8,15 @@ from hashlib import sha256
 from itertools import chain, islice
 from typing import LiteralString
 
-import psycopg
 from psycopg import sql
 
 from relay.config.handlers import SqlHandler
-from relay.faults import ConfigurationError, is_transient, server_error
+from relay.faults import ConfigurationError
 from relay.handlers import relation
 from relay.model.events import SQL_TYPES
 from relay.model.transactions import Routed
+from relay.store import statements
 from relay.store.connections import Connection
-from relay.store.session_settings import USERS_PATH_LOCALLY
 
 _PLACEHOLDER = re.compile(r"%(?:%|\((\w*)\)s|(.?))", re.DOTALL)
 _ENDS_TRANSACTION = re.compile(
@@ -44,6 +43,7 @@ class SqlEvent:
     ) -> None:
         """`types` are the PostgreSQL types of the fields."""
         self.name = name
+        self._key = f"handlers.{name}.statement"
         self._types = types
         _require_no_end(name, settings.statement)
         names = _placeholders(name, settings.statement, types)
@@ -70,8 +70,8 @@ class SqlEvent:
     def check(self, conn: Connection) -> None:
         """Let the server parse the statement, and plan it to check privileges. Raises ConfigurationError."""
         relation.require_reserved(conn)
-        _parse(conn, self.name, self._numbered, len(self._names))
-        _explain(conn, self.name, self._statement, dict.fromkeys(self._names))
+        statements.parse(conn, self._key, self._numbered, len(self._names))
+        statements.explain(conn, self._key, self._statement, dict.fromkeys(self._names))
 
     def apply(self, conn: Connection, routed: Routed) -> None:
         """Run the statement for every event, in order."""
@@ -107,6 +107,7 @@ class SqlBatch:
     ) -> None:
         """`types` are the PostgreSQL types of the fields."""
         self.name = name
+        self._key = f"handlers.{name}.statement"
         self._types = types
         self._written = statement
         self._statement = relation.bound(statement)
@@ -120,8 +121,8 @@ class SqlBatch:
     def check(self, conn: Connection) -> None:
         """Let the server parse the statement, and plan it to check privileges. Raises ConfigurationError."""
         relation.require_reserved(conn)
-        _parse(conn, self.name, self._statement, 0)
-        _explain(conn, self.name, self._statement.encode(), None)
+        statements.parse(conn, self._key, self._statement, 0)
+        statements.explain(conn, self._key, self._statement.encode(), None)
 
     def apply(self, conn: Connection, routed: Routed) -> None:
         """Load the events by COPY, then run the statement."""
@@ -178,44 +179,3 @@ def _numbered(statement: str, names: tuple[str, ...], types: Mapping[str, Litera
         return "%" if field is None else f"(${index[field]}::{types[field]})"
 
     return _PLACEHOLDER.sub(number, statement)
-
-
-def _parse(conn: Connection, name: str, statement: str, parameters: int) -> None:
-    """Let the server parse and analyse a statement without running it.
-
-    Raises ConfigurationError if it refuses the statement, or finds fewer parameters: inside quotes there are none.
-    """
-    with conn.transaction(force_rollback=True):
-        conn.execute(USERS_PATH_LOCALLY)
-        result = conn.pgconn.prepare(b"", statement.encode())
-        if result.error_message:
-            error = server_error(result)
-            if is_transient(error):
-                raise error
-            message = (error.diag.message_primary or str(error)).strip()
-            raise ConfigurationError(
-                f"handlers.{name}.statement: {message}: correct the statement, or create and grant what it names"
-            )
-        if conn.pgconn.describe_prepared(b"").nparams < parameters:
-            raise ConfigurationError(
-                f"handlers.{name}.statement: a placeholder is inside quotes, such as those of `do`, where the server "
-                "accepts no parameters: write %(field)s without quotes, or call a procedure with it"
-            )
-
-
-def _explain(
-    conn: Connection, name: str, statement: bytes, parameters: dict[str, None] | None
-) -> None:
-    """Raise ConfigurationError if the role lacks a privilege, which the server checks only when execution starts."""
-    try:
-        with conn.transaction(force_rollback=True):
-            conn.execute(USERS_PATH_LOCALLY)
-            conn.execute(b"explain " + statement, parameters)
-    except psycopg.errors.InsufficientPrivilege as error:
-        raise ConfigurationError(
-            f"handlers.{name}.statement: {error.diag.message_primary}: grant it to the role of target.dsn"
-        ) from None
-    except psycopg.Error as error:
-        if is_transient(error):
-            raise
-        # Some statements cannot be explained (CALL), or not with null parameters; `_parse` has checked the rest.

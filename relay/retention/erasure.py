@@ -133,6 +133,10 @@ def _erase_from_target(
         """,
         of,
     )
+    target.execute(
+        "update relay.endpoints set host_id = null where group_id = %(group)s and host_id = %(host)s",
+        of,
+    )
     report.removed["suspects"] = target.execute(
         """
         delete from relay.suspects

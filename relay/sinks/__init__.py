@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Protocol
+from typing import LiteralString, Protocol, Self
 
-from relay.config.handlers import DeliveryHandler, FunctionHandler, HandlerSettings
+from relay.config.handlers import DeliveryHandler, FunctionHandler, HandlerSettings, HttpHandler
+from relay.config.settings import Settings
 from relay.event_types.current_version import as_current, is_current
 from relay.event_types.upcasting import Upcasting
 from relay.faults import ConfigurationError
-from relay.model.events import Transaction
+from relay.model.events import SQL_TYPES, Transaction
 from relay.store.connections import Dsn
 
 
@@ -38,11 +39,25 @@ ATTEMPT: ContextVar[Attempt] = ContextVar("attempt")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The target, for a sink that may commit there: how to reach it, the group, and how many connections to open."""
+    """The target, for a sink that uses it: how to reach it, the group, and how many connections to open at most.
+
+    `types` are the PostgreSQL types of an event's fields.
+    """
 
     dsn: Dsn
     group: str
     connections: int
+    types: Mapping[str, LiteralString] = field(default_factory=lambda: SQL_TYPES)
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """The target of a configuration."""
+        return cls(
+            settings.target_dsn,
+            settings.group,
+            settings.sinks.connections,
+            settings.source.sql_types,
+        )
 
 
 class Sink(Protocol):
@@ -122,7 +137,7 @@ def build_sinks(
     """Build the sinks; returns each with its settings, by name, in the configuration's order.
 
     A sink connects with its first delivery. With an upcaster it gets events in the current version of their type.
-    Functions may commit in the `target`.
+    Functions may commit in the `target`, and sinks whose endpoints data choose query it.
     Raises ConfigurationError for one that cannot be built, or whose extra is not installed.
     """
     return {
@@ -141,7 +156,7 @@ def _sink(
         module = import_module(f"relay.sinks.{kind}")
         sink: Sink = (
             module.sink(name, settings, target)
-            if isinstance(settings, FunctionHandler)
+            if isinstance(settings, FunctionHandler | HttpHandler)
             else module.sink(name, settings)
         )
     except ModuleNotFoundError as error:

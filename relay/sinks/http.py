@@ -15,7 +15,7 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -29,7 +29,8 @@ from pydantic import SecretStr
 from yarl import URL
 
 from relay.config import secrets
-from relay.config.handlers import HttpHandler, is_header_value
+from relay.config.addresses import SAFE_IN_PATH
+from relay.config.handlers import HttpHandler, is_header_value, template_of
 from relay.faults import (
     LONGEST_ASKED_SECONDS,
     ConfigurationError,
@@ -41,7 +42,7 @@ from relay.faults import (
 )
 from relay.model import trace_context
 from relay.model.events import Event, Transaction
-from relay.sinks import cloudevents
+from relay.sinks import Target, cloudevents
 from relay.sinks.credentials import Certificates, is_refusal
 from relay.sinks.egress import EgressGuard, refused_address
 from relay.sinks.http_connections import (
@@ -49,6 +50,7 @@ from relay.sinks.http_connections import (
     Connector,
     KeptConnectionLost,
     Malformed,
+    Resolver,
     Response,
 )
 
@@ -62,12 +64,34 @@ _HEADER_BYTES = 65_536
 """The longest line of a response's head, such as a cookie of a proxy: a longer one would hide the status."""
 _SECRET_PREFIX = "whsec_"  # noqa: S105 what Standard Webhooks puts before a secret in base64
 _NOT_PUBLIC = "the endpoint's address is not public, and private_addresses refuses it"
-_SAFE_IN_PATH = "!$&'()*+,;=:@/%"
 
 
-def sink(name: str, settings: HttpHandler) -> Http:
+def sink(name: str, settings: HttpHandler, target: Target | None = None) -> Http:
     """The sink of `type: http`. Raises ConfigurationError for an address, a certificate or a secret of no use."""
+    if settings.has_endpoints:
+        # It inherits from this module's class.
+        from relay.sinks.http_endpoints import HttpEndpoints
+
+        return HttpEndpoints(name, settings, target)
     return Http(name, settings)
+
+
+class AddressNotPublic(DestinationRefused):
+    """The endpoint's address is one that `private_addresses` refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a request goes, and what it presents there beside the handler's secrets: headers and signing keys.
+
+    `shown` is the address without secrets; `proxy` one of the environment.
+    """
+
+    url: URL
+    shown: str
+    proxy: str | None
+    headers: Mapping[str, str]
+    keys: tuple[bytes, ...] = ()
 
 
 class Http:
@@ -78,23 +102,36 @@ class Http:
         self.name = name
         self._settings = settings
         self._presented: list[tuple[str, SecretStr]] = [
-            *((f"headers.{key}", value) for key, value in settings.headers.items()),
-            *(("signing_secret", value) for value in settings.signing_secret),
+            (key, value)
+            for key, value in (
+                *((f"headers.{key}", value) for key, value in settings.headers.items()),
+                *(("signing_secret", value) for value in settings.signing_secret),
+            )
+            if template_of(value) is None
         ]
         self._require_keys()
-        self._target = f"POST {public_url(settings.url)}"
-        self._url = _address(name, settings.url)
-        self._proxy = _proxy(name, settings.url)
-        self._guard = EgressGuard.of(settings.private_addresses)
         self._tls = Certificates(name, settings.tls, _speak_http)
-        self._login = _login(settings.url)
+        self._guard = EgressGuard.of(settings.guard)
+        self._open()
+
+    def _open(self) -> None:
+        settings = self._settings
+        self._destination = self._destination_of(settings.url)
         self._identifies_itself = bool(
-            self._presented or self._login or settings.tls.cert_file is not None
+            self._presented or self._destination.headers or settings.tls.cert_file is not None
         )
-        # A proxy of the environment resolves names itself, and may have a private address.
-        guard = self._guard if self._proxy is None else EgressGuard(refuses=False)
-        self._keeping = _Client(settings.concurrency, guard, keeps=True)
-        self._fresh = _Client(settings.concurrency, guard, keeps=False)
+        self._open_clients(None)
+
+    def _destination_of(self, url: str) -> Destination:
+        try:
+            return destination(url)
+        except ValueError as error:
+            raise ConfigurationError(f"handlers.{self.name}.url: {error}") from None
+
+    def _open_clients(self, resolver: Resolver | None) -> None:
+        concurrency = self._settings.concurrency
+        self._keeping = _Client(concurrency, self._guard, resolver, keeps=True)
+        self._fresh = _Client(concurrency, self._guard, resolver, keeps=False)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -107,7 +144,7 @@ class Http:
     async def deliver(self, transaction: Transaction) -> None:
         """Post the events, in order. Raises Undelivered, DestinationRefused or Rejected."""
         for identity, headers, body in self._requests(transaction.events):
-            await self._post(identity, headers, body)
+            await self._post(self._destination, identity, headers, body)
 
     def _requests(self, events: Iterable[Event]) -> Iterator[tuple[str, dict[str, str], bytes]]:
         source, as_text = self._settings.source, self._settings.payload == "text"
@@ -134,29 +171,37 @@ class Http:
                 body = cloudevents.structured(event, source, as_text)
                 yield identity, {"content-type": cloudevents.STRUCTURED, **trace}, body
 
-    async def _post(self, identity: str, headers: dict[str, str], body: bytes) -> None:
+    async def _post(
+        self, to: Destination, identity: str, headers: dict[str, str], body: bytes
+    ) -> None:
         identity = cloudevents.header(identity)
         headers = {**headers, "idempotency-key": identity}
         credentials = await self._credentials()
         try:
-            await self._post_with(credentials, identity, headers, body)
+            await self._post_with(to, credentials, identity, headers, body)
         except Unauthorized:
             newer = await self._newer(credentials)
             if newer == credentials:
                 raise
-            await self._post_with(newer, identity, headers, body)
+            await self._post_with(to, newer, identity, headers, body)
 
     async def _post_with(
-        self, credentials: _Credentials, identity: str, headers: dict[str, str], body: bytes
+        self,
+        to: Destination,
+        credentials: _Credentials,
+        identity: str,
+        headers: dict[str, str],
+        body: bytes,
     ) -> None:
-        headers = {**headers, **credentials.headers}
-        if credentials.keys:
-            headers |= signatures(credentials.keys, identity, int(time.time()), body)
+        headers = {**headers, **to.headers, **credentials.headers}
+        keys = credentials.keys + to.keys
+        if keys:
+            headers |= signatures(keys, identity, int(time.time()), body)
         limit = self._settings.compress_above
         if limit is not None and len(body) > limit:
             body = gzip.compress(body, mtime=0)
             headers["content-encoding"] = "gzip"
-        await self._send(headers, body, credentials.tls)
+        await self._send(to, headers, body, credentials.tls)
 
     async def _credentials(self) -> _Credentials:
         """The credentials of a request, as they are now. Raises SecretUnavailable."""
@@ -177,10 +222,11 @@ class Http:
                 texts.append(secrets.recent(secret))
             except SecretUnavailable as error:
                 raise SecretUnavailable(f"{key}: {error}") from None
-        headers, keys = dict(self._login), []
+        headers: dict[str, str] = {}
+        keys = []
         for (key, _), text in zip(self._presented, texts, strict=True):
             if key == "signing_secret":
-                keys.append(_key(text))
+                keys.append(key_of(text))
                 continue
             if not is_header_value(text):
                 raise SecretUnavailable(f"{key}: is not printable ASCII on one line")
@@ -194,7 +240,7 @@ class Http:
             if text is None:
                 continue
             try:
-                _key(text)
+                key_of(text)
             except SecretUnavailable as error:
                 raise ConfigurationError(f"handlers.{self.name}.{error}") from None
             if not text.startswith(_SECRET_PREFIX):
@@ -204,28 +250,30 @@ class Http:
                     f"bytes, or write {_SECRET_PREFIX} and base64"
                 )
 
-    async def _send(self, headers: dict[str, str], body: bytes, tls: ssl.SSLContext) -> None:
+    async def _send(
+        self, to: Destination, headers: dict[str, str], body: bytes, tls: ssl.SSLContext
+    ) -> None:
         """Post a body. Raises what the response means: Undelivered, DestinationRefused or Rejected."""
         response: aiohttp.ClientResponse | None = None
         start = bytearray()
         timeout = self._settings.timeout
         try:
             async with asyncio.timeout(timeout):
-                if self._proxy is not None:
-                    self._guard.require_literal(self._url.raw_host or "")
+                if to.proxy is not None:
+                    self._guard.require_literal(to.url.raw_host or "")
                 try:
-                    response = await self._request(self._keeping, headers, body, tls)
+                    response = await self._request(self._keeping, to, headers, body, tls)
                 except KeptConnectionLost:
-                    response = await self._request(self._fresh, headers, body, tls)
+                    response = await self._request(self._fresh, to, headers, body, tls)
                 await _read(response, start)
         except (aiohttp.ClientError, OSError, RuntimeError) as error:
             # RuntimeError: the client was closed meanwhile. A refusal counts even without the rest of its response.
             if response is None or _is_success(response):
                 if isinstance(error, TimeoutError):
                     raise Undelivered(f"no complete response in {timeout:g} s") from None
-                detail = f"{self._target}: {_text_of(error)}"
+                detail = f"{to.shown}: {_text_of(error)}"
                 if refused_address(error):
-                    raise DestinationRefused(_NOT_PUBLIC, detail=detail) from None
+                    raise AddressNotPublic(_NOT_PUBLIC, detail=detail) from None
                 if is_refusal(error):
                     self._tls.refused()
                     raise Unauthorized(_reason(error), detail=detail) from None
@@ -234,13 +282,13 @@ class Http:
             if response is not None:
                 response.close()
         if not _is_success(response):
-            self._refuse(response, bytes(start))
+            self._refuse(to, response, bytes(start))
 
-    def _refuse(self, response: aiohttp.ClientResponse, start: bytes) -> NoReturn:
+    def _refuse(self, to: Destination, response: aiohttp.ClientResponse, start: bytes) -> NoReturn:
         """Raise what a status that is no success means."""
         status = f"{response.status} {response.reason or ''}".rstrip()
         shown = f"{status}\n{start.decode(errors='replace')}" if start else status
-        reason, detail = f"HTTP {response.status}", f"{self._target}: {shown}"
+        reason, detail = f"HTTP {response.status}", f"{to.shown}: {shown}"
         action = self._settings.action_for(response.status)
         if action == "dead":
             raise Rejected(reason, detail=detail)
@@ -251,34 +299,44 @@ class Http:
         raise kind(reason, after=after, detail=detail)
 
     async def _request(
-        self, client: _Client, headers: dict[str, str], body: bytes, tls: ssl.SSLContext
+        self,
+        client: _Client,
+        to: Destination,
+        headers: dict[str, str],
+        body: bytes,
+        tls: ssl.SSLContext,
     ) -> aiohttp.ClientResponse:
-        return await client.session.post(
-            self._url,
+        return await client.session(to.proxy is not None).post(
+            to.url,
             data=body,
             headers=headers,
-            proxy=self._proxy,
+            proxy=to.proxy,
             ssl=tls,
             allow_redirects=False,
         )
 
 
 class _Client:
-    """A session of the client; created when it is needed, since that needs a running event loop."""
+    """Sessions of the client; created when they are needed, since that needs a running event loop."""
 
-    def __init__(self, concurrency: int, guard: EgressGuard, keeps: bool) -> None:
+    def __init__(
+        self, concurrency: int, guard: EgressGuard, resolver: Resolver | None, keeps: bool
+    ) -> None:
         """Without `keeps` each request has a connection of its own."""
         self._concurrency = concurrency
         self._guard = guard
+        self._resolver = resolver
         self._keeps = keeps
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}
 
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        """The session."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=Connector(self._concurrency, self._keeps, self._guard),
+    def session(self, proxied: bool) -> aiohttp.ClientSession:
+        """The session for requests through a proxy, or for others."""
+        session = self._sessions.get(proxied)
+        if session is None:
+            # A proxy of the environment resolves names itself, and may have a private address.
+            guard = EgressGuard(refuses=False) if proxied else self._guard
+            session = self._sessions[proxied] = aiohttp.ClientSession(
+                connector=Connector(self._concurrency, self._keeps, guard, self._resolver),
                 # `_send` sets one deadline for the whole request.
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
                 headers={"user-agent": "relay", "accept-encoding": "identity"},
@@ -289,12 +347,12 @@ class _Client:
                 max_line_size=_HEADER_BYTES,
                 max_field_size=_HEADER_BYTES,
             )
-        return self._session
+        return session
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
+        for session in self._sessions.values():
+            await session.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,22 +404,25 @@ def public_url(url: str) -> str:
     return urlunsplit((parts.scheme, host, parts.path, query, ""))
 
 
-def _address(name: str, url: str) -> URL:
+def destination(url: str) -> Destination:
+    """Where an address leads. Raises ValueError, whose text has nothing secret."""
+    return Destination(_address(url), f"POST {public_url(url)}", _proxy(url), _login(url))
+
+
+def _address(url: str) -> URL:
     """The address without credentials and fragment; characters that an address may not have are percent-encoded."""
     parts = urlsplit(url)
     try:
         host = URL(url).host_subcomponent
     except ValueError:
-        raise ConfigurationError(
-            f"handlers.{name}.url: the host name is not valid: correct it"
-        ) from None
+        raise ValueError("the host name is not valid: correct it") from None
     return URL.build(
         scheme=parts.scheme,
         host=host or "",
         port=parts.port,
         # Nothing else is changed, since the address may be signed.
-        path=quote(parts.path or "/", safe=_SAFE_IN_PATH),
-        query_string=quote(parts.query, safe=f"{_SAFE_IN_PATH}?"),
+        path=quote(parts.path or "/", safe=SAFE_IN_PATH),
+        query_string=quote(parts.query, safe=f"{SAFE_IN_PATH}?"),
         encoded=True,
     )
 
@@ -375,7 +436,7 @@ def _login(url: str) -> dict[str, str]:
     return {"authorization": f"Basic {base64.b64encode(pair.encode()).decode()}"}
 
 
-def _proxy(name: str, url: str) -> str | None:
+def _proxy(url: str) -> str | None:
     """The proxy that the environment names for an address: HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY."""
     parts = urlsplit(url)
     proxies = getproxies()
@@ -387,9 +448,9 @@ def _proxy(name: str, url: str) -> str | None:
     if "://" not in proxy:
         proxy = f"http://{proxy}"
     if not proxy.startswith(("http://", "https://")):
-        raise ConfigurationError(
-            f"handlers.{name}.url: the environment names a proxy that is neither http:// nor https://: exempt the host "
-            "with NO_PROXY, or name another proxy"
+        raise ValueError(
+            "the environment names a proxy that is neither http:// nor https://: exempt the host with NO_PROXY, or "
+            "name another proxy"
         )
     return proxy
 
@@ -452,7 +513,7 @@ def _http_date(value: str) -> datetime | None:
     return parsed.replace(tzinfo=UTC) if parsed.tzinfo is None else parsed
 
 
-def _key(secret: str) -> bytes:
+def key_of(secret: str) -> bytes:
     """The key of a signing secret: what follows `whsec_` in base64, or its characters. Raises SecretUnavailable."""
     if not secret.startswith(_SECRET_PREFIX):
         return secret.encode()

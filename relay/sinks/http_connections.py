@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.client_proto import ResponseHandler
 from aiohttp.connector import Connection
 from aiohttp.helpers import set_exception
@@ -22,10 +23,13 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import EMPTY_PAYLOAD
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from relay.runtime.threads import pool
 from relay.sinks.egress import EgressGuard
 
 READ_BYTES = 8_000
 """How much of a response is read to use its connection again; after a longer response it is closed."""
+_RESOLVING = 16
+"""How many names of endpoints are resolved at once."""
 _KEPT_SECONDS = 5.0
 """How long an idle connection is kept: shorter than by most servers, which may be closing it when it is used."""
 _BEGINNING_BYTES = 4_096
@@ -46,15 +50,23 @@ class Malformed(aiohttp.ClientError):
 class Connector(aiohttp.TCPConnector):
     """Opens connections, and lends none on which its server has sent anything since its last response."""
 
-    def __init__(self, limit: int, keeps: bool, guard: EgressGuard) -> None:
-        """At most `limit` connections are open at once. Without `keeps` each is for one request.
+    def __init__(
+        self, limit: int, keeps: bool, guard: EgressGuard, resolver: Resolver | None
+    ) -> None:
+        """At most `limit` connections are in use at once, and as many idle. Without `keeps` each is for one request.
 
         `guard` is asked before each connection is opened: connecting to an address that it refuses raises
         AddressRefused, as the cause of aiohttp's error.
         """
         kept: dict[str, Any] = {"keepalive_timeout": _KEPT_SECONDS} if keeps else {}
         factory = partial(_socket, guard)
-        super().__init__(limit=limit, force_close=not keeps, socket_factory=factory, **kept)
+        super().__init__(
+            limit=limit,
+            force_close=not keeps,
+            socket_factory=factory,
+            resolver=resolver,
+            **kept,
+        )
         self._factory: Any = partial(_Server, loop=self._loop)
 
     async def connect(self, *arguments: Any, **options: Any) -> Connection:
@@ -66,6 +78,41 @@ class Connector(aiohttp.TCPConnector):
             if server is None or not (server.has_served and server.should_close):
                 return connection
             connection.close()
+
+    def _release(self, key: Any, protocol: ResponseHandler, *, should_close: bool = False) -> None:
+        # With many servers, a connection to each would stay open.
+        if not should_close and len(self._conns) > self.limit:
+            should_close = key not in self._conns
+        super()._release(key, protocol, should_close=should_close)
+
+
+class Resolver(AbstractResolver):
+    """Resolves names in threads of its own: where data choose names, the servers of some may never answer."""
+
+    def __init__(self) -> None:
+        self._threads = pool(_RESOLVING, "endpoint names")
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        """The addresses of a name. Raises OSError."""
+        call = partial(socket.getaddrinfo, host, port, family, socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        return [
+            ResolveResult(
+                hostname=host,
+                host=str(address[0]),
+                port=int(address[1]),
+                family=kind,
+                proto=protocol,
+                flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+            )
+            for kind, _, protocol, _, address in found
+        ]
+
+    async def close(self) -> None:
+        """Let go of the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class _Server(ResponseHandler):

@@ -270,6 +270,36 @@ comment on column relay.sink_completions.first_offset is 'the least c_offset of 
 comment on column relay.sink_completions.xid is
     'the transaction of the source; null for a deferred one, which the position of the sink does not bring again';
 
+-- The endpoints of sinks whose endpoints are chosen by data (type: http) that have failed for a while, or are disabled.
+create table if not exists relay.endpoints (
+    group_id      text        not null,
+    sink          text        not null,
+    endpoint      text        not null,
+    address       text        not null,
+    host_id       text,
+    failing_since timestamptz,
+    fault         text,
+    disabled_at   timestamptz,
+    disabled_by   text,
+    reason        text,
+    changed_at    timestamptz not null default clock_timestamp(),
+    primary key (group_id, sink, endpoint)
+);
+create index if not exists endpoints_changed on relay.endpoints (group_id, sink, changed_at);
+
+comment on table relay.endpoints is
+    'endpoints chosen by data that have failed for a minute or longer, or are disabled: what is for these becomes dead letters';
+comment on column relay.endpoints.endpoint is
+    'the first digits of the SHA-256 of its URL, which may be secret';
+comment on column relay.endpoints.address is
+    'scheme, host and port of the URL';
+comment on column relay.endpoints.host_id is
+    'the host of one of the events that were for it';
+comment on column relay.endpoints.disabled_by is
+    'the role of the operator; null where relay has disabled it, because of the fault';
+comment on column relay.endpoints.changed_at is
+    'the process that works the sink reads what has changed';
+
 create sequence if not exists relay.dead_transactions;
 
 -- What became of a sink's delivery attempts in each of the last minutes.
@@ -998,6 +1028,7 @@ begin
         grant select, insert, delete on relay.streaks to relay;
         grant select, insert, update, delete on relay.sinks, relay.sink_commits, relay.sink_activity to relay;
         grant select, insert, delete on relay.sink_completions to relay;
+        grant select, insert, update, delete on relay.endpoints to relay;
         grant select, insert, update, delete on relay.deferred to relay;
         grant select, insert, delete on relay.deferred_keys, relay.deferred_rows to relay;
         grant usage on sequence relay.deferred_id_seq to relay;

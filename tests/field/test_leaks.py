@@ -18,7 +18,7 @@ import psycopg
 import pytest
 from psycopg_pool import PoolTimeout
 
-from relay.delivery.circuit_breaker import CircuitBreaker
+from relay.sinks.circuit_breaker import CircuitBreaker
 from relay.store.connections import open_pool
 from tests.outbox import Outbox, event, host, wait_until
 from tests.process import Running, running

@@ -14,8 +14,6 @@ import pytest
 
 from relay.config.handlers import CircuitBreakerSettings, HttpHandler
 from relay.config.settings import Settings
-from relay.delivery import circuit_breaker
-from relay.delivery.circuit_breaker import CircuitBreaker
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.queues import Delivery
 from relay.faults import Undelivered
@@ -23,6 +21,8 @@ from relay.model.dispositions import APPLIED, Disposition, RetryLater
 from relay.model.events import Commit, Lsn, Transaction
 from relay.model.transactions import Undecoded
 from relay.pipeline.failure_limit import FailureLimit
+from relay.sinks import circuit_breaker
+from relay.sinks.circuit_breaker import CircuitBreaker
 from relay.sinks.http import retry_after
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.webhook import Answer, Webhook

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from relay.config.handlers import CircuitBreakerSettings, HttpHandler
 from relay.delivery import dispatch
-from relay.delivery.circuit_breaker import CircuitBreaker
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.queues import Delivery
 from relay.faults import DestinationRefused, Rejected, Undelivered
@@ -29,6 +28,7 @@ from relay.model.dispositions import (
 from relay.model.events import Commit, Lsn, Transaction
 from relay.model.transactions import Undecoded
 from relay.pipeline.failure_limit import FailureLimit
+from relay.sinks.circuit_breaker import CircuitBreaker
 from relay.store.deferred.due import DueTransaction
 
 Behave = Callable[[int], Awaitable[None]]
@@ -478,7 +478,7 @@ def test_a_fault_that_stops_relay_is_reported() -> None:
 
 def test_the_time_between_trials_doubles(monkeypatch: Any) -> None:
     now = [0.0]
-    monkeypatch.setattr("relay.delivery.circuit_breaker.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("relay.sinks.circuit_breaker.time.monotonic", lambda: now[0])
     breaker = CircuitBreaker(CircuitBreakerSettings(failures=2, cool_down=3))
     assert breaker.seconds_to_trial() == 0
     assert [breaker.failed("a"), breaker.failed("b")] == [False, True]

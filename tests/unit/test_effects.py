@@ -160,7 +160,16 @@ def test_keys_are_without_a_mark_only_where_none_was_written() -> None:
 
 LEFT_OUT = {
     *("retry", "timeout", "rate_limit", "concurrency", "circuit_breaker", "tls", "tls_first"),
-    *("compress_above", "statuses", "max_length", "max_events", "every", "bootstrap", "start"),
+    *(
+        "compress_above",
+        "statuses",
+        "private_addresses",
+        "max_length",
+        "max_events",
+        "every",
+        "bootstrap",
+        "start",
+    ),
 }
 """The keys of handlers that decided no effects when the first rows were stored."""
 

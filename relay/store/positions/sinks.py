@@ -19,7 +19,7 @@ from psycopg import sql
 
 from relay.model.events import Lsn
 from relay.model.snapshots import BEGINNING, Snapshot, Xids
-from relay.store import completeness, literals, locks
+from relay.store import completeness, endpoints, literals, locks
 from relay.store.brakes import Streak, streaks
 from relay.store.connections import Connection, Dsn, connect
 from relay.store.deferred import due
@@ -621,6 +621,7 @@ def remove(conn: Connection, group: str, sinks: Collection[str]) -> int:
             "delete from relay.spark_batches where group_id = %s and sink = any(%s)", (group, names)
         )
         completeness.forget(conn, group, names)
+        endpoints.forget(conn, group, names)
         return conn.execute(
             "delete from relay.sinks where group_id = %s and sink = any(%s)", (group, names)
         ).rowcount

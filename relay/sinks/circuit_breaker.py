@@ -48,9 +48,14 @@ class CircuitBreaker:
             return None
         return max(0.0, max(self._opened + self._wait, self._asked_until) - time.monotonic())
 
-    def begin(self) -> None:
-        """Note that a delivery starts: while the breaker is open, it is the trial."""
+    def begin(self) -> bool:
+        """Note that a delivery starts: while the breaker is open, it is the trial. Returns whether it is."""
         self._trying = self.is_open
+        return self._trying
+
+    def give_up(self) -> None:
+        """Note that the trial has ended without an answer, since it was cancelled: the next one may begin."""
+        self._trying = False
 
     def succeeded(self, key: Hashable) -> bool:
         """Close the breaker, since the destination has answered; returns whether it was open."""

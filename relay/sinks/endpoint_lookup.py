@@ -1,0 +1,146 @@
+"""Finds the row of an event's endpoint, by a query of the user's in the target, and remembers it for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import LiteralString
+
+import psycopg
+
+from relay.config.fields import Row, bound
+from relay.config.handlers import EndpointsSettings, lookup_names
+from relay.faults import ConfigurationError, EndpointRejected, Undelivered, describe
+from relay.model.events import Event
+from relay.sinks import Target
+from relay.store import session_settings, statements
+from relay.store.connections import Connection, Pool, new_pool
+from relay.store.session_settings import LOCK_TIMEOUT, SessionKind
+
+MOST_REMEMBERED = 10_000
+"""How many combinations of values are remembered: each has about a kilobyte."""
+_IDLE_SECONDS = 10.0
+_PLACEHOLDER = re.compile(r"%(?:%|\(([^)]*)\)s)")
+
+_Values = tuple[str | None, ...]
+
+
+class Lookup:
+    """The query `endpoints.select` of a sink. For one event loop; the query runs in threads."""
+
+    def __init__(self, name: str, settings: EndpointsSettings, target: Target) -> None:
+        self._key = f"handlers.{name}.endpoints.select"
+        self._settings = settings
+        self._target = target
+        select = settings.select or ""
+        self.names = tuple(lookup_names(select))
+        self._types: Mapping[str, LiteralString] = {
+            each: target.types.get(each, "text") for each in self.names
+        }
+        self._select = _PLACEHOLDER.sub(self._typed, select).encode()
+        self._known: OrderedDict[_Values, tuple[float, Row | None]] = OrderedDict()
+        self._running: dict[_Values, asyncio.Task[Row | None]] = {}
+        self._room = asyncio.Semaphore(target.connections)
+        self._pool: Pool | None = None
+
+    def _typed(self, match: re.Match[str]) -> str:
+        name = match[1]
+        return "%%" if name is None else f"(%({name})s::{self._types[name]})"
+
+    def check(self, conn: Connection, columns: Mapping[str, str]) -> None:
+        """Let the server parse and plan the query. `columns` are those that templates need, each with a key.
+
+        Raises ConfigurationError.
+        """
+        index = {name: number for number, name in enumerate(self.names, start=1)}
+
+        def numbered(match: re.Match[str]) -> str:
+            name = match[1]
+            return "%" if name is None else f"(${index[name]}::{self._types[name]})"
+
+        text = _PLACEHOLDER.sub(numbered, self._settings.select or "")
+        found = statements.parse(conn, self._key, text, len(self.names))
+        for column, key in columns.items():
+            if column not in found:
+                raise ConfigurationError(
+                    f"{self._key}: has no column {column}, which {key} needs (columns: {', '.join(found) or 'none'})"
+                )
+        statements.explain(conn, self._key, self._select, dict.fromkeys(self.names))
+
+    async def row(self, event: Event) -> Row | None:
+        """The row of an event's endpoint; None without one.
+
+        Raises Undelivered if the query fails, EndpointRejected for several rows, and Rejected for what is no JSON.
+        """
+        values = tuple(bound(event, name) for name in self.names)
+        known = self._known.get(values)
+        if known is not None and time.monotonic() < known[0]:
+            self._known.move_to_end(values)
+            return known[1]
+        running = self._running.get(values)
+        if running is None:
+            # A task of its own: those that wait for the same row do not depend on each other.
+            running = asyncio.create_task(self._queried(values))
+            self._running[values] = running
+            running.add_done_callback(lambda _: self._running.pop(values))
+        return await asyncio.shield(running)
+
+    def forget(self, event: Event) -> None:
+        """Query the row of an event's endpoint again when it is needed next."""
+        self._known.pop(tuple(bound(event, name) for name in self.names), None)
+
+    async def _queried(self, values: _Values) -> Row | None:
+        async with self._room:
+            if self._pool is None:
+                self._pool = _pool(self._target)
+            try:
+                row = await asyncio.to_thread(self._query, self._pool, values)
+            except psycopg.Error as error:
+                raise Undelivered(f"endpoints.select: {describe(error)}") from None
+        if self._settings.cache:
+            self._known[values] = time.monotonic() + self._settings.cache, row
+            self._known.move_to_end(values)
+            while len(self._known) > MOST_REMEMBERED:
+                self._known.popitem(last=False)
+        return row
+
+    def _query(self, pool: Pool, values: _Values) -> Row | None:
+        milliseconds = max(1, int(self._settings.timeout * 1000))
+        with pool.connection() as conn, conn.transaction():
+            conn.execute(
+                b"set transaction read only; set local statement_timeout = %d; " % milliseconds
+                + session_settings.USERS_PATH_LOCALLY
+            )
+            cursor = conn.execute(self._select, dict(zip(self.names, values, strict=True)))
+            rows = cursor.fetchmany(2)
+            columns = [each.name for each in cursor.description or ()]
+        if len(rows) > 1:
+            raise EndpointRejected(
+                "endpoints.select returns more than one row for the event: return one endpoint"
+            )
+        return (
+            {column: _text(value) for column, value in zip(columns, rows[0], strict=True)}
+            if rows
+            else None
+        )
+
+    def close(self) -> None:
+        """Close the sessions."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+def _text(value: object) -> str | None:
+    return value if value is None or isinstance(value, str) else str(value)
+
+
+def _pool(target: Target) -> Pool:
+    session = session_settings.statements(
+        SessionKind.HANDLER, defaults={"lock_timeout": LOCK_TIMEOUT}
+    )
+    return new_pool(
+        target.dsn, target.connections, session, None, max_idle=_IDLE_SECONDS, num_workers=1
+    )

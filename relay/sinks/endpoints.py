@@ -1,0 +1,406 @@
+"""The endpoints of one sink: which of them count as down or are disabled, and how many requests each gets.
+
+What an endpoint does concerns its own events only: while it fails, they are deferred without an attempt that counts.
+Memory is bounded: an endpoint that works and has no request in flight is forgotten once there are many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+
+import psycopg
+
+from relay.config.handlers import CircuitBreakerSettings, HttpHandler
+from relay.faults import (
+    EndpointDisabled,
+    EndpointDown,
+    EndpointFailed,
+    EndpointRejected,
+    Rejected,
+    Undelivered,
+    asked_of,
+    describe,
+)
+from relay.sinks import Target
+from relay.sinks.circuit_breaker import CircuitBreaker
+from relay.sinks.rate_limit import RateLimit
+from relay.store import endpoints as stored
+from relay.store import session_settings
+from relay.store.connections import Pool, new_pool
+from relay.store.endpoints import StoredEndpoint
+from relay.store.session_settings import LOCK_TIMEOUT, SessionKind
+
+log = logging.getLogger(__name__)
+
+READ_SECONDS = 2.0
+"""How often it is read what operators have enabled or disabled, while there are deliveries."""
+STORE_SECONDS = 60.0
+"""After so long, a failing endpoint is stored, so that a restart goes on counting; each is a row written."""
+LONGEST_TURN_SECONDS = 1.0
+"""A delivery whose turn comes later is deferred: while it waits in memory, it takes room from other endpoints'."""
+MOST_REFUSED = 100
+"""After so many refusals of single events in a row, it is the endpoint that fails: no more dead letters are made."""
+LEAST_FAILURES = 5
+"""So many attempts of this process have to fail before it disables an endpoint that failed before it was started."""
+MOST_IDLE = 10_000
+"""How many endpoints are remembered that neither fail nor have anything in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointId:
+    """What identifies an endpoint without secrets: the beginning of its URL's SHA-256, and scheme, host and port."""
+
+    digest: str
+    address: str
+
+
+@dataclass(slots=True, eq=False)
+class Endpoint:
+    """The state of an endpoint. `since` is when the first of the failures in a row was; `refused` counts refusals."""
+
+    id: EndpointId
+    breaker: CircuitBreaker
+    room: asyncio.Semaphore
+    pace: RateLimit | None
+    users: int = 0
+    failures: int = 0
+    refused: int = 0
+    since: datetime | None = None
+    is_stored: bool = False
+    disabled: StoredEndpoint | None = None
+    host: str | None = None
+    fault: str = ""
+
+    @property
+    def is_forgettable(self) -> bool:
+        """Whether nothing would be lost with it but what the next attempt finds again."""
+        return not (self.users or self.failures or self.is_stored or self.disabled)
+
+
+@dataclass(slots=True)
+class _Unstored:
+    failing: dict[str, StoredEndpoint] = field(default_factory=dict)
+    works: set[str] = field(default_factory=set)
+
+
+class Endpoints:
+    """The endpoints of one sink. For one event loop; statements run in threads."""
+
+    def __init__(self, sink: str, settings: HttpHandler, target: Target) -> None:
+        self._sink = sink
+        self._target = target
+        self._breaker = settings.circuit_breaker
+        self._cool_down = (settings.circuit_breaker or CircuitBreakerSettings()).cool_down
+        self._rate = settings.rate_limit
+        own = settings.endpoints_or_default
+        self._concurrency = min(own.concurrency, settings.concurrency)
+        self._disable_after = own.disable_after
+        self._room = asyncio.Semaphore(settings.concurrency)
+        self._known: OrderedDict[str, Endpoint] = OrderedDict()
+        self._unstored = _Unstored()
+        self._pool: Pool | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._read_at = -READ_SECONDS
+        self._after: datetime | None = None
+
+    def reset(self) -> None:
+        """Forget everything: another process may have worked the sink meanwhile."""
+        self._known.clear()
+        self._unstored = _Unstored()
+        self._read_at, self._after = -READ_SECONDS, None
+
+    def of(self, id: EndpointId) -> Endpoint:
+        """The endpoint of an id."""
+        known = self._known.get(id.digest)
+        if known is None:
+            known = self._known[id.digest] = Endpoint(
+                id,
+                CircuitBreaker(self._breaker),
+                asyncio.Semaphore(self._concurrency),
+                RateLimit(self._rate) if self._rate else None,
+            )
+            self._forget()
+        else:
+            self._known.move_to_end(id.digest)
+        return known
+
+    def _forget(self) -> None:
+        # Those that fail stay: there are no more of them than rows in the table, or deliveries in flight.
+        for _ in range(min(2, len(self._known) - MOST_IDLE)):
+            digest, oldest = next(iter(self._known.items()))
+            if oldest.is_forgettable:
+                del self._known[digest]
+            else:
+                self._known.move_to_end(digest)
+
+    async def refresh(self) -> None:
+        """Store what has become of endpoints, and read what operators want, at most every READ_SECONDS.
+
+        Raises Undelivered if the target does not answer.
+        """
+        if time.monotonic() - self._read_at >= READ_SECONDS:
+            await asyncio.shield(self._begin_reading())
+
+    async def _refresh(self) -> None:
+        """The same at once."""
+        if self._reading is not None:
+            # It may have begun before what is to be stored was known.
+            await asyncio.gather(self._reading, return_exceptions=True)
+        await asyncio.shield(self._begin_reading())
+
+    def _begin_reading(self) -> asyncio.Task[None]:
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._read())
+            self._reading.add_done_callback(self._has_read)
+        return self._reading
+
+    def _has_read(self, ended: asyncio.Task[None]) -> None:
+        self._reading = None
+        if not ended.cancelled():
+            # Whoever waits has it too; nobody may be waiting.
+            ended.exception()
+
+    async def _read(self) -> None:
+        unstored, self._unstored = self._unstored, _Unstored()
+        if self._pool is None:
+            session = session_settings.statements(SessionKind.OWN, {"lock_timeout": LOCK_TIMEOUT})
+            self._pool = new_pool(
+                self._target.dsn, 1, session, None, max_idle=10 * READ_SECONDS, num_workers=1
+            )
+        try:
+            rows, after = await asyncio.to_thread(self._exchange, self._pool, unstored)
+        except psycopg.Error as error:
+            for digest, each in unstored.failing.items():
+                self._unstored.failing.setdefault(digest, each)
+            self._unstored.works |= unstored.works - self._unstored.failing.keys()
+            raise Undelivered(f"relay.endpoints cannot be read: {describe(error)}") from None
+        self._read_at, self._after = time.monotonic(), after
+        for row in rows:
+            self._note(row)
+
+    def _exchange(self, pool: Pool, unstored: _Unstored) -> tuple[list[StoredEndpoint], datetime]:
+        group, sink = self._target.group, self._sink
+        with pool.connection() as conn, conn.transaction():
+            if unstored.failing or unstored.works:
+                works = [(sink, digest) for digest in sorted(unstored.works)]
+                failing = [unstored.failing[digest] for digest in sorted(unstored.failing)]
+                stored.store(conn, group, failing, works)
+            return stored.changed(conn, group, sink, self._after)
+
+    def _note(self, row: StoredEndpoint) -> None:
+        """Note a row that was changed, by this process, an earlier one or an operator."""
+        endpoint = self.of(EndpointId(row.endpoint, row.address))
+        if row.disabled_at is not None:
+            endpoint.disabled = row
+            return
+        if endpoint.disabled is not None and row.endpoint not in self._unstored.failing:
+            log.info("an endpoint is enabled", extra=self._fields(endpoint))
+            self._reset(endpoint)
+        if endpoint.since is None and row.failing_since is not None:
+            endpoint.since, endpoint.fault = row.failing_since, row.fault or ""
+        endpoint.is_stored = True
+
+    def _reset(self, endpoint: Endpoint) -> None:
+        endpoint.disabled, endpoint.since = None, None
+        endpoint.failures = endpoint.refused = 0
+        endpoint.breaker = CircuitBreaker(self._breaker)
+
+    def require(self, endpoint: Endpoint) -> None:
+        """Raise EndpointDisabled or EndpointDown if the endpoint is not to be tried now."""
+        if endpoint.disabled is not None:
+            raise EndpointDisabled(_disabled(endpoint.disabled))
+        seconds = endpoint.breaker.seconds_to_trial()
+        if seconds is None or seconds > 0:
+            raise EndpointDown(
+                f"the endpoint is down: {endpoint.fault}", after=seconds or 1.0, tried=False
+            )
+
+    @asynccontextmanager
+    async def turn(self, endpoint: Endpoint) -> AsyncIterator[None]:
+        """Wait for the endpoint's rate and for room, and count the attempt as in flight.
+
+        Raises EndpointDown if the turn comes too late, or the endpoint counts as down meanwhile.
+        """
+        endpoint.users += 1
+        try:
+            await self._wait(endpoint)
+            try:
+                async with self._room:
+                    self.require(endpoint)
+                    is_trial = endpoint.breaker.begin()
+                    try:
+                        yield
+                    finally:
+                        if is_trial:
+                            endpoint.breaker.give_up()
+            finally:
+                endpoint.room.release()
+        finally:
+            endpoint.users -= 1
+
+    async def _wait(self, endpoint: Endpoint) -> None:
+        ahead = endpoint.pace.ahead if endpoint.pace is not None else 0.0
+        if ahead > LONGEST_TURN_SECONDS:
+            raise EndpointDown("the endpoint is at its rate_limit", after=ahead, tried=False)
+        try:
+            async with asyncio.timeout(LONGEST_TURN_SECONDS):
+                await endpoint.room.acquire()
+        except TimeoutError:
+            raise EndpointDown(
+                f"the endpoint has {self._concurrency} requests in flight",
+                after=LONGEST_TURN_SECONDS,
+                tried=False,
+            ) from None
+        if endpoint.pace is not None:
+            try:
+                await asyncio.sleep(endpoint.pace.turn())
+            except BaseException:
+                endpoint.room.release()
+                raise
+
+    # What has become of an attempt
+
+    def succeeded(self, endpoint: Endpoint) -> None:
+        """Note that the endpoint has accepted an event."""
+        if endpoint.breaker.succeeded(None):
+            log.info("an endpoint answers again", extra=self._fields(endpoint))
+        endpoint.failures = endpoint.refused = 0
+        endpoint.since = None
+        if endpoint.is_stored or endpoint.id.digest in self._unstored.failing:
+            self._unstored.failing.pop(endpoint.id.digest, None)
+            self._unstored.works.add(endpoint.id.digest)
+            endpoint.is_stored = False
+            self._store_soon()
+
+    async def refused(
+        self, endpoint: Endpoint, key: str | None, error: Rejected | Undelivered
+    ) -> Exception:
+        """Note that the endpoint refuses an event for good; returns the fault to raise.
+
+        After too many in a row it is the endpoint that fails.
+        """
+        endpoint.refused += 1
+        if endpoint.refused <= MOST_REFUSED:
+            endpoint.breaker.succeeded(key)
+            return EndpointRejected(str(error), detail=error.detail)
+        self._fail(endpoint, key, error, stops=True)
+        return await self._fault(endpoint, f"the endpoint refuses every event: {error}", error)
+
+    async def failed(self, endpoint: Endpoint, key: str | None, error: Undelivered) -> Exception:
+        """Note that an attempt has failed; returns the fault to raise."""
+        self._fail(endpoint, key, error)
+        return await self._fault(endpoint, str(error), error)
+
+    async def gone(self, endpoint: Endpoint, key: str | None, error: Undelivered) -> Exception:
+        """Disable an endpoint that wants no more events; returns the fault to raise."""
+        endpoint.fault, endpoint.host = describe(error), key
+        self._disable(endpoint)
+        return await self._fault(endpoint, str(error), error)
+
+    async def _fault(
+        self, endpoint: Endpoint, reason: str, error: Rejected | Undelivered
+    ) -> Exception:
+        detail = error.detail
+        if endpoint.disabled is not None:
+            # Before its events are dead letters.
+            await self._refresh()
+            return EndpointDisabled(_disabled(endpoint.disabled), detail=detail)
+        after = error.after if isinstance(error, Undelivered) else None
+        if endpoint.breaker.is_open:
+            return EndpointDown(reason, after=after, detail=detail, tried=True)
+        return EndpointFailed(reason, after=after, detail=detail)
+
+    def _fail(
+        self, endpoint: Endpoint, key: str | None, error: Exception, *, stops: bool = False
+    ) -> None:
+        now = datetime.now(UTC)
+        endpoint.fault, endpoint.host = describe(error), key
+        endpoint.failures += 1
+        if endpoint.since is None:
+            endpoint.since = now
+        was_open = endpoint.breaker.is_open
+        if stops:
+            endpoint.breaker.stop(key)
+        else:
+            endpoint.breaker.failed(key, asked_of(error))
+        if endpoint.breaker.is_open and not was_open:
+            log.warning("an endpoint is down", extra=self._fields(endpoint))
+        failing = now - endpoint.since
+        if (
+            self._disable_after is not None
+            and failing >= self._disable_after
+            and endpoint.failures >= LEAST_FAILURES
+        ):
+            self._disable(endpoint)
+        elif not endpoint.is_stored and failing >= timedelta(seconds=STORE_SECONDS):
+            self._store(endpoint, None)
+
+    def _disable(self, endpoint: Endpoint) -> None:
+        """Disable the endpoint: what is for it becomes dead letters, until an operator enables it."""
+        now = datetime.now(UTC)
+        endpoint.since = endpoint.since or now
+        endpoint.disabled = self._store(endpoint, now)
+        log.error("an endpoint is disabled", extra=self._fields(endpoint))
+
+    def _store(self, endpoint: Endpoint, disabled_at: datetime | None) -> StoredEndpoint:
+        row = StoredEndpoint(
+            self._sink,
+            endpoint.id.digest,
+            endpoint.id.address,
+            endpoint.host,
+            endpoint.since,
+            endpoint.fault,
+            disabled_at,
+        )
+        self._unstored.failing[endpoint.id.digest] = row
+        self._unstored.works.discard(endpoint.id.digest)
+        endpoint.is_stored = True
+        self._store_soon()
+        return row
+
+    def _store_soon(self) -> None:
+        """Store what has become of endpoints, even if no delivery follows."""
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(READ_SECONDS, self._store_now)
+
+    def _store_now(self) -> None:
+        self._timer = None
+        if self._unstored.failing or self._unstored.works:
+            self._begin_reading().add_done_callback(self._store_again)
+
+    def _store_again(self, ended: asyncio.Task[None]) -> None:
+        if not ended.cancelled() and ended.exception() is not None:
+            self._store_soon()
+
+    def _fields(self, endpoint: Endpoint) -> dict[str, object]:
+        return {
+            "handler": self._sink,
+            "endpoint": endpoint.id.digest,
+            "address": endpoint.id.address,
+            "host_id": endpoint.host,
+            "fault": endpoint.fault,
+        }
+
+    async def close(self) -> None:
+        """Store what is not stored yet, and close the session."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._unstored.failing or self._unstored.works:
+            with suppress(Undelivered):
+                await self._refresh()
+        if self._pool is not None:
+            await asyncio.to_thread(self._pool.close)
+
+
+def _disabled(row: StoredEndpoint) -> str:
+    since = row.disabled_at.isoformat(timespec="seconds") if row.disabled_at is not None else ""
+    return f"the endpoint {row.endpoint} is disabled since {since}: {row.why or 'no reason given'}"

@@ -1,0 +1,196 @@
+"""The sink of `type: http` whose endpoints data choose: by templates over events, and over the rows of a lookup."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import groupby
+
+from relay.config.addresses import AddressTemplate
+from relay.config.fields import Row, has_name
+from relay.config.handlers import HttpHandler, is_header_value
+from relay.faults import (
+    ConfigurationError,
+    DestinationRefused,
+    Drop,
+    EndpointRejected,
+    Rejected,
+    SecretUnavailable,
+    Unauthorized,
+    Undelivered,
+)
+from relay.model.events import Event, Transaction
+from relay.sinks import Target
+from relay.sinks.endpoint_lookup import Lookup
+from relay.sinks.endpoints import EndpointId, Endpoints
+from relay.sinks.http import AddressNotPublic, Destination, Http, destination, key_of
+from relay.sinks.http_connections import Resolver
+
+MOST_KNOWN = 10_000
+"""How many addresses are remembered as they were parsed, each of about two kilobytes."""
+
+
+def identity_of(to: Destination) -> EndpointId:
+    """What identifies the endpoint of a destination."""
+    digest = sha256(str(to.url).encode()).hexdigest()[:16]
+    return EndpointId(digest, f"{to.url.scheme}://{to.url.raw_authority}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Post:
+    """Events that go to one endpoint."""
+
+    id: EndpointId
+    to: Destination
+    events: Sequence[Event]
+
+
+class HttpEndpoints(Http):
+    """Posts each event, or each transaction, to the endpoint that its data choose."""
+
+    def __init__(self, name: str, settings: HttpHandler, target: Target | None) -> None:
+        """Raises ConfigurationError where a certificate or the environment's proxy cannot be used."""
+        if target is None:
+            raise ConfigurationError(f"handlers.{name}.url: a template needs the target")
+        self._fixed: Destination | None = None
+        self._url: AddressTemplate | None = None
+        super().__init__(name, settings)
+        self._headers = {
+            key.partition(".")[2].lower(): template
+            for key, template in settings.header_templates.items()
+        }
+        self._secrets = settings.secret_templates
+        own = settings.endpoints
+        self._lookup = Lookup(name, own, target) if own is not None and own.select else None
+        self._endpoints = Endpoints(name, settings, target)
+        self._known: OrderedDict[str, tuple[EndpointId, Destination]] = OrderedDict()
+
+    def _open(self) -> None:
+        settings = self._settings
+        if has_name(settings.url):
+            self._url = AddressTemplate(settings.url)
+        else:
+            self._fixed = self._destination_of(settings.url)
+        self._identifies_itself = True
+        self._open_clients(Resolver())
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await super().close()
+        await self._endpoints.close()
+        if self._lookup is not None:
+            self._lookup.close()
+
+    def resume(self, series: str) -> None:
+        """Forget the states of endpoints: another process may have worked the sink."""
+        super().resume(series)
+        self._endpoints.reset()
+
+    async def deliver(self, transaction: Transaction) -> None:
+        """Post the events, in order, each to its endpoint.
+
+        Raises Drop if none has an endpoint, EndpointFailed, EndpointRejected, Rejected, and Undelivered if it is not
+        known which endpoint an event has.
+        """
+        await self._endpoints.refresh()
+        posts = await self._posts(transaction)
+        # Before the first one, since what is posted before a fault is posted again.
+        for id in dict.fromkeys(each.id for each in posts):
+            self._endpoints.require(self._endpoints.of(id))
+        for each in posts:
+            await self._deliver(each)
+
+    async def _posts(self, transaction: Transaction) -> list[_Post]:
+        chosen: list[tuple[EndpointId, Destination, Event]] = []
+        for event in transaction.events:
+            found = await self._chosen(event)
+            if found is not None:
+                chosen.append((*found, event))
+        if not chosen:
+            raise Drop("endpoints.select returns no endpoint")
+        posts = []
+        for (id, to), some in groupby(chosen, key=lambda each: each[:2]):
+            posts.append(_Post(id, to, [event for *_, event in some]))
+        if self._settings.each == "transaction" and len(posts) > 1:
+            raise Rejected(
+                "the events of the transaction have different endpoints, and each: transaction needs one: use each: "
+                "event"
+            )
+        return posts
+
+    async def _chosen(self, event: Event) -> tuple[EndpointId, Destination] | None:
+        row: Row | None = {}
+        if self._lookup is not None:
+            row = await self._lookup.row(event)
+            if row is None:
+                return None
+        if self._url is not None:
+            id, to = self._parsed(self._address(event, row or {}))
+        else:
+            id, to = self._parsed(self._settings.url)
+        if self._headers or self._secrets:
+            headers, keys = self._filled(event, row or {})
+            to = replace(to, headers={**to.headers, **headers}, keys=keys)
+        return id, to
+
+    def _address(self, event: Event, row: Row) -> str:
+        assert self._url is not None  # noqa: S101
+        try:
+            return self._url.address(event, row)
+        except Rejected as error:
+            raise EndpointRejected(str(error)) from None
+
+    def _parsed(self, address: str) -> tuple[EndpointId, Destination]:
+        known = self._known.get(address)
+        if known is not None:
+            self._known.move_to_end(address)
+            return known
+        try:
+            to = self._fixed or destination(address)
+        except ValueError as error:
+            raise EndpointRejected(f"url: {error}") from None
+        known = self._known[address] = identity_of(to), to
+        if len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+        return known
+
+    def _filled(self, event: Event, row: Row) -> tuple[dict[str, str], tuple[bytes, ...]]:
+        headers = {}
+        for name, template in self._headers.items():
+            text = template.text(event, row)
+            if text is None:
+                raise EndpointRejected(f"headers.{name}: the endpoint's row lacks a value")
+            if not is_header_value(text):
+                raise EndpointRejected(
+                    f"headers.{name}: the value is not printable ASCII on one line"
+                )
+            headers[name] = text
+        texts = [text for each in self._secrets if (text := each.text(event, row))]
+        if self._secrets and not texts:
+            raise EndpointRejected("signing_secret: the endpoint's row has none")
+        try:
+            return headers, tuple(map(key_of, texts))
+        except SecretUnavailable as error:
+            raise EndpointRejected(str(error)) from None
+
+    async def _deliver(self, post: _Post) -> None:
+        endpoint, host = self._endpoints.of(post.id), post.events[0].text("host_id")
+        for identity, headers, body in self._requests(post.events):
+            async with self._endpoints.turn(endpoint):
+                try:
+                    await self._post(post.to, identity, headers, body)
+                except SecretUnavailable:
+                    # One of the handler's own.
+                    raise
+                except (AddressNotPublic, Rejected) as error:
+                    raise await self._endpoints.refused(endpoint, host, error) from None
+                except DestinationRefused as error:
+                    raise await self._endpoints.gone(endpoint, host, error) from None
+                except Undelivered as error:
+                    if isinstance(error, Unauthorized) and self._lookup is not None:
+                        # The row may have other credentials meanwhile.
+                        self._lookup.forget(post.events[0])
+                    raise await self._endpoints.failed(endpoint, host, error) from None
+                self._endpoints.succeeded(endpoint)

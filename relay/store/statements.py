@@ -1,0 +1,52 @@
+"""Lets the server check statements of the user before a run."""
+
+from __future__ import annotations
+
+import psycopg
+
+from relay.faults import ConfigurationError, is_transient, server_error
+from relay.store.connections import Connection
+from relay.store.session_settings import USERS_PATH_LOCALLY
+
+
+def parse(conn: Connection, key: str, statement: str, parameters: int) -> list[str]:
+    """Let the server parse and analyse a statement, that of a key, without running it; returns its result's columns.
+
+    Raises ConfigurationError if it refuses the statement, or finds fewer parameters: inside quotes there are none.
+    """
+    with conn.transaction(force_rollback=True):
+        conn.execute(USERS_PATH_LOCALLY)
+        result = conn.pgconn.prepare(b"", statement.encode())
+        if result.error_message:
+            error = server_error(result)
+            if is_transient(error):
+                raise error
+            message = (error.diag.message_primary or str(error)).strip()
+            raise ConfigurationError(
+                f"{key}: {message}: correct the statement, or create and grant what it names"
+            )
+        described = conn.pgconn.describe_prepared(b"")
+        if described.nparams < parameters:
+            raise ConfigurationError(
+                f"{key}: a placeholder is inside quotes, such as those of `do`, where the server "
+                "accepts no parameters: write %(field)s without quotes, or call a procedure with it"
+            )
+        return [(described.fname(index) or b"").decode() for index in range(described.nfields)]
+
+
+def explain(
+    conn: Connection, key: str, statement: bytes, parameters: dict[str, None] | None
+) -> None:
+    """Raise ConfigurationError if the role lacks a privilege, which the server checks only when execution starts."""
+    try:
+        with conn.transaction(force_rollback=True):
+            conn.execute(USERS_PATH_LOCALLY)
+            conn.execute(b"explain " + statement, parameters)
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise ConfigurationError(
+            f"{key}: {error.diag.message_primary}: grant it to the role of target.dsn"
+        ) from None
+    except psycopg.Error as error:
+        if is_transient(error):
+            raise
+        # Some statements cannot be explained (CALL), or not with null parameters; `parse` has checked the rest.
