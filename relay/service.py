@@ -305,6 +305,10 @@ class _SparkSession(Part):
         self._session = session
         self._owned = owned
 
+    def stop(self) -> None:
+        """Rebuild no session that dies from now on. Groups that share it stop together."""
+        self._session.end()
+
     def close(self) -> None:
         """End the session of this service alone."""
         if self._owned:

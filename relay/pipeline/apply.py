@@ -373,15 +373,13 @@ class Applier:
             )
             for index, rows in enumerate(transactions)
         ]
-        self._deferral_rules.defer_deliveries(
-            conn,
-            assigned,
-            [
-                index
-                for index, each in enumerate(due)
-                if each.undelivered and index not in dispositions
-            ],
-        )
+        undelivered = {
+            index: each.dead_transaction
+            for index, each in enumerate(due)
+            if each.undelivered and index not in dispositions
+        }
+        if undelivered:
+            self._deferral_rules.defer_deliveries(conn, assigned, undelivered)
         dead = self._settlement.store(conn, unsettled)
         for index, disposition in dispositions.items():
             if holds_keys(disposition):

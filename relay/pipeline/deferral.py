@@ -15,10 +15,11 @@ from relay.model.events import Transaction
 from relay.model.keys import of_event, of_host
 from relay.model.transactions import Transactions, Undecoded
 from relay.pipeline.routing import Assignment, BatchRouter, Parts
-from relay.store import clock, deferred
+from relay.store import clock, dead_letters, deferred
 from relay.store.connections import Connection
 from relay.store.deferred import Deferral
 from relay.store.deferred import due as deferred_due
+from relay.store.positions import sinks
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class DeferralRules:
         self._router = router
         self._ordering = Ordering(settings.handlers)
         self._sinks = list(settings.sink_handlers)
+        self._spark_sinks = list(settings.spark_handlers)
 
     def keys(self, assigned: Assignment, index: int) -> frozenset[str]:
         """The ordering keys of the transaction at an index for transactional handlers; empty if it is refused."""
@@ -105,13 +107,24 @@ class DeferralRules:
                 yield name, delivery[0], Deferral(self.delivery_keys(delivery, name))
 
     def defer_deliveries(
-        self, conn: Connection, assigned: Assignment, indices: Iterable[int]
+        self, conn: Connection, assigned: Assignment, replayed: Mapping[int, int | None]
     ) -> None:
-        """Defer the transactions at some indices for each of their sinks, whose workers deliver them in order."""
+        """Defer transactions for each of their sinks, whose workers deliver them in order.
+
+        `replayed` are the dead transactions that are replayed, by index. A Spark sink that has still to read one from
+        the outbox reads it there, by the routes of now; it has left out those that were dead when it came to them.
+        """
+        # Locked before the positions are read: a Spark sink locks them while it decides what it leaves out.
+        numbers = [number for number in replayed.values() if number is not None]
+        as_published = dead_letters.lock_as_published(conn, numbers)
+        ranges = sinks.read_ranges(conn, self._group, self._spark_sinks)
         by_sink: dict[str, list[tuple[Undecoded, Deferral]]] = {}
-        for index in indices:
+        for index, number in replayed.items():
+            xid = int(assigned.transactions.facts["xid"][index])
             for sink, delivery, deferral in self.deliveries(assigned.part(index, index + 1)):
-                by_sink.setdefault(sink, []).append((delivery, deferral))
+                known = ranges.get(sink)
+                if known is None or number not in as_published or not xid or known.has(xid):
+                    by_sink.setdefault(sink, []).append((delivery, deferral))
         for sink, deliveries in by_sink.items():
             deferred.defer(conn, self._group, deliveries, sink)
 

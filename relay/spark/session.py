@@ -100,6 +100,7 @@ class Session:
         self._counted = 0.0
         self._attempted = Event()
         self._closing = Event()
+        self._ending = Event()
         self._builder: Thread | None = None
         self._starting = Lock()
         self._replacing = Lock()
@@ -162,11 +163,15 @@ class Session:
         """Check a session after a failed job; if it has died, discard it and begin to build another."""
         with self._replacing:
             # Another thread, whose job failed too, may have replaced it.
-            if self._session is not session or _alive(session):
+            if self._session is not session or self._ending.is_set() or _alive(session):
                 return
             log.warning("the Spark session died; rebuilding it")
             self._discard()
             self.start()
+
+    def end(self) -> None:
+        """Rebuild the session no more: relay stops, and a signal to all its processes ends the JVM before it."""
+        self._ending.set()
 
     def close(self) -> None:
         """Stop the session and its JVM."""
@@ -220,6 +225,7 @@ class Session:
         if not self._settings.remote:
             self._slots = _slots(session)
             _remember_classes(session)
+            _silence(session)
         # A batch has no more tasks than partitions, so no more workers need a connection.
         parts = [
             pa.record_batch({"connects": [number < self._connecting], "work": [_WARM_UP]})
@@ -299,6 +305,19 @@ def _remember_classes(session: SparkSession) -> None:
     jvm: Any = session._jvm
     for name in _CLASSES:
         vars(jvm)[name] = getattr(jvm, name)
+
+
+def _silence(session: SparkSession) -> None:
+    """Keep PySpark from writing tracebacks to standard error when the JVM dies: the job that fails reports it."""
+    server: Any = getattr(session.sparkContext, "_accumulatorServer", None)
+    if server is not None:
+        server.handle_error = lambda *_: None
+    logging.getLogger().addFilter(_not_of_py4j)
+
+
+def _not_of_py4j(record: logging.LogRecord) -> bool:
+    # py4j logs a lost connection by the root logger, whatever the level of its own, and raises it too.
+    return record.name != "root" or f"{os.sep}py4j{os.sep}" not in record.pathname
 
 
 def _classic_conf(spark: SparkSettings) -> dict[str, str]:

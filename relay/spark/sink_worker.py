@@ -9,16 +9,19 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psycopg
 
 from relay.config.handlers import SparkHandler
 from relay.config.settings import Settings
 from relay.faults import TransientFault
+from relay.model.snapshots import full_xids
 from relay.pipeline.listeners import Meter
 from relay.runtime.parts import Condition, Due, Recurring
 from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
@@ -39,6 +42,7 @@ from relay.spark.writers import (
 from relay.store import completeness, dead_letters, deferred
 from relay.store.completeness import Completeness, Moments
 from relay.store.connections import Connection, connect
+from relay.store.deferred.due import DueTransaction
 from relay.store.positions import spark_batches
 from relay.store.positions.sinks import (
     BEFORE_FIRST,
@@ -226,18 +230,33 @@ class SparkWorker(Recurring):
         if not found.is_full and now - self._since < self._handler.every:
             return None
         self._since = None
-        conn, group, handler = self._claim.conn, self._settings.group, self._handler
+        handler = self._handler
         contents = self._without_scheduled(found.contents)
-        if not (found.due or contents.rows):
-            self._store(state, contents)
-            return None
-        if found.due:
+        with self._claim.conn.transaction():
+            contents, replayed = self._without_undelivered(contents)
+            state = replace(state, done=np.union1d(state.done, replayed))
+            if not (found.due or contents.rows):
+                self._store(state, contents)
+                return None
+            self._begin(state, contents, found.due, replayed)
+        return spark_batches.begun(
+            self._claim.conn, self._settings.group, self._name, handler.target
+        )
+
+    def _begin(
+        self,
+        state: SinkState,
+        contents: Contents,
+        due: list[DueTransaction],
+        replayed: Sequence[int],
+    ) -> None:
+        """Store a batch, in the open database transaction. `replayed` are commits that a replay delivers."""
+        conn, group, handler = self._claim.conn, self._settings.group, self._handler
+        if due:
             contents = replace(
                 contents,
-                deferred=[row.id for row in found.due],
-                data=sink_batches.packed_events(
-                    conn, self._settings, found.due, handler.host_buckets
-                ),
+                deferred=[row.id for row in due],
+                data=sink_batches.packed_events(conn, self._settings, due, handler.host_buckets),
             )
         layout = handler.partition_by, handler.host_buckets
         before = state.position
@@ -247,12 +266,27 @@ class SparkWorker(Recurring):
             following=before.following or contents.after,
             delivered_lsn=max(before.delivered_lsn, contents.lsn),
         )
-        with conn.transaction():
-            self._claim.store(reading, state.epoch, LAGGING)
-            spark_batches.begin(
-                conn, group, self._name, handler.target, state.epoch, layout, contents
-            )
-        return spark_batches.begun(conn, group, self._name, handler.target)
+        self._claim.store(reading, state.epoch, LAGGING, replayed)
+        spark_batches.begin(conn, group, self._name, handler.target, state.epoch, layout, contents)
+
+    def _without_undelivered(self, contents: Contents) -> tuple[Contents, list[int]]:
+        """Leave dead letters of the target that no sink has had out of a batch: their replay delivers them.
+
+        Locks them, in the open database transaction, and returns the batch and their commits (full xids).
+        """
+        before, after = contents.before, contents.after
+        if not contents.rows:
+            return contents, []
+        dead = dead_letters.lock_undelivered(
+            self._claim.conn, self._settings.group, before.xmin, after.xmax - 1
+        )
+        xids = full_xids(np.array(dead, np.uint32), after.xmax)
+        replayed = xids[after.sees(xids) & ~before.sees(xids)].tolist()
+        if not replayed:
+            return contents, []
+        contents = replace(contents, left_out=[*contents.left_out, *replayed])
+        has_rows = sink_batches.has_rows(self._connected(), self._table, contents)
+        return (contents if has_rows else replace(contents, rows=0)), replayed
 
     def _known_moments(self, state: SinkState) -> Moments:
         """The moments at which the source was read for the sink, of its present epoch."""

@@ -412,6 +412,8 @@ comment on column relay.dead_letter_queue.status is
 drop index if exists relay.dead_letter_queue_transaction;
 create index if not exists dead_letter_queue_transaction_hash on relay.dead_letter_queue using hash (transaction_id);
 create index if not exists dead_letter_queue_dead on relay.dead_letter_queue (dead_transaction);
+create index if not exists dead_letter_queue_undelivered on relay.dead_letter_queue (group_id, xid)
+    where undelivered and sink = '';
 
 create table if not exists relay.dead_letter_actions (
     id             bigint generated always as identity primary key,

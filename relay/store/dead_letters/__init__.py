@@ -73,6 +73,9 @@ _COPY = sql.SQL("copy relay.dead_letter_queue ({}) from stdin").format(
     )
 )
 
+_CYCLE = 1 << 32
+"""The xids of dead letters are modulo this number, as in the WAL."""
+
 _REFUSALS = (
     psycopg.DataError,
     psycopg.errors.ProgramLimitExceeded,
@@ -348,6 +351,52 @@ def lock(conn: Connection, dead: Sequence[int], statuses: Sequence[str]) -> set[
             select dead_transaction from locked group by dead_transaction having bool_and(status = any(%s))
             """,
             (list(dead), list(statuses)),
+        )
+        return set(cursor)
+
+
+def lock_undelivered(conn: Connection, group: str, first: int, last: int) -> list[int]:
+    """Lock the dead transactions of a range of full xids whose replay goes to the sinks too; returns their 32-bit xids.
+
+    Left out are replayed ones, and those that cannot be replayed as they are, since only the outbox has an event of
+    them. The locks are shared, and held until the database transaction ends.
+    """
+    ranges = [(0, _CYCLE - 1)]
+    if last - first < _CYCLE:
+        low, high = first % _CYCLE, last % _CYCLE
+        ranges = [(low, high)] if low <= high else [(low, _CYCLE - 1), (0, high)]
+    found: list[int] = []
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        for ends in ranges:
+            cursor.execute(
+                """
+                with locked as (
+                    select dead_transaction, xid, by_reference from relay.dead_letter_queue
+                     where group_id = %s and sink = '' and undelivered and xid between %s and %s
+                       and status in ('dead', 'replaying')
+                     order by id for share)
+                select distinct xid from locked as l
+                 where not exists (select from locked as o
+                                    where o.dead_transaction = l.dead_transaction and o.by_reference)
+                """,
+                (group, *ends),
+                prepare=False,
+            )
+            found += cursor
+    return found
+
+
+def lock_as_published(conn: Connection, dead: Sequence[int]) -> set[int]:
+    """Lock dead transactions until the database transaction ends; returns those of which no payload was edited."""
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        cursor.execute(
+            """
+            with locked as (
+                select dead_transaction, original_payload from relay.dead_letter_queue
+                 where dead_transaction = any(%s) order by id for update)
+            select dead_transaction from locked group by dead_transaction having bool_and(original_payload is null)
+            """,
+            (list(dead),),
         )
         return set(cursor)
 

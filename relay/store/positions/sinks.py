@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
+import numpy as np
 import psycopg
 from psycopg import sql
 
 from relay.model.events import Lsn
-from relay.model.snapshots import BEGINNING, Snapshot, Xids
+from relay.model.snapshots import BEGINNING, Snapshot, Xids, full_xids
 from relay.store import completeness, endpoints, literals, locks
 from relay.store.brakes import Streak, streaks
 from relay.store.connections import Connection, Dsn, connect
@@ -215,9 +216,14 @@ class Claim:
         self._number = state.claim
         return state
 
-    def store(self, position: SinkPosition, epoch: int, state: str) -> None:
-        """Store the sink's position, in the open transaction if there is one. Raises SinkMoved."""
-        entry = SinkEntry(self._sink, self._number, epoch, position, (), state, None)
+    def store(
+        self, position: SinkPosition, epoch: int, state: str, done: Sequence[int] = ()
+    ) -> None:
+        """Store the sink's position, in the open transaction if there is one. Raises SinkMoved.
+
+        `done` are more transactions (full xids) that the sink does not read after this position.
+        """
+        entry = SinkEntry(self._sink, self._number, epoch, position, done, state, None)
         if not store(self.conn, self._group, [entry], has_fault=False):
             raise SinkMoved
 
@@ -427,6 +433,44 @@ def watch(conn: Connection, group: str, sinks: Collection[str]) -> dict[str, Wat
         prepare=False,
     )
     return {sink: Watched(*values) for sink, *values in rows}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRange:
+    """What a sink that polls has read, or reads now: what `snapshots` see, and the transactions `done` (full xids)."""
+
+    snapshots: list[Snapshot]
+    done: Xids
+
+    def has(self, xid: int) -> bool:
+        """Whether it has read a transaction, by its xid of the WAL."""
+        newest = max(each.xmax for each in self.snapshots)
+        full = full_xids(np.array([xid], np.uint32), newest)
+        return bool(np.isin(full, self.done).all()) or any(
+            bool(each.sees(full).all()) for each in self.snapshots
+        )
+
+
+def read_ranges(conn: Connection, group: str, sinks: Collection[str]) -> dict[str, ReadRange]:
+    """What sinks have read of the outbox; those that do not poll, or were never worked, are left out.
+
+    Raises psycopg.Error.
+    """
+    rows = conn.execute(
+        """
+        select sink, array_remove(array[s.snapshot::text, s.following::text,
+                                        (select b.after::text from relay.spark_batches as b
+                                          where b.group_id = s.group_id and b.sink = s.sink and b.batch is not null
+                                          order by b.begun_at desc limit 1)], null)
+          from relay.sinks as s where group_id = %s and sink = any(%s) and snapshot is not null
+        """,
+        (group, list(sinks)),
+    ).fetchall()
+    known = _done(conn, group, [sink for sink, _ in rows])
+    return {
+        sink: ReadRange([Snapshot.parse(each) for each in texts], known.get(sink, xids_of(None)))
+        for sink, texts in rows
+    }
 
 
 def begin(conn: Connection, group: str, sink: str, start: str) -> bool:
