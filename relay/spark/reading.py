@@ -8,8 +8,10 @@ Source: PostgreSQL documentation, "COPY"; Arrow, "Reading and Writing CSV files"
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -141,6 +143,8 @@ def read(
                 yield from _parsed(_blocks(conn), encoding, names, table.headers)
             if afterwards is not None:
                 afterwards(conn)
+        except UnreadableValue as error:
+            raise RelayError(f"table: {'.'.join(table.name)} cannot be read: {error}") from None
         except psycopg.Error as error:
             if is_transient(error):
                 raise
@@ -179,10 +183,11 @@ def columns(
                 f"table: there is no table {name} in database {conn.info.dbname}: name the outbox with its schema"
             )
         _require_named(table, known)
+        # Refuses what the tasks could not read: rights, and types that are none of the field's.
+        values = _values(table, known, 1, table.columns if names is None else names)
         conn.execute(
             sql.SQL("select {} from {} limit 0").format(
-                sql.SQL(", ").join(map(sql.Identifier, _stored(table, known, names))),
-                table.identifier,
+                sql.SQL(", ").join([XID, *values]), table.identifier
             ),
             prepare=False,
         )
@@ -211,17 +216,19 @@ def _require_named(table: MappedTable, known: Collection[str]) -> None:
         raise RelayError(f"headers: {name} has no column {missing[0]}: name one that it has")
 
 
-def _stored(table: MappedTable, known: Collection[str], names: Sequence[str] | None) -> list[str]:
-    """The table's own columns from which those of `names` are made, and the one by which it is read."""
-    wanted = {INSERTED_BY}
-    for name in table.columns if names is None else names:
-        if name == headers.FIELD:
-            wanted.update(table.mapping[headers.PREFIX + each] for each in table.headers)
-        elif name == PARTITION:
-            wanted.add(table.mapping["host_id"])
-        elif name != INSERTED_BY:
-            wanted.add(table.mapping[name])
-    return sorted(wanted.intersection(known))
+def _values(
+    table: MappedTable, known: Collection[str], partitions: int, names: Sequence[str]
+) -> list[sql.Composable]:
+    """The expressions of the columns of `names`; those of the headers, one each, are the last ones."""
+    computed = {INSERTED_BY: XID, PARTITION: partition_of(table.mapping["host_id"], partitions)}
+    values = [
+        expression(name, table.mapping[name], known) if name in table.mapping else computed[name]
+        for name in names
+        if name != headers.FIELD
+    ]
+    if headers.FIELD in names:
+        values += [sql.Identifier(table.mapping[headers.PREFIX + name]) for name in table.headers]
+    return values
 
 
 def _statement(
@@ -239,20 +246,12 @@ def _statement(
         where.append(
             sql.SQL("({} or {} is null)").format(ranged, XID) if portion.unmarked else ranged
         )
-    computed = {INSERTED_BY: XID, PARTITION: partition_of(table.mapping["host_id"], partitions)}
     if portion.hosts is not None:
         modulus, residue = portion.hosts
         its_host = partition_of(table.mapping["host_id"], modulus)
         where.append(sql.SQL("{} = {}").format(its_host, sql.Literal(residue)))
     if conditions is not None:
         where.append(conditions)
-    values = [
-        expression(name, table.mapping[name], known) if name in table.mapping else computed[name]
-        for name in names
-        if name != headers.FIELD
-    ]
-    if headers.FIELD in names:
-        values += [sql.Identifier(table.mapping[headers.PREFIX + name]) for name in table.headers]
     order = sql.SQL(" order by {}").format(sql.Identifier(table.mapping["c_offset"]))
     return sql.SQL(
         "copy (select {values} from {table} where {where}{order}) to stdout "
@@ -260,7 +259,7 @@ def _statement(
     ).format(
         delimiter=sql.Literal(_DELIMITER),
         quote=sql.Literal(_QUOTE),
-        values=sql.SQL(", ").join(values),
+        values=sql.SQL(", ").join(_values(table, known, partitions, names)),
         table=table.identifier,
         where=sql.SQL(" and ").join(where),
         order=order if portion.xids is None else sql.SQL(""),
@@ -274,9 +273,26 @@ def expression(field: str, column: str, known: Collection[str]) -> sql.Composabl
     name = sql.Identifier(column)
     if SQL_TYPES[field] == "timestamptz":
         return sql.SQL(
-            "case when {0} >= '0001-01-01 UTC' and {0} < '10000-01-01 UTC' then {0}::timestamptz end"
-        ).format(name)
+            "case when {0} >= '0001-01-01 UTC' and {0} < '10000-01-01 UTC' then {0} end"
+        ).format(sql.SQL("{}::timestamptz").format(name))
     return name
+
+
+class UnreadableValue(Exception):
+    """A value of the table that is not of its field's type."""
+
+    @classmethod
+    def of(cls, text: str, schema: pa.Schema) -> UnreadableValue:
+        """From an error of the parser, whose text has the value too. The rows of a COPY are well-formed."""
+        found = re.match(r"In CSV column #(\d+): ", text)
+        if found is None:
+            return cls("its rows are not what pyarrow takes for CSV")
+        column = schema.field(int(found[1]))
+        kind = {"int64": "bigint", "int32": "int"}.get(str(column.type), str(column.type))
+        return cls(
+            f"{column.name} has a value that is not of type {kind}: give the field another column with the option or "
+            "setting `columns`, or none"
+        )
 
 
 def _parsed(
@@ -313,7 +329,11 @@ def _parsed(
         options = csv.ReadOptions(
             column_names=schema.names, block_size=len(block) + 1, use_threads=False
         )
-        for batch in csv.read_csv(pa.BufferReader(block), options, parse, convert).to_batches():
+        try:
+            rows = csv.read_csv(pa.BufferReader(block), options, parse, convert)
+        except pa.ArrowInvalid as error:
+            raise UnreadableValue.of(str(error), schema) from None
+        for batch in rows.to_batches():
             yield _with_map(batch, header_names).select(names) if with_map else batch
 
 
@@ -392,7 +412,7 @@ def by_host(between: Difference, tasks: int) -> list[TaskPortion]:
 def by_xid(
     conn: Connection, table: MappedTable, between: Difference, tasks: int
 ) -> list[TaskPortion]:
-    """Portions of adjacent c_xid, so that one task reads each row from the index once.
+    """Portions of adjacent c_xid with about as many rows each, so that one task reads each row from the index once.
 
     Rows without c_xid, inserted before `relay init`, are a portion of their own. Raises psycopg.Error.
     """
@@ -400,11 +420,41 @@ def by_xid(
     portions = [TaskPortion(between, xids=(0, 1))] if between.before.is_beginning else []
     if first is None or last is None:
         return portions
-    step = -(-(last + 1 - first) // tasks)
+    bounds = [first, *_cuts(conn, table, first, last + 1, tasks), last + 1]
     return portions + [
-        TaskPortion(between, xids=(low, min(low + step, last + 1)), unmarked=False)
-        for low in range(first, last + 1, step)
+        TaskPortion(between, xids=(low, high), unmarked=False) for low, high in pairwise(bounds)
     ]
+
+
+def _cuts(conn: Connection, table: MappedTable, first: int, end: int, tasks: int) -> list[int]:
+    """Cut a range of xids, from `first` to before `end`, into portions of about as many rows each.
+
+    Where other tables take xids too, rows are not spread evenly over them. The server's histogram knows how; without
+    one, portions have as many xids each. Raises psycopg.Error.
+    """
+    known = _histogram(conn, table) if tasks > 1 else []
+    points = np.array([first, *(each for each in known if first < each < end), end], np.float64)
+    buckets = np.arange(len(known), dtype=np.float64)
+    rows = np.interp(points, known, buckets) if len(known) > 1 else np.zeros(len(points))
+    if len(known) > 1 and end > known[-1]:
+        # Rows that are newer than the histogram: as dense as its last bucket.
+        rows[-1] += (end - max(first, known[-1])) / max(1, known[-1] - known[-2])
+    if rows[-1] <= rows[0]:
+        points, rows = points[[0, -1]], np.array([0.0, 1.0])
+    wanted = np.linspace(rows[0], rows[-1], tasks + 1)[1:-1]
+    cuts = np.ceil(np.interp(wanted, rows, points)).astype(np.int64).tolist()
+    return sorted({each for each in cuts if first < each < end})
+
+
+def _histogram(conn: Connection, table: MappedTable) -> list[int]:
+    """The xids between which there are as many rows each, ascending; empty where the table is not analysed."""
+    row = conn.execute(
+        "select histogram_bounds::text from pg_stats where (schemaname, tablename, attname) = (%s, %s, %s)"
+        " and histogram_bounds is not null order by inherited desc limit 1",
+        (*table.name, INSERTED_BY),
+        prepare=False,
+    ).fetchone()
+    return [] if row is None else sorted({int(each) for each in row[0].strip("{}").split(",")})
 
 
 def _ends(
