@@ -35,6 +35,7 @@ from relay.store import (
     brakes,
     completeness,
     dead_letters,
+    endpoints,
     groups,
     locks,
     migrations,
@@ -116,6 +117,7 @@ class Status:
     deferred: deferred_selection.DeferredSummary | None = None
     braked: Sequence[brakes.BrakedHandler] = ()
     sinks: Sequence[sinks.StoredSink] = ()
+    endpoints: Sequence[endpoints.EndpointCounts] = ()
     engines: Sequence[activity.EngineTotals] = ()
     readers: Sequence[reader_positions.OutboxReader] = ()
     unread: Mapping[str, Backlog] = field(default_factory=dict)
@@ -165,6 +167,7 @@ class Status:
             },
             "braked": [_as_json(each) for each in self.braked],
             "sinks": [_sink_as_json(each, self.instances) for each in self.sinks],
+            "endpoints": [_as_json(each) for each in self.endpoints],
             "engines": [_as_json(each) for each in self.engines],
             "readers": [_as_json(each) for each in self.readers],
             "watermarks": [_as_json(each) for each in self.watermarks],
@@ -224,10 +227,11 @@ class TargetState:
     sinks: list[sinks.StoredSink]
     braked: list[brakes.BrakedHandler]
     watermarks: list[completeness.Watermark]
+    endpoints: list[endpoints.EndpointCounts]
 
 
 def target_state(target: Connection, settings: Settings) -> TargetState:
-    """Read the state of a group from the target, in five statements. Raises psycopg.Error."""
+    """Read the state of a group from the target, in six statements. Raises psycopg.Error."""
     name = settings.group
     return TargetState(
         groups.read(target, name),
@@ -235,6 +239,7 @@ def target_state(target: Connection, settings: Settings) -> TargetState:
         sinks.read(target, name, settings.sink_handlers),
         brakes.braked(target, name),
         completeness.watermarks(target, name, counts=False),
+        endpoints.counts(target, name),
     )
 
 
@@ -282,6 +287,7 @@ def _with_target(state: Status, target: Connection, settings: Settings) -> Statu
         partitions=offsets.initialised(target, settings.group),
         sinks=found.sinks,
         engines=activity.engine_totals(target, settings.group),
+        endpoints=found.endpoints,
         braked=found.braked,
         watermarks=found.watermarks,
         read_at={**state.read_at, TARGET: datetime.now(UTC)},

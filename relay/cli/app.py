@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from relay import __version__
 from relay.cli.deferred import deferred
 from relay.cli.dlq import dlq
+from relay.cli.endpoints import endpoint
 from relay.cli.export import schema, spark
 from relay.cli.install import check, init, uninstall
 from relay.cli.offsets import offsets
@@ -38,6 +39,7 @@ _ORDER = (
         "dlq",
         "deferred",
         "sink",
+        "endpoint",
         "verify",
         "offsets",
         "console",
@@ -64,6 +66,7 @@ app = typer.Typer(
 app.add_typer(dlq, name="dlq")
 app.add_typer(deferred, name="deferred")
 app.add_typer(sink, name="sink")
+app.add_typer(endpoint, name="endpoint")
 app.add_typer(schema, name="schema")
 app.add_typer(spark, name="spark")
 app.add_typer(offsets, name="offsets")

@@ -214,6 +214,10 @@ def _target_facts(state: Any) -> list[tuple[str, object]]:
             (f"fails: {each.part}", f"since {moment(each.since)} on {each.instance}: {each.fault}")
         )
     facts += [(f"sink {each.sink}", _sink_state(each, state.instances)) for each in state.sinks]
+    facts += [
+        (f"endpoints {each.sink}", f"{each.disabled} disabled, {each.failing} failing")
+        for each in state.endpoints
+    ]
     facts += [(_complete(each), _exceptions(each)) for each in state.watermarks]
     for each in state.engines:
         since = f"since {moment(each.since)}: {each.reason}"

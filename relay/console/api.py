@@ -20,6 +20,7 @@ from relay.store.actions import Action
 from relay.store.brakes import BrakedHandler
 from relay.store.dead_letters.selection import ActedOnDead, DeadTransaction, Kind
 from relay.store.deferred.selection import Deferred
+from relay.store.endpoints import StoredEndpoint
 
 DESCRIPTION = """
 Every action takes a `reason`, which is stored with the operator: the user that a reverse proxy names, or the header
@@ -114,6 +115,28 @@ def pause(group: GroupDep, caller: CallerDep, sink: str, act: models.Act) -> Cha
 def resume(group: GroupDep, caller: CallerDep, sink: str, act: models.Act) -> Changed:
     """Resume a paused sink at its position."""
     return Changed(changed=group.resume(sink, caller.name, act.reason))
+
+
+@router.get(_GROUP + "/sinks/{sink:path}/endpoints", tags=["sinks"])
+def endpoints(group: GroupDep, sink: str, limit: Limit = MOST) -> list[StoredEndpoint]:
+    """List endpoints of a sink, which data choose, that fail or are disabled, the disabled ones first."""
+    return group.endpoints(sink, limit)
+
+
+@router.post(_GROUP + "/sinks/{sink:path}/endpoints/disable", tags=["sinks"])
+def disable_endpoint(
+    group: GroupDep, caller: CallerDep, sink: str, act: models.EndpointAct
+) -> Changed:
+    """Disable an endpoint: what is for it becomes dead letters."""
+    return Changed(changed=group.disable_endpoint(sink, act.endpoint, caller.name, act.reason))
+
+
+@router.post(_GROUP + "/sinks/{sink:path}/endpoints/enable", tags=["sinks"])
+def enable_endpoint(
+    group: GroupDep, caller: CallerDep, sink: str, act: models.EndpointAct
+) -> Changed:
+    """Enable an endpoint. Its dead letters stay until they are replayed."""
+    return Changed(changed=group.enable_endpoint(sink, act.endpoint, caller.name, act.reason))
 
 
 @router.post(_GROUP + "/sinks/{sink:path}/seek", tags=["sinks"])

@@ -16,13 +16,14 @@ from typing import Any, Generic, TypeVar
 
 import psycopg
 
-from relay.admin import sinks, status
+from relay.admin import endpoints, sinks, status
 from relay.admin.connections import reach_target
 from relay.admin.dead_letters import DeadLetters, printed
 from relay.admin.deferred import DeferredTransactions
 from relay.admin.offsets import OffsetsMove, PartitionStatus, plan_seek, positions, seek
 from relay.admin.sinks import SinkMove, SinkStatus
 from relay.admin.status import Status
+from relay.config.handlers import HttpHandler
 from relay.config.settings import Settings
 from relay.console.charts import Series, of_group, of_sink
 from relay.faults import ConfigurationError, TransientFault, Unreachable, first_line
@@ -48,6 +49,7 @@ from relay.store.dead_letters.selection import (
 )
 from relay.store.deferred import selection as deferred_selection
 from relay.store.deferred.selection import Deferred, DeferredSelection, FoundDeferred
+from relay.store.endpoints import StoredEndpoint
 from relay.store.positions import offsets
 
 READ_SECONDS = 8.0
@@ -322,6 +324,28 @@ class GroupView:
         """Forget a sink that is no longer configured; return how many deferred transactions are deleted with it."""
         with acting(by):
             return sinks.drop(self._settings, name, reason)
+
+    def endpoints(self, sink: str, limit: int = PAGE) -> list[StoredEndpoint]:
+        """Read endpoints of a sink that fail or are disabled, the disabled ones first; none of one with a fixed URL."""
+        if not self.has_endpoints(sink):
+            return []
+        with reading():
+            return endpoints.listed(self._settings, sink, limit)
+
+    def has_endpoints(self, sink: str) -> bool:
+        """Whether data choose the endpoints of a sink."""
+        handler = self._settings.handlers.get(sink)
+        return isinstance(handler, HttpHandler) and handler.has_endpoints
+
+    def disable_endpoint(self, sink: str, endpoint: str, by: str, reason: str) -> bool:
+        """Disable an endpoint, by its id or URL; return whether it was enabled."""
+        with acting(by):
+            return endpoints.set_disabled(self._settings, sink, endpoint, True, reason) is not None
+
+    def enable_endpoint(self, sink: str, endpoint: str, by: str, reason: str) -> bool:
+        """Enable an endpoint; return whether it was disabled."""
+        with acting(by):
+            return endpoints.set_disabled(self._settings, sink, endpoint, False, reason) is not None
 
     def stopped_handlers(self) -> list[brakes.BrakedHandler]:
         """Read the handlers that the brake has stopped."""

@@ -118,6 +118,12 @@ class Act(Model):
     reason: ReasonText
 
 
+class EndpointAct(Act):
+    """An action on an endpoint, given by its id or its URL."""
+
+    endpoint: Text = Field(examples=["6b1f0c9a2d3e4f50", "https://hooks.example/events"])
+
+
 class SeekAct(Act):
     """A seek of a sink, to a c_offset, a time, beginning or end."""
 

@@ -153,6 +153,7 @@ def sink(
         ("sink", name),
         lambda: {
             "sink": group.sink(name),
+            "endpoints": group.endpoints(name),
             "actions": group.actions(_SINK_ACTIONS, sink=name).rows,
         },
     )
@@ -163,6 +164,7 @@ def sink(
         **old.values,
         mode=group.settings.source.mode,
         configured=name in group.settings.sink_handlers,
+        has_endpoints=group.has_endpoints(name),
         charts=[chart(each) for each in group.history(hours, name)],
         hours=hours,
         all_hours=_HOURS,
@@ -189,7 +191,7 @@ def sink_drop(request: Request, views: ViewsDep, group: GroupDep, name: str) -> 
 
 @router.post("/groups/{group}/sink/{action}")
 def sink_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: str) -> Response:
-    """Pause, resume, seek or forget a sink."""
+    """Pause, resume, seek or forget a sink, or disable or enable an endpoint of it."""
     name, reason = sent.fields.get("name", ""), sent.reason
     to = address(sent.group.name, "sink", name=name)
     match action:
@@ -205,6 +207,14 @@ def sink_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: 
                 name, sent.fields.get("to", ""), rebuild, sent.operator, reason
             )
             text = f"Sink {name} goes on {where}."
+        case "enable":
+            endpoint = sent.fields.get("endpoint", "")
+            changed = sent.group.enable_endpoint(name, endpoint, sent.operator, reason)
+            text = f"Endpoint {endpoint} is enabled." if changed else "It was not disabled."
+        case "disable":
+            endpoint = sent.fields.get("endpoint", "")
+            changed = sent.group.disable_endpoint(name, endpoint, sent.operator, reason)
+            text = "The endpoint is disabled." if changed else "It was disabled already."
         case "drop":
             forgotten = sent.group.drop_sink(name, sent.operator, reason)
             text = f"Sink {name} is forgotten, with {forgotten} deferred transactions."

@@ -215,6 +215,11 @@ SERIES: Sequence[MetricFamily] = (
         "sink",
     ),
     _gauge(
+        "relay_sink_endpoints",
+        "Endpoints that data choose which have failed for a minute or longer, or are disabled.",
+        *("sink", "state"),
+    ),
+    _gauge(
         "relay_sink_breaker_open",
         "1 while the circuit breaker of the sink is open in this process.",
         "sink",

@@ -152,6 +152,10 @@ class ServiceGauges:
             gauges["relay_sink_paused"][key] = each.state == "paused"
             gauges["relay_sink_down"][key] = each.fault is not None
 
+        for count in state.endpoints:
+            if count.sink in self._settings.sink_handlers:
+                gauges["relay_sink_endpoints"][(count.sink, "failing")] = count.failing
+                gauges["relay_sink_endpoints"][(count.sink, "disabled")] = count.disabled
         for mark in state.watermarks:
             is_known = mark.reader == TARGET or mark.reader in self._settings.sink_handlers
             if is_known and mark.complete_before is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
 import psycopg
 from psycopg.rows import class_row
@@ -51,27 +52,50 @@ class StoredEndpoint:
         return f"by {self.disabled_by}: {self.reason}" if self.reason else f"by {self.disabled_by}"
 
 
-def listed(conn: psycopg.Connection, group: str, sink: str | None = None) -> list[StoredEndpoint]:
-    """List the endpoints of a sink, or of all, that fail or are disabled: the disabled ones first."""
+@dataclass(frozen=True, slots=True)
+class EndpointCounts:
+    """How many endpoints of a sink fail, and how many are disabled."""
+
+    sink: str
+    failing: int
+    disabled: int
+
+
+def listed(
+    conn: psycopg.Connection[Any], group: str, sink: str | None, limit: int
+) -> list[StoredEndpoint]:
+    """List at most `limit` endpoints of a sink, or of all, that fail or are disabled: the disabled ones first."""
     with conn.cursor(row_factory=class_row(StoredEndpoint)) as cursor:
         return cursor.execute(
             f"select {_COLUMNS} from relay.endpoints where group_id = %s and (%s::text is null or sink = %s)"  # noqa: S608
-            " order by disabled_at is null, sink, coalesce(disabled_at, failing_since) desc nulls last, endpoint",
-            (group, sink, sink),
+            " order by disabled_at is null, sink, coalesce(disabled_at, failing_since) desc nulls last, endpoint"
+            " limit %s",
+            (group, sink, sink, limit),
         ).fetchall()
 
 
-def counts(conn: psycopg.Connection, group: str) -> dict[str, tuple[int, int]]:
-    """Count the endpoints of each sink that fail, and those that are disabled."""
-    rows = conn.execute(
-        """
-        select sink, count(*) filter (where disabled_at is null and failing_since is not null),
-               count(*) filter (where disabled_at is not null)
-          from relay.endpoints where group_id = %s group by sink
-        """,
-        (group,),
-    )
-    return {sink: (failing, disabled) for sink, failing, disabled in rows}
+def find(
+    conn: psycopg.Connection[Any], group: str, sink: str, endpoint: str
+) -> StoredEndpoint | None:
+    """Read an endpoint that fails or is disabled; None if there is no such row."""
+    with conn.cursor(row_factory=class_row(StoredEndpoint)) as cursor:
+        return cursor.execute(
+            f"select {_COLUMNS} from relay.endpoints where group_id = %s and sink = %s and endpoint = %s",  # noqa: S608
+            (group, sink, endpoint),
+        ).fetchone()
+
+
+def counts(conn: psycopg.Connection[Any], group: str) -> list[EndpointCounts]:
+    """Count the endpoints of each sink that has any which fail or are disabled."""
+    with conn.cursor(row_factory=class_row(EndpointCounts)) as cursor:
+        return cursor.execute(
+            """
+            select sink, count(*) filter (where disabled_at is null and failing_since is not null) as failing,
+                   count(*) filter (where disabled_at is not null) as disabled
+              from relay.endpoints where group_id = %s group by sink order by sink
+            """,
+            (group,),
+        ).fetchall()
 
 
 def changed(
@@ -127,15 +151,21 @@ def store(
 
 
 def disable(
-    conn: psycopg.Connection, group: str, sink: str, endpoint: str, address: str, reason: str | None
+    conn: psycopg.Connection[Any],
+    group: str,
+    sink: str,
+    endpoint: str,
+    address: str,
+    reason: str | None,
 ) -> bool:
     """Disable an endpoint for an operator; returns whether it was enabled."""
     cursor = conn.execute(
         """
         insert into relay.endpoints as e (group_id, sink, endpoint, address, disabled_at, disabled_by, reason)
-        values (%s, %s, %s, %s, now(), session_user, %s)
+        values (%s, %s, %s, %s, now(), coalesce(nullif(current_setting('relay.operator', true), ''), session_user), %s)
         on conflict (group_id, sink, endpoint) do update
-           set disabled_at = now(), disabled_by = session_user, reason = excluded.reason, changed_at = clock_timestamp()
+           set disabled_at = now(), disabled_by = excluded.disabled_by, reason = excluded.reason,
+               changed_at = clock_timestamp()
          where e.disabled_at is null
         """,
         (group, sink, endpoint, address, reason),
@@ -143,7 +173,7 @@ def disable(
     return cursor.rowcount > 0
 
 
-def enable(conn: psycopg.Connection, group: str, sink: str, endpoint: str) -> bool:
+def enable(conn: psycopg.Connection[Any], group: str, sink: str, endpoint: str) -> bool:
     """Enable an endpoint for an operator; returns whether it was disabled."""
     cursor = conn.execute(
         """

@@ -321,6 +321,31 @@ def test_a_sink_is_paused_moved_and_resumed(
     ]
 
 
+def test_endpoints_that_data_choose_are_disabled_and_enabled(outbox: Outbox) -> None:
+    """By the page of their sink and by the API; an endpoint is given by its URL or its id."""
+    settings = with_hook(outbox, "http://hooks.example/{host_id}/secret")
+    url = "http://hooks.example/1/secret"
+    with served(settings) as address:
+        api, visitor = Program(address), Visitor(address)
+        assert api.get("/sinks/hook/endpoints") == []
+        visitor.send(f"{G}/sink/disable", name="hook", endpoint=url, reason="abuse")
+        (row,) = api.get("/sinks/hook/endpoints")
+        assert (row["address"], row["disabled_by"]) == ("http://hooks.example", "anna")
+        page = visitor.page(f"{G}/sink?name=hook")
+        assert row["endpoint"] in page
+        assert "by anna: abuse" in page
+        assert "hooks.example/1" not in page
+        again = {"reason": "repaired", "endpoint": row["endpoint"]}
+        assert api.post("/sinks/hook/endpoints/enable", **again) == {"changed": True}
+        assert api.post("/sinks/hook/endpoints/enable", **again) == {"changed": False}
+        assert api.post("/sinks/hook/endpoints/disable", **again) == {"changed": True}
+        visitor.send(f"{G}/sink/enable", name="hook", endpoint=row["endpoint"], reason="y")
+        assert api.get("/sinks/hook/endpoints")[0]["disabled_at"] is None
+    assert [action for _, action, _, _ in acted(outbox)] == [
+        *("endpoint disable", "endpoint enable", "endpoint disable", "endpoint enable")
+    ]
+
+
 def test_the_api_does_the_same(outbox: Outbox) -> None:
     """Every action of the API has its effect, and its row among the actions."""
     with Webhook(lambda headers, body: Answer(503)) as hook:

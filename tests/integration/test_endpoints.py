@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hmac
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from itertools import pairwise
 from typing import Any
@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from relay.admin.check import examine
+from relay.admin.endpoints import listed, set_disabled
 from relay.admin.findings import Severity
 from relay.config.settings import Settings
+from relay.faults import ConfigurationError
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.webhook import Answer, Request, Webhook
 
@@ -240,14 +242,43 @@ def test_an_endpoint_that_is_gone_is_disabled_until_somebody_enables_it(
         wait_until(lambda: len(dead(outbox)) == 4)
         assert "is disabled since" in dead(outbox)[-1]
         assert not of_tenant(webhook, 1)
-        outbox.conn.execute(
-            "update relay.endpoints set disabled_at = null, failing_since = null, changed_at = clock_timestamp()"
-        )
-        time.sleep(2.5)
-        outbox.publish(host(1), event(5))
-        wait_until(lambda: len(of_tenant(webhook, 1)) == 1)
+        (disabled,) = listed(settings)
+        changed = set_disabled(settings, "hook", disabled.endpoint, False, "repaired")
+        assert changed is not None
+        assert set_disabled(settings, "hook", disabled.endpoint, False, "repaired") is None
+        publish_until(outbox, lambda: len(of_tenant(webhook, 1)) > 0)
         wait_until(lambda: outbox.value("select count(*) from relay.endpoints") == 0)
-    assert outbox.value("select count(*) from relay.deferred") == 0
+        wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
+
+
+def test_an_operator_disables_an_endpoint_by_its_url(outbox: Outbox, webhook: Webhook) -> None:
+    outbox.conn.execute(TABLE)
+    register(outbox, 1, f"{webhook.url}/a?key=secret")
+    settings = looked_up(outbox)
+    with relaying(settings):
+        outbox.publish(host(1), event(1))
+        outbox.wait_delivered("hook")
+        set_disabled(settings, "hook", f"{webhook.url}/a?key=secret", True, "abuse")
+        publish_until(outbox, lambda: bool(dead(outbox)))
+    assert "abuse" in dead(outbox)[0]
+    (disabled,) = listed(settings, "hook")
+    assert (disabled.state, disabled.address) == ("disabled", webhook.url.removesuffix("/events"))
+    with pytest.raises(ConfigurationError, match="has no endpoint"):
+        set_disabled(settings, "hook", "0" * 16, False, None)
+    with pytest.raises(ConfigurationError, match="neither an id"):
+        set_disabled(settings, "hook", "nonsense", True, None)
+    with pytest.raises(ConfigurationError, match=r"such sinks: hook"):
+        listed(settings, "projection")
+
+
+def publish_until(outbox: Outbox, condition: Callable[[], bool]) -> None:
+    """Publish events of the first tenant until a condition holds: relay reads what operators want with deliveries."""
+
+    def holds() -> bool:
+        outbox.publish(host(1), event(1))
+        return condition()
+
+    wait_until(holds, every=0.3)
 
 
 def test_an_endpoint_that_fails_for_long_is_disabled(outbox: Outbox, webhook: Webhook) -> None:

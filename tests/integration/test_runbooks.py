@@ -127,7 +127,8 @@ class Shop:
         printed = ""
         # What changes something is run once.
         once = re.search(
-            r"terminate|alter|checkpoint|relay (dlq replay|deferred run)", command.text
+            r"terminate|alter|checkpoint|relay (dlq replay|deferred run|endpoint enable)",
+            command.text,
         )
 
         def run() -> bool:
@@ -352,6 +353,38 @@ def test_relay_sink_down(running_shop: Shop) -> None:
 
     shop.mended = mended  # type: ignore[method-assign]
     shop.run_book("RelaySinkDown", mend="relay deferred run")
+
+
+@pytest.mark.rare
+def test_relay_endpoint_disabled(running_shop: Shop) -> None:
+    shop = running_shop
+    handlers = shop.config["handlers"]
+    assert isinstance(handlers, dict)
+    shop.configure(
+        handlers={**handlers, "shop": {**handlers["shop"], "headers": {"x-host": "{host_id}"}}}
+    )
+    shop.systemctl("restart")
+    shop.wait_healthy()
+    shop.webhook.answers = lambda headers, body: Answer(410)
+    shop.publish()
+    listed = "select endpoint from relay.endpoints where disabled_at is not null"
+    wait_until(lambda: shop.value(shop.target, listed) is not None)
+    wait_until(
+        lambda: (
+            shop.value(
+                shop.target, "select count(*) from relay.dead_letter_queue where status = 'dead'"
+            )
+            == 1
+        )
+    )
+
+    def mended() -> None:
+        shop.more["ENDPOINT"] = str(shop.value(shop.target, listed))
+        shop.webhook.answers = lambda headers, body: Answer()
+
+    shop.mended = mended  # type: ignore[method-assign]
+    shop.run_book("RelayEndpointDisabled", mend="relay endpoint enable")
+    shop.configure(handlers=handlers)
 
 
 @pytest.mark.rare

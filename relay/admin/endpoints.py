@@ -1,0 +1,84 @@
+"""Lists, disables and enables endpoints that data choose, while relay runs or not: `relay endpoint`."""
+
+from __future__ import annotations
+
+import re
+
+from relay.admin.connections import reach_target
+from relay.config.addresses import require_http
+from relay.config.handlers import HttpHandler
+from relay.config.settings import Settings
+from relay.faults import ConfigurationError
+from relay.store import actions, endpoints
+from relay.store.endpoints import StoredEndpoint
+
+_ID = re.compile(r"[0-9a-f]{16}")
+
+
+def listed(settings: Settings, sink: str | None = None, limit: int = 1_000) -> list[StoredEndpoint]:
+    """List the endpoints of a sink, or of all, that have failed for a minute or are disabled, the disabled ones first.
+
+    Raises ConfigurationError.
+    """
+    if sink is not None:
+        _require(settings, sink)
+    with reach_target(settings) as target:
+        return endpoints.listed(target, settings.group, sink, limit)
+
+
+def set_disabled(
+    settings: Settings, sink: str, endpoint: str, disabled: bool, reason: str | None
+) -> StoredEndpoint | None:
+    """Disable an endpoint, by its id or URL, or enable it; returns it as it was before, None if it was so already.
+
+    An instance that runs does so within seconds. Raises ConfigurationError.
+    """
+    _require(settings, sink)
+    id, address = _identified(endpoint)
+    with reach_target(settings) as target, target.transaction():
+        before = endpoints.find(target, settings.group, sink, id)
+        if before is None and not (disabled and address):
+            raise ConfigurationError(
+                f"sink {sink} has no endpoint {id} that fails or is disabled: see `relay endpoint list {sink}`"
+                + (", or give its URL" if disabled else "")
+            )
+        if disabled:
+            changed = endpoints.disable(target, settings.group, sink, id, address or "", reason)
+        else:
+            changed = endpoints.enable(target, settings.group, sink, id)
+        if not changed:
+            return None
+        action = "endpoint disable" if disabled else "endpoint enable"
+        actions.record(target, settings.group, sink, action, reason, {"endpoint": id})
+    return before or StoredEndpoint(sink, id, address or "", None, None, None)
+
+
+def _require(settings: Settings, sink: str) -> None:
+    handler = settings.handlers.get(sink)
+    if not isinstance(handler, HttpHandler) or not handler.has_endpoints:
+        known = [
+            name
+            for name, each in settings.handlers.items()
+            if isinstance(each, HttpHandler) and each.has_endpoints
+        ]
+        raise ConfigurationError(
+            f"handlers.{sink}: is no sink whose endpoints data choose (such sinks: {', '.join(known) or 'none'})"
+        )
+
+
+def _identified(endpoint: str) -> tuple[str, str | None]:
+    """The id of an endpoint that is given by its id or URL; with a URL, also its scheme, host and port."""
+    if _ID.fullmatch(endpoint):
+        return endpoint, None
+    # The client of HTTP is an extra.
+    from relay.sinks.http import destination
+    from relay.sinks.http_endpoints import identity_of
+
+    try:
+        require_http(endpoint)
+        found = identity_of(destination(endpoint))
+    except ValueError as error:
+        raise ConfigurationError(
+            f"the endpoint is neither an id of 16 hexadecimal digits nor a URL: {error}"
+        ) from None
+    return found.digest, found.address

@@ -1,0 +1,98 @@
+"""`relay endpoint`: the commands on endpoints that data choose. No logic of their own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from relay.cli.options import ConfigOption, JsonOption, ReasonOption
+from relay.cli.terminal import print_table
+from relay.config.files import load
+from relay.observe.phrases import moment
+
+endpoint = typer.Typer(
+    help="Endpoints that data choose (type: http): those that fail, and those that are disabled.",
+    no_args_is_help=True,
+)
+
+SinkArgument = Annotated[str, typer.Argument(help="The sink: a handler's name.")]
+EndpointArgument = Annotated[
+    str, typer.Argument(help="The endpoint: its id, as `relay endpoint list` shows it, or its URL.")
+]
+
+
+@endpoint.command("list")
+def endpoint_list(
+    sink: Annotated[str | None, typer.Argument(help="Only those of this sink.")] = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the endpoints that have failed for a minute or longer, or are disabled; at most 1,000."""
+    from relay.admin.endpoints import listed
+
+    found = listed(load(config), sink)
+    if as_json:
+        rows = [{**asdict(each), "state": each.state, "why": each.why} for each in found]
+        print(json.dumps(rows, indent=2, default=lambda time: time.isoformat()))
+        return
+    if not found:
+        print("no endpoint fails or is disabled", file=sys.stderr)
+        return
+    print_table(
+        ("sink", "endpoint", "state", "address", "host", "failing since", "disabled since", "why"),
+        (
+            (
+                each.sink,
+                each.endpoint,
+                each.state,
+                each.address,
+                each.host_id or "-",
+                moment(each.failing_since),
+                moment(each.disabled_at),
+                each.why or "-",
+            )
+            for each in found
+        ),
+    )
+
+
+@endpoint.command("disable")
+def endpoint_disable(
+    sink: SinkArgument,
+    endpoint: EndpointArgument,
+    config: ConfigOption = None,
+    reason: ReasonOption = None,
+) -> None:
+    """Disable an endpoint: what is for it becomes dead letters at once, until it is enabled."""
+    from relay.admin.endpoints import set_disabled
+
+    changed = set_disabled(load(config), sink, endpoint, True, reason)
+    if changed is None:
+        print("the endpoint was disabled already")
+        return
+    print(f"endpoint {changed.endpoint} ({changed.address}) is disabled")
+
+
+@endpoint.command("enable")
+def endpoint_enable(
+    sink: SinkArgument,
+    endpoint: EndpointArgument,
+    config: ConfigOption = None,
+    reason: ReasonOption = None,
+) -> None:
+    """Enable an endpoint, and say how to replay what has become dead letters meanwhile."""
+    from relay.admin.endpoints import set_disabled
+
+    changed = set_disabled(load(config), sink, endpoint, False, reason)
+    if changed is None:
+        print("the endpoint was not disabled")
+        return
+    print(f"endpoint {changed.endpoint} ({changed.address}) is enabled")
+    print(
+        "what has become dead letters meanwhile: "
+        f"relay dlq replay --sink {changed.sink} --exception {changed.endpoint}"
+    )
