@@ -343,7 +343,7 @@ class JobWatch:
     ) -> str | None:
         """Why a job stands still; None if it does not."""
         now = time.monotonic()
-        running, unfinished = _tasks(session, job.group)
+        running, unfinished = tasks_of(session, job.group)
         if unfinished and _running_by_pool(session).get(POOL) == 0:
             self._starved_since = self._starved_since or now
             return NO_SLOT if now - self._starved_since >= self._limits.starved else None
@@ -399,7 +399,7 @@ def _running_by_pool(session: SparkSession) -> dict[str, int]:
     return {str(pool.name()): int(pool.runningTasks()) for pool in found}
 
 
-def _tasks(session: SparkSession, group: str) -> tuple[int, int]:
+def tasks_of(session: SparkSession, group: str) -> tuple[int, int]:
     """How many tasks of a job group run, and how many have not finished. Raises py4j's errors."""
     tracker = session.sparkContext.statusTracker()
     running = unfinished = 0

@@ -9,10 +9,10 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from threading import Event
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.source.outbox.rows import prepare_reading
 from relay.spark import frames, sink_batches, upkeep
 from relay.spark.descriptions import safe_description
+from relay.spark.engine import tasks_of
 from relay.spark.frames import Transform
 from relay.spark.reading import MappedTable
 from relay.spark.session import Session, close_client, own_session
@@ -43,7 +44,8 @@ from relay.store import completeness, dead_letters, deferred
 from relay.store.completeness import Completeness, Moments
 from relay.store.connections import Connection, connect
 from relay.store.deferred.due import DueTransaction
-from relay.store.positions import spark_batches
+from relay.store.groups import APPLICATION_NAME
+from relay.store.positions import sinks, spark_batches
 from relay.store.positions.sinks import (
     BEFORE_FIRST,
     CAUGHT_UP,
@@ -67,6 +69,10 @@ CLAIM_SECONDS = 2.0
 """Seconds between two attempts to claim a sink that another process has claimed."""
 NOTE_SECONDS = 5.0
 """Seconds between two notes of the time up to which a sink without new events is complete."""
+LOOK_SECONDS = 5.0
+"""Seconds between two looks at the tasks of a batch."""
+STILL_SECONDS = 120.0
+"""Seconds without a task that ends after which `relay status` shows that a batch makes no progress."""
 BUILD_SECONDS = 5.0
 """Seconds after which `relay status` shows that the Spark session is still being built."""
 
@@ -110,6 +116,8 @@ class SparkWorker(Recurring):
         # A former process may have left one.
         self._shows_fault = True
         self._woken = Event()
+        self._noting = Lock()
+        self._job_group = f"relay sink {name}"
 
     def stop(self) -> None:
         """Ask the thread to end after the batch in flight. Safe in a signal handler."""
@@ -344,7 +352,8 @@ class SparkWorker(Recurring):
             if self._checked is not session:
                 destination.check(session)
                 self._checked = session
-            self._deliver(session, destination, batch)
+            with self._watched(session, batch):
+                self._deliver(session, destination, batch)
         except MissingPartition:
             configured = self._handler.partition_by
             if batch.partition_by == configured:
@@ -365,6 +374,54 @@ class SparkWorker(Recurring):
         upkeep.after_batch(
             self._name, handler, destination, batch.number, self._own_session(session)
         )
+
+    @contextmanager
+    def _watched(self, session: SparkSession, batch: OpenBatch) -> Iterator[None]:
+        """Store for `relay status` that the batch of the context makes no progress, while that is so.
+
+        A query or function may take long, so nothing is cancelled. Spark Connect does not report tasks.
+        """
+        if self._settings.spark.remote:
+            yield
+            return
+        ended = Event()
+        watch = Thread(
+            target=self._watch, args=(session, batch, ended), name="spark-sink-watch", daemon=True
+        )
+        watch.start()
+        try:
+            yield
+        finally:
+            with self._noting:
+                ended.set()
+
+    def _watch(self, session: SparkSession, batch: OpenBatch, ended: Event) -> None:
+        before, since, fault = (0, 0), time.monotonic(), ""
+        while not ended.wait(LOOK_SECONDS):
+            try:
+                running, unfinished = tasks_of(session, self._job_group)
+                if (running, unfinished) != before or not unfinished:
+                    before, since = (running, unfinished), time.monotonic()
+                    continue
+                said = f"batch {batch.number}: no Spark task has ended for {STILL_SECONDS:.0f} s: "
+                said += f"{running} running, {unfinished - running} without a slot"
+                if said == fault or time.monotonic() - since < STILL_SECONDS:
+                    continue
+                fault = said
+                with (
+                    self._noting,
+                    connect(self._settings.target_dsn, application_name=APPLICATION_NAME) as conn,
+                ):
+                    if not ended.is_set():
+                        sinks.note_fault(conn, self._settings.group, self._name, fault)
+                        self._shows_fault = True
+                        log.warning(
+                            "a batch of a Spark sink makes no progress",
+                            extra={"handler": self._name, "fault": fault},
+                        )
+            except Exception as error:
+                # Of the session that has died, or of the target: the batch fails of it.
+                log.debug("cannot watch a batch", extra={"fault": safe_description(error)})
 
     def _deliver(self, session: SparkSession, destination: Writer, batch: OpenBatch) -> None:
         """Write a batch; staged files become visible after one attempt's have been stored as the batch's."""
@@ -405,7 +462,7 @@ class SparkWorker(Recurring):
         if self._settings.spark.remote is None:
             # This thread runs no other jobs.
             session.sparkContext.setJobGroup(
-                f"relay sink {self._name}",
+                self._job_group,
                 f"sink {self._name}, batch {batch.number}: {batch.contents.rows:,} rows",
             )
         transformed = self._transform.applied(own, frame)

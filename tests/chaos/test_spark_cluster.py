@@ -111,6 +111,14 @@ def executor_frozen_for_long(scene: Scene) -> None:
         wait_until(lambda: progress(scene.outbox) > before + 2_000, 100)
 
 
+def executor_frozen_for_good(scene: Scene) -> None:
+    scene.outbox.fill(TRANSACTIONS, events=5, hosts=64)
+    with frozen(scene.executor()):
+        # Spark takes it for lost, and the sink's tasks run elsewhere.
+        scene.outbox.wait_handled(240)
+        written_all(scene.outbox, 240)
+
+
 def executors_come_and_go(scene: Scene) -> None:
     scene.outbox.wait_handled(240)
     wait_until(lambda: len(scene.cluster.executors()) == 1, 120, 0.2)
@@ -142,11 +150,20 @@ FAULTS: dict[str, tuple[Callable[[Scene], None], dict[str, str]]] = {
         },
     ),
     "executor frozen, no speculation": (executor_frozen_for_long, {}),
+    "executor frozen for good": (
+        executor_frozen_for_good,
+        {
+            "spark__network__timeout": "20s",
+            "spark__network__timeoutInterval": "5s",
+            "spark__executor__heartbeatInterval": "2s",
+        },
+    ),
     "dynamic allocation": (executors_come_and_go, DYNAMIC),
 }
 _LONG = {
     *("executor killed, one failure allowed", "worker killed", "master restarted"),
     *("driver killed", "dynamic allocation", "executor frozen, no speculation"),
+    "executor frozen for good",
 }
 """Variants of the other faults, which take minutes each."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from threading import Event
 
@@ -22,6 +23,7 @@ from tests.process import ROOT
 pytestmark = [pytest.mark.chaos, pytest.mark.rare, pytest.mark.timeout(600)]
 
 KILLS = 2
+CHANCE = random.Random(32)
 
 QUERY = """
 import pathlib, sys
@@ -29,33 +31,49 @@ from relay.config.settings import SparkSettings
 from relay.spark import register
 from relay.spark.session import Session
 
-dsn, folder, available = sys.argv[1:]
+dsn, folder, available, sink = sys.argv[1:]
 session = Session(SparkSettings.model_validate({"master": "local[2]"}))
 session.start()
 spark = session.get(120)
 register(spark)
 trigger = {"availableNow": True} if available == "yes" else {"processingTime": "100 milliseconds"}
-query = (
-    spark.readStream.format("outbox").options(dsn=dsn, partitions="2", maxEventsPerTrigger="300").load()
-    .writeStream.format("parquet").option("checkpointLocation", folder + "/checkpoint")
-    .option("path", folder + "/events").trigger(**trigger).start()
-)
+events = spark.readStream.format("outbox").options(dsn=dsn, partitions="2", maxEventsPerTrigger="300").load()
+writer = events.writeStream.option("checkpointLocation", folder + "/checkpoint").trigger(**trigger)
+if sink == "parquet":
+    writer = writer.format("parquet").option("path", folder + "/events")
+else:
+    from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
+
+    def append(frame, number):
+        path = folder + "/table"
+        if DeltaTable.is_deltatable(path):
+            written = DeltaTable(path).transaction_version("query")
+            if written is not None and written >= number:
+                return
+        mark = CommitProperties(app_transactions=[Transaction("query", number)])
+        write_deltalake(path, frame.select("id", "c_offset").toArrow(), mode="append", commit_properties=mark)
+
+    writer = writer.foreachBatch(append)
+query = writer.start()
 query.awaitTermination()
-# Spark's own log of the folder tells which files a killed query has left.
-found = spark.read.parquet(folder + "/events").select("id").collect()
-pathlib.Path(folder, "ids").write_text("".join(row.id + "\\n" for row in found))
+if sink == "parquet":
+    # Spark's own log of the folder tells which files a killed query has left.
+    found = [row.id for row in spark.read.parquet(folder + "/events").select("id").collect()]
+else:
+    found = DeltaTable(folder + "/table").to_pyarrow_table()["id"].to_pylist()
+pathlib.Path(folder, "ids").write_text("".join(each + "\\n" for each in found))
 session.close()
 """
 
 
 @contextmanager
 def streaming(
-    outbox: Outbox, folder: Path, available: str = "no"
+    outbox: Outbox, folder: Path, sink: str, available: str = "no"
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A query in a process group of its own, killed at the end with its JVM."""
     with (folder / "query.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", QUERY, outbox.dsn, str(folder), available],
+            [sys.executable, "-c", QUERY, outbox.dsn, str(folder), available, sink],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=log,
@@ -94,24 +112,29 @@ def publishing(outbox: Outbox) -> AbstractContextManager[None]:
 
 
 def committed_batches(folder: Path) -> int:
-    found = folder / "events" / "_spark_metadata"
+    found = folder / "checkpoint" / "commits"
     return sum(each.name.isdecimal() for each in found.iterdir()) if found.exists() else 0
 
 
-def test_each_event_is_written_once_with_the_query_killed(outbox: Outbox, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sink", ["parquet", pytest.param("delta", marks=pytest.mark.long)])
+def test_each_event_is_written_once_with_the_query_killed(
+    outbox: Outbox, tmp_path: Path, sink: str
+) -> None:
     """Beside a publisher, and a transaction that stays open from before the first query to after the last kill."""
     with psycopg.connect(outbox.dsn) as open_long, publishing(outbox):
         open_long.execute("select relay.publish(%s, null, %s)", (host(99), Jsonb([event(1)])))
         for _ in range(KILLS):
             before = committed_batches(tmp_path)
-            with streaming(outbox, tmp_path) as query:
+            with streaming(outbox, tmp_path, sink) as query:
                 wait_until(
                     lambda: committed_batches(tmp_path) > before + 1 or query.poll() is not None,  # noqa: B023
                     120,
                 )
+                with suppress(subprocess.TimeoutExpired):
+                    query.wait(CHANCE.uniform(0, 1.0))
                 assert query.poll() is None, (tmp_path / "query.log").read_text()
         open_long.commit()
-    with streaming(outbox, tmp_path, available="yes") as last:
+    with streaming(outbox, tmp_path, sink, available="yes") as last:
         assert last.wait(240) == 0, (tmp_path / "query.log").read_text()
     found = (tmp_path / "ids").read_text().split()
     stored = outbox.column("select id::text from outbox_message_t")

@@ -1,6 +1,7 @@
 """A stream that lags behind retention says so, instead of skipping what was removed (Kafka's `failOnDataLoss`).
 
-Reports: mozilla/telemetry-streaming#25, apache/hudi#5400, apache/spark#24932 (SPARK-28081).
+Reports: mozilla/telemetry-streaming#25, apache/hudi#5400, apache/spark#24932, apache/spark#15820 (SPARK-18373),
+apache/spark#22207 (SPARK-25214), delta-io/delta#6395.
 """
 
 from __future__ import annotations
@@ -149,6 +150,38 @@ def test_rows_that_are_removed_while_a_micro_batch_is_read_fail_its_tasks(kept: 
         with pytest.raises(RelayError, match="failOnDataLoss"):
             list(reader.read(part))
     query.stop()
+
+
+def test_told_to_go_on_a_query_reads_what_is_left_once(kept: Outbox) -> None:
+    """Kafka's source failed in its tasks all the same (SPARK-18373), and then read records twice (SPARK-25214)."""
+    query = Query(kept.dsn, options={"failOnDataLoss": "false"})
+    kept.fill(1)
+    query.trigger()
+    kept.fill(1)
+    assert query.reader is not None
+    assert query.at is not None
+    end = query.reader.latestOffset(query.at, ReadAllAvailable())
+    parts = query.reader.partitions(query.at, end)
+    kept.conn.execute(
+        "update outbox_message_t set c_ts = now() - interval '2 days' where c_offset % 2 = 0"
+    )
+    remove(kept, datetime.now(UTC) - DAY)
+    kept.fill(1)
+    found = [
+        each
+        for part in parts
+        for batch in query.reader.read(part)
+        for each in batch.column("id").to_pylist()
+    ]
+    query.at = end
+    query.stop()
+    assert query.trigger(most=2) > 0
+    while query.trigger(most=2):
+        pass
+    query.stop()
+    read = [*query.read, *map(str, found)]
+    assert len(read) == len(set(read))
+    assert set(kept.column("select id::text from outbox_message_t")) <= set(read)
 
 
 def test_a_transaction_that_was_open_then_and_is_older_than_the_newest_removed(

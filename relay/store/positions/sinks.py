@@ -229,15 +229,20 @@ class Claim:
 
     def note_fault(self, fault: str | None) -> None:
         """Store why nothing is delivered, for `relay sink list` and `relay status`; None if the sink delivers."""
-        self.conn.execute(
-            """
-            update relay.sinks
-               set fault = %(fault)s,
-                   fault_since = case when %(fault)s is not null then coalesce(fault_since, now()) end
-             where group_id = %(group)s and sink = %(sink)s and fault is distinct from %(fault)s
-            """,
-            {"group": self._group, "sink": self._sink, "fault": fault},
-        )
+        note_fault(self.conn, self._group, self._sink, fault)
+
+
+def note_fault(conn: Connection, group: str, sink: str, fault: str | None) -> None:
+    """Store why nothing of a sink is delivered; None if it delivers. Raises psycopg.Error."""
+    conn.execute(
+        """
+        update relay.sinks
+           set fault = %(fault)s,
+               fault_since = case when %(fault)s is not null then coalesce(fault_since, now()) end
+         where group_id = %(group)s and sink = %(sink)s and fault is distinct from %(fault)s
+        """,
+        {"group": group, "sink": sink, "fault": fault},
+    )
 
 
 def _rows(
