@@ -23,6 +23,8 @@ from relay.store.session_settings import LOCK_TIMEOUT, SessionKind
 MOST_REMEMBERED = 10_000
 """How many combinations of values are remembered: each has about a kilobyte."""
 _IDLE_SECONDS = 10.0
+_OF_VALUES = "22"
+"""The class of SQLSTATEs that speak of values, such as a text that is cast to a number."""
 _PLACEHOLDER = re.compile(r"%(?:%|\(([^)]*)\)s)")
 
 _Values = tuple[str | None, ...]
@@ -73,7 +75,8 @@ class Lookup:
     async def row(self, event: Event) -> Row | None:
         """The row of an event's endpoint; None without one.
 
-        Raises Undelivered if the query fails, EndpointRejected for several rows, and Rejected for what is no JSON.
+        Raises Undelivered if the query fails, EndpointRejected for several rows or values that the query does not take,
+        and Rejected for what is no JSON.
         """
         values = tuple(bound(event, name) for name in self.names)
         known = self._known.get(values)
@@ -99,7 +102,10 @@ class Lookup:
             try:
                 row = await asyncio.to_thread(self._query, self._pool, values)
             except psycopg.Error as error:
-                raise Undelivered(f"endpoints.select: {describe(error)}") from None
+                fault = f"endpoints.select: {describe(error)}"
+                if (error.sqlstate or "").startswith(_OF_VALUES):
+                    raise EndpointRejected(fault) from None
+                raise Undelivered(fault) from None
         if self._settings.cache:
             self._known[values] = time.monotonic() + self._settings.cache, row
             self._known.move_to_end(values)

@@ -268,9 +268,9 @@ class Endpoints:
 
     # What has become of an attempt
 
-    def succeeded(self, endpoint: Endpoint) -> None:
-        """Note that the endpoint has accepted an event."""
-        if endpoint.breaker.succeeded(None):
+    def succeeded(self, endpoint: Endpoint, key: str | None) -> None:
+        """Note that the endpoint has accepted an event. `key` is its host, which the breaker counts."""
+        if endpoint.breaker.succeeded(key):
             log.info("an endpoint answers again", extra=self._fields(endpoint))
         endpoint.failures = endpoint.refused = 0
         endpoint.since = None

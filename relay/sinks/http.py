@@ -48,6 +48,7 @@ from relay.sinks.egress import EgressGuard, refused_address
 from relay.sinks.http_connections import (
     READ_BYTES,
     Connector,
+    ConnectorOfMany,
     KeptConnectionLost,
     Malformed,
     Resolver,
@@ -335,8 +336,9 @@ class _Client:
         if session is None:
             # A proxy of the environment resolves names itself, and may have a private address.
             guard = EgressGuard(refuses=False) if proxied else self._guard
+            kind = Connector if self._resolver is None else ConnectorOfMany
             session = self._sessions[proxied] = aiohttp.ClientSession(
-                connector=Connector(self._concurrency, self._keeps, guard, self._resolver),
+                connector=kind(self._concurrency, self._keeps, guard, self._resolver),
                 # `_send` sets one deadline for the whole request.
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
                 headers={"user-agent": "relay", "accept-encoding": "identity"},

@@ -53,7 +53,7 @@ class Connector(aiohttp.TCPConnector):
     def __init__(
         self, limit: int, keeps: bool, guard: EgressGuard, resolver: Resolver | None
     ) -> None:
-        """At most `limit` connections are in use at once, and as many idle. Without `keeps` each is for one request.
+        """At most `limit` connections are in use at once. Without `keeps` each is for one request.
 
         `guard` is asked before each connection is opened: connecting to an address that it refuses raises
         AddressRefused, as the cause of aiohttp's error.
@@ -79,8 +79,11 @@ class Connector(aiohttp.TCPConnector):
                 return connection
             connection.close()
 
+
+class ConnectorOfMany(Connector):
+    """Keeps no more idle connections than may be in use: with many servers, one to each would stay open."""
+
     def _release(self, key: Any, protocol: ResponseHandler, *, should_close: bool = False) -> None:
-        # With many servers, a connection to each would stay open.
         if not should_close and len(self._conns) > self.limit:
             should_close = key not in self._conns
         super()._release(key, protocol, should_close=should_close)

@@ -193,4 +193,4 @@ class HttpEndpoints(Http):
                         # The row may have other credentials meanwhile.
                         self._lookup.forget(post.events[0])
                     raise await self._endpoints.failed(endpoint, host, error) from None
-                self._endpoints.succeeded(endpoint)
+                self._endpoints.succeeded(endpoint, host)

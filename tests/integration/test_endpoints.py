@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 
 from relay.admin.check import examine
+from relay.admin.dead_letters import DeadLetters
 from relay.admin.endpoints import listed, set_disabled
 from relay.admin.findings import Severity
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
+from relay.store.connections import connect
+from relay.store.dead_letters.selection import DeadLetterSelection
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.webhook import Answer, Request, Webhook
 
@@ -161,6 +164,18 @@ def test_several_rows_are_one_clear_fault(outbox: Outbox, webhook: Webhook) -> N
     assert "more than one row" in dead(outbox)[0]
 
 
+def test_a_value_that_the_lookup_does_not_take_is_the_event_s_fault(
+    outbox: Outbox, webhook: Webhook
+) -> None:
+    select = f"select '{webhook.url}' as url where %(payload.tenant)s::int > 0"
+    settings = outbox.settings(**sending("{endpoint.url}", endpoints={"select": select}))
+    for tenant in ("x", "7", "0"):
+        outbox.publish(host(1), event(payload={"tenant": tenant}))
+    outbox.drain(settings)
+    assert "22P02" in dead(outbox)[0]
+    assert [each.event["data"] for each in webhook.accepted] == [{"tenant": "7"}]
+
+
 def test_a_lookup_that_fails_is_an_outage(outbox: Outbox, webhook: Webhook) -> None:
     outbox.conn.execute(TABLE)
     register(outbox, 1, webhook.url)
@@ -269,6 +284,28 @@ def test_an_operator_disables_an_endpoint_by_its_url(outbox: Outbox, webhook: We
         set_disabled(settings, "hook", "nonsense", True, None)
     with pytest.raises(ConfigurationError, match=r"such sinks: hook"):
         listed(settings, "projection")
+
+
+def test_another_url_is_another_endpoint(outbox: Outbox, webhook: Webhook) -> None:
+    """What was dead-lettered meanwhile can be replayed to it."""
+    outbox.conn.execute(TABLE)
+    register(outbox, 1, f"{webhook.url}/old")
+    webhook.answers = lambda *_: Answer(410)
+    settings = looked_up(outbox)
+    with relaying(settings):
+        outbox.publish(host(1), event(1))
+        wait_until(lambda: len(dead(outbox)) == 1)
+        webhook.answers = lambda *_: Answer()
+        register(outbox, 1, f"{webhook.url}/new")
+        time.sleep(0.3)
+        outbox.publish(host(1), event(2))
+        wait_until(lambda: len(webhook.accepted) == 1)
+        with connect(outbox.dsn) as conn:
+            letters = DeadLetters(settings, conn)
+            found = letters.find(DeadLetterSelection(exception="is disabled"))
+            letters.replay(found, "a new address")
+        wait_until(lambda: len(webhook.accepted) == 2)
+    assert {each.path for each in webhook.accepted} == {"/events/new"}
 
 
 def publish_until(outbox: Outbox, condition: Callable[[], bool]) -> None:
