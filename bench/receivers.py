@@ -21,6 +21,7 @@ import psutil
 import redis
 
 from bench.environment import no_venv
+from bench.functions import COUNTER, WAIT
 from bench.job import Job
 from bench.outbox import wait_until
 from bench.results import Measurement
@@ -130,6 +131,44 @@ class Endpoint:
     def empty(self) -> None:
         self.stop()
         self.start()
+
+
+class Functions:
+    """Functions of the process that delivers, which add to a counter in a file: they return at once, or wait."""
+
+    def __init__(self, folder: Path, wait: float = 0.0, concurrency: int = 16) -> None:
+        """A call waits `wait` seconds, in so many calls at once."""
+        self._file = folder / "counter"
+        self._wait = wait
+        name = "waits" if wait else "returns"
+        self.handler: dict[str, Any] = {
+            "type": "function",
+            "callable": f"bench.functions:{name}",
+            "concurrency": concurrency,
+            "order_by": "aggregate" if wait else "host",
+        }
+        self.loop: dict[str, Any] = {
+            "kind": "function", "name": name, "concurrency": concurrency,
+            "key": "aggregate_id" if wait else "host_id",
+        }  # fmt: skip
+
+    def __enter__(self) -> Self:
+        os.environ[COUNTER] = str(self._file)
+        os.environ[WAIT] = str(self._wait)
+        self.empty()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del os.environ[COUNTER], os.environ[WAIT]
+
+    def unavailable(self) -> str | None:
+        return no_venv()
+
+    def received(self) -> int:
+        return int.from_bytes(self._file.read_bytes(), "little")
+
+    def empty(self) -> None:
+        self._file.write_bytes(bytes(8))
 
 
 class Broker:

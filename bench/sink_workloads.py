@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from bench.live import Consumer
 from bench.outbox import Outbox
 from bench.peers.sink_loop import SinkLoop
 from bench.plan import Plan
-from bench.receivers import Broker, Endpoint, Nats, Rabbitmq, Redis
+from bench.receivers import Broker, Endpoint, Functions, Nats, Rabbitmq, Redis
 from bench.relaying import Relay
 from bench.results import Contender, Goal, Measurement, Workload
 
@@ -20,7 +21,7 @@ from bench.results import Contender, Goal, Measurement, Workload
 class Backlog(NamedTuple):
     """A kind of receiver, the client library of the plain loop, and how many transactions of it are delivered."""
 
-    kind: Callable[[Path], Endpoint | Broker]
+    kind: Callable[[Path], Endpoint | Broker | Functions]
     client: str
     transactions: int
     quick: int
@@ -32,7 +33,16 @@ class Backlog(NamedTuple):
         )
 
 
+WAIT_SECONDS, WAIT_CONCURRENCY = 0.1, 1_000
+
 BACKLOGS = {
+    "function": Backlog(Functions, "asyncio", 20_000, 4_000),
+    "function-waits": Backlog(
+        partial(Functions, wait=WAIT_SECONDS, concurrency=WAIT_CONCURRENCY),
+        "asyncio",
+        10_000,
+        5_000,
+    ),
     "http": Backlog(Endpoint, "aiohttp", 8_000, 2_000),
     "redis": Backlog(Redis, "redis-py", 20_000, 4_000),
     "nats": Backlog(Nats, "nats-py", 20_000, 4_000),
@@ -43,7 +53,7 @@ BACKLOGS = {
 def _sinks(
     plan: Plan,
     name: str,
-    kind: Callable[[Path], Endpoint | Broker],
+    kind: Callable[[Path], Endpoint | Broker | Functions],
     client: str,
     transactions: int,
     at_least: float | None,
@@ -91,6 +101,16 @@ def _sinks(
         ]
         size = f"{backlog.events:,} events in {transactions:,} commits"
         yield Workload(name, size, contenders, goals)
+
+
+def sinks_function(plan: Plan) -> Iterator[Workload]:
+    """A backlog to functions that return at once."""
+    return BACKLOGS["function"](plan, "sinks-function", 0.8)
+
+
+def sinks_function_waits(plan: Plan) -> Iterator[Workload]:
+    """A backlog to functions that wait for 100 ms, a thousand at once."""
+    return BACKLOGS["function-waits"](plan, "sinks-function-waits", 1 / 1.3)
 
 
 def sinks_http(plan: Plan) -> Iterator[Workload]:

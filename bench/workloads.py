@@ -362,6 +362,8 @@ WORKLOADS: dict[str, Callable[[Plan], Iterator[Workload]]] = {
     "client": client_publish,
     "spark-read": spark_read,
     "delta": delta_table,
+    "sinks-function": sink_workloads.sinks_function,
+    "sinks-function-waits": sink_workloads.sinks_function_waits,
     "sinks-http": sink_workloads.sinks_http,
     "sinks-redis": sink_workloads.sinks_redis,
     "sinks-nats": sink_workloads.sinks_nats,

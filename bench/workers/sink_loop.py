@@ -11,7 +11,8 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from itertools import groupby
+from typing import Any, Generic, TypeVar
 
 import aiohttp
 import nats
@@ -19,6 +20,7 @@ import pika
 import psycopg
 import redis
 
+from bench import functions
 from bench.workers.talk import arguments, say
 
 FIELDS = (
@@ -66,17 +68,32 @@ class Event:
         self.body = f'{head[:-1]}, "data": {row[-1]}}}'.encode()
 
 
-class Log:
+class Row:
+    """A row as what a function gets: a mapping of its fields."""
+
+    __slots__ = ("fields", "offset")
+
+    def __init__(self, row: Sequence[str | None]) -> None:
+        self.fields = dict(zip(FIELDS, row[1:], strict=True))
+        self.offset = int(self.fields["c_offset"] or 0)
+
+
+Item = TypeVar("Item", Event, Row)
+
+
+class Log(Generic[Item]):
     """Reads the outbox in chunks, and stores the delivered position every second."""
 
-    def __init__(self, dsn: str, follows: bool) -> None:
+    def __init__(self, dsn: str, follows: bool, item: type[Item]) -> None:
+        """A row is made an `item`."""
+        self._item = item
         self._reading: psycopg.Connection[Any] = psycopg.connect(dsn, autocommit=follows)
         self._storing: psycopg.Connection[Any] = psycopg.connect(dsn, autocommit=True)
         self._storing.execute(PROGRESS)
         self._follows = follows
         self._stored = time.monotonic()
 
-    def chunks(self) -> Iterator[list[Event]]:
+    def chunks(self) -> Iterator[list[Item]]:
         """Yield all rows; if it follows the outbox, yield new rows without end, and an empty chunk after each wait."""
         if self._follows:
             yield from self._new_ones()
@@ -84,9 +101,9 @@ class Log:
         with self._reading.cursor(name="log") as cursor:
             cursor.execute(READ, (0,))
             while rows := cursor.fetchmany(CHUNK):
-                yield [Event(row) for row in rows]
+                yield [self._item(row) for row in rows]
 
-    def _new_ones(self) -> Iterator[list[Event]]:
+    def _new_ones(self) -> Iterator[list[Item]]:
         newest = self._reading.execute(
             "select c_xid::text, c_offset from outbox_message_t as log order by log.c_xid desc, c_offset desc limit 1"
         ).fetchone()
@@ -94,7 +111,7 @@ class Log:
         while True:
             rows = self._reading.execute(READ_NEW.encode(), last).fetchall()
             if rows:
-                events = [Event(row) for row in rows]
+                events = [self._item(row) for row in rows]
                 last = rows[-1][0], events[-1].offset
                 yield events
             else:
@@ -112,11 +129,11 @@ class Log:
 class Delivered:
     """Tracks the offset up to which every event of consecutive chunks is confirmed."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log[Any]) -> None:
         self._log = log
         self._open: deque[list[int]] = deque()
 
-    def begin(self, events: Sequence[Event]) -> list[int]:
+    def begin(self, events: Sequence[Event | Row]) -> list[int]:
         chunk = [events[-1].offset, len(events)]
         self._open.append(chunk)
         return chunk
@@ -127,7 +144,7 @@ class Delivered:
             self._log.delivered(self._open.popleft()[0])
 
 
-async def http(log: Log, job: dict[str, Any]) -> None:
+async def http(log: Log[Event], job: dict[str, Any]) -> None:
     """Deliver with aiohttp: `concurrency` hosts at once, with at most one request each."""
     delivered = Delivered(log)
     queues: list[asyncio.Queue[Any]] = [asyncio.Queue(CHUNK) for _ in range(job["concurrency"])]
@@ -160,7 +177,37 @@ async def http(log: Log, job: dict[str, Any]) -> None:
             await queue.put(None)
 
 
-def to_redis(log: Log, job: dict[str, Any]) -> None:
+async def call(log: Log[Row], job: dict[str, Any]) -> None:
+    """Call a function for each business transaction, `concurrency` at once, with at most one of each key."""
+    function, field = getattr(functions, job["name"]), job["key"]
+    delivered = Delivered(log)
+    queues: list[asyncio.Queue[Any]] = [asyncio.Queue(CHUNK) for _ in range(job["concurrency"])]
+
+    async def work(queue: asyncio.Queue[Any]) -> None:
+        while (item := await queue.get()) is not None:
+            rows, chunk = item
+            await function(rows)
+            for _ in rows:
+                delivered.one_of(chunk)
+
+    async with asyncio.TaskGroup() as group:
+        for queue in queues:
+            group.create_task(work(queue))
+        say("ready")
+        of_key: dict[str, asyncio.Queue[Any]] = {}
+        chunks = log.chunks()
+        while found := await asyncio.to_thread(next, chunks, None):
+            chunk = delivered.begin(found)
+            for _, some in groupby(found, lambda row: row.fields["transaction_id"]):
+                rows = list(some)
+                key = str(rows[0].fields[field])
+                queue = of_key.setdefault(key, queues[len(of_key) % len(queues)])
+                await queue.put((rows, chunk))
+        for queue in queues:
+            await queue.put(None)
+
+
+def to_redis(log: Log[Event], job: dict[str, Any]) -> None:
     """Deliver with redis-py: a pipeline, not a transaction, for each thousand messages."""
     client = redis.Redis(port=job["port"])
     client.ping()
@@ -175,7 +222,7 @@ def to_redis(log: Log, job: dict[str, Any]) -> None:
             log.delivered(portion[-1].offset)
 
 
-async def to_nats(log: Log, job: dict[str, Any]) -> None:
+async def to_nats(log: Log[Event], job: dict[str, Any]) -> None:
     """Deliver with nats-py: `publish_async`, with at most UNANSWERED pending acknowledgements."""
     client = await nats.connect(f"nats://127.0.0.1:{job['port']}")
     stream = client.jetstream(publish_async_max_pending=UNANSWERED)
@@ -203,7 +250,7 @@ async def to_nats(log: Log, job: dict[str, Any]) -> None:
 class ToRabbitmq:
     """Delivers with pika: a SelectConnection in confirm mode, with at most UNANSWERED unconfirmed messages."""
 
-    def __init__(self, log: Log, job: dict[str, Any]) -> None:
+    def __init__(self, log: Log[Event], job: dict[str, Any]) -> None:
         self._delivered = Delivered(log)
         self._events = (
             (event, chunk)
@@ -261,10 +308,12 @@ class ToRabbitmq:
 
 def main() -> None:
     job = arguments()
-    log = Log(job["dsn"], job["follows"])
+    log: Log[Any] = Log(job["dsn"], job["follows"], Row if job["kind"] == "function" else Event)
     match job["kind"]:
         case "http":
             asyncio.run(http(log, job))
+        case "function":
+            asyncio.run(call(log, job))
         case "redis":
             to_redis(log, job)
         case "nats":

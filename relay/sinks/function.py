@@ -209,6 +209,9 @@ class Function:
         self._held: Held | None = None
         self._sessions: TargetSessions | None = None
         self._series = ""
+        self._running: dict[Call, float] = {}
+        """The calls before their deadlines, which come in this order: a timer for each would cost as much as a call."""
+        self._timer: asyncio.TimerHandle | None = None
         self._unended: dict[Hashable, Call] = {}
         self._late_ends = RepeatedLines(
             log, logging.WARNING, "calls of a function do not end after their deadline", "calls"
@@ -257,14 +260,16 @@ class Function:
         if "opentelemetry.trace" in sys.modules:
             call.context.run(_continue_trace, delivery)
         calls.start(call)
-        timer = loop.call_later(self.timeout, self._cancel, call)
+        deadline = self._running[call] = loop.time() + self.timeout
+        if self._timer is None:
+            self._timer = loop.call_at(deadline, self._cancel_late)
         try:
             error = await call.ended
         except asyncio.CancelledError:
             self._give_up(call)
             raise
         finally:
-            timer.cancel()
+            self._running.pop(call, None)
         self._judge(call, delivery, error)
 
     def _begin(self) -> Calls:
@@ -298,15 +303,21 @@ class Function:
 
     # Deadlines
 
-    def _cancel(self, call: Call) -> None:
-        if call.is_done:
-            return
-        call.is_late = True
+    def _cancel_late(self) -> None:
+        """Cancel the calls whose deadline has come, and come again at the next one's."""
+        self._timer = None
         assert self._calls is not None  # noqa: S101
-        self._calls.cancel(call)
-        asyncio.get_running_loop().call_later(function_calls.END_SECONDS, self._stand, call)
+        loop = asyncio.get_running_loop()
+        for call, deadline in list(self._running.items()):
+            if deadline > loop.time():
+                self._timer = loop.call_at(deadline, self._cancel_late)
+                return
+            del self._running[call]
+            call.is_late = True
+            self._calls.cancel(call)
+            loop.call_later(function_calls.END_SECONDS, self._end_attempt, call)
 
-    def _stand(self, call: Call) -> None:
+    def _end_attempt(self, call: Call) -> None:
         """End the attempt whose call does not end. Its transaction is not delivered again beside that call."""
         if call.is_done or call.ended.done():
             return
@@ -377,6 +388,8 @@ class Function:
 
     async def close(self) -> None:
         """End the calls, and leave what `open` has opened."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._shared is not None:
             await self._shared.close()
         if self._calls is not None:

@@ -104,10 +104,17 @@ def contained(error: BaseException) -> Exception:
 
 
 class _Results:
-    """Hands the results of calls to the loop of the sinks: one call into it for all that have come meanwhile."""
+    """Hands the results of calls to the loop of the sinks: one call into it for all that have come meanwhile.
 
-    def __init__(self, ended: Callable[[Call], None]) -> None:
+    Waking a thread lets it have the interpreter at once. So a loop collects what its callbacks hand over in one turn.
+    """
+
+    def __init__(
+        self, ended: Callable[[Call], None], calls: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        """`calls` is the loop in whose thread results are added; None: they are added in several threads."""
         self._loop = asyncio.get_running_loop()
+        self._calls = calls
         self._ended = ended
         self._results: deque[tuple[Call, Any, BaseException | None]] = deque()
         self._is_due = False
@@ -117,8 +124,14 @@ class _Results:
         self._results.append((call, returned, error))
         if not self._is_due:
             self._is_due = True
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._end_calls)
+            if self._calls is None:
+                self._hand_over()
+            else:
+                self._calls.call_soon(self._hand_over)
+
+    def _hand_over(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._end_calls)
 
     def _end_calls(self) -> None:
         self._is_due = False
@@ -138,8 +151,9 @@ class LoopCalls:
     ) -> None:
         """`ended` is called in the loop of the sinks with each call that has ended."""
         self._function = function
-        self._results = _Results(ended)
         self._loop = asyncio.new_event_loop()
+        self._results = _Results(ended, self._loop)
+        self._sinks = asyncio.get_running_loop()
         self._to_start: deque[Call] = deque()
         self._is_starting = False
         self._running: set[asyncio.Task[None]] = set()
@@ -168,6 +182,10 @@ class LoopCalls:
         self._to_start.append(call)
         if not self._is_starting:
             self._is_starting = True
+            self._sinks.call_soon(self._wake)
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._start_all)
 
     def _start_all(self) -> None:
