@@ -86,7 +86,7 @@ class Log(Generic[Item]):
 
     def __init__(self, dsn: str, follows: bool, item: type[Item]) -> None:
         """A row is made an `item`."""
-        self._item = item
+        self._item: type[Item] = item
         self._reading: psycopg.Connection[Any] = psycopg.connect(dsn, autocommit=follows)
         self._storing: psycopg.Connection[Any] = psycopg.connect(dsn, autocommit=True)
         self._storing.execute(PROGRESS)

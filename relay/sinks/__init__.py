@@ -41,13 +41,15 @@ ATTEMPT: ContextVar[Attempt] = ContextVar("attempt")
 class Target:
     """The target, for a sink that uses it: how to reach it, the group, and how many connections to open at most.
 
-    `types` are the PostgreSQL types of an event's fields.
+    `types` are the PostgreSQL types of an event's fields. When relay stops, calls of a function that are cancelled have
+    `close_seconds` to end.
     """
 
     dsn: Dsn
     group: str
     connections: int
     types: Mapping[str, LiteralString] = field(default_factory=lambda: SQL_TYPES)
+    close_seconds: float = 5.0
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -57,6 +59,8 @@ class Target:
             settings.group,
             settings.sinks.connections,
             settings.source.sql_types,
+            # Deliveries in flight have had half of it.
+            settings.shutdown_timeout / 4,
         )
 
 

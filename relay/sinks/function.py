@@ -393,7 +393,10 @@ class Function:
         if self._shared is not None:
             await self._shared.close()
         if self._calls is not None:
-            await self._calls.close()
+            seconds = function_calls.END_SECONDS
+            if self._target is not None:
+                seconds = min(seconds, self._target.close_seconds)
+            await self._calls.close(seconds)
         if self._sessions is not None:
             self._sessions.close()
 

@@ -27,7 +27,7 @@ from relay.runtime.threads import Thread
 log = logging.getLogger(__name__)
 
 END_SECONDS = 5.0
-"""How long a call that is cancelled, or the end of what `open` has opened, is waited for."""
+"""How long a call that is cancelled is waited for."""
 
 
 class Call:
@@ -68,8 +68,8 @@ class Calls(Protocol):
     async def enter(self, opens: Callable[[], Any]) -> Held:
         """Enter the context manager that a function returns. Raises its errors."""
 
-    async def close(self) -> None:
-        """End calls, and leave the context manager."""
+    async def close(self, seconds: float) -> None:
+        """End calls, and leave the context manager; what has not ended after `seconds` is left behind."""
 
 
 class Held:
@@ -259,11 +259,11 @@ class LoopCalls:
         finally:
             held.left.set_result(None)
 
-    async def close(self) -> None:
-        """End the calls, leave the context managers and end the thread; what does not end in time is left behind."""
-        ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+    async def close(self, seconds: float) -> None:
+        """End the calls, leave the context managers and end the thread, within `seconds`."""
+        ending = asyncio.run_coroutine_threadsafe(self._end(seconds / 3), self._loop)
         try:
-            async with asyncio.timeout(3 * END_SECONDS):
+            async with asyncio.timeout(seconds):
                 await asyncio.wrap_future(ending)
         except TimeoutError:
             log.warning(
@@ -271,17 +271,17 @@ class LoopCalls:
                 extra={"fault": f"its event loop is blocked{_stack_of(self._thread.ident)}"},
             )
 
-    async def _end(self) -> None:
+    async def _end(self, seconds: float) -> None:
         for task in self._running:
             task.cancel()
         if self._running:
-            await asyncio.wait(self._running, timeout=END_SECONDS)
+            await asyncio.wait(self._running, timeout=seconds)
         for _, held, leaving in self._held:
             held.is_leaving = True
             leaving.set()
         holding = [task for task, _, _ in self._held]
         if holding:
-            _, late = await asyncio.wait(holding, timeout=END_SECONDS)
+            _, late = await asyncio.wait(holding, timeout=seconds)
             for task in late:
                 task.cancel()
         self._loop.call_soon(self._loop.stop)
@@ -347,15 +347,15 @@ class ThreadCalls:
         await asyncio.wrap_future(held.opened)
         return held
 
-    async def close(self) -> None:
-        """Let the threads end after their calls, and leave the context managers; waits for these for a while."""
+    async def close(self, seconds: float) -> None:
+        """Let the threads end after their calls, and leave the context managers; waits for these only."""
         for _ in range(self._threads):
             self._calls.put(None)
         for held, leaving in self._held:
             held.is_leaving = True
             leaving.set()
         with suppress(TimeoutError):
-            async with asyncio.timeout(END_SECONDS):
+            async with asyncio.timeout(seconds):
                 for held, _ in self._held:
                     await asyncio.shield(asyncio.wrap_future(held.left))
 
