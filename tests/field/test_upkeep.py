@@ -3,12 +3,16 @@
 Reports: delta-io/delta-rs#2700 (compaction beside appends), #3645 (vacuum removes what is not committed yet), #3644
 (vacuum forgets files after a checkpoint), #3337 (compaction with a stale snapshot), delta-io/delta#1470 (a retention of
 nothing), apache/iceberg-python#3758 (replaced rows of a partition stay), apache/iceberg#7383 (files that no
-snapshot has), apache/iceberg-python#2409 (snapshots removed by two).
+snapshot has), apache/iceberg-python#2409 (snapshots removed by two), delta-io/delta#1676 and trinodb/trino#30741
+(vacuum and the deletion vectors that a version needs), delta-io/delta-rs#2349 (what a full vacuum takes for the
+table's).
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event, Thread
@@ -182,6 +186,39 @@ def test_a_delta_table_with_deleted_rows_is_not_merged(
     assert delta_table(delta).count() == 16
 
 
+@pytest.mark.parametrize("partition_by", [[], ["id"]], ids=["whole", "partitioned"])
+def test_vacuum_removes_nothing_but_data_files_of_the_table(
+    tmp_path: Path, partition_by: list[str]
+) -> None:
+    """deltalake's full vacuum removes all that no version names: deletion vectors in use, and other tables."""
+    lake = Lake(format="delta", path=str(tmp_path), partition_by=partition_by)
+    nested = Lake(format="delta", path=str(tmp_path / "orders"), partition_by=partition_by)
+    batches = [lake.write(), lake.write()]
+    nested.write()
+    others = ["deletion_vector_1.bin", "README.md", "part-1.csv", "archive/part-1.parquet"]
+    # Of an attempt that failed, by relay; and, in a folder whose name is escaped, by Spark.
+    orphans = [f"part-{batches[0].id}-1.zstd.parquet", "part-00000-1-c000.snappy.parquet"]
+    folders = ["id=1-1/", "id=a b%2F/"] if partition_by else ["", ""]
+    orphans = [folder + name for folder, name in zip(folders, orphans, strict=True)]
+    for name in (*others, *orphans):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    aged(tmp_path)
+    lake.upkeep()
+    assert [name for name in others if not (tmp_path / name).exists()] == []
+    assert [name for name in orphans if (tmp_path / name).exists()] == []
+    assert delta_ids(lake) == ids_of("", range(1, 3))
+    assert delta_ids(nested) == ids_of("", range(1, 2))
+
+
+def aged(folder: Path) -> None:
+    """Make everything a month old, but for logs."""
+    moment = time.time() - 30 * 86_400
+    for each in folder.rglob("*"):
+        if each.is_file() and "_delta_log" not in each.parts:
+            os.utime(each, (moment, moment))
+
+
 def test_two_drivers_and_upkeep_at_once(tmp_path: Path) -> None:
     """delta-rs#2700, #3337: two sinks, each worked by two drivers, beside one that merges and removes all the time."""
     lake = Lake(format="delta", path=str(tmp_path / "lake"))
@@ -336,6 +373,27 @@ def test_a_snapshot_that_a_tag_keeps_has_its_files(iceberg: Lake) -> None:
     found = table.scan(snapshot_id=tagged).to_arrow()["id"].to_pylist()
     assert sorted(found) == ids_of("", range(1, 4))
     assert iceberg_ids(iceberg) == ids_of("", range(1, 7))
+
+
+def test_a_tag_that_is_made_while_snapshots_are_removed_keeps_its_own(
+    iceberg: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        iceberg.write()
+    keep_nothing(iceberg)
+    tagged = iceberg_table(iceberg).metadata.current_snapshot_id
+    assert tagged is not None
+    only_in = iceberg_upkeep._only_in
+
+    def slowly(*arguments: Any) -> list[str]:
+        found = only_in(*arguments)
+        iceberg_table(iceberg).manage_snapshots().create_tag(tagged, "month-end").commit()
+        return found
+
+    monkeypatch.setattr(iceberg_upkeep, "_only_in", slowly)
+    iceberg.upkeep()
+    found = iceberg_table(iceberg).scan().use_ref("month-end").to_arrow()["id"].to_pylist()
+    assert sorted(found) == ids_of("", range(1, 4))
 
 
 def test_manifests_are_merged_unless_the_table_says_otherwise(iceberg: Lake) -> None:

@@ -36,6 +36,8 @@ from relay.spark.writers.delta_files import (
     BatchFiles,
     absolute_path,
     local_path,
+    own_data_files,
+    remove_files,
     write_files,
 )
 
@@ -146,10 +148,19 @@ class DeltaWriter:
             # A commit that removes one of the files meanwhile makes it fail; the files are then merged the next time.
             with suppress(CommitFailedError):
                 table.optimize.compact(max_concurrent_tasks=1)
+        self._remove_old_files(table)
+
+    def _remove_old_files(self, table: deltalake.DeltaTable) -> None:
+        """Remove the table's own data files that none of its kept versions has.
+
+        deltalake's vacuum would remove whatever else lies below the table's path too: other tables, and deletion
+        vectors that the table needs. So it only says which files no version has.
+        """
         hours = _vacuum_hours(table.metadata().configuration)
         # `full`: the light one misses files once a checkpoint no longer has their removal (delta-io/delta-rs#3644).
-        if table.vacuum(hours, dry_run=True, full=True):
-            table.vacuum(hours, dry_run=False, full=True)
+        unused = table.vacuum(hours, dry_run=True, full=True)
+        is_own = own_data_files(table.metadata().partition_columns)
+        remove_files(self._path, self._options, [path for path in unused if is_own(path)])
 
     def _load(self) -> deltalake.DeltaTable | None:
         try:

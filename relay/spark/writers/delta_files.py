@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -68,9 +69,28 @@ def absolute_path(path: str) -> str:
     return path if folder is None else str(folder.resolve())
 
 
+def own_data_files(partition_by: Sequence[str]) -> Callable[[str], bool]:
+    """A function that says of a path below a table's whether it is where, and named as, a data file of the table is.
+
+    Spark, delta-rs and relay name them alike. What else lies there belongs to others, such as another table's files, or
+    is no data file, such as a deletion vector.
+    """
+    folders = "".join(rf"{re.escape(name)}=[^/]*/" for name in partition_by)
+    named = re.compile(rf"(_change_data/)?{folders}(part|cdc)-[^/]+\.parquet")
+    return lambda path: named.fullmatch(path) is not None
+
+
+def remove_files(path: str, options: Mapping[str, str], files: Iterable[str]) -> None:
+    """Remove files of a table, by their paths below its own. One that is gone is passed over."""
+    store = _store(path, options)
+    for each in files:
+        with suppress(FileNotFoundError):
+            store.delete_file(each)
+
+
 def write_files(files: BatchFiles, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Write a task's rows to files whose names no other attempt uses; yields a row of `FACTS` for each file."""
-    store = _store(files)
+    store = _store(files.path, files.options)
     for table in gathered(files.schema, batches):
         written = [
             _write(files, store, values, part)
@@ -79,16 +99,16 @@ def write_files(files: BatchFiles, batches: Iterator[pa.RecordBatch]) -> Iterato
         yield pa.RecordBatch.from_pylist(written, schema=_FACTS_SCHEMA)
 
 
-def _store(files: BatchFiles) -> Any:
+def _store(path: str, options: Mapping[str, str]) -> Any:
     import pyarrow.fs
 
-    folder = local_path(files.path)
+    folder = local_path(path)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         return pyarrow.fs.SubTreeFileSystem(str(folder), pyarrow.fs.LocalFileSystem())
     from deltalake.fs import DeltaStorageHandler
 
-    return pyarrow.fs.PyFileSystem(DeltaStorageHandler(files.path, dict(files.options)))
+    return pyarrow.fs.PyFileSystem(DeltaStorageHandler(path, dict(options)))
 
 
 def _partitions(

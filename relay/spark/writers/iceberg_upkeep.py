@@ -128,6 +128,9 @@ def expire_snapshots(table: Table) -> None:
         return
     metadata = table.metadata
     files = _only_in(table, expired)
+    if table.catalog.load_table(table.name()).metadata.refs != metadata.refs:
+        # A tag or branch that is made meanwhile keeps its snapshot, and the catalog would remove both.
+        return
     # A branch that is set back to an old snapshot meanwhile keeps it.
     unchanged = (
         AssertRefSnapshotId(ref=name, snapshot_id=ref.snapshot_id)
