@@ -27,7 +27,7 @@ from tests.pages import DOCS
 from tests.process import ROOT
 from tests.sql_meanings import COLUMNS, FUNCTIONS, TABLES
 
-MODULES = ("relay", "relay.client", "relay.client.testing", "relay.spark")
+MODULES = ("relay", "relay.testing", "relay.client", "relay.client.testing", "relay.spark")
 """The modules that users' code may import."""
 _NOTE = "This page is generated from the code: `make reference` writes it.\n"
 

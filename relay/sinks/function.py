@@ -11,7 +11,7 @@ from contextvars import copy_context
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from types import CoroutineType
-from typing import Any
+from typing import Any, Protocol
 
 from relay.config.handlers import FunctionHandler
 from relay.config.imports import ASYNC, WORK, find_function, unfinished_kind
@@ -46,6 +46,15 @@ def sink(name: str, settings: FunctionHandler, target: Target | None) -> Functio
     return Function(name, settings, target)
 
 
+class Delivering(Protocol):
+    """What a delivery knows of the sink that makes it."""
+
+    name: str
+    timeout: float
+    order_by: str
+    log: logging.Logger
+
+
 class Delivery:
     """The events of one business transaction that are routed to a function, and one attempt to deliver them.
 
@@ -57,7 +66,7 @@ class Delivery:
     )  # fmt: skip
 
     def __init__(
-        self, sink: Function, transaction: Transaction, attempt: Attempt, resource: Any
+        self, sink: Delivering, transaction: Transaction, attempt: Attempt, resource: Any
     ) -> None:
         self._sink = sink
         self._transaction = transaction
@@ -147,6 +156,7 @@ class Delivery:
         through the connection and the completion are committed together, once, however often the delivery is repeated.
         A block that an earlier attempt has committed is not entered: the function ends there, and the delivery is done.
         """
+        assert isinstance(self._sink, Function)  # noqa: S101
         return CompletingTransaction(
             self._sink.sessions,
             self._sink.completion(self._attempt, self._transaction, self._identity),
@@ -195,7 +205,7 @@ class Function:
     def __init__(self, name: str, settings: FunctionHandler, target: Target | None) -> None:
         self.name = name
         self.timeout = settings.timeout
-        self.order_by = settings.order_by
+        self.order_by: str = settings.order_by
         self.log = logging.getLogger(f"relay.function.{name}")
         self._settings = settings
         self._target = target

@@ -22,7 +22,7 @@ SHARED = {
     "RetryLater": "a handler raises it, and the disposition is named after it",
 }
 """Names that two classes of relay may have, and why."""
-MODULES = ("relay", "relay.client", "relay.client.testing", "relay.spark")
+MODULES = ("relay", "relay.testing", "relay.client", "relay.client.testing", "relay.spark")
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -1,0 +1,224 @@
+"""Calls handlers as relay does, with events of plain dictionaries, for the tests of handlers. No service, no outbox."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any
+from uuid import UUID, uuid4
+
+import psycopg
+
+from relay.event_types.registry import EventTypes
+from relay.event_types.upcasting import Upcasting
+from relay.model.events import FIELDS, Commit, Event, Events, Lsn, Transaction
+from relay.sinks import Attempt
+from relay.sinks.function import Delivery
+
+__all__ = ["GivenDelivery", "deliver", "deliver_async", "handle", "transaction"]
+
+_HEADERS = "headers"
+_EMPTY = Commit(Lsn(0), Lsn(0), 0, 0)
+
+
+def transaction(
+    *events: Mapping[str, Any], attempt: int = 1, types: EventTypes | None = None
+) -> Transaction:
+    """Return a business transaction of events that are given by their fields, as a handler gets it.
+
+    `payload` and `metadata` are documents, `headers` a mapping of texts. What is left out and a publisher does not
+    choose gets a value: `id`, `host_id`, `event_ts`, `c_offset` and the fields of the transaction. With `types` the
+    events are in the current version of their type, and have its model. Raises ValueError for a field that there is
+    not, and InvalidEvent.
+    """
+    common = {
+        "host_id": UUID(int=1),
+        "transaction_id": uuid4(),
+        "event_ts": datetime.now(UTC),
+        "transaction_count": len(events),
+    }
+    found = []
+    for number, given in enumerate(events, 1):
+        ordinal = {"id": uuid4(), "c_offset": number, "transaction_ordinal": number}
+        found.append(_event({**common, **ordinal, **given}))
+    if types is not None:
+        upcaster = Upcasting(types)
+        found = [upcaster.current(each) for each in found]
+    first = found[0].text("transaction_id") if found else None
+    return Transaction(first, _EMPTY, _GivenEvents(found), attempt)
+
+
+def deliver(
+    function: Callable[[Delivery], Any],
+    *events: Mapping[str, Any],
+    attempt: int = 1,
+    resource: Any = None,
+    timeout: float = 30.0,
+    conn: psycopg.Connection[Any] | None = None,
+    types: EventTypes | None = None,
+) -> GivenDelivery:
+    """Call a function of `type: function` once with a delivery of these events; returns the delivery.
+
+    An `async def` runs in an event loop of its own. `conn` is what `delivery.transaction()` lends, in a transaction
+    that commits as relay's does. Raises what the function raises.
+    """
+    delivery = GivenDelivery(
+        transaction(*events, attempt=attempt, types=types), resource, timeout, conn
+    )
+    returned = function(delivery)
+    if inspect.isawaitable(returned):
+        asyncio.run(_whole(returned))
+    return delivery
+
+
+async def deliver_async(
+    function: Callable[[Delivery], Awaitable[Any]],
+    *events: Mapping[str, Any],
+    attempt: int = 1,
+    resource: Any = None,
+    timeout: float = 30.0,
+    conn: psycopg.AsyncConnection[Any] | None = None,
+    types: EventTypes | None = None,
+) -> GivenDelivery:
+    """The same as `deliver`, in the running event loop, and with a connection for coroutines."""
+    delivery = GivenDelivery(
+        transaction(*events, attempt=attempt, types=types), resource, timeout, conn
+    )
+    await function(delivery)
+    return delivery
+
+
+def handle(
+    function: Callable[[Transaction, psycopg.Cursor[Any]], Any],
+    conn: psycopg.Connection[Any],
+    *events: Mapping[str, Any],
+    attempt: int = 1,
+    types: EventTypes | None = None,
+) -> Transaction:
+    """Call a function of `type: python` once, in a database transaction that is rolled back if it raises.
+
+    Returns the business transaction. Raises what the function raises.
+    """
+    found = transaction(*events, attempt=attempt, types=types)
+    with conn.transaction(), conn.cursor() as cursor:
+        function(found, cursor)
+    return found
+
+
+class GivenDelivery(Delivery):
+    """A delivery of given events: what a function of a test gets."""
+
+    __slots__ = ("_conn",)
+
+    def __init__(
+        self,
+        transaction: Transaction,
+        resource: Any = None,
+        timeout: float = 30.0,
+        conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | None = None,
+    ) -> None:
+        super().__init__(_Given(timeout), transaction, Attempt((), None, 0, None), resource)
+        self._conn = conn
+
+    def transaction(self) -> Any:
+        """A transaction of the given connection. Raises RuntimeError without one."""
+        if self._conn is None:
+            raise RuntimeError("give the connection that delivery.transaction() is to lend: conn=…")
+        return _GivenTransaction(self._conn, self._complete)
+
+
+class _Given:
+    """What a delivery knows of its sink."""
+
+    name = "test"
+    order_by = "host"
+    log = logging.getLogger("relay.function.test")
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+
+
+class _GivenTransaction:
+    def __init__(self, conn: Any, complete: Callable[[], None]) -> None:
+        self._conn = conn
+        self._block = conn.transaction()
+        self._complete = complete
+
+    def __enter__(self) -> Any:
+        self._block.__enter__()
+        return self._conn
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._block.__exit__(kind, error, trace)
+        if kind is None:
+            self._complete()
+
+    async def __aenter__(self) -> Any:
+        await self._block.__aenter__()
+        return self._conn
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._block.__aexit__(kind, error, trace)
+        if kind is None:
+            self._complete()
+
+
+class _GivenEvents(Events):
+    """Events that are there already."""
+
+    __slots__ = ("_events",)
+
+    def __init__(self, events: list[Event]) -> None:
+        self.commit = _EMPTY
+        self._events = events
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self._events)
+
+
+def _event(given: Mapping[str, Any]) -> Event:
+    unknown = given.keys() - {*FIELDS, _HEADERS}
+    if unknown:
+        raise ValueError(
+            f"an event has no {_listed(unknown)}; it has {_listed([*FIELDS, _HEADERS])}"
+        )
+    headers = given.get(_HEADERS)
+    row = [_text(name, given.get(name)) for name in FIELDS]
+    return Event((*row, None, None, None), dict(headers) if headers else None)
+
+
+def _text(name: str, value: Any) -> str | None:
+    """A value as PostgreSQL prints that of the field."""
+    if value is None:
+        return None
+    if name in ("payload", "metadata"):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, datetime):
+        return value.astimezone(UTC).isoformat(" ").removesuffix(":00")
+    return str(value)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+async def _whole(returned: Awaitable[Any]) -> None:
+    await returned

@@ -1,0 +1,125 @@
+"""relay.testing: handlers are called with events of plain dictionaries."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
+
+import psycopg
+import pytest
+from pydantic import BaseModel
+
+from relay import Delivery, EventTypes, Fail, Transaction
+from relay.faults import InvalidEvent
+from relay.testing import deliver, deliver_async, handle, transaction
+
+
+def test_a_transaction_has_what_is_given_and_what_is_left_out() -> None:
+    moment = datetime(2026, 11, 26, 12, 30, 0, 500_000, UTC)
+    found = transaction(
+        {"event_type": "a", "payload": {"n": 1.5}, "event_ts": moment, "headers": {"region": "eu"}},
+        {"event_type": "b", "host_id": UUID(int=7), "metadata": {"k": "ü"}},
+        attempt=2,
+    )
+    first, second = found.events
+    assert (first.event_type, first.payload, first.event_ts) == ("a", {"n": 1.5}, moment)
+    assert first.headers == {"region": "eu"}
+    assert (second.host_id, second.metadata) == (UUID(int=7), {"k": "ü"})
+    assert (second.c_offset, second.transaction_ordinal, second.transaction_count) == (2, 2, 2)
+    assert second.payload is None
+    assert isinstance(first.id, UUID)
+    assert first.id != second.id
+    assert str(first.transaction_id) == found.transaction_id
+    assert (len(found), found.attempt) == (2, 2)
+    with pytest.raises(ValueError, match="an event has no type; it has aggregate_id"):
+        transaction({"type": "a"})
+
+
+def test_events_are_in_the_current_version() -> None:
+    types = EventTypes()
+
+    @types.model("placed", version=2)
+    class Placed(BaseModel):
+        amount: int
+
+    @types.upcast("placed", from_version=1)
+    def renamed(payload: Any) -> Any:
+        return {"amount": payload["sum"]}
+
+    (event,) = transaction({"event_type": "placed", "payload": {"sum": 3}}, types=types).events
+    assert event.model == Placed(amount=3)
+    with pytest.raises(InvalidEvent):
+        transaction({"event_type": "placed", "payload": {"sum": "x"}}, types=types)
+
+
+async def awaited(delivery: Delivery) -> None:
+    await asyncio.sleep(0)
+    delivery.resource.append((delivery.attempt, delivery.key, delivery.seconds_left <= 5))
+    if delivery.attempt == 3:
+        raise Fail("too often")
+
+
+def test_a_function_is_called() -> None:
+    seen: list[Any] = []
+    delivery = deliver(awaited, {"host_id": "h"}, attempt=2, resource=seen, timeout=5)
+    assert seen == [(2, "h", True)]
+    assert not delivery.is_completed
+    assert delivery.trace == {}
+    with pytest.raises(Fail):
+        deliver(awaited, {}, attempt=3, resource=seen)
+    deliver(lambda each: seen.append(len(each)), {}, {})
+    asyncio.run(deliver_async(awaited, {}, resource=seen))
+    assert seen[2:] == [2, (1, str(UUID(int=1)), False)]
+
+
+def test_a_transaction_needs_a_connection() -> None:
+    def write(delivery: Delivery) -> None:
+        with delivery.transaction():
+            pass
+
+    with pytest.raises(RuntimeError, match="conn="):
+        deliver(write, {})
+
+
+class Connection:
+    """A connection that notes its transactions."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def transaction(self) -> Connection:
+        return self
+
+    def cursor(self) -> Connection:
+        return self
+
+    def __enter__(self) -> Connection:
+        self.notes.append("begin")
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.notes.append("rollback" if kind else "commit")
+
+
+def test_handlers_run_in_transactions() -> None:
+    conn: Any = Connection()
+
+    def write(delivery: Delivery) -> None:
+        with delivery.transaction() as lent:
+            assert lent is conn
+            if delivery.attempt == 2:
+                raise KeyError
+
+    assert deliver(write, {}, conn=conn).is_completed
+    with pytest.raises(KeyError):
+        deliver(write, {}, conn=conn, attempt=2)
+    assert conn.notes == ["begin", "commit", "begin", "rollback"]
+
+    def apply(found: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+        raise Fail(str(len(found)))
+
+    with pytest.raises(Fail, match="2"):
+        handle(apply, conn, {}, {})
+    assert conn.notes[-1] == "rollback"
