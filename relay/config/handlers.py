@@ -231,6 +231,12 @@ class SparkHandler(SinkHandler):
     """The most events of a batch, which its last transaction may exceed."""
     every: Own[Seconds] = 60.0
     """The seconds after which a batch begins that is not full."""
+    mode: Alike[Literal["append", "upsert"]] = "append"
+    """Delta and Iceberg: `append` writes each event as a row; `upsert` keeps the newest event of each `key`."""
+    key: Alike[list[str]] = Field(default_factory=list)
+    """With `mode: upsert`: the columns that identify a row."""
+    deletes: Alike[Annotated[str, Field(min_length=1)] | None] = None
+    """With `mode: upsert`: a condition on the batch's columns, in Spark's SQL, for events that delete their key."""
     upkeep: Own[Annotated[PositiveInt, Number] | None] = 100
     """Delta and Iceberg: the batches between two merges of small files, with removals of old ones; null: never."""
 
@@ -262,7 +268,9 @@ class SparkHandler(SinkHandler):
     @model_validator(mode="before")
     @classmethod
     def _no_default_partitions(cls, value: Any) -> Any:
-        if isinstance(value, dict) and (value.get("sql") or value.get("transform")):
+        if isinstance(value, dict) and (
+            value.get("sql") or value.get("transform") or value.get("mode") == "upsert"
+        ):
             return {"partition_by": [], **value}
         return value
 
@@ -292,6 +300,28 @@ class SparkHandler(SinkHandler):
             raise ValueError(
                 f"format: must be one of {', '.join(_PARTITIONED_FORMATS)}; write {self.format} with a callable"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_key(self) -> SparkHandler:
+        if self.mode == "append":
+            if self.key or self.deletes is not None:
+                raise ValueError("key and deletes are for mode: upsert")
+            return self
+        if not self.is_table:
+            raise ValueError(
+                "mode: upsert is for Delta tables (path, format: delta) and Iceberg tables (table, format: iceberg)"
+            )
+        if not self.key:
+            raise ValueError(
+                "mode: upsert needs key, the columns of a row, such as [aggregate_type, aggregate_id]"
+            )
+        if self.sql is None and self.transform is None:
+            for name in self.key:
+                if name not in SPARK_COLUMNS:
+                    raise ValueError(
+                        f"key: {name!r} is not one of the columns {', '.join(SPARK_COLUMNS)}"
+                    )
         return self
 
     @model_validator(mode="after")

@@ -38,6 +38,11 @@ def stored(
     """
     key = f"handlers.{name}"
     kind = handler.format.lower()
+    if handler.mode == "upsert":
+        raise ConfigurationError(
+            f"{key}.mode: an upsert table has one row for each key, so its events cannot be compared: verify a sink of "
+            "the same routes with mode: append"
+        )
     if handler.callable is not None:
         raise ConfigurationError(
             f"{key}.callable: relay does not know where the function writes, and cannot read it"

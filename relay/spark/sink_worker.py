@@ -432,6 +432,7 @@ class SparkWorker(Recurring):
             batch.id,
             str(contents.after),
             contents.complete_before,
+            str(contents.before),
         )
         files = batch.files
         if files is None:

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event, Thread
+from threading import Barrier, Event, Thread
 from typing import Any
 from uuid import uuid4
 
@@ -126,6 +126,35 @@ def test_delta_forgets_log_files_and_knows_the_batches(delta: Lake) -> None:
     for number in range(1, 22):
         delta.write(number=number)
     assert delta_ids(delta) == ids_of("", range(1, 22))
+
+
+def test_two_drivers_create_a_delta_table_with_the_same_batch(
+    delta: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """delta-rs#2609: deltalake commits both tables, and with them both drivers' files, one after the other."""
+    batch = BatchId(delta.application, 1, str(uuid4()))
+    both = Barrier(2)
+    create = deltalake.DeltaTable.create
+    failures: list[BaseException] = []
+
+    def together(*arguments: Any, **more: Any) -> Any:
+        both.wait()
+        return create(*arguments, **more)
+
+    def writes() -> None:
+        try:
+            delta.writer().write(LocalFrame(rows_of("", 1, 4)), batch)  # type: ignore[arg-type]
+        except deltalake.exceptions.DeltaError as error:
+            failures.append(error)
+
+    monkeypatch.setattr(deltalake.DeltaTable, "create", together)
+    threads = [Thread(target=writes) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(failures) < 2
+    assert delta_ids(delta) == ids_of("", range(1, 2))
 
 
 def test_vacuum_keeps_what_is_not_committed_yet(

@@ -26,7 +26,8 @@ class BatchId:
     `application` is the UUID of the group, sink and target. `number` counts the batches of the application from 1; a
     batch that was dropped because an operator moved the sink leaves a gap. `id` is the batch's UUID, the value of
     `relay_batch` in its frame. A destination that has the batch has everything that the source's `snapshot` sees, which
-    is every event committed before `complete_before`; None where no such time is known.
+    is every event committed before `complete_before`; None where no such time is known. What the snapshot `before`
+    does not see is new in the batch; the rest of it is replayed.
     """
 
     application: str
@@ -34,6 +35,7 @@ class BatchId:
     id: str
     snapshot: str = ""
     complete_before: datetime | None = None
+    before: str = ""
 
     @property
     def completeness(self) -> dict[str, str]:
@@ -111,17 +113,17 @@ def _writer(name: str, settings: SparkHandler) -> Writer:
 
         return JdbcWriter(name, settings.jdbc)
     if kind == "iceberg":
-        from relay.spark.writers.iceberg import IcebergWriter
+        from relay.spark.writers.iceberg import IcebergUpserts, IcebergWriter
 
-        return IcebergWriter(name, settings)
+        return (IcebergUpserts if settings.mode == "upsert" else IcebergWriter)(name, settings)
     if settings.table is not None:
         from relay.spark.writers.table import TableWriter
 
         return TableWriter(name, settings, settings.table)
     if kind == "delta":
-        from relay.spark.writers.delta import DeltaWriter
+        from relay.spark.writers.delta import DeltaUpserts, DeltaWriter
 
-        return DeltaWriter(name, settings)
+        return (DeltaUpserts if settings.mode == "upsert" else DeltaWriter)(name, settings)
     from relay.spark.writers.files import FilesWriter
 
     return FilesWriter(name, settings)

@@ -18,9 +18,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import deltalake
+import numpy as np
 import pyarrow as pa
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
-from deltalake.transaction import AddAction, create_table_with_add_actions
+from deltalake.transaction import AddAction
 
 from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError
@@ -40,8 +41,10 @@ from relay.spark.writers.delta_files import (
     remove_files,
     write_files,
 )
+from relay.spark.writers.upserts import SNAPSHOTS, Newest, collected, compared, marked, newest
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from pyspark.sql import DataFrame, SparkSession
 
 _FORGETS_BATCHES = "delta.setTransactionRetentionDuration"
@@ -81,6 +84,8 @@ _SECONDS = {
     "day": 86_400,
     "week": 604_800,
 }
+_ATTEMPTS = 5
+"""How often a merge is made while others commit to the table."""
 _CREATED_WITH = {"delta.checkpointInterval": "20"}
 """The properties of a table that relay creates: each batch reads the commits since the last checkpoint."""
 
@@ -117,16 +122,15 @@ class DeltaWriter:
             return
         schema = arrow_schema(frame)
         if table is not None:
-            self._require_writable(table)
-            require_columns(f"{self._key}.path", _table_schema(table), schema)
-        partition_by = self._partition_by if table is None else table.metadata().partition_columns
-        require_partition_columns(self._key, partition_by, schema.names)
-        # The log has partition values as text, and readers decode bytes from it in different ways.
-        refuse_partition_types(self._key, partition_by, schema, pa.types.is_binary)
-        files = BatchFiles(self._path, self._options, schema, partition_by, batch.id)
+            self._require_columns(table, schema)
+        files = self._files(table, schema, batch)
         actions = [
             _action(row) for row in frame.mapInArrow(partial(write_files, files), FACTS).collect()
         ]
+        if table is None:
+            table = self._created(files)
+            if _has(table, batch):
+                return
         try:
             self._commit(table, actions, files, batch)
         except DeltaError:
@@ -161,6 +165,42 @@ class DeltaWriter:
         unused = table.vacuum(hours, dry_run=True, full=True)
         is_own = own_data_files(table.metadata().partition_columns)
         remove_files(self._path, self._options, [path for path in unused if is_own(path)])
+
+    def _files(
+        self, table: deltalake.DeltaTable | None, schema: pa.Schema, batch: BatchId
+    ) -> BatchFiles:
+        """How the files of a batch are written. Raises ConfigurationError and MissingPartition."""
+        by = self._partition_by if table is None else table.metadata().partition_columns
+        require_partition_columns(self._key, by, schema.names)
+        # The log has partition values as text, and readers decode bytes from it in different ways.
+        refuse_partition_types(self._key, by, schema, pa.types.is_binary)
+        return BatchFiles(self._path, self._options, schema, by, batch.id)
+
+    def _created(self, files: BatchFiles) -> deltalake.DeltaTable:
+        """The table, which is created without rows: where two create it at once, deltalake commits both (1.6)."""
+        folder = local_path(self._path)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        try:
+            deltalake.DeltaTable.create(
+                self._path,
+                deltalake.Schema.from_arrow(files.schema),
+                mode="error",
+                partition_by=list(files.partition_by),
+                configuration=_CREATED_WITH,
+                storage_options=self._options,
+                commit_properties=deltalake.CommitProperties(max_commit_retries=0),
+            )
+        except DeltaError:
+            table = self._load()
+            if table is None:
+                raise
+            return table
+        return deltalake.DeltaTable(self._path, storage_options=self._options)
+
+    def _require_columns(self, table: deltalake.DeltaTable, schema: pa.Schema) -> None:
+        self._require_writable(table)
+        require_columns(f"{self._key}.path", _table_schema(table), schema)
 
     def _load(self) -> deltalake.DeltaTable | None:
         try:
@@ -198,37 +238,97 @@ class DeltaWriter:
 
     def _commit(
         self,
-        table: deltalake.DeltaTable | None,
+        table: deltalake.DeltaTable,
         actions: list[AddAction],
         files: BatchFiles,
         batch: BatchId,
     ) -> None:
-        schema = deltalake.Schema.from_arrow(files.schema)
-        identifier = deltalake.Transaction(_application(batch), batch.number)
-        properties = deltalake.CommitProperties(
-            app_transactions=[identifier],
-            custom_metadata={"relay.batch": batch.id, **batch.completeness},
+        table.create_write_transaction(
+            list(actions),
+            "append",
+            deltalake.Schema.from_arrow(files.schema),
+            list(files.partition_by),
+            commit_properties=_properties(batch),
         )
-        by = list(files.partition_by)
-        if table is not None:
-            table.create_write_transaction(
-                list(actions), "append", schema, by, commit_properties=properties
-            )
+
+
+class DeltaUpserts(DeltaWriter):
+    """Keeps the newest event of each key in the Delta table at `path`; deltalake merges a batch, in this process.
+
+    The merge is made of the version from which the rows were read. Any other commit in between makes it begin again, so
+    two sinks may write the same table.
+    """
+
+    def __init__(self, name: str, settings: SparkHandler) -> None:
+        """Raises ModuleNotFoundError without the extra `delta`."""
+        super().__init__(name, settings)
+        self._by = list(settings.key)
+        self._deletes = settings.deletes
+
+    def write(self, frame: DataFrame, batch: BatchId) -> None:
+        """Merge the batch unless the table has it. Raises as `DeltaWriter.write` does."""
+        table = self._load()
+        if table is not None and _has(table, batch):
             return
-        folder = local_path(self._path)
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        # Mode `error` fails if another driver has created the table meanwhile.
-        create_table_with_add_actions(
-            self._path,
-            schema,
-            actions,
-            mode="error",
-            partition_by=by,
-            configuration=_CREATED_WITH,
-            storage_options=self._options,
-            commit_properties=properties,
+        self.merge(collected(marked(self._key, frame, self._by, self._deletes)), batch)
+
+    def merge(self, rows: pa.Table, batch: BatchId) -> None:
+        """Merge the rows of a batch unless the table has it. Raises ConfigurationError and DeltaError."""
+        events = newest(rows, self._by, batch)
+        for attempt in range(1, _ATTEMPTS + 1):
+            table = self._load()
+            if table is None:
+                table = self._created(self._files(None, events.rows.schema, batch))
+            if _has(table, batch):
+                return
+            try:
+                self._merge(table, events, batch)
+            except DeltaError:
+                if attempt == _ATTEMPTS:
+                    raise
+            else:
+                return
+
+    def _merge(self, table: deltalake.DeltaTable, events: Newest, batch: BatchId) -> None:
+        self._require_columns(table, events.rows.schema)
+        rows = events.without(self._stale(table, events))
+        if not rows.num_rows:
+            self._commit(table, [], self._files(table, rows.schema, batch), batch)
+            return
+        columns = {_quoted(name): f"s.{_quoted(name)}" for name in rows.column_names}
+        same = [f"(t.{_quoted(name)} is not distinct from s.{_quoted(name)})" for name in self._by]
+        merge = table.merge(
+            rows,
+            predicate=" and ".join(same),
+            source_alias="s",
+            target_alias="t",
+            # The rows were compared with those of this version.
+            commit_properties=_properties(batch, max_commit_retries=0),
         )
+        merge.when_matched_update(columns).when_not_matched_insert(columns).execute()
+
+    def _stale(self, table: deltalake.DeltaTable, events: Newest) -> NDArray[np.int64]:
+        """The indices of the events that are not newer than the row of their key."""
+        columns = [*self._by, "c_offset", SNAPSHOTS]
+        stale = [
+            compared(pa.Table.from_batches([rows]), self._by, events)[1]
+            for rows in table.to_pyarrow_dataset().to_batches(columns=columns)
+            if rows.num_rows
+        ]
+        return np.unique(np.concatenate(stale)) if stale else np.empty(0, np.int64)
+
+
+def _quoted(name: str) -> str:
+    """A column in a predicate or an expression of deltalake."""
+    return f"`{name.replace('`', '``')}`"
+
+
+def _properties(batch: BatchId, **more: int) -> deltalake.CommitProperties:
+    return deltalake.CommitProperties(
+        app_transactions=[deltalake.Transaction(_application(batch), batch.number)],
+        custom_metadata={"relay.batch": batch.id, **batch.completeness},
+        **more,
+    )
 
 
 def _application(batch: BatchId) -> str:

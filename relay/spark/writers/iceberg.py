@@ -11,16 +11,25 @@ Source: Iceberg Table Spec, "Table Metadata", "Optimistic Concurrency"; PyIceber
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+import numpy as np
 import pyarrow as pa
 from pyiceberg.catalog import Catalog, load_catalog
-from pyiceberg.exceptions import NamespaceAlreadyExistsError, NoSuchTableError
-from pyiceberg.io.pyarrow import _dataframe_to_data_files
+from pyiceberg.exceptions import (
+    CommitFailedException,
+    NamespaceAlreadyExistsError,
+    NoSuchTableError,
+    ValidationException,
+)
+from pyiceberg.expressions import AlwaysTrue
+from pyiceberg.io.pyarrow import ArrowScan, _dataframe_to_data_files
+from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 
@@ -33,12 +42,19 @@ from relay.spark.writers.arrow import (
     require_columns,
     require_partition_columns,
 )
-from relay.spark.writers.iceberg_commits import AlreadyCommitted, commit, has
+from relay.spark.writers.iceberg_commits import AlreadyCommitted, commit, has, upsert
 from relay.spark.writers.iceberg_upkeep import CREATED_WITH, expire_snapshots, merge_files
+from relay.spark.writers.upserts import SNAPSHOTS, Newest, collected, compared, marked, newest
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+_ATTEMPTS = 5
+"""How often a batch is merged while others commit to the table."""
+_MOST_TASKS = 64
+"""The most tasks that read the files of a table for a batch."""
+_REST = "stale binary, old binary, new binary"
+_REST_SCHEMA = pa.schema([("stale", pa.binary()), ("old", pa.binary()), ("new", pa.binary())])
 _FILES = "file binary"
 _FILES_SCHEMA = pa.schema([("file", pa.binary())])
 
@@ -116,6 +132,71 @@ class IcebergWriter:
         return catalog.load_table(self._name)
 
 
+class IcebergUpserts(IcebergWriter):
+    """Keeps the newest event of each key in `table`: executors write the files again in which rows are replaced."""
+
+    def __init__(self, name: str, settings: SparkHandler) -> None:
+        """Raises ModuleNotFoundError without the extra `iceberg`."""
+        super().__init__(name, settings)
+        self._by = list(settings.key)
+        self._deletes = settings.deletes
+
+    def write(self, frame: DataFrame, batch: BatchId) -> None:
+        """Merge the batch unless the table has it. Raises as `IcebergWriter.write` does."""
+        table = self._load(self._catalog())
+        if table is not None and has(table, batch):
+            return
+        rows = collected(marked(self._key, frame, self._by, self._deletes))
+        self.merge(rows, batch, frame.sparkSession)
+
+    def merge(self, rows: pa.Table, batch: BatchId, session: SparkSession) -> None:
+        """Merge the rows of a batch unless the table has it. Raises ConfigurationError and PyIceberg's errors."""
+        events = newest(rows, self._by, batch)
+        schema = events.rows.schema
+        for attempt in range(1, _ATTEMPTS + 1):
+            catalog = self._catalog()
+            table = self._load(catalog)
+            if table is not None and has(table, batch):
+                return
+            if table is None:
+                table = self._create(catalog, schema)
+            self._require_partition_types(_identities(table), schema)
+            require_columns(f"{self._key}.table", _table_schema(table), schema)
+            try:
+                self._merge(table, events, batch, session)
+            except AlreadyCommitted:
+                return
+            except (CommitFailedException, ValidationException, FileNotFoundError):
+                # Another program has committed to the table since it was read.
+                if attempt == _ATTEMPTS:
+                    raise
+            else:
+                return
+
+    def _merge(self, table: Table, events: Newest, batch: BatchId, session: SparkSession) -> None:
+        tasks = list(table.scan().plan_files())
+        old: list[DataFile] = []
+        new: list[DataFile] = []
+        stale = [np.empty(0, np.int64)]
+        if tasks:
+            count = min(len(tasks), _MOST_TASKS)
+            parts = tuple(pickle.dumps(tasks[number::count]) for number in range(count))
+            described = pickle.dumps(
+                (table.metadata, table.io, self._by, replace(events, rows=events.rows.slice(0, 0)))
+            )
+            numbers = session.range(0, count, 1, count)
+            found = numbers.mapInArrow(partial(write_rest, described, parts), _REST).collect()
+            for row in found:
+                stale.append(np.frombuffer(row.stale, np.int64))
+                if row.old is not None:
+                    old.append(pickle.loads(row.old))  # noqa: S301
+                    new += pickle.loads(row.new)  # noqa: S301
+        rows = events.without(np.concatenate(stale))
+        if rows.num_rows:
+            new += _dataframe_to_data_files(table.metadata, rows, table.io, uuid4())
+        upsert(table, batch, old, new)
+
+
 def _identities(table: Table) -> list[str]:
     """The columns whose values are partition values."""
     return [
@@ -142,3 +223,33 @@ def write_files(target: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[pa
         files = _dataframe_to_data_files(metadata, table, io, uuid4())
         pickled = [pickle.dumps(file) for file in files]
         yield pa.RecordBatch.from_arrays([pa.array(pickled, pa.binary())], schema=_FILES_SCHEMA)
+
+
+def write_rest(
+    described: bytes, parts: Sequence[bytes], numbers: Iterator[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """Find the rows of some files that a batch replaces, and write the other rows of such a file to a new one.
+
+    Yields for each file that has a key of the batch: the indices of events that are not newer, as 64-bit integers, and
+    pickled the file and the new ones, null where no row is replaced. `described` is a pickled tuple: the table's
+    metadata, its FileIO, the columns of the key, and the events.
+    """
+    metadata, io, key, events = pickle.loads(described)  # noqa: S301
+    compares = metadata.schema().select(*key, "c_offset", SNAPSHOTS)
+    for batch in numbers:
+        for number in batch.column(0).to_pylist():
+            for task in pickle.loads(parts[number]):  # noqa: S301
+                current = ArrowScan(metadata, io, compares, AlwaysTrue()).to_table([task])
+                superseded, stale = compared(current, key, events)
+                row: dict[str, bytes | None] = {"stale": stale.tobytes(), "old": None, "new": None}
+                if superseded.any():
+                    rows = ArrowScan(metadata, io, metadata.schema(), AlwaysTrue()).to_table([task])
+                    rest = rows.filter(pa.array(~superseded))
+                    files = (
+                        list(_dataframe_to_data_files(metadata, rest, io, uuid4()))
+                        if rest.num_rows
+                        else []
+                    )
+                    row |= {"old": pickle.dumps(task.file), "new": pickle.dumps(files)}
+                if superseded.any() or stale.size:
+                    yield pa.RecordBatch.from_pylist([row], schema=_REST_SCHEMA)

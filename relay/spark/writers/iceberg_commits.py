@@ -53,6 +53,24 @@ def commit(table: Table, batch: BatchId, files: Iterable[DataFile]) -> None:
             return
 
 
+def upsert(table: Table, batch: BatchId, old: Iterable[DataFile], new: Iterable[DataFile]) -> None:
+    """Commit a batch whose rows are in `new`, which has the other rows of the files `old` too.
+
+    Raises AlreadyCommitted, ValidationException where another program has committed to the table meanwhile, and
+    PyIceberg's other errors.
+    """
+    transaction = _Transaction(_Fenced(table, batch))
+    transaction.set_properties(_stated(batch))
+    with _Upsert(
+        Operation.OVERWRITE, transaction, table.io, snapshot_properties=_summary(batch)
+    ) as change:
+        for file in old:
+            change.delete_data_file(file)
+        for file in new:
+            change.append_data_file(file)
+    transaction.commit_transaction()
+
+
 def replace(table: Table, old: Iterable[DataFile], new: Iterable[DataFile]) -> None:
     """Replace files by others with the same rows. Raises PyIceberg's errors.
 
@@ -109,9 +127,7 @@ class _Transaction(Transaction):
 
 def _append(table: Table, batch: BatchId, files: Iterable[DataFile]) -> None:
     transaction = _Transaction(table)
-    # As properties of the table too, since the newest snapshot may be another program's.
-    stated = {f"{_property(batch)}.{name}": text for name, text in batch.completeness.items()}
-    transaction.set_properties({_property(batch): str(batch.number), **stated})
+    transaction.set_properties(_stated(batch))
     # A snapshot even without files: only an update of the snapshot makes the catalog compare it.
     with _appending(transaction, table, _summary(batch)) as append:
         for file in files:
@@ -133,6 +149,12 @@ def _appending(
     return append
 
 
+def _stated(batch: BatchId) -> dict[str, str]:
+    # As properties of the table too, since the newest snapshot may be another program's.
+    stated = {f"{_property(batch)}.{name}": text for name, text in batch.completeness.items()}
+    return {_property(batch): str(batch.number), **stated}
+
+
 def _summary(batch: BatchId) -> dict[str, str]:
     return {
         "relay.application": batch.application,
@@ -146,12 +168,8 @@ def _property(batch: BatchId) -> str:
     return f"relay.{batch.application}"
 
 
-class _Replacement(_OverwriteFiles):
-    """Replaces files, in a snapshot that readers of changes pass over."""
-
-    def _commit(self) -> UpdatesAndRequirements:
-        updates, requirements = super()._commit()
-        return tuple(map(_as_replacement, updates)), requirements
+class _Rewrite(_OverwriteFiles):
+    """Replaces files that the snapshot it began with has."""
 
     def _build_delete_files_partition_predicate(self) -> None:
         """Select no manifests: all are read.
@@ -161,6 +179,24 @@ class _Replacement(_OverwriteFiles):
 
     def _build_manifest_evaluator(self, spec_id: int) -> Callable[[ManifestFile], bool]:
         return lambda _: True
+
+
+class _Upsert(_Rewrite):
+    """Replaces files by those of a batch, unless another program has committed to the table since they were read."""
+
+    def _validate_concurrency(self) -> None:
+        """Raise ValidationException if the table has another snapshot than the one that was read."""
+        window = self._commit_window
+        if window is not None and not window.is_empty():
+            raise ValidationException("another program has committed to the table")
+
+
+class _Replacement(_Rewrite):
+    """Replaces files by others with the same rows, in a snapshot that readers of changes pass over."""
+
+    def _commit(self) -> UpdatesAndRequirements:
+        updates, requirements = super()._commit()
+        return tuple(map(_as_replacement, updates)), requirements
 
     def _validate_concurrency(self) -> None:
         """Raise ValidationException if rows of the old files have been deleted since the replacement began.
