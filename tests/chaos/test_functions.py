@@ -1,8 +1,9 @@
-"""Functions whose process is killed or stopped, whose sessions are cut, and whose sink another process takes over."""
+"""Functions whose process is killed, stopped or frozen, or whose sessions are cut: another process takes over."""
 
 from __future__ import annotations
 
 import random
+import signal
 import time
 from collections import defaultdict
 from contextlib import ExitStack
@@ -44,7 +45,7 @@ def calling(outbox: Outbox, name: str, mode: str) -> dict[str, Any]:
 
 
 def disturb(outbox: Outbox, config: Path, chance: random.Random, seconds: float, **env: str) -> int:
-    """Publish, and kill, stop, cut and take over at random; returns how many events there are, all of them delivered.
+    """Publish, and kill, stop, freeze, cut and take over at random; returns the number of events, all delivered.
 
     A process that a second one replaces is killed at a random moment, or goes on beside it.
     """
@@ -68,7 +69,7 @@ def disturb(outbox: Outbox, config: Path, chance: random.Random, seconds: float,
                 amount = published
                 outbox.publish(host(chance.randrange(HOSTS)), event(amount), event(amount + 1))
             time.sleep(chance.random() * 1.5)
-            kind = chance.choice(("kill", "stop", "cut", "cut", "go on"))
+            kind = chance.choice(("kill", "stop", "cut", "cut", "freeze", "go on"))
             victim = chance.choice(processes)
             if kind == "kill":
                 victim.kill()
@@ -78,6 +79,12 @@ def disturb(outbox: Outbox, config: Path, chance: random.Random, seconds: float,
                 processes.remove(victim)
             elif kind == "cut":
                 outbox.conn.execute(CUT, (chance.random(),))
+            elif kind == "freeze":
+                # Others may claim its sink meanwhile; it goes on in the middle of its calls.
+                victim.process.send_signal(signal.SIGSTOP)
+                outbox.conn.execute(CUT, (chance.random(),))
+                time.sleep(chance.random() * 4)
+                victim.process.send_signal(signal.SIGCONT)
         if not processes:
             start(number + 1)
         wait_until(
