@@ -95,7 +95,7 @@ def newest(rows: pa.Table, key: Sequence[str], batch: BatchId) -> Newest:
         kind = rows.schema.field(name).type
         if pa.types.is_nested(kind) or pa.types.is_binary(kind):
             raise ConfigurationError(
-                f"key: the column {name} is {kind}, which cannot identify a row: convert it with `sql`, such as with hex"
+                f"key: the column {name} is {kind}, which cannot identify a row: convert it with `sql`"
             )
     before = Snapshot.parse(batch.before) if batch.before else BEGINNING
     after = Snapshot.parse(batch.snapshot)
