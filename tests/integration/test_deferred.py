@@ -182,6 +182,8 @@ def test_many_wait_again_at_once(outbox: Outbox) -> None:
     assert not times.may_be_due
     assert times.seconds_to_next is not None
     assert 50 < times.seconds_to_next <= 60
+    outbox.conn.execute("update relay.deferred set retry_at = 'infinity' where id = %s", (first,))
+    assert deferred_due.times(outbox.conn, "default").seconds_to_next is None
     assert deferred.remove(outbox.conn, [first, gone]) == {first}
     assert ids(deferred_due.claim(outbox.conn, "default", 10, MUCH)) == [second]
     assert deferred.remove(outbox.conn, [second, third]) == {second, third}

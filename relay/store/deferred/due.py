@@ -381,13 +381,13 @@ _TIMES = b"""
            (select min(retry_at) from relay.deferred
              where group_id = %(group)s and sink = %(sink)s and not blocked and predecessor is null
                and dead_transaction is not null)) <= now(), false) as may_be_due,
-           extract(epoch from least(
+           extract(epoch from nullif(least(
            (select min(retry_at) from relay.deferred
              where group_id = %(group)s and sink = %(sink)s and not blocked and predecessor is null
                and dead_transaction is null and retry_at > now()),
            (select min(retry_at) from relay.deferred
              where group_id = %(group)s and sink = %(sink)s and not blocked and predecessor is null
-               and dead_transaction is not null and retry_at > now())) - now())::float8 as seconds_to_next
+               and dead_transaction is not null and retry_at > now())), 'infinity') - now())::float8 as seconds_to_next
     """
 
 
