@@ -112,7 +112,8 @@ class DeferralRules:
         """Defer transactions for each of their sinks, whose workers deliver them in order.
 
         `replayed` are the dead transactions that are replayed, by index. A Spark sink that has still to read one from
-        the outbox reads it there, by the routes of now; it has left out those that were dead when it came to them.
+        the outbox reads it there, by the routes of now; it has left out those that were dead when it came to them. One
+        whose payload was edited it gets from here, and leaves out of what it reads.
         """
         # Locked before the positions are read: a Spark sink locks them while it decides what it leaves out.
         numbers = [number for number in replayed.values() if number is not None]
@@ -123,8 +124,11 @@ class DeferralRules:
             xid = int(assigned.transactions.facts["xid"][index])
             for sink, delivery, deferral in self.deliveries(assigned.part(index, index + 1)):
                 known = ranges.get(sink)
-                if known is None or number not in as_published or not xid or known.has(xid):
-                    by_sink.setdefault(sink, []).append((delivery, deferral))
+                if known is not None and xid and not known.has(xid):
+                    if number in as_published:
+                        continue
+                    sinks.add_done(conn, self._group, sink, [known.full(xid)])
+                by_sink.setdefault(sink, []).append((delivery, deferral))
         for sink, deliveries in by_sink.items():
             deferred.defer(conn, self._group, deliveries, sink)
 

@@ -229,6 +229,13 @@ def retain(source: Connection, of: SourceSettings) -> bool:
 
     Needs the rights of the table's owner. Raises psycopg.Error.
     """
+    if source.execute(
+        "select where has_table_privilege('relay.removed', 'select, delete')"
+    ).rowcount:
+        # Removals in another cluster, which a dump has brought, before transactions of this one come so far.
+        source.execute(
+            "delete from relay.removed where newest >= pg_snapshot_xmax(pg_current_snapshot())"
+        )
     if source.execute("select from relay.retained where outbox = %s", (of.table,)).rowcount:
         return False
     source.execute(

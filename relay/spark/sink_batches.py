@@ -19,7 +19,7 @@ from relay.model.events import EVENT_FIELDS, SQL_TYPES, Event
 from relay.model.transactions import Routed, Undecoded
 from relay.pipeline.deferral import Ordering
 from relay.pipeline.routing import BatchRouter
-from relay.source.outbox.differences import XID, Difference, condition, cut
+from relay.source.outbox.differences import XID, Difference, array, condition, cut
 from relay.source.outbox.rows import OutboxRows, Wanted
 from relay.source.server import durable_position
 from relay.spark import frames
@@ -114,6 +114,38 @@ def has_rows(source: Connection, table: MappedTable, contents: Contents) -> bool
         prepare=False,
     )
     return cursor.rowcount > 0
+
+
+def published(
+    source: Connection, table: MappedTable, dead: Sequence[tuple[int, int | None, str | None]]
+) -> list[int]:
+    """Those of some commits, by full xid, that have one of these events in the outbox. Raises psycopg.Error.
+
+    An event is its full xid, c_offset and id; without both of the last ones it may be any event of the commit.
+    """
+    if not dead:
+        return []
+    xids, offsets, ids = zip(*dead, strict=True)
+    column = table.mapping["id"]
+    rows = source.execute(
+        sql.SQL(
+            "select distinct dead.xid::text::bigint"
+            " from unnest({xids}, %s::bigint[], %s::text[]) as dead (xid, c_offset, id)"
+            " join {table} on {table}.{own_xid} = dead.xid and coalesce({table}.{offset} = dead.c_offset, true)"
+            " and coalesce({own_id} = dead.id, true)"
+        ).format(
+            xids=array(xids, "xid8"),
+            table=table.identifier,
+            own_xid=XID,
+            offset=sql.Identifier(table.mapping["c_offset"]),
+            own_id=sql.SQL("concat({}.{})").format(table.identifier, sql.Identifier(column))
+            if column
+            else sql.SQL("null"),
+        ),
+        (list(offsets), list(ids)),
+        prepare=False,
+    )
+    return sorted(xid for (xid,) in rows)
 
 
 _REPLAYS = 1_000

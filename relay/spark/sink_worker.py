@@ -241,8 +241,8 @@ class SparkWorker(Recurring):
         handler = self._handler
         contents = self._without_scheduled(found.contents)
         with self._claim.conn.transaction():
-            contents, replayed = self._without_undelivered(contents)
-            state = replace(state, done=np.union1d(state.done, replayed))
+            contents, replayed, done = self._without_undelivered(contents)
+            state = replace(state, done=np.union1d(state.done, [*replayed, *done]))
             if not (found.due or contents.rows):
                 self._store(state, contents)
                 return None
@@ -277,24 +277,36 @@ class SparkWorker(Recurring):
         self._claim.store(reading, state.epoch, LAGGING, replayed)
         spark_batches.begin(conn, group, self._name, handler.target, state.epoch, layout, contents)
 
-    def _without_undelivered(self, contents: Contents) -> tuple[Contents, list[int]]:
+    def _without_undelivered(self, contents: Contents) -> tuple[Contents, list[int], list[int]]:
         """Leave dead letters of the target that no sink has had out of a batch: their replay delivers them.
 
-        Locks them, in the open database transaction, and returns the batch and their commits (full xids).
+        Locks them, in the open database transaction, and returns the batch and their commits, full xids; then those
+        that a replay has delivered since the sink's state was read.
         """
         before, after = contents.before, contents.after
         if not contents.rows:
-            return contents, []
-        dead = dead_letters.lock_undelivered(
-            self._claim.conn, self._settings.group, before.xmin, after.xmax - 1
+            return contents, [], []
+        conn, group = self._claim.conn, self._settings.group
+        dead = dead_letters.lock_undelivered(conn, group, before.xmin, after.xmax - 1)
+        xids = full_xids(np.array([xid for xid, _, _ in dead], np.uint32), after.xmax)
+        between = after.sees(xids) & ~before.sees(xids)
+        # The xids of another cluster, or of a timeline that ended in a failover, are those of other events here.
+        replayed = sink_batches.published(
+            self._connected(),
+            self._table,
+            [
+                (int(xid), offset, event)
+                for xid, (_, offset, event), is_between in zip(xids, dead, between, strict=True)
+                if is_between
+            ],
         )
-        xids = full_xids(np.array(dead, np.uint32), after.xmax)
-        replayed = xids[after.sees(xids) & ~before.sees(xids)].tolist()
-        if not replayed:
-            return contents, []
-        contents = replace(contents, left_out=[*contents.left_out, *replayed])
+        known = sinks.done(conn, group, self._name)
+        done = np.setdiff1d(known[after.sees(known)], contents.left_out).tolist()
+        if not (replayed or done):
+            return contents, [], []
+        contents = replace(contents, left_out=[*contents.left_out, *replayed, *done])
         has_rows = sink_batches.has_rows(self._connected(), self._table, contents)
-        return (contents if has_rows else replace(contents, rows=0)), replayed
+        return (contents if has_rows else replace(contents, rows=0)), replayed, done
 
     def _known_moments(self, state: SinkState) -> Moments:
         """The moments at which the source was read for the sink, of its present epoch."""

@@ -422,9 +422,11 @@ begin
     execute format('grant usage%s on schema relay to %I', case when creating then '' else ', create' end, owner);
     execute format('grant select on relay.retained, relay.readers, relay.streams to %I', owner);
     execute format('grant select, insert, delete on relay.removed to %I', owner);
-    -- Whoever may read the outbox may find out what it no longer has.
-    for called in select case when grantee = 0 then 'public' else quote_ident(pg_get_userbyid(grantee)) end
-                    from pg_class, aclexplode(relacl) where pg_class.oid = relation and privilege_type = 'SELECT' loop
+    -- Whoever may read the outbox, or some of its columns, may find out what it no longer has.
+    for called in select distinct case when grantee = 0 then 'public' else quote_ident(pg_get_userbyid(grantee)) end
+                    from (select relacl from pg_class where oid = relation
+                          union all select attacl from pg_attribute where attrelid = relation) as granted (acl),
+                         aclexplode(acl) where privilege_type = 'SELECT' loop
         execute format('grant usage on schema relay to %s', called);
         execute format('grant select on relay.removed to %s', called);
     end loop;

@@ -252,6 +252,24 @@ def test_a_removal_in_another_cluster_counts_nothing(kept: Outbox) -> None:
     assert kept.value("select newest < '9999999' from relay.removed")
 
 
+def test_a_removal_in_another_cluster_is_forgotten_before_this_one_comes_so_far(
+    kept: Outbox,
+) -> None:
+    """As above, where nothing is removed until transactions have the ids of the dump's: each stream failed then."""
+    newest = 20 + int(kept.value("select pg_current_xact_id()::text::bigint"))
+    kept.conn.execute(
+        "insert into relay.removed (outbox, newest, snapshot) values (%s, %s::text::xid8, %s::pg_snapshot)",
+        (OWN_OUTBOX, newest, f"{newest + 1}:{newest + 1}:"),
+    )
+    query = Query(kept.dsn)
+    query.trigger()
+    initialise(kept.settings(**KEEP))
+    for _ in range(40):
+        kept.fill(1, events=1)
+    assert query.trigger() == 40
+    query.stop()
+
+
 @pytest.fixture
 def stranger(kept: Outbox) -> Any:
     """The dsn of a role that may read the outbox, which was made after `relay init`."""
@@ -291,6 +309,20 @@ def test_a_role_needs_the_right_to_know_only_where_events_are_removed(
     assert other.trigger() == 1
     other.stop()
     outbox.conn.execute(f"drop owned by {name}".encode())
+
+
+def test_a_role_with_rights_to_some_columns_may_know_it_too(kept: Outbox) -> None:
+    name = f"c_{kept.slot}"
+    kept.conn.execute(f"create role {name} login password 'p'".encode())
+    kept.conn.execute(f"grant select (id, c_xid) on outbox_message_t to {name}".encode())
+    kept.conn.execute("select relay.retain('outbox_message_t', %s, 'c_offset')", (OWN_OUTBOX,))
+    before = position(kept)
+    kept.fill(1, events=1)
+    dsn = make_conninfo(kept.dsn, user=name, password="p")
+    options = parse({"dsn": dsn, "fromSnapshot": before, "ordered": "false"}, "batch")
+    reader = DifferenceReader(options, ["id"])
+    assert sum(len(rows) for each in reader.partitions() for rows in reader.read(each)) == 1
+    kept.conn.execute(f"drop owned by {name}; drop role {name}".encode())
 
 
 def test_a_former_schema_is_refused(kept: Outbox) -> None:

@@ -855,9 +855,10 @@ def test_a_target_that_is_changed_and_changed_back_has_each_event_once(
 
 
 @pytest.mark.rare
+@pytest.mark.parametrize("edited", [False, True], ids=["as-published", "edited"])
 @pytest.mark.parametrize("read_first", [True, False], ids=["sink-first", "replay-first"])
 def test_what_was_unrouted_and_is_read_with_new_routes_is_not_replayed_too(
-    outbox: Outbox, session: Session, tmp_path: Path, read_first: bool
+    outbox: Outbox, session: Session, tmp_path: Path, read_first: bool, edited: bool
 ) -> None:
     """The target has dead-lettered it before the sink came to it; then a route was added."""
     config = lake(tmp_path / "lake", every=3_600)
@@ -875,12 +876,17 @@ def test_what_was_unrouted_and_is_read_with_new_routes_is_not_replayed_too(
             written_all(outbox)
         with connect(outbox.dsn) as conn:
             dead_letters = DeadLetters(settings, conn)
+            if edited:
+                number = outbox.value("select id from relay.dead_letter_queue")
+                dead_letters.edit(number, '{"amount": 3}', None)
             replayed = dead_letters.replay(dead_letters.find(DeadLetterSelection()), None)
             assert dead_letters.outcome(replayed).done == 1
     with relayed(outbox, "inline", session, **lake(tmp_path / "lake")):
         written_all(outbox)
     assert outbox.column("select status from relay.dead_letter_queue") == ["replayed"]
-    assert len(assert_each_once(outbox, tmp_path / "lake")) == 2
+    rows = assert_each_once(outbox, tmp_path / "lake")
+    wanted = ['{"amount": 2}', '{"amount": 3}' if edited else '{"amount": 1}']
+    assert sorted(rows["payload"].to_pylist()) == sorted(wanted)
 
 
 @pytest.mark.rare

@@ -355,27 +355,30 @@ def lock(conn: Connection, dead: Sequence[int], statuses: Sequence[str]) -> set[
         return set(cursor)
 
 
-def lock_undelivered(conn: Connection, group: str, first: int, last: int) -> list[int]:
-    """Lock the dead transactions of a range of full xids whose replay goes to the sinks too; returns their 32-bit xids.
+def lock_undelivered(
+    conn: Connection, group: str, first: int, last: int
+) -> list[tuple[int, int | None, str | None]]:
+    """Lock the dead transactions of a range of full xids whose replay goes to the sinks too; returns their events.
 
-    Left out are replayed ones, and those that cannot be replayed as they are, since only the outbox has an event of
-    them. The locks are shared, and held until the database transaction ends.
+    An event is its 32-bit xid, c_offset and id; the last two are None where their columns refused them. Left out are
+    replayed transactions, and those that cannot be replayed as they are, since only the outbox has an event of them.
+    The locks are shared, and held until the database transaction ends.
     """
     ranges = [(0, _CYCLE - 1)]
     if last - first < _CYCLE:
         low, high = first % _CYCLE, last % _CYCLE
         ranges = [(low, high)] if low <= high else [(low, _CYCLE - 1), (0, high)]
-    found: list[int] = []
-    with conn.cursor(row_factory=scalar_row) as cursor:
+    found: list[tuple[int, int | None, str | None]] = []
+    with conn.cursor() as cursor:
         for ends in ranges:
             cursor.execute(
                 """
                 with locked as (
-                    select dead_transaction, xid, by_reference from relay.dead_letter_queue
+                    select dead_transaction, xid, by_reference, c_offset, event_id from relay.dead_letter_queue
                      where group_id = %s and sink = '' and undelivered and xid between %s and %s
                        and status in ('dead', 'replaying')
                      order by id for share)
-                select distinct xid from locked as l
+                select xid, c_offset, event_id from locked as l
                  where not exists (select from locked as o
                                     where o.dead_transaction = l.dead_transaction and o.by_reference)
                 """,

@@ -447,10 +447,14 @@ class ReadRange:
     snapshots: list[Snapshot]
     done: Xids
 
+    def full(self, xid: int) -> int:
+        """The full xid of a transaction, by its xid of the WAL."""
+        newest = max(each.xmax for each in self.snapshots)
+        return int(full_xids(np.array([xid], np.uint32), newest)[0])
+
     def has(self, xid: int) -> bool:
         """Whether it has read a transaction, by its xid of the WAL."""
-        newest = max(each.xmax for each in self.snapshots)
-        full = full_xids(np.array([xid], np.uint32), newest)
+        full = np.array([self.full(xid)], np.int64)
         return bool(np.isin(full, self.done).all()) or any(
             bool(each.sees(full).all()) for each in self.snapshots
         )
@@ -605,6 +609,14 @@ def read(conn: Connection, group: str, configured: Collection[str]) -> list[Stor
 def done(conn: Connection, group: str, sink: str) -> Xids:
     """Return the full xids that a sink has delivered and that are not part of its position: int64, unordered."""
     return _done(conn, group, [sink]).get(sink, xids_of(None))
+
+
+def add_done(conn: Connection, group: str, sink: str, xids: Sequence[int]) -> None:
+    """Store transactions (full xids) that a sink does not read after its position. Raises psycopg.Error."""
+    conn.execute(
+        "insert into relay.sink_commits (group_id, sink, xids) values (%s, %s, %s::xid8[])",
+        (group, sink, literals.of_numbers(xids)),
+    )
 
 
 def _done(conn: Connection, group: str, sinks: list[str]) -> dict[str, Xids]:
