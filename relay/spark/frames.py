@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from relay.model import headers
 from relay.model.events import FIELDS, INSERTED_BY, SQL_TYPES, timestamp
 from relay.pipeline.routing import RouteRules, Values
 from relay.source.outbox.differences import XID, Difference, array, condition
+from relay.spark import pruning
 from relay.spark.descriptions import of_function, safe_description
 from relay.spark.reading import PARTITION, MappedTable, TaskPortion, by_xid, map_type, read
 from relay.spark.writers import BATCH_COLUMN
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 TASK_EVENTS = 10_000
 """The rows of one task: a batch has another task for each as many."""
+PRUNED_ROWS = 10_000
+"""The rows from which on a batch reads only the columns that its query needs."""
 _SLOTS = 8
 """The most tasks of a batch where the session does not report its Spark slots."""
 _CYCLE = 1 << 32
@@ -99,7 +102,7 @@ def frame(
     if contents.rows:
         portions = by_xid(conn, _table(settings), between, tasks)
     plain = replace(contents, data=None)
-    task = _Task(pickle.dumps(settings), sink, batch.host_buckets, plain, tuple(portions))
+    task = _Task(pickle.dumps(settings), sink, batch.host_buckets, plain, tuple(portions), batch.id)
     # The rows are numbers of portions. The task comes with the function, which query plans do not show.
     numbers = session.range(0, len(portions), 1, max(1, len(portions)))
     schema = ", ".join(f"`{name}` {_TYPES[name]}" for name in columns(settings.source))
@@ -110,6 +113,20 @@ def frame(
             session.createDataFrame(_unpacked_rows(contents.data)), allowMissingColumns=True
         )
     return rows.withColumn(BATCH_COLUMN, functions.lit(batch.id))
+
+
+def read_only_needed(
+    session: SparkSession, source: SourceSettings, transformed: DataFrame | None, batch: OpenBatch
+) -> None:
+    """Let the tasks of a batch's frame read no more columns than `transformed` needs, in the jobs that come next.
+
+    None stands for all columns, for the jobs of a user's function that has the frame. Small batches read all of them:
+    the plan takes as long to read as to optimise. For a classic session.
+    """
+    wanted = None
+    if transformed is not None and batch.contents.rows > PRUNED_ROWS:
+        wanted = pruning.needed(transformed, columns(source))
+    pruning.apply(session, batch.id, wanted)
 
 
 def left_out(table: MappedTable, contents: Contents) -> sql.Composable | None:
@@ -232,6 +249,8 @@ class _Task:
     host_buckets: int
     contents: Contents
     portions: tuple[TaskPortion, ...]
+    key: str
+    """Names the frame to `pruning`."""
 
     def __repr__(self) -> str:
         return f"_Task(sink={self.sink})"
@@ -241,6 +260,8 @@ def _rows(task: _Task, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
     settings: Settings = pickle.loads(task.settings)  # noqa: S301
     routes = _Routes(settings, task.sink)
     wanted = left_out(_table(settings), task.contents)
+    needed = pruning.of_task(task.key)
+    names = None if needed is None else _read_columns({*needed, *routes.fields})
     for batch in numbers:
         for (number,) in zip(*(column.to_pylist() for column in batch.columns), strict=True):
             reading = partial(
@@ -250,9 +271,19 @@ def _rows(task: _Task, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
                 task.portions[number],
                 task.host_buckets,
                 wanted,
+                names,
             )
             for rows in routes.chosen(reading):
                 yield _shaped(rows, columns(settings.source))
+
+
+def _read_columns(needed: Collection[str]) -> list[str]:
+    """The columns of a read from which columns of a frame are made; at least one."""
+    made_from = {"xid": INSERTED_BY, "date": "event_ts", "host_bucket": PARTITION}
+    readable = (*FIELDS, headers.FIELD, INSERTED_BY, PARTITION)
+    return sorted({made_from.get(name, name) for name in needed}.intersection(readable)) or [
+        INSERTED_BY
+    ]
 
 
 class _Routes:
@@ -264,6 +295,19 @@ class _Routes:
         self._unrouted = settings.unrouted
         self._is_total = any(not route.match for route in settings.routes)
 
+    @property
+    def fields(self) -> set[str]:
+        """The columns that are read to choose the rows."""
+        matched = {
+            headers.FIELD if field.startswith(headers.PREFIX) else field
+            for field in self._rules.fields
+        }
+        return matched if self._reads_once else {*matched, *_TRANSACTION}
+
+    @property
+    def _reads_once(self) -> bool:
+        return self._is_total or self._unrouted == "ignore"
+
     def chosen(self, reading: Callable[[], Iterator[pa.RecordBatch]]) -> Iterator[pa.RecordBatch]:
         """The rows that are routed to the sink.
 
@@ -274,7 +318,7 @@ class _Routes:
         import pyarrow as pa
 
         refused: set[tuple[Any, ...]] = set()
-        if not (self._is_total or self._unrouted == "ignore"):
+        if not self._reads_once:
             for batch in reading():
                 names = self._handlers(batch)
                 lost = pa.array([not each for each in names], pa.bool_())
@@ -302,10 +346,12 @@ class _Routes:
         return [self._rules.choose(row) for row in rows]
 
 
+_TRANSACTION = (INSERTED_BY, "transaction_id", "host_id", "user_id")
+
+
 def _transactions(batch: pa.RecordBatch) -> list[tuple[Any, ...]]:
     """The business transaction of each row: its commit with its transaction_id or, without one, its host and user."""
-    names = (INSERTED_BY, "transaction_id", "host_id", "user_id")
-    columns = (batch.column(name).to_pylist() for name in names)
+    columns = (batch.column(name).to_pylist() for name in _TRANSACTION)
     return [
         (xid, each) if each is not None else (xid, None, host, user)
         for xid, each, host, user in zip(*columns, strict=True)
@@ -340,19 +386,19 @@ def _texts(batch: pa.RecordBatch, field: str) -> list[str | None]:
 
 
 def _shaped(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
-    """Rows of the outbox as the columns of a frame."""
+    """Rows of the outbox as the columns of a frame; those that were not read are null."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     schema = arrow_schema(names)
-    xids = batch.column(INSERTED_BY)
-    computed = {
-        "xid": pc.bit_wise_and(xids, pa.scalar(_CYCLE - 1, pa.int64())),
-        "date": pc.floor_temporal(batch.column("event_ts"), unit="day").cast(pa.date32()),
-        "host_bucket": batch.column(PARTITION),
-    }
-    read_as_is = (*FIELDS, headers.FIELD)
-    arrays = [batch.column(name) if name in read_as_is else computed.get(name) for name in names]
+    known = dict(zip(batch.schema.names, batch.columns, strict=True))
+    if INSERTED_BY in known:
+        known["xid"] = pc.bit_wise_and(known[INSERTED_BY], pa.scalar(_CYCLE - 1, pa.int64()))
+    if "event_ts" in known:
+        known["date"] = pc.floor_temporal(known["event_ts"], unit="day").cast(pa.date32())
+    if PARTITION in known:
+        known["host_bucket"] = known[PARTITION]
+    arrays = [known.get(name) for name in names]
     return pa.RecordBatch.from_arrays(
         [
             pa.nulls(len(batch), field.type) if column is None else column

@@ -472,15 +472,19 @@ class SparkWorker(Recurring):
             self._name,
             batch,
         )
-        if self._settings.spark.remote is None:
+        is_classic = self._settings.spark.remote is None
+        if is_classic:
             # This thread runs no other jobs.
             session.sparkContext.setJobGroup(
                 self._job_group,
                 f"sink {self._name}, batch {batch.number}: {batch.contents.rows:,} rows",
             )
+            frames.read_only_needed(own, self._settings.source, None, batch)
         transformed = self._transform.applied(own, frame)
         if transformed is frame:
             return frame
+        if is_classic and self._handler.callable is None:
+            frames.read_only_needed(own, self._settings.source, transformed, batch)
         return transformed.withColumn(BATCH_COLUMN, functions.lit(batch.id))
 
     def _own_session(self, session: SparkSession) -> SparkSession:
