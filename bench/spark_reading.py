@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlencode
 
 from psycopg.conninfo import conninfo_to_dict
@@ -31,8 +30,10 @@ class SparkReading:
 
     def unavailable(self) -> str | None:
         """The reason why it cannot run here, or None."""
-        missing = self.kind.startswith("jdbc") and not Path(JAR).exists()
-        return f"there is no {JAR}: install Debian's libpostgresql-jdbc-java" if missing else None
+        missing = self.kind.startswith("jdbc") and not JAR
+        return (
+            "there is no JDBC driver: install Debian's libpostgresql-jdbc-java" if missing else None
+        )
 
     def read(self, outbox: Outbox, rows: int) -> Measurement:
         """Events a second in the second round; the first starts the workers and warms up the JVM."""

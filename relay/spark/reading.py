@@ -45,6 +45,8 @@ A table with headers has a column `headers` too, the last one unless the reader 
 
 VISIBLE_SECONDS = 30.0
 """How long a task waits for a replica to reach the snapshot that the driver read."""
+MOST_PLANNED_ROWS = 1_000_000
+"""The most rows of a difference whose commits the driver looks up: about 6 bytes each in its memory."""
 _BLOCK_BYTES = 1 << 20
 _DELIMITER, _QUOTE = "\x01", "\x02"
 """Characters that JSON text cannot contain, so that the server quotes no payload and the parser unquotes none."""
@@ -55,13 +57,15 @@ class TaskPortion:
     """The rows of a difference that one task reads.
 
     `hosts` is (modulus, residue) of the host's hash; `xids` is the first c_xid and the one after the last; None stands
-    for all. `unmarked` says whether rows without c_xid, inserted before `relay init`, belong to the portion.
+    for all. `unmarked` says whether rows without c_xid, inserted before `relay init`, belong to the portion. `commits`
+    has the c_xid of all its other rows as an array of PostgreSQL; None where nobody has looked them up.
     """
 
     between: Difference
     hosts: tuple[int, int] | None = None
     xids: tuple[int, int] | None = None
     unmarked: bool = True
+    commits: str | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ def read(
     """
     names = table.columns if names is None else names
     with connect(dsn, application_name="relay spark") as conn:
-        _wait_until_visible(conn, portion.between.after)
+        wait_until_visible(conn, portion.between.after)
         known = columns(conn, table, names)
         statement = _statement(table, known, portion, partitions, conditions, names).as_bytes(conn)
         encoding = Encoding.of(conn.info.parameter_status("server_encoding"))
@@ -159,7 +163,8 @@ def read(
     wait=wait_fixed(0.1),
     reraise=True,
 )
-def _wait_until_visible(conn: Connection, snapshot: Snapshot) -> None:
+def wait_until_visible(conn: Connection, snapshot: Snapshot) -> None:
+    """Wait until the server shows what a snapshot sees. Raises TransientFault after VISIBLE_SECONDS, psycopg.Error."""
     require_visible(conn, snapshot)
 
 
@@ -246,6 +251,9 @@ def _statement(
         where.append(
             sql.SQL("({} or {} is null)").format(ranged, XID) if portion.unmarked else ranged
         )
+    if portion.commits is not None:
+        own = sql.SQL("{} = any({}::xid8[])").format(XID, sql.Literal(portion.commits))
+        where.append(sql.SQL("({} or {} is null)").format(own, XID) if portion.unmarked else own)
     if portion.hosts is not None:
         modulus, residue = portion.hosts
         its_host = partition_of(table.mapping["host_id"], modulus)
@@ -402,11 +410,41 @@ def _ended(pgconn: PGconn) -> PQGen[None]:
             raise server_error(result)
 
 
-def by_host(between: Difference, tasks: int) -> list[TaskPortion]:
-    """A portion for each residue of the hosts' hashes, so that the events of one host are in one portion."""
+def by_host(
+    conn: Connection, table: MappedTable, between: Difference, tasks: int
+) -> list[TaskPortion]:
+    """A portion for each residue of the hosts' hashes, so that the events of one host are in one portion.
+
+    The commits of each are looked up, so that a task reads from the index what is its own, and a residue without rows
+    needs no task. Where there are more rows than `MOST_PLANNED_ROWS`, whose commits would be many to keep and to send,
+    each task reads the whole difference instead and leaves out what belongs to the others. Raises psycopg.Error.
+    """
     if tasks == 1:
         return [TaskPortion(between)]
-    return [TaskPortion(between, hosts=(tasks, residue)) for residue in range(tasks)]
+    rows = conn.execute(
+        sql.SQL(
+            """
+            select residue, sum(rows), bool_or(x is null), (array_agg(x) filter (where x is not null))::text
+              from (select residue, x, count(*) as rows
+                      from (select {host} as residue, {xid} as x from {table} where {between} limit {most}) as each_row
+                     group by residue, x) as each_commit
+             group by residue order by residue
+            """
+        ).format(
+            host=partition_of(table.mapping["host_id"], tasks),
+            xid=XID,
+            table=table.identifier,
+            between=condition(between),
+            most=sql.Literal(MOST_PLANNED_ROWS + 1),
+        ),
+        prepare=False,
+    ).fetchall()
+    if sum(count for _, count, _, _ in rows) > MOST_PLANNED_ROWS:
+        return [TaskPortion(between, hosts=(tasks, residue)) for residue in range(tasks)]
+    return [
+        TaskPortion(between, (tasks, residue), None, unmarked, commits or "{}")
+        for residue, _, unmarked, commits in rows
+    ]
 
 
 def by_xid(

@@ -19,13 +19,13 @@ from pyspark.errors import AnalysisException
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
 from relay.faults import RelayError, is_transient
-from relay.model.snapshots import Snapshot
+from relay.model.snapshots import BEGINNING, Snapshot
 from relay.source.outbox.differences import Difference, cut
 from relay.spark import register
 from relay.spark.data_source import DifferenceReader as BatchReader
 from relay.spark.data_source import StreamReader
 from relay.spark.data_source_options import parse
-from relay.spark.reading import COLUMNS, TaskPortion, read
+from relay.spark.reading import COLUMNS, TaskPortion, by_host, read
 from relay.spark.session import Session
 from tests.outbox import Outbox, event, host
 from tests.postgres import Server
@@ -498,6 +498,85 @@ def test_cuts_of_a_difference_are_disjoint_and_complete(outbox: Outbox) -> None:
         assert len(found) == len(set(found)) == 70
         assert max(sizes) <= 12
         open_still.rollback()
+
+
+def hosts_of(outbox: Outbox, between: Difference, tasks: int) -> list[list[tuple[str, str, int]]]:
+    """What each task of an ordered reading reads: host, id and c_offset."""
+    table = parse({"dsn": outbox.dsn}).table
+    names = ["host_id", "id", "c_offset"]
+    return [
+        [
+            (row["host_id"], row["id"], row["c_offset"])
+            for batch in read(outbox.dsn, table, portion, 8, None, names)
+            for row in batch.to_pylist()
+        ]
+        for portion in by_host(outbox.conn, table, between, tasks)
+    ]
+
+
+@pytest.mark.parametrize("planned", [1_000_000, 20])
+def test_each_host_is_read_by_one_task_in_order(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, planned: int
+) -> None:
+    """With commits of several hosts, stragglers, rows from before relay, and more rows than are planned."""
+    monkeypatch.setattr("relay.spark.reading.MOST_PLANNED_ROWS", planned)
+    outbox.fill(3, events=2)
+    outbox.conn.execute("update outbox_message_t set c_xid = null")
+    with psycopg.connect(outbox.dsn) as early, psycopg.connect(outbox.dsn) as open_still:
+        publish_on(early, 1)
+        outbox.fill(10, events=2, hosts=5)
+        before = Snapshot.parse(now(outbox))
+        publish_on(open_still, 2)
+        for number in (1, 2, 3):
+            publish_on(early, number)
+        outbox.fill(20, events=3, hosts=7)
+        early.commit()
+        outbox.fill(3, events=1)
+        after = Snapshot.parse(now(outbox))
+        for start in (BEGINNING, before):
+            visible = f"(c_xid is null or pg_visible_in_snapshot(c_xid, '{after}'))"
+            if start == before:
+                visible = f"pg_visible_in_snapshot(c_xid, '{after}') and not pg_visible_in_snapshot(c_xid, '{before}')"
+            for tasks in (1, 3, 8):
+                found = hosts_of(outbox, Difference(start, after), tasks)
+                ids = [id_ for rows in found for _, id_, _ in rows]
+                assert sorted(ids) == stored(outbox, visible)
+                readers: dict[str, int] = {}
+                for number, rows in enumerate(found):
+                    assert [row[2] for row in rows] == sorted(row[2] for row in rows)
+                    assert all(readers.setdefault(name, number) == number for name, _, _ in rows)
+        open_still.rollback()
+
+
+def test_an_ordered_reading_reads_each_row_once(outbox: Outbox) -> None:
+    """And once more to look up whose it is. A residue without rows needs no task."""
+    outbox.fill(2_000, events=5)
+    outbox.conn.execute("vacuum analyze outbox_message_t")
+    between = Difference(BEGINNING, Snapshot.parse(now(outbox)))
+
+    def read_rows() -> int:
+        outbox.conn.execute("select pg_stat_force_next_flush()")
+        return int(
+            outbox.value(
+                "select seq_tup_read + idx_tup_fetch from pg_stat_user_tables where relname = 'outbox_message_t'"
+            )
+        )
+
+    earlier = read_rows()
+    found = hosts_of(outbox, between, 16)
+    assert sum(map(len, found)) == 10_000
+    assert read_rows() - earlier <= 3 * 10_000
+    position = Snapshot.parse(now(outbox))
+    outbox.publish(host(1), event(1))
+    assert len(hosts_of(outbox, Difference(position, Snapshot.parse(now(outbox))), 16)) == 1
+
+
+@pytest.mark.parametrize("ordered", ["true", "false"])
+def test_a_range_without_rows_is_empty(spark: SparkSession, outbox: Outbox, ordered: str) -> None:
+    outbox.fill(2)
+    position = now(outbox)
+    frame = load(spark, outbox, ordered=ordered, fromSnapshot=position, toSnapshot=position)
+    assert frame.count() == 0
 
 
 def rows_of(outbox: Outbox, between: Difference) -> list[str]:

@@ -19,10 +19,9 @@ from pyspark.sql.types import (
 
 from relay.faults import ConfigurationError
 from relay.model.snapshots import BEGINNING, Snapshot
-from relay.source.outbox.differences import Difference, up_to
+from relay.source.outbox.differences import up_to
 from relay.spark.data_source import SCHEMA, OutboxDataSource, StreamReader, wanted_columns
 from relay.spark.data_source_options import parse
-from relay.spark.reading import by_host
 
 
 @pytest.mark.parametrize(
@@ -116,12 +115,6 @@ def test_the_schema_is_typed() -> None:
     assert kinds["event_ts"] == "timestamp"
     assert kinds["c_offset"] == kinds["c_xid"] == "bigint"
     assert kinds["partition"] == "int"
-
-
-def test_hosts_are_divided_among_tasks() -> None:
-    between = Difference(BEGINNING, Snapshot(9, 9))
-    assert [portion.hosts for portion in by_host(between, 3)] == [(3, 0), (3, 1), (3, 2)]
-    assert [portion.hosts for portion in by_host(between, 1)] == [None]
 
 
 snapshots = st.builds(
