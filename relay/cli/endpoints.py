@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -36,8 +35,7 @@ def endpoint_list(
 
     found = listed(load(config), sink)
     if as_json:
-        rows = [{**asdict(each), "state": each.state, "why": each.why} for each in found]
-        print(json.dumps(rows, indent=2, default=lambda time: time.isoformat()))
+        print(json.dumps([each.as_json() for each in found], indent=2))
         return
     if not found:
         print("no endpoint fails or is disabled", file=sys.stderr)

@@ -7,7 +7,7 @@ when the endpoint works again; operators disable and enable. Rows are few, and s
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -50,6 +50,14 @@ class StoredEndpoint:
         if self.disabled_by is None:
             return self.fault
         return f"by {self.disabled_by}: {self.reason}" if self.reason else f"by {self.disabled_by}"
+
+    def as_json(self) -> dict[str, str | None]:
+        """The fields and the two properties, times in ISO 8601."""
+        fields = {
+            key: value.isoformat() if isinstance(value, datetime) else value
+            for key, value in asdict(self).items()
+        }
+        return {**fields, "state": self.state, "why": self.why}
 
 
 @dataclass(frozen=True, slots=True)
