@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import psycopg
+
 from relay.admin.connections import reach_source, reach_target
 from relay.config.settings import Settings
-from relay.faults import ConfigurationError
+from relay.faults import ConfigurationError, RelayError
 from relay.model.snapshots import BEGINNING, Snapshot
 from relay.retention import partitions
 from relay.source.outbox.differences import Difference
@@ -57,7 +59,7 @@ def verify(
     """Compare a sink with the outbox, from the snapshot `since` to `to`; by default all that it has.
 
     `session` is one that is ready and stays open; without it one is built and stopped. Raises ConfigurationError where
-    that cannot be done, and Spark's errors.
+    that cannot be done, RelayError, and psycopg.Error.
     """
     if sink not in settings.spark_handlers:
         known = ", ".join(settings.spark_handlers) or "none"
@@ -79,22 +81,42 @@ def verify(
         assert spark is not None  # noqa: S101
         # The view of a sink's query is this session's own.
         own = own_session(spark, is_remote)
+        has_function = settings.spark_handlers[sink].transform is not None
         try:
-            result = compare(
-                own,
-                ready.slots,
-                source,
-                settings,
-                sink,
-                between,
-                exceptions,
-                is_retained=partitions.retained(source, settings.source.table) is not None,
-                most_ids=most_ids,
-            )
+            with one_line(sink, quoted=not has_function):
+                result = compare(
+                    own,
+                    ready.slots,
+                    source,
+                    settings,
+                    sink,
+                    between,
+                    exceptions,
+                    is_retained=partitions.retained(source, settings.source.table) is not None,
+                    most_ids=most_ids,
+                )
         finally:
             if is_remote:
                 close_client(own)
     return Verification(sink, between.before, between.after, result)
+
+
+@contextmanager
+def one_line(sink: str, quoted: bool) -> Iterator[None]:
+    """Turn what Spark and the libraries of tables raise in this context into a ConfigurationError without values.
+
+    Pass False for `quoted` where a user's function built the query: its text may contain values.
+    """
+    try:
+        yield
+    except (RelayError, psycopg.Error):
+        raise
+    except Exception as error:
+        from relay.spark.descriptions import safe_description
+
+        raise ConfigurationError(
+            f"handlers.{sink}: it cannot be compared: {safe_description(error, quoted)}"
+        ) from error
 
 
 def _parsed(option: str, text: str | None) -> Snapshot | None:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from psycopg import sql
 
 from relay.config.handlers import SparkHandler
-from relay.faults import ConfigurationError
+from relay.faults import ConfigurationError, RelayError
 from relay.spark import frames
 from relay.store.connections import Dsn, connect
 from relay.store.session_settings import SessionKind
@@ -107,6 +109,20 @@ def _read(
                 yield from table.to_batches()
 
 
+@contextmanager
+def _of_file(key: str, path: str) -> Iterator[None]:
+    """Turn an error of a table's file into one line with the file's name: the folders may hold partition values."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise RelayError(
+            f"{key}: the table has the file {PurePath(path).name}, which cannot be read: {type(error).__name__}: bring "
+            "it back, or write the table again (docs/how-to/verify.md)"
+        ) from None
+
+
 # Delta
 
 
@@ -114,6 +130,7 @@ def _read(
 class _DeltaFiles:
     """The files of a version of a Delta table, of which each task reads every n-th. `options` may hold secrets."""
 
+    key: str
     path: str
     version: int
     options: Mapping[str, str]
@@ -125,14 +142,20 @@ class _DeltaFiles:
 
     def __call__(self, number: int) -> Iterator[pa.RecordBatch]:
         import deltalake
+        from deltalake.exceptions import DeltaProtocolError
 
         table = deltalake.DeltaTable(
             self.path, version=self.version, storage_options=dict(self.options)
         )
-        dataset = table.to_pyarrow_dataset()
+        try:
+            dataset = table.to_pyarrow_dataset()
+        except DeltaProtocolError as error:
+            # It names the table's versions and features.
+            raise RelayError(f"{self.key}: deltalake cannot read the table: {error}") from None
         fragments = sorted(dataset.get_fragments(), key=lambda each: each.path)
         for fragment in fragments[number :: self.tasks]:
-            yield from fragment.to_batches(schema=dataset.schema, columns=list(self.columns))
+            with _of_file(self.key, fragment.path):
+                yield from fragment.to_batches(schema=dataset.schema, columns=list(self.columns))
 
 
 def _delta(
@@ -150,7 +173,7 @@ def _delta(
         raise _nothing(key, str(handler.path)) from None
     known = {field.name for field in table.schema().fields}
     kept = tuple(column for column in columns if column in known)
-    files = _DeltaFiles(path, table.version(), options, kept, tasks)
+    files = _DeltaFiles(key, path, table.version(), options, kept, tasks)
     return _mapped(session, files, kept, tasks)
 
 
@@ -161,6 +184,7 @@ def _delta(
 class _IcebergFiles:
     """The files of a snapshot of an Iceberg table, for each task those that it reads; all is pickled."""
 
+    key: str
     table: bytes
     parts: tuple[bytes, ...]
 
@@ -170,7 +194,10 @@ class _IcebergFiles:
 
         metadata, io, projected = pickle.loads(self.table)  # noqa: S301
         tasks = pickle.loads(self.parts[number])  # noqa: S301
-        yield from ArrowScan(metadata, io, projected, AlwaysTrue()).to_record_batches(tasks)
+        scan = ArrowScan(metadata, io, projected, AlwaysTrue())
+        for task in tasks:
+            with _of_file(self.key, task.file.file_path):
+                yield from scan.to_record_batches([task])
 
 
 def _iceberg(
@@ -189,7 +216,7 @@ def _iceberg(
     found = list(scan.plan_files())
     parts = tuple(pickle.dumps(found[number::tasks]) for number in range(tasks))
     described = pickle.dumps((table.metadata, table.io, scan.projection()))
-    return _mapped(session, _IcebergFiles(described, parts), kept, tasks)
+    return _mapped(session, _IcebergFiles(key, described, parts), kept, tasks)
 
 
 # PostgreSQL

@@ -30,9 +30,11 @@ def after_batch(
         writer.upkeep(session)
     except Exception as error:
         log.warning(
-            "cannot keep the table of a sink small, and try again after %d batches: %s",
+            "cannot keep the table of a sink small, and try again after %d batches: %s: `relay verify %s` tells "
+            "whether its files can be read",
             handler.upkeep,
             safe_description(error),
+            name,
             extra={"handler": name},
         )
     else:

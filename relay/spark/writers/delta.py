@@ -345,7 +345,7 @@ def _vacuum_hours(configuration: Mapping[str, str]) -> int | None:
     A table's own retention may be too short for files that a batch has written and not yet committed.
     """
     found = _INTERVAL.fullmatch(configuration.get(_RETENTION, ""))
-    if found is None:
+    if found is None or found["unit"] not in _SECONDS:
         return None
     seconds = int(found["number"]) * _SECONDS[found["unit"]]
     return _FEWEST_HOURS if seconds < _FEWEST_HOURS * 3600 else None
