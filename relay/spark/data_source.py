@@ -63,6 +63,7 @@ from relay.spark.reading import (
     columns,
     read,
     wait_until_visible,
+    without_values,
 )
 from relay.store.connections import connect
 
@@ -353,7 +354,7 @@ def _one_line(options: Options) -> Iterator[None]:
         yield
     except psycopg.Error as error:
         what = (
-            first_line(error)
+            without_values(error)
             .removeprefix("connection failed: ")
             .removeprefix("connection is bad: ")
         )

@@ -23,7 +23,14 @@ from psycopg.pq.abc import PGconn
 from psycopg.waiting import Wait
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from relay.faults import RelayError, TransientFault, first_line, is_transient, server_error
+from relay.faults import (
+    RelayError,
+    TransientFault,
+    first_line,
+    is_transient,
+    kind_of,
+    server_error,
+)
 from relay.model import headers
 from relay.model.events import FIELDS, INSERTED_BY, SQL_TYPES
 from relay.model.snapshots import Snapshot
@@ -48,6 +55,7 @@ VISIBLE_SECONDS = 30.0
 MOST_PLANNED_ROWS = 1_000_000
 """The most rows of a difference whose commits the driver looks up: about 6 bytes each in its memory."""
 _BLOCK_BYTES = 1 << 20
+_OTHER_COLUMN = "give the field another column with the option or setting `columns`, or none"
 _DELIMITER, _QUOTE = "\x01", "\x02"
 """Characters that JSON text cannot contain, so that the server quotes no payload and the parser unquotes none."""
 
@@ -153,8 +161,16 @@ def read(
             if is_transient(error):
                 raise
             raise RelayError(
-                f"table: {'.'.join(table.name)} cannot be read: {first_line(error)}"
+                f"table: {'.'.join(table.name)} cannot be read: {without_values(error)}"
             ) from None
+
+
+def without_values(error: psycopg.Error) -> str:
+    """What the server says, unless it may quote a value: it casts times, and runs the functions of a view."""
+    kind = (error.sqlstate or "")[:2]
+    if kind == "22":
+        return f"{kind_of(error)}: a value that is no time: {_OTHER_COLUMN}"
+    return kind_of(error) if kind == "P0" else first_line(error)
 
 
 @retry(
@@ -297,10 +313,7 @@ class UnreadableValue(Exception):
             return cls("its rows are not what pyarrow takes for CSV")
         column = schema.field(int(found[1]))
         kind = {"int64": "bigint", "int32": "int"}.get(str(column.type), str(column.type))
-        return cls(
-            f"{column.name} has a value that is not of type {kind}: give the field another column with the option or "
-            "setting `columns`, or none"
-        )
+        return cls(f"{column.name} has a value that is not of type {kind}: {_OTHER_COLUMN}")
 
 
 def _parsed(

@@ -132,6 +132,30 @@ def test_a_column_that_is_no_time_is_refused_on_the_driver(table: Outbox) -> Non
         reader.partitions()
 
 
+@pytest.mark.parametrize("value", ["v-secret", "2026-13-45", "2026-01-01 10:00 Secret/Zone"])
+def test_a_text_that_is_no_time_is_one_line_without_it(table: Outbox, value: str) -> None:
+    table.publish(host(1), event())
+    table.conn.execute("alter table outbox_message_t alter event_ts type text")
+    table.conn.execute("update outbox_message_t set event_ts = %s", (value,))
+    with pytest.raises(
+        RelayError, match="a value that is no time: give the field another"
+    ) as raised:
+        rows(table, "id", "event_ts")
+    assert value.lower() not in str(raised.value).lower()
+    assert "secret" not in str(raised.value).lower()
+
+
+def test_what_a_function_of_a_view_says_is_in_no_line(table: Outbox) -> None:
+    table.publish(host(1), event())
+    table.conn.execute("""
+        create function failing(given jsonb) returns text language plpgsql as
+            $$ begin raise exception 'secret %', given; end $$;
+        create view seen as select id, c_xid, c_offset, failing(payload) as payload from outbox_message_t
+    """)
+    with pytest.raises(RelayError, match=r"public\.seen cannot be read: RaiseException P0001$"):
+        rows(table, "id", "payload", table="public.seen")
+
+
 def test_enums_arrays_and_domains_are_texts(table: Outbox) -> None:
     table.publish(host(1), event(aggregate_id="3"))
     table.conn.execute("""

@@ -148,11 +148,14 @@ class DeltaWriter:
         if table is None:
             return
         self._require_writable(table)
-        if _DELETED_ROWS not in (table.protocol().writer_features or ()):
-            # A commit that removes one of the files meanwhile makes it fail; the files are then merged the next time.
-            with suppress(CommitFailedError):
-                table.optimize.compact(max_concurrent_tasks=1)
-        self._remove_old_files(table)
+        try:
+            if _DELETED_ROWS not in (table.protocol().writer_features or ()):
+                # A commit that removes one of the files meanwhile makes it fail; they are then merged the next time.
+                with suppress(CommitFailedError):
+                    table.optimize.compact(max_concurrent_tasks=1)
+        finally:
+            # Also where deltalake cannot merge others' files, such as those of a partition whose value has a `~`.
+            self._remove_old_files(table)
 
     def _remove_old_files(self, table: deltalake.DeltaTable) -> None:
         """Remove the table's own data files that none of its kept versions has.
