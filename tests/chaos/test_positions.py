@@ -251,7 +251,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         monkeypatch.setattr(
             sinks,
             "build_sinks",
-            lambda configured, _: {
+            lambda configured, *_: {
                 name: (found.destination, each)
                 for name, each in configured.items()
                 if name == "destination"
