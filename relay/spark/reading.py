@@ -165,12 +165,15 @@ def read(
             ) from None
 
 
+_NO_TIME = frozenset({"22007", "22008"})
+
+
 def without_values(error: psycopg.Error) -> str:
     """What the server says, unless it may quote a value: it casts times, and runs the functions of a view."""
-    kind = (error.sqlstate or "")[:2]
-    if kind == "22":
+    state = error.sqlstate or ""
+    if state in _NO_TIME:
         return f"{kind_of(error)}: a value that is no time: {_OTHER_COLUMN}"
-    return kind_of(error) if kind == "P0" else first_line(error)
+    return kind_of(error) if state.startswith(("22", "P0")) else first_line(error)
 
 
 @retry(

@@ -155,6 +155,9 @@ def test_a_table_has_all_that_was_committed_before_its_time(
     table = deltalake.DeltaTable(path)
     for commit in table.history():
         told = commit.get("relay.complete_before")
+        if not commit["version"]:
+            # The table was created without rows.
+            continue
         assert commit["relay.snapshot"]
         if told is None:
             continue

@@ -61,6 +61,9 @@ def test_without_a_session_large_batches_stay_in_this_process(outbox: Outbox) ->
         def get(self, timeout: float = 0.0) -> None:
             return None
 
+        def end(self) -> None:
+            pass
+
     outbox.fill(100, events=4)
     session: Session = Unready()  # type: ignore[assignment]
     outbox.drain(outbox.settings(batch={"inline_max_events": 1}), session)

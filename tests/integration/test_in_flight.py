@@ -36,6 +36,9 @@ class ReadySession:
     def get(self, timeout: float = 0.0) -> object:
         return self
 
+    def end(self) -> None:
+        pass
+
 
 @dataclass
 class Job:

@@ -388,6 +388,9 @@ class NoSession:
     def get(self, timeout: float = 0.0) -> None:
         time.sleep(timeout / 10)
 
+    def end(self) -> None:
+        """It is not built."""
+
 
 def test_status_tells_that_the_session_is_missing(
     outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
