@@ -165,7 +165,7 @@ def read(
             ) from None
 
 
-_NO_TIME = frozenset({"22007", "22008"})
+_NO_TIME = frozenset({"22007", "22008", "22023"})
 
 
 def without_values(error: psycopg.Error) -> str:
