@@ -109,8 +109,11 @@ def heads(
         share = 2 if first and replays else 1
         due = _portion(conn, first, limit // share or 1, size // share, in_flight)
         room = limit - len(due), size - sum(each.size for each in due)
+        # One that came between the two queries may have been taken as what follows another.
+        taken = {each.id for each in due}
+        replays = [each for each in replays if each.due.id not in taken]
         if replays and (not due or min(room) > 0):
-            due += _portion(conn, replays, *room, (*in_flight, *(each.id for each in due)))
+            due += _portion(conn, replays, *room, (*in_flight, *taken))
         if due or len(ready) < limit:
             break
     return sorted(due, key=lambda each: each.id)
@@ -273,7 +276,9 @@ def _portion(
         candidates = [*ready, *_following(conn, chosen, room, ready, in_flight)]
         chosen = _chosen(candidates)
     _note_predecessors(conn, ready, chosen)
-    return _fitting({each.due.id: each for each in candidates if each.due.id in chosen}, size)
+    # What follows may make room for a ready one that waited for it. Whatever each waits for is before it.
+    kept = set(sorted(chosen)[:limit])
+    return _fitting({each.due.id: each for each in candidates if each.due.id in kept}, size)
 
 
 def _following(
