@@ -548,6 +548,7 @@ def test_each_alert_has_its_runbook() -> None:
         ),
         *(
             "RelaySinkDown",
+            "RelayEndpointDisabled",
             "RelayDeadLetters",
             "RelayDeferredOld",
             "RelayPolling",
