@@ -57,7 +57,9 @@ def of_task(key: str) -> frozenset[str] | None:
 
     context = TaskContext.get()
     value = context.getLocalProperty(PROPERTY) if context else None
-    frame, _, columns = (value or "").partition(" ")
+    if not value:
+        return None
+    frame, _, columns = value.partition(" ")
     return frozenset(columns.split()) if frame == key else None
 
 

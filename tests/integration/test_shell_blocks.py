@@ -16,6 +16,7 @@ import pytest
 import yaml
 from psycopg.conninfo import conninfo_to_dict
 
+from relay.admin.install import initialise
 from relay.model.snapshots import Snapshot
 from relay.store import completeness
 from relay.store.completeness import Completeness
@@ -75,11 +76,12 @@ def with_backup(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
 @contextmanager
 def complete(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
     """A Spark sink that has everything."""
-    outbox.config_file(
-        folder / "relay.yaml",
-        handlers={"lake": {"type": "spark", "path": str(folder / "lake"), "format": "delta"}},
-        routes=[{"handlers": ["lake"]}],
-    )
+    config: dict[str, Any] = {
+        "handlers": {"lake": {"type": "spark", "path": str(folder / "lake"), "format": "delta"}},
+        "routes": [{"handlers": ["lake"]}],
+    }
+    outbox.config_file(folder / "relay.yaml", **config)
+    initialise(outbox.settings(**config))
     has_all = Completeness(Snapshot(3, 3), datetime.now(UTC))
     completeness.note(outbox.conn, "default", "lake", Snapshot(3, 3), has_all)
     yield {}
@@ -122,6 +124,24 @@ def with_faults(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
         yield {"http://127.0.0.1:9465": console}
 
 
+@contextmanager
+def with_endpoints(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
+    """A sink whose endpoints data choose; one is disabled, and nothing is dead of it yet."""
+    url = "https://hooks.example/{payload.hook}"
+    outbox.config_file(
+        folder / "relay.yaml",
+        handlers={"tenants": {"type": "http", "url": url}},
+        routes=[{"handlers": ["tenants"]}],
+    )
+    outbox.conn.execute(
+        """
+        insert into relay.endpoints (group_id, sink, endpoint, address, fault, disabled_at)
+        values ('default', 'tenants', '6b1f0c9a2d3e4f50', 'https://hooks.example', 'HTTP 410', now())
+        """
+    )
+    yield {}
+
+
 def dead(outbox: Outbox) -> list[str]:
     return outbox.column("select handler from relay.dead_letter_queue order by handler")
 
@@ -131,11 +151,13 @@ SITUATIONS: Mapping[str, Situation] = {
     "console.md": with_faults,
     "dead-letters.md": with_faults,
     "deferred.md": with_faults,
+    "endpoints.md": with_endpoints,
     "install.md": installed,
     "operations.md": with_faults,
     "several-outboxes.md": several,
     "tracing.md": installed,
     "upgrade.md": installed,
+    "verify.md": complete,
 }
 """The situation of a page's blocks that need a database."""
 _NEEDS_DATABASE = re.compile(r"^(?:\w+=\S+ )?(?:relay|psql|api|pg_dump) ", re.MULTILINE)
