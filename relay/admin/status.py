@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import psycopg
@@ -20,6 +20,7 @@ import psycopg
 from relay.admin.connections import TableLocked, reach_source, reach_target, source_sides
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, Unreachable, describe, first_line
+from relay.model.json_fields import json_fields
 from relay.retention import partitions, reader_positions
 from relay.source.outbox.unread import (
     AppliedPosition,
@@ -50,9 +51,6 @@ from relay.store.connections import (
 )
 from relay.store.deferred import selection as deferred_selection
 from relay.store.positions import offsets, sinks
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 log = logging.getLogger(__name__)
 
@@ -163,16 +161,16 @@ class Status:
             and {
                 "transactions": self.deferred.transactions,
                 "holding": self.deferred.holding,
-                "reasons": [_as_json(each) for each in self.deferred.reasons],
+                "reasons": [json_fields(each) for each in self.deferred.reasons],
             },
-            "braked": [_as_json(each) for each in self.braked],
+            "braked": [json_fields(each) for each in self.braked],
             "sinks": [_sink_as_json(each, self.instances) for each in self.sinks],
-            "endpoints": [_as_json(each) for each in self.endpoints],
-            "engines": [_as_json(each) for each in self.engines],
-            "readers": [_as_json(each) for each in self.readers],
-            "watermarks": [_as_json(each) for each in self.watermarks],
-            "waits": [_as_json(each) for each in self.waits],
-            "parts": [_as_json(each) for each in self.parts],
+            "endpoints": [json_fields(each) for each in self.endpoints],
+            "engines": [json_fields(each) for each in self.engines],
+            "readers": [json_fields(each) for each in self.readers],
+            "watermarks": [json_fields(each) for each in self.watermarks],
+            "waits": [json_fields(each) for each in self.waits],
+            "parts": [json_fields(each) for each in self.parts],
             "noted": [
                 {
                     "reader": each.reader,
@@ -204,14 +202,6 @@ def _sink_as_json(sink: sinks.StoredSink, running: Sequence[str]) -> dict[str, A
         "fault": sink.fault,
         "fault_since": sink.fault_since and sink.fault_since.isoformat(),
         "instance": sink.instance,
-    }
-
-
-def _as_json(item: DataclassInstance) -> dict[str, Any]:
-    """Return the fields of a dataclass as JSON values: times in ISO 8601."""
-    return {
-        key: value.isoformat() if isinstance(value, datetime) else value
-        for key, value in asdict(item).items()
     }
 
 

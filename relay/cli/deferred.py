@@ -161,12 +161,12 @@ def deferred_list(
     as_json: JsonOption = False,
 ) -> None:
     """List deferred transactions, oldest first."""
-    from relay.store.deferred.selection import as_json as described
+    from relay.model.json_fields import json_fields
 
     with _opened(options) as opened:
         transactions = opened.listed(limit)
     if as_json:
-        print(json.dumps([described(item) for item in transactions], indent=2))
+        print(json.dumps([json_fields(item) for item in transactions], indent=2))
     elif transactions:
         _print(transactions)
     else:

@@ -7,13 +7,14 @@ when the endpoint works again; operators disable and enable. Rows are few, and s
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 import psycopg
 from psycopg.rows import class_row
 
+from relay.model.json_fields import json_fields
 from relay.store.connections import Connection
 
 _COLUMNS = (
@@ -53,11 +54,7 @@ class StoredEndpoint:
 
     def as_json(self) -> dict[str, str | None]:
         """The fields and the two properties, times in ISO 8601."""
-        fields = {
-            key: value.isoformat() if isinstance(value, datetime) else value
-            for key, value in asdict(self).items()
-        }
-        return {**fields, "state": self.state, "why": self.why}
+        return {**json_fields(self), "state": self.state, "why": self.why}
 
 
 @dataclass(frozen=True, slots=True)

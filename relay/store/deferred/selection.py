@@ -280,11 +280,3 @@ def count(conn: Connection, group: str) -> DeferredSummary:
         sum(each.transactions for each in reasons if each.kind == "holding"),
         tuple(reasons[:_REASONS]),
     )
-
-
-def as_json(item: Deferred) -> dict[str, Any]:
-    """Return the entry as JSON values: times in ISO 8601."""
-    return {
-        key: value.isoformat() if isinstance(value, datetime) else value
-        for key, value in asdict(item).items()
-    }
