@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 Xids = NDArray[np.int64]
 """Full transaction ids, with their epoch, int64."""
 
-_CYCLE = 1 << 32
+XID_CYCLE = 1 << 32
 """Transaction ids in the WAL are modulo this number."""
 
 
@@ -98,7 +98,7 @@ def full_xids(xids: NDArray[np.int64] | NDArray[np.uint32], next_xid: int) -> Xi
 
     PostgreSQL assigns no id that is more than half a cycle past the oldest one that a slot still has to read.
     """
-    near = next_xid & ~(_CYCLE - 1) | np.asarray(xids, np.int64)
-    near -= np.where(near - next_xid > _CYCLE // 2, _CYCLE, 0)
-    near += np.where(next_xid - near > _CYCLE // 2, _CYCLE, 0)
+    near = next_xid & ~(XID_CYCLE - 1) | np.asarray(xids, np.int64)
+    near -= np.where(near - next_xid > XID_CYCLE // 2, XID_CYCLE, 0)
+    near += np.where(next_xid - near > XID_CYCLE // 2, XID_CYCLE, 0)
     return near

@@ -191,17 +191,9 @@ class DifferenceReader(DataSourceReader):
         if not isinstance(partition, RowsPartition):
             # Spark makes one where there is none.
             return iter(())
-        options = self._options
-        wanted = [each for each in (options.conditions, self._filter) if each is not None]
-        return read(
-            partition.dsn,
-            options.table,
-            partition.portion,
-            options.partitions,
-            sql.SQL(" and ").join(wanted) if wanted else None,
-            self._names,
-            lambda conn: _require_kept(conn, options, partition.since),
-        )
+        wanted = [each for each in (self._options.conditions, self._filter) if each is not None]
+        condition = sql.SQL(" and ").join(wanted) if wanted else None
+        return _rows(self._options, self._names, partition, condition)
 
 
 class FilteringReader(DifferenceReader):
@@ -300,16 +292,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, RowsPartition)  # noqa: S101
-        options = self._options
-        return read(
-            partition.dsn,
-            options.table,
-            partition.portion,
-            options.partitions,
-            None,
-            self._names,
-            lambda conn: _require_kept(conn, options, partition.since),
-        )
+        return _rows(self._options, self._names, partition, None)
 
     def commit(self, end: dict[str, str]) -> None:
         """Let retention remove the events that a query with a `reader` name has read."""
@@ -398,6 +381,24 @@ def _require_kept(conn: psycopg.Connection[Any], options: Options, position: Sna
         f"option failOnDataLoss: retention {has} {what}, from {outbox}, which come after this query's position "
         f"{position}: begin with a new checkpoint, or set the option to false to go on without them; the option reader "
         "makes retention keep what a stream has not read"
+    )
+
+
+def _rows(
+    options: Options,
+    names: Sequence[str] | None,
+    partition: RowsPartition,
+    condition: sql.Composable | None,
+) -> Iterator[pa.RecordBatch]:
+    """The rows of one task."""
+    return read(
+        partition.dsn,
+        options.table,
+        partition.portion,
+        options.partitions,
+        condition,
+        names,
+        lambda conn: _require_kept(conn, options, partition.since),
     )
 
 

@@ -22,6 +22,7 @@ from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError, Unrouted
 from relay.model import headers
 from relay.model.events import FIELDS, INSERTED_BY, SQL_TYPES, timestamp
+from relay.model.snapshots import XID_CYCLE
 from relay.pipeline.routing import RouteRules, Values
 from relay.source.outbox.differences import XID, Difference, array, condition
 from relay.spark import pruning
@@ -41,7 +42,6 @@ PRUNED_ROWS = 10_000
 """The rows from which on a batch reads only the columns that its query needs."""
 _SLOTS = 8
 """The most tasks of a batch where the session does not report its Spark slots."""
-_CYCLE = 1 << 32
 _POSTGRES_EPOCH = 946_684_800_000_000
 """2000-01-01 in microseconds since 1970."""
 
@@ -371,7 +371,7 @@ def _texts(batch: pa.RecordBatch, field: str) -> list[str | None]:
         return values
     if field == "xid":
         return [
-            None if xid is None else str(xid % _CYCLE)
+            None if xid is None else str(xid % XID_CYCLE)
             for xid in batch.column(INSERTED_BY).to_pylist()
         ]
     if field not in FIELDS:
@@ -393,7 +393,7 @@ def _shaped(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
     schema = arrow_schema(names)
     known = dict(zip(batch.schema.names, batch.columns, strict=True))
     if INSERTED_BY in known:
-        known["xid"] = pc.bit_wise_and(known[INSERTED_BY], pa.scalar(_CYCLE - 1, pa.int64()))
+        known["xid"] = pc.bit_wise_and(known[INSERTED_BY], pa.scalar(XID_CYCLE - 1, pa.int64()))
     if "event_ts" in known:
         known["date"] = pc.floor_temporal(known["event_ts"], unit="day").cast(pa.date32())
     if PARTITION in known:

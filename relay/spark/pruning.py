@@ -64,7 +64,7 @@ def of_task(key: str) -> frozenset[str] | None:
 
 
 def _visit(node: Any, columns: tuple[str, ...], found: set[str]) -> Iterator[int]:
-    """Add what is needed of the events to `found`; yields 1 for each place where the plan has them."""
+    """Add what is needed of the events to `found`; yields 1 each time that the plan has them."""
     above = [node]
     below = node
     if node.nodeName() in ("Project", "Aggregate"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from threading import Event, Lock, Thread
@@ -304,9 +304,7 @@ class SparkWorker(Recurring):
         done = np.setdiff1d(known[after.sees(known)], contents.left_out).tolist()
         if not (replayed or done):
             return contents, [], []
-        contents = replace(contents, left_out=[*contents.left_out, *replayed, *done])
-        has_rows = sink_batches.has_rows(self._connected(), self._table, contents)
-        return (contents if has_rows else replace(contents, rows=0)), replayed, done
+        return self._without(contents, [*replayed, *done]), replayed, done
 
     def _known_moments(self, state: SinkState) -> Moments:
         """The moments at which the source was read for the sink, of its present epoch."""
@@ -338,9 +336,11 @@ class SparkWorker(Recurring):
         later = sink_batches.scheduled_commits(
             self._connected(), self._claim.conn, self._table, contents
         )
-        if not later:
-            return contents
-        contents = replace(contents, left_out=[*contents.left_out, *later])
+        return self._without(contents, later) if later else contents
+
+    def _without(self, contents: Contents, commits: Iterable[int]) -> Contents:
+        """Leave commits, full xids, out of a batch."""
+        contents = replace(contents, left_out=[*contents.left_out, *commits])
         has_rows = sink_batches.has_rows(self._connected(), self._table, contents)
         return contents if has_rows else replace(contents, rows=0)
 
@@ -415,25 +415,35 @@ class SparkWorker(Recurring):
                 if (running, unfinished) != before or not unfinished:
                     before, since = (running, unfinished), time.monotonic()
                     continue
-                said = f"batch {batch.number}: no Spark task has ended for {STILL_SECONDS:.0f} s: "
-                said += f"{running} running, {unfinished - running} without a slot"
-                if said == fault or time.monotonic() - since < STILL_SECONDS:
+                if time.monotonic() - since < STILL_SECONDS:
                     continue
-                fault = said
-                with (
-                    self._noting,
-                    connect(self._settings.target_dsn, application_name=APPLICATION_NAME) as conn,
-                ):
-                    if not ended.is_set():
-                        sinks.note_fault(conn, self._settings.group, self._name, fault)
-                        self._shows_fault = True
-                        log.warning(
-                            "a batch of a Spark sink makes no progress",
-                            extra={"handler": self._name, "fault": fault},
-                        )
+                former, fault = (
+                    fault,
+                    (
+                        f"batch {batch.number}: no Spark task has ended for {STILL_SECONDS:.0f} s: "
+                        f"{running} running, {unfinished - running} without a slot"
+                    ),
+                )
+                if fault != former:
+                    self._note_still(fault, ended)
             except Exception as error:
                 # Of the session that has died, or of the target: the batch fails of it.
                 log.debug("cannot watch a batch", extra={"fault": safe_description(error)})
+
+    def _note_still(self, fault: str, ended: Event) -> None:
+        """Store that a batch makes no progress, unless it has ended meanwhile. Raises psycopg.Error."""
+        with (
+            self._noting,
+            connect(self._settings.target_dsn, application_name=APPLICATION_NAME) as conn,
+        ):
+            if ended.is_set():
+                return
+            sinks.note_fault(conn, self._settings.group, self._name, fault)
+            self._shows_fault = True
+        log.warning(
+            "a batch of a Spark sink makes no progress",
+            extra={"handler": self._name, "fault": fault},
+        )
 
     def _deliver(self, session: SparkSession, destination: Writer, batch: OpenBatch) -> None:
         """Write a batch; staged files become visible after one attempt's have been stored as the batch's."""

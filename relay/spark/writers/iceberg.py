@@ -83,10 +83,7 @@ class IcebergWriter:
         table = self._load(catalog)
         if table is not None and has(table, batch):
             return
-        if table is None:
-            table = self._create(catalog, schema)
-        self._require_partition_types(_identities(table), schema)
-        require_columns(f"{self._key}.table", _table_schema(table), schema)
+        table = self._accepting(catalog, table, schema)
         target = pickle.dumps((table.metadata, table.io, schema))
         rows = frame.mapInArrow(partial(write_files, target), _FILES).collect()
         files = [pickle.loads(row.file) for row in rows]  # noqa: S301
@@ -111,6 +108,14 @@ class IcebergWriter:
             return catalog.load_table(self._name)
         except NoSuchTableError:
             return None
+
+    def _accepting(self, catalog: Catalog, table: Table | None, schema: pa.Schema) -> Table:
+        """The table, which is created if there is none. Raises ConfigurationError unless it accepts the columns."""
+        if table is None:
+            table = self._create(catalog, schema)
+        self._require_partition_types(_identities(table), schema)
+        require_columns(f"{self._key}.table", _table_schema(table), schema)
+        return table
 
     def _require_partition_types(self, columns: list[str], schema: pa.Schema) -> None:
         # PyIceberg selects the rows of a partition by `=`: none for NaN, and those of 0.0 for -0.0 too.
@@ -158,10 +163,7 @@ class IcebergUpserts(IcebergWriter):
             table = self._load(catalog)
             if table is not None and has(table, batch):
                 return
-            if table is None:
-                table = self._create(catalog, schema)
-            self._require_partition_types(_identities(table), schema)
-            require_columns(f"{self._key}.table", _table_schema(table), schema)
+            table = self._accepting(catalog, table, schema)
             try:
                 self._merge(table, events, batch, session)
             except AlreadyCommitted:

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from relay.faults import ConfigurationError
-from relay.model.snapshots import BEGINNING, Snapshot
+from relay.model.snapshots import BEGINNING, XID_CYCLE, Snapshot
 from relay.spark.writers import BATCH_COLUMN, BatchId
 from relay.spark.writers.arrow import arrow_schema
 
@@ -38,7 +38,6 @@ DELETED = "relay_deleted"
 """The column that says that the key is deleted: its other columns are null."""
 POSITION = ("c_offset", "xid")
 """The columns of a frame that tell which event is the newest."""
-_CYCLE = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ def key_texts(rows: pa.Table, key: Sequence[str]) -> pa.Array:
 def _full(xids: pa.ChunkedArray, after: Snapshot) -> NDArray[np.int64]:
     """Full transaction ids of those below the end of a snapshot, from their lower 32 bits; 0 for null."""
     lower = _numbers(xids)
-    full: NDArray[np.int64] = after.xmax - 1 - (after.xmax - 1 - lower) % _CYCLE
+    full: NDArray[np.int64] = after.xmax - 1 - (after.xmax - 1 - lower) % XID_CYCLE
     full[lower == 0] = 0
     return np.maximum(full, 0)
 
