@@ -202,6 +202,22 @@ def test_whoever_deletes_rows_releases_their_keys(outbox: Outbox) -> None:
     assert deferred.held(outbox.conn, "default", "", ["a", "b"]) == set()
 
 
+def test_no_more_are_due_than_asked_for_where_one_makes_room_for_another(outbox: Outbox) -> None:
+    """What follows the first one was what the third one waited for."""
+    first, second = defer(outbox.conn, Deferral(["a"]), Deferral(["a"]))
+    (third,) = defer(outbox.conn, Deferral(["a"]))
+    assert ids(deferred_due.heads(outbox.conn, "default", "", 2, MUCH)) == [first, second]
+    assert ids(deferred_due.heads(outbox.conn, "default", "", 3, MUCH)) == [first, second, third]
+
+
+def test_a_replay_that_follows_another_is_due_once(outbox: Outbox) -> None:
+    """The first one holds no key, since it was scheduled, so both are ready, and the replay follows it too."""
+    first, replay = defer(
+        outbox.conn, Deferral(["a"], holds=False), Deferral(["a", "c"], dead_transaction=2)
+    )
+    assert ids(deferred_due.heads(outbox.conn, "default", "", 100, MUCH)) == [first, replay]
+
+
 # Whose turn it is.
 
 
