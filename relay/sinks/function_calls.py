@@ -69,7 +69,7 @@ class Calls(Protocol):
         """Enter the context manager that a function returns. Raises its errors."""
 
     async def close(self, seconds: float) -> None:
-        """End calls, and leave the context manager; what has not ended after `seconds` is left behind."""
+        """End calls, and leave the context manager; what has not ended after `seconds` goes on."""
 
 
 class Held:
@@ -267,7 +267,7 @@ class LoopCalls:
                 await asyncio.wrap_future(ending)
         except TimeoutError:
             log.warning(
-                "a function does not end, and is left behind",
+                "a function does not end, and goes on while relay ends",
                 extra={"fault": f"its event loop is blocked{_stack_of(self._thread.ident)}"},
             )
 

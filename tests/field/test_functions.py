@@ -139,7 +139,7 @@ def test_threads_that_hang_do_not_use_up_the_workers(
 def test_others_go_on_beside_a_thread_that_hangs(
     outbox: Outbox, calls: Calls, let_go: threading.Event
 ) -> None:
-    """river 1291, dramatiq 211: a call past its deadline takes a place from the others for ever."""
+    """river 1291, dramatiq 211: a call past its deadline takes a thread from the others for ever."""
     calls.behave = lambda delivery, amount: let_go.wait(60) if amount == 0 else None
     with relaying(
         outbox.settings(**calling("plain", concurrency=2, timeout=0.3, circuit_breaker=None))
