@@ -374,7 +374,7 @@ def test_the_log_names_the_session_that_has_the_claim_of_a_sink(
         )
         with caplog.at_level("INFO"), relaying(settings):
             wait_until(lambda: "another session has the claim of a sink" in caplog.text)
-            (record,) = (each for each in caplog.records if "claim of a sink" in each.message)
+            (record,) = (each for each in caplog.records if "claim of a sink" in each.getMessage())
             holder = getattr(record, "holder")  # noqa: B009
             assert f"process {leftover.info.backend_pid} of the server, left behind" in holder
 

@@ -350,5 +350,5 @@ def test_that_an_endpoint_is_disabled_is_logged_as_an_error(
 
     with caplog.at_level(logging.ERROR):
         run(test)
-    (line,) = [each for each in caplog.records if each.message == "an endpoint is disabled"]
+    (line,) = [each for each in caplog.records if each.getMessage() == "an endpoint is disabled"]
     assert (line.__dict__["address"], line.__dict__["host_id"]) == (ID.address, "host-7")

@@ -141,7 +141,7 @@ def test_a_function_may_end_its_part_as_done_or_dead(
         reasons = {
             getattr(each, "reason", "")
             for each in caplog.records
-            if each.message == "dropped by the handler"
+            if each.getMessage() == "dropped by the handler"
         }
         assert reasons
         assert reasons <= {"not for this service", "has it already"}

@@ -513,7 +513,7 @@ def test_log_lines_name_the_delivery(
     with relaying(outbox.settings(**calling())):
         outbox.publish(host(1), event(1))
         wait_until(lambda: seen.amounts == [1])
-    (line,) = [each for each in caplog.records if each.message == "called"]
+    (line,) = [each for each in caplog.records if each.getMessage() == "called"]
     found = {name: getattr(line, name) for name in ("handler", "attempt", "more", "name")}
     assert found == {"handler": "mail", "attempt": 1, "more": 1, "name": "relay.function.mail"}
     assert getattr(line, "transaction_id") == seen.facts[0]["transaction_id"]  # noqa: B009
