@@ -25,6 +25,7 @@ from tests.process import ROOT
 DOCS = ROOT / "docs"
 INTERRUPT = "^C"
 """A line of a console block that ends the service that was started last."""
+SITE = "site"
 _FILE = re.compile(r"(?:#|--) ([\w./-]+\.[a-z]+)\n")
 _SERVICES = ("relay run", "relay console", "python -m relay.demo.postgres")
 """Commands that run until they are stopped."""
@@ -118,17 +119,31 @@ def has_shape(printed: str, wanted: list[str]) -> bool:
 
 
 def make_tools(folder: Path) -> None:
-    """Write programs `relay`, `python` and `psql`, which run those of this environment, into a folder for PATH."""
+    """Write programs, which run those of this environment, into a folder for PATH: `relay`, `psql`, `python`, `pip`.
+
+    What `pip` installs is for these programs only.
+    """
     folder.mkdir(exist_ok=True)
-    for name, module in (("relay", "-m relay "), ("psql", "-m tests.psql "), ("python", "")):
-        (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {module}"$@"\n')
+    aside = f"--disable-pip-version-check --no-deps --no-build-isolation --target {folder / SITE}"
+    for name, module, more in (
+        ("relay", "-m relay ", ""),
+        ("psql", "-m tests.psql ", ""),
+        ("python", "", ""),
+        ("pip", "-m pip ", f" {aside}"),
+    ):
+        (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {module}"$@"{more}\n')
         (folder / name).chmod(0o755)
 
 
 def clean_environment(tools: Path, **more: str) -> dict[str, str]:
     """The environment of a reader: the tools first on PATH, without variables of relay and PostgreSQL but `more`."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("RELAY_", "PG"))}
-    return {**kept, "PATH": f"{tools}:{kept['PATH']}", "PYTHONPATH": str(ROOT), **more}
+    return {
+        **kept,
+        "PATH": f"{tools}:{kept['PATH']}",
+        "PYTHONPATH": f"{ROOT}:{tools / SITE}",
+        **more,
+    }
 
 
 class Reader:

@@ -13,7 +13,9 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
-from typing import Any, get_args
+from itertools import pairwise
+from types import ModuleType
+from typing import Any, get_args, get_origin
 
 import typer
 from pydantic import BaseModel, SecretStr
@@ -27,7 +29,17 @@ from tests.pages import DOCS
 from tests.process import ROOT
 from tests.sql_meanings import COLUMNS, FUNCTIONS, TABLES
 
-MODULES = ("relay", "relay.testing", "relay.client", "relay.client.testing", "relay.spark")
+MODULES = (
+    "relay",
+    "relay.testing",
+    "relay.sinks",
+    "relay.sinks.brokers",
+    "relay.sinks.batching",
+    "relay.sinks.cloudevents",
+    "relay.client",
+    "relay.client.testing",
+    "relay.spark",
+)
 """The modules that users' code may import."""
 _NOTE = "This page is generated from the code: `make reference` writes it.\n"
 
@@ -372,7 +384,8 @@ def uncommented(text: str) -> str:
 
 def signature(thing: Any) -> str:
     try:
-        return re.sub(r"(?<=: |> )'([^']*)'", r"\1", str(inspect.signature(thing)))
+        written = re.sub(r"ForwardRef\('([^']*)'\)", r"\1", str(inspect.signature(thing)))
+        return re.sub(r"(?<=: |> )'([^']*)'", r"\1", written)
     except (TypeError, ValueError):
         return ""
 
@@ -393,6 +406,19 @@ def members(thing: type) -> Iterator[tuple[str, str]]:
         yield f"`{name}{call}`", inspect.cleandoc(function.__doc__)
 
 
+def of_alias(module: ModuleType, name: str) -> str:
+    """The text below an alias of a type, in the module that it is imported from."""
+    for each in ast.parse(inspect.getsource(module)).body:
+        if isinstance(each, ast.ImportFrom) and name in [one.name for one in each.names]:
+            return of_alias(import_module(str(each.module)), name)
+    body = ast.parse(inspect.getsource(module)).body
+    for alias, text in pairwise(body):
+        is_alias = isinstance(alias, ast.Assign) and ast.unparse(alias.targets[0]) == name
+        if is_alias and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            return inspect.cleandoc(str(text.value.value))
+    raise KeyError(name)
+
+
 def python() -> str:
     """The page of the names that users' code may import."""
     text = f"# Python API\n\n{_NOTE}\n[Python names](python.md) is the guide to these names.\n"
@@ -401,7 +427,15 @@ def python() -> str:
         text += f"\n## {module_name}\n"
         for name in sorted(module.__all__):
             thing = getattr(module, name)
-            call = signature(thing) if callable(thing) else ""
+            if get_origin(thing) is not None:
+                text += f"\n### {module_name}.{name}\n\n{of_alias(module, name)}\n"
+                continue
+            # The arguments of a model are its keys, and a protocol is not called.
+            is_called = not (
+                inspect.isclass(thing)
+                and (issubclass(thing, BaseModel) or getattr(thing, "_is_protocol", False))
+            )
+            call = signature(thing) if callable(thing) and is_called else ""
             text += f"\n### {module_name}.{name}\n\n```text\n{name}{call}\n```\n\n{inspect.getdoc(thing) or ''}\n"
             if inspect.isclass(thing) and (rows := list(members(thing))):
                 text += "\n" + table(("member", "what it does"), rows)

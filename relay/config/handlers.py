@@ -17,13 +17,17 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    PlainValidator,
     PositiveInt,
     SecretStr,
+    SerializeAsAny,
     ValidationInfo,
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
+from relay.config import sink_types
 from relay.config.addresses import AddressTemplate, require_http, require_port, split_address
 from relay.config.dsn import DatabaseAccess, Dsn
 from relay.config.fields import ENDPOINT, EndpointTemplate, Template, has_name, is_name, suggestion
@@ -39,6 +43,7 @@ from relay.config.types import (
     SecondsOrZero,
     Section,
 )
+from relay.faults import ConfigurationError
 from relay.model.events import EVENT_FIELDS
 
 _CURVES = ("exponential", "linear", "constant")
@@ -131,7 +136,11 @@ SPARK_COLUMNS = (*EVENT_FIELDS, "date", "host_bucket")
 """The columns of a Spark sink's frame, besides `headers`; `date` is the date of `event_ts` in UTC."""
 
 
-class _HandlerSettings(Section):
+class AnyHandler(Section):
+    """The keys of every handler."""
+
+    type: Alike[str]
+    """The type of the handler."""
     reliable: Alike[bool] = True
     """`false`: a transaction that fails is logged and dropped, and blocks nothing."""
     order_by: Alike[Literal["host", "user", "aggregate", "none"]] = "host"
@@ -156,7 +165,7 @@ class _HandlerSettings(Section):
         return [(key, name) for key, each in self.templates.items() for name in each.names]
 
 
-class SqlHandler(_HandlerSettings):
+class SqlHandler(AnyHandler):
     """A statement, run for each event or once over a relation `batch`."""
 
     type: Alike[Literal["sql"]]
@@ -166,7 +175,7 @@ class SqlHandler(_HandlerSettings):
     """The SQL statement: with the event's fields as `%(name)s`, or over the relation `batch`."""
 
 
-class PythonHandler(_HandlerSettings):
+class PythonHandler(AnyHandler):
     """A callable `module:function(transaction, cursor)`."""
 
     type: Alike[Literal["python"]]
@@ -192,7 +201,7 @@ class JdbcSettings(Section):
         return DatabaseAccess("jdbc.dsn", self.dsn, self.password)
 
 
-class SinkHandler(_HandlerSettings):
+class SinkHandler(AnyHandler):
     """A handler with its own position in the log."""
 
     start: Own[Literal["now", "beginning"]] = "now"
@@ -828,25 +837,60 @@ class KafkaHandler(BrokerHandler):
         return {**super().templates, "key": Template(self.key)}
 
 
-HandlerSettings = Annotated[
-    SqlHandler
-    | PythonHandler
-    | SparkHandler
-    | FunctionHandler
-    | HttpHandler
-    | RedisHandler
-    | NatsHandler
-    | RabbitmqHandler
-    | KafkaHandler,
-    Field(discriminator="type"),
-]
-
-
-KINDS: dict[str, type[_HandlerSettings]] = {
-    get_args(settings.model_fields["type"].annotation)[0]: settings
-    for settings in get_args(get_args(HandlerSettings)[0])
+_OWN_KINDS: tuple[type[AnyHandler], ...] = (
+    SqlHandler,
+    PythonHandler,
+    SparkHandler,
+    FunctionHandler,
+    HttpHandler,
+    RedisHandler,
+    NatsHandler,
+    RabbitmqHandler,
+    KafkaHandler,
+)
+KINDS: dict[str, type[AnyHandler]] = {
+    get_args(settings.model_fields["type"].annotation)[0]: settings for settings in _OWN_KINDS
 }
 """The settings of each type of handlers. A sink of a type is built by `sink` of the module of its name in
-`relay.sinks`."""
+`relay.sinks`; further types come with packages, see `relay.config.sink_types`."""
 TRANSACTIONAL = tuple(kind for kind, each in KINDS.items() if not issubclass(each, SinkHandler))
 """The types of handlers that act in the target's transaction; the others are sinks."""
+
+HANDLER_TYPE = "handler_type"
+"""The type of pydantic's errors about the type of a handler."""
+
+
+def settings_of(kind: Any) -> type[AnyHandler]:
+    """The settings of a type of handlers. Raises ConfigurationError if there is none, or it cannot be used."""
+    if isinstance(kind, str) and kind in KINDS:
+        return KINDS[kind]
+    brought = sink_types.names()
+    if kind not in brought:
+        raise ConfigurationError(f"must be one of {', '.join(dict.fromkeys([*KINDS, *brought]))}")
+    module = sink_types.module_of(kind)
+    settings = getattr(module, "Settings", None)
+    if not (isinstance(settings, type) and issubclass(settings, DeliveryHandler)):
+        raise ConfigurationError(
+            f"{module.__name__}.Settings is no child of relay.sinks.SinkSettings"
+        )
+    return settings
+
+
+def _by_type(value: Any) -> Any:
+    """The settings of a handler, by its `type`."""
+    if isinstance(value, AnyHandler):
+        return value
+    if not isinstance(value, dict):
+        raise PydanticCustomError("model_type", "must be a mapping of keys")
+    try:
+        settings = settings_of(value.get("type"))
+    except ConfigurationError as error:
+        raise PydanticCustomError(HANDLER_TYPE, "{problem}", {"problem": str(error)}) from None
+    return settings.model_validate(value)
+
+
+HandlerSettings = Annotated[
+    SerializeAsAny[AnyHandler],
+    PlainValidator(_by_type, json_schema_input_type=dict[str, Any]),
+]
+"""The settings of a handler of any type."""

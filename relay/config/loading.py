@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -17,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_settings import SettingsError
 
 from relay.config.fields import nearest
-from relay.config.handlers import KINDS
+from relay.config.handlers import HANDLER_TYPE, AnyHandler, settings_of
 from relay.config.settings import ENV_PREFIX, REGISTRY, TYPES, Settings
 from relay.faults import ConfigurationError
 
@@ -60,7 +61,7 @@ def load(path: Path | None, beside: Sequence[Path] = ()) -> Settings:
     try:
         return Settings(**content)
     except ValidationError as error:
-        raise ConfigurationError("\n".join(dict.fromkeys(_lines(error, file)))) from None
+        raise ConfigurationError("\n".join(dict.fromkeys(_lines(error, file, content)))) from None
     except SettingsError as error:
         key = re.search(r'field "(\w+)"', str(error))
         raise ConfigurationError(
@@ -122,20 +123,20 @@ def _read(file: Path) -> dict[str, Any]:
 _NO_MAPPING = frozenset({"dict_type", "model_type", "model_attributes_type"})
 
 
-def _lines(error: ValidationError, file: Path | None) -> Iterator[str]:
+def _lines(error: ValidationError, file: Path | None, content: Mapping[str, Any]) -> Iterator[str]:
     for fault in error.errors(include_url=False, include_input=False, include_context=False):
         location = _location(fault["loc"])
         key = _key(location)
         origin = "environment" if file is None or _in_environment(location) else str(file)
         message = str(fault["msg"]).removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":
-            message = _unknown(location)
+            message = _unknown(_typed(location, content))
         elif fault["type"] == "missing":
             message = "is required"
         elif fault["type"] in _NO_MAPPING:
             message = "must be a mapping of keys"
-        elif fault["type"].startswith("union_tag"):
-            key, message = f"{key}.type", f"must be one of {', '.join(KINDS)}"
+        elif fault["type"] == HANDLER_TYPE:
+            key = f"{key}.type"
         else:
             message = message[:1].lower() + message[1:]
         yield f"{origin}: {key}: {message}" if key else f"{origin}: {message}"
@@ -143,8 +144,6 @@ def _lines(error: ValidationError, file: Path | None) -> Iterator[str]:
 
 # Members of unions that pydantic adds to the location of a fault; the user did not write them.
 _INVISIBLE = frozenset({"function-before", "str", "int", "float", "bool"})
-_KIND_DEPTH = 2
-"""The index at which pydantic names the kind of a handler: (handlers, its name, its kind, …)."""
 
 
 def _location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
@@ -154,14 +153,22 @@ def _location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     return location
 
 
+def _typed(location: tuple[int | str, ...], content: Mapping[str, Any]) -> tuple[int | str, ...]:
+    """The location of a key with the type of the handler that it is in, as `keys_at` has it."""
+    if len(location) < 3 or location[0] != "handlers":
+        return location
+    handlers = content.get("handlers")
+    given = handlers.get(location[1]) if isinstance(handlers, Mapping) else None
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    return (*location[:2], kind, *location[2:]) if isinstance(kind, str) else location
+
+
 def _key(location: tuple[int | str, ...]) -> str:
     parts = [str(part) for part in location]
     kept = [
         part
         for depth, part in enumerate(parts)
-        if not (depth == _KIND_DEPTH and part in KINDS)
-        and not (depth >= 2 and part in _INVISIBLE)
-        and "[" not in part
+        if not (depth >= 2 and part in _INVISIBLE) and "[" not in part
     ]
     return ".".join(kept)
 
@@ -214,7 +221,7 @@ def _is_referenced(variable: str, content: Any) -> bool:
 
 
 def keys_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    """The keys of the mapping at a location in the configuration; `location` is in pydantic's form."""
+    """The keys of the mapping at a location in the configuration: ("handlers", name, type, …) for a handler."""
     kinds: list[Any] = [model]
     for part in location:
         kinds = [below for kind in kinds for below in _below(kind, part)]
@@ -238,12 +245,13 @@ def paths(model: type[BaseModel], joint: str) -> Iterator[str]:
 
 def _below(kind: Any, part: int | str) -> Iterator[Any]:
     for member in _members(kind):
-        if _is_model(member):
+        if member is AnyHandler:
+            # Without its type, a handler has the keys of every handler.
+            with suppress(ConfigurationError):
+                yield settings_of(part)
+        elif _is_model(member):
             fields: Mapping[str, Any] = member.model_fields
             yield from (f.annotation for name, f in fields.items() if part in (name, f.alias))
-            # In a union, pydantic's location names the member by its type.
-            if "type" in fields and part in get_args(fields["type"].annotation):
-                yield member
         elif get_origin(member) in (dict, list):
             yield get_args(member)[-1]
 

@@ -1,4 +1,8 @@
-"""Sinks: their protocol, and one module for each type, which is imported only if a handler has the type."""
+"""Sinks: their protocol, and one module for each type, which is imported only if a handler has the type.
+
+A package of yours brings a type of its own with the names of `__all__`, and with those of `relay.sinks.brokers` and
+`relay.sinks.batching`, on which relay's own sinks for brokers stand. The page "Write a sink" is the guide.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,42 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import LiteralString, Protocol, Self
 
-from relay.config.handlers import DeliveryHandler, FunctionHandler, HandlerSettings, HttpHandler
+from relay.config import sink_types
+from relay.config.handlers import (
+    KINDS,
+    DeliveryHandler,
+    FunctionHandler,
+    HandlerSettings,
+    HttpHandler,
+)
+from relay.config.secrets import Secret
 from relay.config.settings import Settings
+from relay.config.types import Alike, Own
 from relay.event_types.current_version import as_current, is_current
 from relay.event_types.upcasting import Upcasting
-from relay.faults import ConfigurationError
+from relay.faults import (
+    ConfigurationError,
+    DestinationRefused,
+    Rejected,
+    Unauthorized,
+    Undelivered,
+)
 from relay.model.events import SQL_TYPES, Transaction
 from relay.store.connections import Dsn
+
+__all__ = [
+    "Alike",
+    "DestinationRefused",
+    "Own",
+    "Rejected",
+    "Secret",
+    "Sink",
+    "SinkSettings",
+    "Unauthorized",
+    "Undelivered",
+]
+
+SinkSettings = DeliveryHandler
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +98,14 @@ class Target:
 
 
 class Sink(Protocol):
-    """Delivers transactions to another system. Its methods run in one event loop, which other sinks share."""
+    """Delivers transactions to another system. Its methods run in one event loop, which other sinks share.
+
+    It is built before relay needs the destination, and connects when it delivers: a destination that is away when relay
+    starts is an outage like any other.
+    """
 
     name: str
+    """The name of the handler."""
 
     def resume(self, series: str) -> None:
         """Prepare for deliveries from the sink's stored position; called before the first one, and after a move.
@@ -91,6 +129,7 @@ class Sink(Protocol):
         - the destination, for now: Undelivered, with the seconds that the receiver asks for as `after`. The attempt is
           repeated; if all keys fail, the circuit breaker stops the sink.
         - the destination, until a person acts: DestinationRefused. The sink stops at its position at once.
+        - relay's credentials, which may be changing: Unauthorized. The attempt does not count.
 
         When in doubt it is not the event: Undelivered costs a retry, Rejected an event. For any other exception
         `relay.faults.action_for` decides.
@@ -154,10 +193,12 @@ def build_sinks(
 def _sink(
     name: str, settings: DeliveryHandler, upcaster: Upcasting | None, target: Target | None
 ) -> Sink:
-    kind = getattr(settings, "type")  # noqa: B009
+    kind = settings.type
     try:
-        # Each module has a function `sink(name, settings)`. Its imports may need the extra of the type.
-        module = import_module(f"relay.sinks.{kind}")
+        # The module's imports may need the extra of the type.
+        module = (
+            import_module(f"relay.sinks.{kind}") if kind in KINDS else sink_types.module_of(kind)
+        )
         sink: Sink = (
             module.sink(name, settings, target)
             if isinstance(settings, FunctionHandler | HttpHandler)
@@ -165,6 +206,6 @@ def _sink(
         )
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            f"handlers.{name}.type: {kind} needs {error.name}: install relay-outbox[{kind}]"
+            f"handlers.{name}.type: {sink_types.missing(kind, error)}"
         ) from None
     return TypedSink(sink, upcaster) if upcaster else sink

@@ -1,4 +1,7 @@
-"""What sinks for brokers have in common: events as messages, one connection, messages that are not answered yet."""
+"""What sinks for brokers have in common: events as messages, one connection, messages that are not answered yet.
+
+The names of `__all__` are public: a sink of yours for a broker uses them.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,10 @@ from relay.faults import Rejected, Undelivered
 from relay.model import trace_context
 from relay.model.events import Event, Transaction
 from relay.sinks import cloudevents
+
+__all__ = ["Broker", "BrokerSettings", "Message", "Publishing", "Shared"]
+
+BrokerSettings = BrokerHandler
 
 _PORTION_MESSAGES = 500
 _PORTION_BYTES = 4_000_000
@@ -166,6 +173,14 @@ class Shared(Generic[Link]):
             if task.cancelled() and current is not None and not current.cancelling():
                 raise ConnectionAbortedError("the sink is closed") from None
             raise
+
+    def forget(self, link: Link) -> bool:
+        """Let the next caller open another connection; returns whether this caller is to close `link`: no other has."""
+        task = self._opening
+        if task is None or not task.done() or not _succeeded(task) or task.result() is not link:
+            return False
+        self._opening = None
+        return True
 
     async def close(self) -> Link | None:
         """Cancel an attempt to open it. Returns the open connection, for the caller to close, or None."""

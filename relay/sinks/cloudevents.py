@@ -17,6 +17,8 @@ from relay.model import exact_json
 from relay.model.events import Event
 from relay.model.headers import attribute
 
+__all__ = ["attributes", "data", "identity", "structured"]
+
 STRUCTURED = "application/cloudevents+json"
 BATCH = "application/cloudevents-batch+json"
 DATA = "application/json"

@@ -14,6 +14,7 @@ import yaml
 
 from relay.config.handlers import KINDS
 from relay.config.settings import Settings
+from tests.packages import install_guides
 from tests.pages import DOCS, Block, blocks, commands, pages
 from tests.process import ROOT
 from tests.shell import parse
@@ -87,6 +88,17 @@ def whole(content: dict[str, Any]) -> dict[str, Any]:
     return {**content, "handlers": missing | content.get("handlers", {})}
 
 
+@pytest.fixture(scope="module")
+def _types_of_pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The types of sinks that pages bring."""
+    folder = tmp_path_factory.mktemp("site")
+    install_guides(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield
+
+
+@pytest.mark.usefixtures("_types_of_pages")
 @pytest.mark.parametrize(("page", "block"), of("yaml"))
 def test_yaml_is_configuration_of_relay(page: Path, block: Block) -> None:
     """Except for files that end in .yml, which are other programs'."""

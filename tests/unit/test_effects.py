@@ -6,14 +6,14 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
 from pydantic import BaseModel
 
 from relay.config.effects import Effects, _omitted, _shown
-from relay.config.handlers import HandlerSettings
+from relay.config.handlers import KINDS
 from relay.config.settings import Settings
 from relay.config.types import Mark, Own, Section
 from relay.model.events import SQL_TYPES
@@ -138,7 +138,7 @@ def unmarked(model: type[BaseModel], above: str = "") -> Iterator[str]:
             yield key
 
 
-HANDLERS = get_args(get_args(HandlerSettings)[0])
+HANDLERS = list(KINDS.values())
 
 
 def test_every_key_of_a_configuration_has_a_mark() -> None:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from relay.config.effects import Effects
 from relay.config.fields import Template, is_name
+from relay.config.handlers import SqlHandler
 from relay.config.settings import Route, Settings
 from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError, Rejected
@@ -192,7 +193,7 @@ def test_statements_name_headers_where_there_are_any() -> None:
     statement = Settings(
         handlers={"a": {"type": "sql", "statement": "select %(headers)s->>'region'"}}
     ).handlers["a"]
-    assert statement.type == "sql"
+    assert isinstance(statement, SqlHandler)
     SqlEvent("a", statement, source(headers=["region"]).sql_types)
     with pytest.raises(ConfigurationError, match="is not a field of an event"):
         SqlEvent("a", statement, source().sql_types)

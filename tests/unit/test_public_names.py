@@ -13,6 +13,7 @@ import pytest
 
 import relay
 from tests.process import ROOT
+from tests.reference import MODULES
 
 REFERENCE = (ROOT / "docs" / "reference" / "python.md").read_text()
 CODE = set(re.findall(r"`([A-Za-z_]+)[`(]", REFERENCE))
@@ -22,7 +23,6 @@ SHARED = {
     "RetryLater": "a handler raises it, and the disposition is named after it",
 }
 """Names that two classes of relay may have, and why."""
-MODULES = ("relay", "relay.testing", "relay.client", "relay.client.testing", "relay.spark")
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -20,8 +20,6 @@ from relay.model.events import FIELDS, Commit, Event, Events, Lsn, Transaction
 from relay.sinks import Attempt
 from relay.sinks.function import Delivery
 
-__all__ = ["GivenDelivery", "deliver", "deliver_async", "handle", "transaction"]
-
 _HEADERS = "headers"
 _EMPTY = Commit(Lsn(0), Lsn(0), 0, 0)
 

@@ -1,0 +1,148 @@
+"""relay's own sinks keep the contract that `relay.testing.SinkContract` tests, and so does that of the guide."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from relay import Delivery, Fail
+from relay.testing import SinkContract
+from tests.brokers import BROKERS, TYPE, Broker, started
+from tests.packages import install_guides
+from tests.process import ROOT
+from tests.webhook import Answer, Webhook
+
+
+class TestHttp(SinkContract):
+    @pytest.fixture(autouse=True)
+    def _destination(self) -> Iterator[None]:
+        with Webhook(self._answer) as self.webhook:
+            self.is_up = True
+            yield
+
+    def _answer(self, headers: dict[str, str], body: bytes) -> Answer:
+        if not self.is_up:
+            return Answer(0)
+        return Answer(422 if b"refused" in body else 204)
+
+    def settings(self) -> dict[str, Any]:
+        return {"type": "http", "url": self.webhook.url, "each": "transaction"}
+
+    def received(self) -> list[str]:
+        return [
+            each["id"] for request in self.webhook.accepted for each in json.loads(request.body)
+        ]
+
+    def interrupt(self) -> None:
+        self.is_up = False
+
+    def restore(self) -> None:
+        self.is_up = True
+
+    def refused(self) -> dict[str, Any]:
+        return {"payload": "refused"}
+
+
+class Called:
+    """What the function of this module was called with."""
+
+    ids: ClassVar[list[str]] = []
+    is_up = True
+
+
+async def take(delivery: Delivery) -> None:
+    """A function that a sink calls."""
+    await asyncio.sleep(0)
+    if not Called.is_up:
+        raise ConnectionRefusedError
+    if any(each.payload == "refused" for each in delivery.events):
+        raise Fail("refused")
+    Called.ids += [str(each.id) for each in delivery.events]
+
+
+class TestFunction(SinkContract):
+    @pytest.fixture(autouse=True)
+    def _destination(self) -> None:
+        Called.ids, Called.is_up = [], True
+
+    def settings(self) -> dict[str, Any]:
+        return {"type": "function", "callable": f"{__name__}:take"}
+
+    def received(self) -> list[str]:
+        return Called.ids
+
+    def interrupt(self) -> None:
+        Called.is_up = False
+
+    def restore(self) -> None:
+        Called.is_up = True
+
+
+class _OfServer(SinkContract):
+    """A broker in a process of its own, whose events are CloudEvents."""
+
+    broker: Broker
+
+    def settings(self) -> dict[str, Any]:
+        return {**self.broker.handler, "topic": f"shop.{TYPE}"}
+
+    def received(self) -> list[str]:
+        return [each["id"] for each in self.broker.events()]
+
+    def interrupt(self) -> None:
+        self.broker.kill()
+
+    def restore(self) -> None:
+        self.broker.start()
+
+
+class _OfBroker(_OfServer):
+    kind: str
+
+    @pytest.fixture(autouse=True)
+    def _destination(self, tmp_path: Path) -> Iterator[None]:
+        with started(BROKERS[self.kind], tmp_path / "broker") as self.broker:
+            yield
+
+
+@pytest.mark.brokers
+class TestRedis(_OfBroker):
+    kind = "redis"
+
+
+@pytest.mark.brokers
+class TestNats(_OfBroker):
+    kind = "nats"
+
+
+@pytest.mark.brokers
+class TestRabbitmq(_OfBroker):
+    kind = "rabbitmq"
+
+
+@pytest.mark.brokers
+class TestKafka(_OfBroker):
+    kind = "kafka"
+
+
+def test_the_sink_of_the_guide_keeps_the_contract(tmp_path: Path) -> None:
+    """Without pip: with the metadata that it would write."""
+    install_guides(tmp_path)
+    tested = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_beanstalk.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert tested.returncode == 0, tested.stdout
+    assert "9 passed" in tested.stdout
