@@ -52,8 +52,26 @@ _SHARE_MUCH = tuple(
     for name in ("bench_publish", "connect", "demo", "embedded", "release", "runbooks")
 )
 """Modules whose tests share what takes long to set up."""
-_NEED_SPARK = ("spark", "frozen_executors", "late_writers")
-"""What the names of tests that need a Spark session have; another one starts a session of its own."""
+_NEED_SPARK = (
+    "spark",
+    "frozen_executors",
+    "frozen_sinks",
+    "lake_values",
+    "late_writers",
+    "test_checkpoints",
+    "test_completeness",
+    "test_verify",
+)
+"""What the names of tests that need the shared Spark session have."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a test that would start another JVM in another process."""
+    for item in items:
+        needs = "spark_session" in getattr(item, "fixturenames", ())
+        if needs and not any(word in item.nodeid for word in _NEED_SPARK):
+            raise pytest.UsageError(f"{item.nodeid} needs Spark: add its module to _NEED_SPARK")
 
 
 @pytest.hookimpl(optionalhook=True)

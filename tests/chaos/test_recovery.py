@@ -300,6 +300,7 @@ def test_another_server_has_other_positions_and_c_offset_decides(outbox: Outbox)
 @pytest.mark.skipif(
     not hasattr(psutil, "RLIMIT_DATA"), reason="Linux limits another process's memory"
 )
+@pytest.mark.rare
 def test_a_row_larger_than_memory_is_dead_lettered_by_reference(
     outbox: Outbox, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def read(folder: Path) -> list[str]:
     return sorted(deltalake.DeltaTable(folder / "table").to_pyarrow_table()["id"].to_pylist())
 
 
+@pytest.mark.rare
 def test_a_query_that_begins_again(outbox: Outbox, spark_session: Session, tmp_path: Path) -> None:
     session = spark_session.get(timeout=120)
     assert session is not None

@@ -82,7 +82,7 @@ def memory(relay: Running, field: str) -> int:
     return int(status.partition(f"{field}:")[2].split()[0]) // 1_000
 
 
-@pytest.mark.parametrize("of", ["the target", "a sink"])
+@pytest.mark.parametrize("of", [pytest.param("the target", marks=pytest.mark.rare), "a sink"])
 def test_what_falls_due_together_does_not_fill_the_memory(
     outbox: Outbox, tmp_path: Path, of: str
 ) -> None:
@@ -159,6 +159,7 @@ def test_live_events_come_between_the_replays_of_other_keys(outbox: Outbox) -> N
     assert live[-1] < 1_000
 
 
+@pytest.mark.rare
 def test_the_replays_of_a_key_are_done_together_if_a_live_event_waits_for_them(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

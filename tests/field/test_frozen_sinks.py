@@ -43,7 +43,9 @@ def freeze_once(frame: DataFrame) -> DataFrame:
     return frame.mapInArrow(passed_on, frame.schema)
 
 
-@pytest.mark.parametrize("then", [signal.SIGCONT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "then", [pytest.param(signal.SIGCONT, marks=pytest.mark.rare), signal.SIGKILL]
+)
 def test_a_frozen_worker_of_a_sink_is_named(
     outbox: Outbox,
     spark_session: Session,

@@ -179,6 +179,7 @@ def test_a_task_touches_as_many_pages_after_hundreds_of_dead_letters(held: Outbo
     assert touched(held, lambda conn: stream.run(conn, 40)) <= task * TOLERANCE
 
 
+@pytest.mark.rare
 def test_polling_touches_as_many_pages_after_hundreds_of_differences(held: Outbox) -> None:
     # What the stream has noted, polling no longer looks at.
     stream, polling = Stream(), Polling()

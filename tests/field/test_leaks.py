@@ -61,6 +61,7 @@ class Used:
         )
 
 
+@pytest.mark.rare
 def test_lost_sessions_and_new_secrets_leave_nothing_behind(outbox: Outbox, tmp_path: Path) -> None:
     secret, temporary = tmp_path / "token", tmp_path / "temporary"
     temporary.mkdir()

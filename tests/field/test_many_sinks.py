@@ -85,6 +85,7 @@ def claims(outbox: Outbox) -> list[int]:
     return outbox.column(CLAIMS, (locks.sink("", "").space,))
 
 
+@pytest.mark.rare
 def test_many_idle_sinks_cost_little(outbox: Outbox, webhook: Webhook, tmp_path: Path) -> None:
     """Each had a loop, threads, sessions, and queries twice a second: 296 threads, 72 sessions, 10 % of a processor."""
     config = outbox.config_file(tmp_path / "relay.yaml", **posting([webhook.url] * MANY))
@@ -110,6 +111,7 @@ def test_many_idle_sinks_cost_little(outbox: Outbox, webhook: Webhook, tmp_path:
         wait_until(is_quiet, 60)
 
 
+@pytest.mark.rare
 def test_many_sinks_that_poll_share_connections(outbox: Outbox, webhook: Webhook) -> None:
     """Other clients were refused: risingwavelabs/risingwave#11116, sequinstream/sequin#1811, lf-edge/ekuiper#1766."""
     source = {**outbox.config()["source"], "mode": "poll"}
@@ -208,6 +210,7 @@ def test_a_lost_session_with_the_claims_is_replaced(outbox: Outbox, webhook: Web
             )
 
 
+@pytest.mark.rare
 def test_a_sink_that_cannot_be_stored_ends_no_other(outbox: Outbox, webhook: Webhook) -> None:
     """One row of a common statement fails: the others are stored one by one."""
     settings = outbox.settings(**posting([webhook.url] * 4))

@@ -174,6 +174,7 @@ def test_a_listener_that_cannot_listen_is_shown(monkeypatch: pytest.MonkeyPatch)
         listens.close()
 
 
+@pytest.mark.rare
 def test_an_audit_that_is_cancelled_again_and_again_is_shown(
     outbox: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ def test_no_event_is_sent_again_before_its_time_while_the_breaker_is_open(outbox
     limited.assert_kept()
 
 
+@pytest.mark.rare
 def test_a_restart_keeps_to_what_was_asked_for(outbox: Outbox) -> None:
     limited = Limited(4)
     with Webhook(limited) as webhook:

@@ -193,6 +193,7 @@ def test_a_whole_connection_string_is_read_again(login: Login, tmp_path: Path) -
     outbox.assert_exact()
 
 
+@pytest.mark.rare
 def test_relay_ends_if_the_newest_password_is_refused(
     login: Login, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def reason(outbox: Outbox) -> str:
     )
 
 
+@pytest.mark.rare
 def test_a_standby_slot_that_nobody_reads_holds_back_the_stream(
     killable_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_table_that_is_locked_does_not_hold_back_the_stream(
             outbox.wait_compared()
 
 
+@pytest.mark.rare
 def test_a_walsender_hangs_in_mode_wal(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

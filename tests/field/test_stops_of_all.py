@@ -48,6 +48,7 @@ def signal_all(process: psutil.Process, number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.rare
 def test_relay_ends_with_spark_and_says_nothing(
     outbox: Outbox, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -292,6 +292,7 @@ def test_files_are_merged_between_reading_and_writing(
     assert table.state()["b"] == f"{EPOCH + 4}-9"
 
 
+@pytest.mark.rare
 def test_a_large_batch(tmp_path: Path) -> None:
     """delta-rs#4572: a merge of 120,000 rows into as many."""
     table = Table(tmp_path, "delta")
@@ -379,7 +380,9 @@ class History:
         }
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(each, marks=pytest.mark.rare) for each in (1, 2, 3))]
+)
 def test_any_history_with_replays_kills_and_upkeep(
     table: Table, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

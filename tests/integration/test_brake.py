@@ -221,7 +221,7 @@ def test_a_stopped_sink_keeps_its_position_and_others_go_on(
     assert len(webhook.accepted) == LIMIT * 2
 
 
-@pytest.mark.parametrize("amount", [-1, 1])
+@pytest.mark.parametrize("amount", [pytest.param(-1, marks=pytest.mark.rare), 1])
 def test_what_is_deferred_with_transactions_of_a_stopped_handler_flows(
     outbox: Outbox, amount: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import asyncpg
 import psycopg
+import pytest
 import sqlalchemy
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
@@ -52,6 +53,7 @@ def manage(dsn: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.rare
 def test_django(database: str) -> None:
     """`migrate` installs the outbox, an order comes with its event, and the migration can be taken back."""
     done = manage(database, "migrate")

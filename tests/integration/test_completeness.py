@@ -81,7 +81,7 @@ def test_the_time_is_before_the_snapshot(outbox: Outbox) -> None:
         assert now(outbox) > later.at >= after
 
 
-@pytest.mark.parametrize("mode", ["auto", "poll", "wal"])
+@pytest.mark.parametrize("mode", ["auto", "poll", pytest.param("wal", marks=pytest.mark.rare)])
 def test_the_target_is_complete_up_to_a_time_that_goes_on(outbox: Outbox, mode: str) -> None:
     """Also while nothing is published; a transaction that commits late is before no time that was told earlier."""
     settings = outbox.settings(source={**outbox.config()["source"], "mode": mode})

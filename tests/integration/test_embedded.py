@@ -257,6 +257,7 @@ class TestAsRoot:
         with Cluster() as cluster:
             assert not cluster.directory.is_relative_to(folder)
 
+    @pytest.mark.rare
     def test_binaries_in_a_private_folder_are_copied_not_opened(self, folder: Path) -> None:
         source = embedded.wheel_binaries().parents[1]
         package = folder / "site-packages" / source.name

@@ -479,7 +479,7 @@ def is_frame(reference: Any) -> bool:
     return held and not reference._methods.keys().isdisjoint(("mapInArrow", "collectToPython"))
 
 
-@pytest.mark.parametrize("mode", ["wal", "poll"])
+@pytest.mark.parametrize("mode", ["wal", pytest.param("poll", marks=pytest.mark.rare)])
 def test_small_batches_leave_nothing_for_the_collector(outbox: Outbox, mode: str) -> None:
     # At hundreds of batches a second it would soon have much to look at, and nothing goes on meanwhile.
     batches = 50

@@ -592,7 +592,7 @@ def _faults(caplog: pytest.LogCaptureFixture) -> set[str]:
     return {str(record.fault) for record in caplog.records if hasattr(record, "fault")}
 
 
-@pytest.mark.parametrize("partition_by", [["date"], []])
+@pytest.mark.parametrize("partition_by", [["date"], pytest.param([], marks=pytest.mark.rare)])
 def test_a_table_of_relays_keeps_its_rows(
     outbox: Outbox, session: Session, tmp_path: Path, partition_by: list[str]
 ) -> None:

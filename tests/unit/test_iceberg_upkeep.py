@@ -164,6 +164,7 @@ def test_a_commit_finds_its_first_snapshot_removed(catalog: Catalog) -> None:
         commit(begun, batch, files_of(begun, 6))
 
 
+@pytest.mark.rare
 def test_two_writers_and_removals_at_once(tmp_path: Path, catalog: Catalog) -> None:
     """Each batch is there once; apache/iceberg-python#2409 and what it calls a race are none of relay's."""
     table_of(catalog, 0, **AT_ONCE, **QUICK)
