@@ -18,6 +18,7 @@ from relay.config.imports import ASYNC, WORK, find_function, unfinished_kind
 from relay.faults import (
     ConfigurationError,
     DestinationRefused,
+    Fail,
     FaultAction,
     Undelivered,
     action_for,
@@ -31,6 +32,7 @@ from relay.sinks.brokers import Shared
 from relay.sinks.function_calls import Call, Calls, Held, LoopCalls, ThreadCalls, contained
 from relay.sinks.function_transactions import (
     AlreadyCompleted,
+    BlockState,
     CompletingTransaction,
     TargetSessions,
 )
@@ -62,7 +64,8 @@ class Delivery:
     """
 
     __slots__ = (
-        "_attempt", "_begun", "_first", "_is_over", "_sink", "_transaction", "is_completed", "resource"
+        "_attempt", "_begun", "_first", "_is_misused", "_is_over", "_sink", "_state", "_transaction", "is_completed",
+        "resource"
     )  # fmt: skip
 
     def __init__(
@@ -73,7 +76,8 @@ class Delivery:
         self._attempt = attempt
         self._begun = time.monotonic()
         self._first: Event | None = None
-        self._is_over = False
+        self._is_misused = self._is_over = False
+        self._state = BlockState.NONE
         self.resource = resource
         self.is_completed = False
         """Whether a `transaction` was committed, so that the delivery is done, whatever the function does then."""
@@ -155,13 +159,13 @@ class Delivery:
         `async with delivery.transaction() as conn` in an `async def`, `with` in a plain function. What the block writes
         through the connection and the completion are committed together, once, however often the delivery is repeated.
         A block that an earlier attempt has committed is not entered: the function ends there, and the delivery is done.
+        A second block beside an open or after a committed one is refused: the delivery becomes a dead letter.
         """
         assert isinstance(self._sink, Function)  # noqa: S101
         return CompletingTransaction(
             self._sink.sessions,
             self._sink.completion(self._attempt, self._transaction, self._identity),
-            lambda: self._is_over,
-            self._complete,
+            self,
         )
 
     @property
@@ -180,11 +184,31 @@ class Delivery:
         """The same for the transaction from the stream, polled or deferred, without decoding an event."""
         return self.transaction_id, self._transaction.commit.xid & 0xFFFFFFFF
 
-    def _complete(self) -> None:
-        self.is_completed = True
-
     def _give_up(self) -> None:
         self._is_over = True
+
+    # For its transactions
+
+    def _begin(self) -> None:
+        """Note that a block begins. Raises AlreadyCompleted and, beside another one or after it, Fail."""
+        if self._state is BlockState.FOUND:
+            raise AlreadyCompleted
+        if self._state is not BlockState.NONE:
+            self._is_misused = True
+            raise _second_block()
+        self._state = BlockState.OPEN
+
+    def _end(self, state: BlockState) -> None:
+        """Note how a block has ended: NONE if nothing is committed, so that another one may begin."""
+        self._state = state
+        self.is_completed = state in (BlockState.COMMITTED, BlockState.FOUND)
+
+
+def _second_block() -> Fail:
+    return Fail(
+        "the function entered delivery.transaction() a second time: a delivery has one such block, and only what the "
+        "first one wrote is committed: write all effects in it"
+    )
 
 
 def _as_time(moment: float) -> datetime:
@@ -280,6 +304,8 @@ class Function:
             raise
         finally:
             self._running.pop(call, None)
+            # What the function leaves behind begins no transaction beside a later attempt, or after it.
+            delivery._give_up()
         self._judge(call, delivery, error)
 
     def _begin(self) -> Calls:
@@ -364,16 +390,20 @@ class Function:
 
     def _judge(self, call: Call, delivery: Delivery, error: BaseException | None) -> None:
         """Raise what a call's end means; nothing if the delivery is done."""
+        if delivery._is_misused:
+            raise _second_block()
         if delivery.is_completed:
-            if error is not None:
+            if error is not None and delivery._state is BlockState.COMMITTED:
                 log.warning(
                     "a function has failed after its transaction was committed: the delivery is done",
                     extra={"handler": self.name, "fault": describe(error)},
                 )
             return
-        if isinstance(error, AlreadyCompleted):
-            return
         if error is None:
+            if delivery._state is BlockState.OPEN:
+                raise Undelivered(
+                    "the function returned before its delivery.transaction() had ended"
+                )
             if isinstance(call.returned, WORK):
                 self._refuse_work(call.returned)
             return

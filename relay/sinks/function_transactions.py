@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from enum import Enum, auto
 from threading import BoundedSemaphore
 from types import TracebackType
-from typing import Any, TypeVarTuple, Unpack
+from typing import Any, Protocol, TypeVarTuple, Unpack
 from weakref import WeakKeyDictionary
 
 import psycopg
@@ -31,6 +32,26 @@ _FORGET_SECONDS = 10.0
 """How often records of completions are removed that nothing needs any more."""
 
 Arguments = TypeVarTuple("Arguments")
+
+
+class BlockState(Enum):
+    """What has become of a delivery's transaction."""
+
+    NONE = auto()
+    OPEN = auto()
+    COMMITTED = auto()
+    FOUND = auto()
+    """An earlier attempt has committed it."""
+
+
+class Completing(Protocol):
+    """What a transaction needs of the delivery that it completes."""
+
+    _is_over: bool
+
+    def _begin(self) -> None: ...
+
+    def _end(self, state: BlockState) -> None: ...
 
 
 class AlreadyCompleted(Exception):
@@ -64,7 +85,7 @@ class TargetSessions:
 
     @contextmanager
     def begun(
-        self, completion: Completion, is_over: Callable[[], bool]
+        self, completion: Completion, delivery: Completing
     ) -> Iterator[psycopg.Connection[Any]]:
         """Run a transaction that completes a delivery. Raises AlreadyCompleted, Undelivered and psycopg.Error."""
         self._forget()
@@ -75,7 +96,7 @@ class TargetSessions:
             except SinkMoved:
                 raise Undelivered("the sink was moved, or is worked by another process") from None
             # After the record: a later attempt waits for it.
-            if is_over():
+            if delivery._is_over:
                 raise Undelivered("the attempt was given up")
             conn.execute(session_settings.USERS_PATH_LOCALLY)
             yield conn
@@ -142,22 +163,27 @@ class CompletingTransaction:
         self,
         sessions: TargetSessions,
         completion: Completion,
-        is_over: Callable[[], bool],
-        committed: Callable[[], None],
+        delivery: Completing,
     ) -> None:
         self._sessions = sessions
         self._transaction: AbstractContextManager[psycopg.Connection[Any]] = sessions.begun(
-            completion, is_over
+            completion, delivery
         )
         self._conn: psycopg.Connection[Any] | None = None
-        self._committed = committed
+        self._delivery = delivery
+        self._state = BlockState.NONE
 
     def __enter__(self) -> psycopg.Connection[Any]:
-        self._sessions.enter_room()
+        self._delivery._begin()
         try:
-            return self._enter()
+            self._sessions.enter_room()
+            try:
+                return self._enter()
+            except BaseException:
+                self._sessions.room.release()
+                raise
         except BaseException:
-            self._sessions.room.release()
+            self._delivery._end(self._state)
             raise
 
     def __exit__(
@@ -170,8 +196,17 @@ class CompletingTransaction:
             self._exit(kind, error, trace)
         finally:
             self._sessions.room.release()
+            self._delivery._end(self._state)
 
     async def __aenter__(self) -> psycopg.AsyncConnection[Any]:
+        self._delivery._begin()
+        try:
+            return await self._enter_in_thread()
+        except BaseException:
+            self._delivery._end(self._state)
+            raise
+
+    async def _enter_in_thread(self) -> psycopg.AsyncConnection[Any]:
         await self._sessions.async_room.acquire()
         try:
             conn = await self._sessions.in_thread(self._enter)
@@ -197,9 +232,14 @@ class CompletingTransaction:
             await self._sessions.in_thread(self._exit, kind, error, trace)
         finally:
             self._sessions.async_room.release()
+            self._delivery._end(self._state)
 
     def _enter(self) -> psycopg.Connection[Any]:
-        self._conn = self._transaction.__enter__()
+        try:
+            self._conn = self._transaction.__enter__()
+        except AlreadyCompleted:
+            self._state = BlockState.FOUND
+            raise
         return self._conn
 
     def _exit(
@@ -216,4 +256,4 @@ class CompletingTransaction:
                 raise
         else:
             if kind is None:
-                self._committed()
+                self._state = BlockState.COMMITTED

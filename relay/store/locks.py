@@ -9,6 +9,7 @@ Every function raises psycopg.Error.
 | `configuration` | target | each instance of a group that runs with this configuration, shared |
 | `retries` | target | the instance that retries what the group's target has deferred |
 | `sink` | target | the instance that works a sink |
+| `completions` | target | a database transaction that completes a delivery, shared; one that moves the sink |
 | `chain` | target | the database transaction that changes the snapshots of a group |
 | that of `relay.lock_streaks` in `sql/` | target | the database transaction that changes `relay.brakes` |
 | `retention` | source | the instance that creates and drops partitions of the outbox |
@@ -54,6 +55,11 @@ def retries(group: str) -> Key:
 def sink(group: str, name: str) -> Key:
     """The key of a sink of a group."""
     return Key(0x73696E6B, f"{group} {name}")  # "sink"
+
+
+def completions(group: str, name: str) -> Key:
+    """The key of the deliveries of a sink that a function completes in the target."""
+    return Key(0x636F6D70, f"{group} {name}")  # "comp"
 
 
 def chain(group: str) -> Key:

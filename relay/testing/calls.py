@@ -19,6 +19,7 @@ from relay.event_types.upcasting import Upcasting
 from relay.model.events import FIELDS, Commit, Event, Events, Lsn, Transaction
 from relay.sinks import Attempt
 from relay.sinks.function import Delivery
+from relay.sinks.function_transactions import BlockState
 
 _HEADERS = "headers"
 _EMPTY = Commit(Lsn(0), Lsn(0), 0, 0)
@@ -127,7 +128,7 @@ class GivenDelivery(Delivery):
         """A transaction of the given connection. Raises RuntimeError without one."""
         if self._conn is None:
             raise RuntimeError("give the connection that delivery.transaction() is to lend: conn=…")
-        return _GivenTransaction(self._conn, self._complete)
+        return _GivenTransaction(self._conn, self)
 
 
 class _Given:
@@ -142,12 +143,13 @@ class _Given:
 
 
 class _GivenTransaction:
-    def __init__(self, conn: Any, complete: Callable[[], None]) -> None:
+    def __init__(self, conn: Any, delivery: Delivery) -> None:
         self._conn = conn
         self._block = conn.transaction()
-        self._complete = complete
+        self._delivery = delivery
 
     def __enter__(self) -> Any:
+        self._delivery._begin()
         self._block.__enter__()
         return self._conn
 
@@ -157,11 +159,16 @@ class _GivenTransaction:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._block.__exit__(kind, error, trace)
-        if kind is None:
-            self._complete()
+        ended = BlockState.NONE
+        try:
+            self._block.__exit__(kind, error, trace)
+            if kind is None:
+                ended = BlockState.COMMITTED
+        finally:
+            self._delivery._end(ended)
 
     async def __aenter__(self) -> Any:
+        self._delivery._begin()
         await self._block.__aenter__()
         return self._conn
 
@@ -171,9 +178,13 @@ class _GivenTransaction:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._block.__aexit__(kind, error, trace)
-        if kind is None:
-            self._complete()
+        ended = BlockState.NONE
+        try:
+            await self._block.__aexit__(kind, error, trace)
+            if kind is None:
+                ended = BlockState.COMMITTED
+        finally:
+            self._delivery._end(ended)
 
 
 class _GivenEvents(Events):

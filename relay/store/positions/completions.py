@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from relay.model.events import Lsn
+from relay.store import locks
 from relay.store.connections import Connection
 from relay.store.positions.sinks import SinkMoved
 
@@ -44,10 +45,12 @@ def complete(conn: Connection, completion: Completion) -> bool:
     """
     inserted = conn.execute(
         """
+        with locked as materialized (select pg_advisory_xact_lock_shared(%s, hashtext(%s)))
         insert into relay.sink_completions (group_id, sink, series, key, xid, end_lsn, first_offset)
-        values (%s, %s, %s, %s, %s::xid8, %s::pg_lsn, %s) on conflict do nothing
+        select %s, %s, %s, %s, %s::xid8, %s::pg_lsn, %s from locked on conflict do nothing
         """,
         (
+            *locks.completions(completion.group, completion.sink),
             completion.group,
             completion.sink,
             completion.series,
@@ -59,7 +62,7 @@ def complete(conn: Connection, completion: Completion) -> bool:
     )
     if not inserted.rowcount:
         return False
-    # After the insert: whoever claims the sink from now on waits for it, or finds its record.
+    # After the insert: whoever claims the sink now waits for it, or finds its record; a move waits for the lock.
     current = conn.execute(
         "select from relay.sinks where (group_id, sink, series, claim) = (%s, %s, %s, %s)",
         (completion.group, completion.sink, completion.series, completion.claim),

@@ -633,6 +633,8 @@ def _done(conn: Connection, group: str, sinks: list[str]) -> dict[str, Xids]:
 def move(conn: Connection, group: str, sink: str, position: SinkPosition) -> bool:
     """Set the position of a sink, even while relay runs; returns whether the sink exists."""
     with conn.transaction():
+        # What a function commits after this counts for its former position no more.
+        locks.lock_in_transaction(conn, locks.completions(group, sink))
         moved = conn.execute(
             """
             update relay.sinks
