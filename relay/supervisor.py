@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from threading import Event, Lock, Timer
+from threading import Event, Lock, Timer, main_thread
+from threading import enumerate as all_threads
 from types import FrameType
 
 import psycopg
@@ -35,6 +37,8 @@ log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SIGNAL_SECONDS = 1.0
 """Longest wait until the main thread runs the handlers of signals that other threads received."""
+_LEAST_END_SECONDS = 1.0
+"""How long threads may take to end, at least."""
 _EXIT_NOTE_SECONDS = 2.0
 """Longest wait, before the process ends itself, for the record that this is no crash."""
 
@@ -67,9 +71,9 @@ class Services:
         shared = _SharedState(self._stopping, self._session, accept_configuration)
         self._groups = [_GroupThread(each, shared, self._messages) for each in configurations]
         self._failed: list[_GroupThread] = []
-        self._last_resort = Timer(
-            max(each.settings.shutdown_timeout for each in configurations), self._give_up
-        )
+        self._timeout = max(each.settings.shutdown_timeout for each in configurations)
+        self._ends = 0.0
+        self._last_resort = Timer(self._timeout, self._give_up)
         self._last_resort.daemon = True
 
     @property
@@ -92,7 +96,21 @@ class Services:
         self._last_resort.cancel()
         if self._session is not None:
             self._session.close()
+        self._bound_end()
         self._raise_faults()
+
+    def _bound_end(self) -> None:
+        """End the process once shutdown_timeout is over, although threads that users' code has left would keep it."""
+        left = max(_LEAST_END_SECONDS, self._ends - time.monotonic())
+        last_resort = Timer(left, self._end_without_threads)
+        last_resort.daemon = True
+        last_resort.start()
+
+    def _end_without_threads(self) -> None:
+        threads = sorted(each.name for each in all_threads() if each is not main_thread())
+        log.warning("the process ends while threads go on", extra={"threads": threads})
+        logging.shutdown()
+        os._exit(self._failed[0].exit_status if self._failed else 0)
 
     def _watch(self) -> None:
         """Wait until all groups have ended; stop the others when one begins to end or a signal arrives."""
@@ -127,6 +145,7 @@ class Services:
         """Stop groups after the batch in flight; return those that have not begun, which end at once."""
         self._stopping.set()
         if not self._last_resort.is_alive():
+            self._ends = time.monotonic() + self._timeout
             self._last_resort.start()
         unbegun = set()
         for group in left:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -30,7 +32,13 @@ from relay.runtime.threads import Thread
 log = logging.getLogger(__name__)
 
 FUNCTION_SECONDS = 1.0
-"""How long a function of users may take to say a wait: a sink's other deliveries stand still meanwhile."""
+"""How long a function of users may take to say a wait, all of its slow calls within about a minute together.
+
+All sinks' deliveries stand still meanwhile."""
+SLOW_SECONDS = 0.02
+"""A call that takes no longer is not slow."""
+_FORGIVEN = 1 / 60
+"""How many of these seconds are forgotten a second."""
 _MOST_DOUBLINGS = 1_000
 """Below the greatest exponent of a float: `wait` is in the range of floats at any number of attempts."""
 
@@ -143,8 +151,8 @@ def _waits(handler: str, settings: RetrySettings) -> Waits:
 class _UsersWaits:
     """Asks a function of users for a wait. Where it fails, `otherwise` says it, and a log line says why.
 
-    It runs in a thread of its own, since it may hang. It is not called any more after one call that took longer than
-    `FUNCTION_SECONDS`, so that it costs a sink's loop that time only once.
+    It runs in a thread of its own, since it may hang. It is not called any more once slow calls have taken longer than
+    `FUNCTION_SECONDS` together, so that it costs the sinks' loop that time only once.
     """
 
     def __init__(self, key: str, path: str, otherwise: Waits) -> None:
@@ -152,6 +160,7 @@ class _UsersWaits:
         self._key = key
         self._otherwise = otherwise
         self._hangs = False
+        self._spent, self._spent_at = 0.0, time.monotonic()
         self._last_fault: str | None = None
 
     def __call__(self, attempt: int) -> float:
@@ -159,12 +168,14 @@ class _UsersWaits:
             return self._otherwise(attempt)
         found: SimpleQueue[float | str] = SimpleQueue()
         name = f"backoff {self._key}"
+        began = time.monotonic()
         Thread(self._ask, name=name, args=(attempt, found), daemon=True).start()
-        try:
+        said: float | str | None = None
+        with suppress(Empty):
             said = found.get(timeout=FUNCTION_SECONDS)
-        except Empty:
+        if said is None or self._takes_too_long(time.monotonic() - began):
             self._hangs = True
-            said = f"took longer than {FUNCTION_SECONDS:g} s and is not called any more"
+            said = f"took longer than {FUNCTION_SECONDS:g} s within a minute and is not called any more"
         if not isinstance(said, str):
             return said
         if said != self._last_fault:
@@ -174,6 +185,14 @@ class _UsersWaits:
                 extra={"key": self._key, "fault": said},
             )
         return self._otherwise(attempt)
+
+    def _takes_too_long(self, seconds: float) -> bool:
+        """Count the seconds of a call."""
+        if seconds > SLOW_SECONDS:
+            now = time.monotonic()
+            self._spent = max(0.0, self._spent - (now - self._spent_at) * _FORGIVEN) + seconds
+            self._spent_at = now
+        return self._spent > FUNCTION_SECONDS
 
     def _ask(self, attempt: int, found: SimpleQueue[float | str]) -> None:
         try:

@@ -80,6 +80,10 @@ class Held:
         self.left: Future[None] = Future()
         self.is_leaving = False
 
+    async def wait(self) -> None:
+        """Wait until it is opened; whoever is cancelled leaves it opening. Raises the errors of opening it."""
+        await asyncio.shield(asyncio.wrap_future(self.opened))
+
     @property
     def is_open(self) -> bool:
         """Whether the value can be used."""
@@ -158,6 +162,8 @@ class LoopCalls:
         self._is_starting = False
         self._running: set[asyncio.Task[None]] = set()
         self._held: list[tuple[asyncio.Task[None], Held, asyncio.Event]] = []
+        self._opening: Held | None = None
+        self._is_closing = False
         self._thread = Thread(self._run, name=f"function {name}", daemon=True)
         self._thread.start()
 
@@ -173,6 +179,9 @@ class LoopCalls:
                     extra={"fault": describe(error)},
                 )
             else:
+                if not self._is_closing:
+                    log.error("a function has stopped its event loop, which goes on")
+                    continue
                 with suppress(Exception):
                     self._loop.run_until_complete(self._loop.shutdown_asyncgens())
                 self._loop.close()
@@ -233,15 +242,28 @@ class LoopCalls:
 
     async def enter(self, opens: Callable[[], Any]) -> Held:
         """Enter the context manager in a task that leaves it too, as task groups need. Raises its errors."""
-        held = Held()
-        self._loop.call_soon_threadsafe(self._hold, opens, held)
-        await asyncio.wrap_future(held.opened)
+        held = self._opening
+        if held is None or held.left.done():
+            held = self._opening = Held()
+            self._loop.call_soon_threadsafe(self._hold, opens, held)
+        try:
+            await held.wait()
+        except asyncio.CancelledError:
+            self._loop.call_soon_threadsafe(self._cancel_opening, held)
+            raise
+        self._opening = None
         return held
 
     def _hold(self, opens: Callable[[], Any], held: Held) -> None:
         leaving = asyncio.Event()
         task = self._loop.create_task(self._holding(opens, held, leaving))
+        self._held = [each for each in self._held if not each[1].left.done()]
         self._held.append((task, held, leaving))
+
+    def _cancel_opening(self, held: Held) -> None:
+        for task, each, _ in self._held:
+            if each is held and not held.opened.done():
+                task.cancel()
 
     async def _holding(self, opens: Callable[[], Any], held: Held, leaving: asyncio.Event) -> None:
         try:
@@ -284,6 +306,7 @@ class LoopCalls:
             _, late = await asyncio.wait(holding, timeout=seconds)
             for task in late:
                 task.cancel()
+        self._is_closing = True
         self._loop.call_soon(self._loop.stop)
 
 
@@ -303,6 +326,7 @@ class ThreadCalls:
         self._idle = self._threads = 0
         self._idents: dict[Call, int] = {}
         self._held: list[tuple[Held, Event]] = []
+        self._opening: Held | None = None
 
     def start(self, call: Call) -> None:
         """Begin a call."""
@@ -340,11 +364,19 @@ class ThreadCalls:
         return "it waits for a thread" if ident is None else f"its thread{_stack_of(ident)}"
 
     async def enter(self, opens: Callable[[], Any]) -> Held:
-        """Enter the context manager in a thread that leaves it too. Raises its errors."""
-        held, leaving = Held(), Event()
-        self._held.append((held, leaving))
-        Thread(_hold, name=self._name, args=(opens, held, leaving), daemon=True).start()
-        await asyncio.wrap_future(held.opened)
+        """Enter the context manager in a thread that leaves it too. Raises its errors.
+
+        While an earlier call of `opens` has not ended, it waits for that one: a thread cannot be ended.
+        """
+        held = self._opening
+        if held is None or held.left.done():
+            held, leaving = Held(), Event()
+            self._opening = held
+            self._held = [each for each in self._held if not each[0].left.done()]
+            self._held.append((held, leaving))
+            Thread(_hold, name=self._name, args=(opens, held, leaving), daemon=True).start()
+        await held.wait()
+        self._opening = None
         return held
 
     async def close(self, seconds: float) -> None:

@@ -6,8 +6,8 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from relay import Delivery
 from relay.admin.dead_letters import DeadLetters
 from relay.sinks import function_calls
+from relay.sinks.function_calls import LoopCalls, ThreadCalls
 from relay.store.connections import connect
 from relay.store.dead_letters.selection import DeadLetterSelection
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -280,3 +281,99 @@ def test_what_hangs_does_not_hold_up_the_end_of_the_process(
         wait_until(lambda: file.read_text().split().count("2") == 2)
     # Each sink has both. After an orderly end, that of the sink that did not hang comes once.
     assert file.read_text().split().count("1") in ((2,) if end == "terminate" else (2, 3))
+
+
+async def stop_the_loop(delivery: Delivery) -> None:
+    """Stop the event loop in the first attempt, as a library for scripts does."""
+    amount = _amount(delivery)
+    if amount == 1 and delivery.attempt == 1 and not CALLS.done:
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(0)
+    CALLS.done.append(amount)
+
+
+def test_a_function_that_stops_its_loop_stops_nothing(outbox: Outbox, calls: Calls) -> None:
+    """VirusTotal/vt-py#46: a library ends the loop that it runs in, and no task is done any more."""
+    with relaying(outbox.settings(**calling("stop_the_loop", timeout=5))):
+        for number in range(1, 4):
+            outbox.publish(host(number), event(number))
+        wait_until(lambda: set(calls.done) == {1, 2, 3}, 20)
+
+
+OPENED: list[str] = []
+
+
+def refuses_to_open() -> Any:
+    OPENED.append("refused")
+    raise ConnectionError
+
+
+@contextmanager
+def opens_for_ever() -> Iterator[None]:
+    OPENED.append("hangs")
+    STUCK.wait(60)
+    yield
+
+
+@asynccontextmanager
+async def awaits_for_ever() -> AsyncIterator[None]:
+    OPENED.append("awaits")
+    await asyncio.sleep(600)
+    yield
+
+
+STUCK = threading.Event()
+
+
+@pytest.mark.parametrize(
+    ("name", "opens"),
+    [
+        ("plain", "refuses_to_open"),
+        ("awaited", "refuses_to_open"),
+        ("plain", "opens_for_ever"),
+        ("awaited", "awaits_for_ever"),
+    ],
+)
+def test_nothing_is_left_of_an_open_that_fails(name: str, opens: str) -> None:
+    """data61/anonlink-entity-service#472, celery/celery#7771: each attempt to set up leaves something behind."""
+    OPENED.clear()
+    STUCK.clear()
+
+    async def run() -> int:
+        calls: Any
+        if name == "plain":
+            calls = ThreadCalls("mail", plain, 2, lambda call: None)
+        else:
+            calls = LoopCalls("mail", awaited, lambda call: None)
+        for _ in range(20):
+            with suppress(ConnectionError, TimeoutError):
+                async with asyncio.timeout(0.02):
+                    await calls.enter(globals()[opens])
+            await asyncio.sleep(0.01)
+        held = len(calls._held)
+        threads = sum(each.name == "function mail" for each in threading.enumerate())
+        STUCK.set()
+        await calls.close(1)
+        assert held <= 2
+        return threads
+
+    assert asyncio.run(run()) <= 1
+    assert len(OPENED) == (1 if opens == "opens_for_ever" else 20)
+
+
+async def waits_in_a_thread(delivery: Delivery) -> None:
+    """Wait in a thread of the loop's, which nobody can end."""
+    Path(os.environ["TEST_FUNCTION_FILE"]).touch()
+    await asyncio.to_thread(time.sleep, 100)
+
+
+def test_a_thread_of_the_function_does_not_hold_up_the_end(outbox: Outbox, tmp_path: Path) -> None:
+    """python/cpython#111358, polarsource/polar#10303: a thread keeps the process after its end."""
+    more = {**calling("waits_in_a_thread"), "shutdown_timeout": 4}
+    config, file = outbox.config_file(tmp_path / "relay.yaml", **more), tmp_path / "waits"
+    outbox.install_again(outbox.settings(**more))
+    with running(config, TEST_FUNCTION_FILE=str(file)) as service:
+        outbox.publish(host(1), event(1))
+        wait_until(file.exists)
+        assert service.terminate() == 0
+        assert service.said("the process ends while threads go on")

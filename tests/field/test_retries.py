@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections import Counter
 from typing import Any
 
@@ -12,10 +13,13 @@ import pytest
 
 from relay.admin.check import examine
 from relay.admin.findings import Severity
+from relay.config.handlers import RetrySettings
 from relay.config.settings import Settings
 from relay.faults import Drop, Fail, RetryLater
 from relay.model.dispositions import APPLIED, DeadLetter, Disposition
 from relay.model.dispositions import RetryLater as Retried
+from relay.pipeline import retry_policy
+from relay.pipeline.retry_policy import RetryPolicy
 from relay.spark.session import Session
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.unit.test_dispatch import Run, delivery
@@ -300,3 +304,28 @@ def test_a_brake_counts_what_is_given_up_and_not_what_is_retried() -> None:
         return [type(each) for each in one.dispositions.values()]
 
     assert asyncio.run(run()) == [DeadLetter, DeadLetter]
+
+
+def slow_wait(attempt: int) -> float:
+    """A backoff that takes long each time, but not too long."""
+    SLOW_CALLS.append(attempt)
+    time.sleep(0.06)
+    return 0.5
+
+
+SLOW_CALLS: list[int] = []
+
+
+def test_slow_backoffs_together_hold_up_the_sinks_only_for_so_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """oban-bg/oban#197, Bogdanp/dramatiq#580: a function says the wait, and it runs where all sinks' deliveries do."""
+    monkeypatch.setattr(retry_policy, "FUNCTION_SECONDS", 0.1)
+    SLOW_CALLS.clear()
+    policy = RetryPolicy("hook", RetrySettings(backoff=f"{__name__}:slow_wait", wait=3, jitter=0))
+    waits = [policy.wait(None, 1) for _ in range(10)]
+    assert len(SLOW_CALLS) == 2
+    assert waits == [0.5, *[3.0] * 9]
+    assert [each.getMessage() for each in caplog.records] == [
+        "a backoff function failed: the waits double instead"
+    ]
