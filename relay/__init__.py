@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from relay.faults import Drop, Fail, RetryLater
     from relay.model.events import Event, Events, Lsn, Transaction
     from relay.sinks.function import Delivery
+    from relay.sinks.function_batches import Deliveries
     from relay.spark.writers import BatchId
 
 __all__ = [
     "BatchId",
+    "Deliveries",
     "Delivery",
     "Drop",
     "Event",
@@ -34,6 +36,7 @@ __version__ = "0.1.0"
 # Names, not imports: all other modules import this one, so it must import none of them.
 _PUBLIC = {
     "BatchId": ("relay.spark.writers", "BatchId"),
+    "Deliveries": ("relay.sinks.function_batches", "Deliveries"),
     "Delivery": ("relay.sinks.function", "Delivery"),
     "Drop": ("relay.faults", "Drop"),
     "Event": ("relay.model.events", "Event"),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -360,6 +360,31 @@ class DeliveryHandler(SinkHandler):
     """When an outage of the destination stops the sink; null: never."""
 
 
+class BatchHandler(DeliveryHandler):
+    """A handler that can deliver many transactions at once."""
+
+    each: Alike[str]
+    max_batch: Own[Annotated[PositiveInt, Field(le=10_000), Number]] = 100
+    """With `each: batch`: the most transactions of a batch."""
+    max_wait: Own[SecondsOrZero] = 1.0
+    """With `each: batch`: the most seconds for which a transaction waits until the batch is full; less than
+    `sinks.attach_seconds`."""
+
+    @property
+    def in_batches(self) -> bool:
+        """Whether many transactions are delivered at once."""
+        return self.each == "batch"
+
+    @model_validator(mode="after")
+    def _limits_are_of_batches(self) -> Self:
+        given = [key for key in ("max_batch", "max_wait") if key in self.model_fields_set]
+        if given and not self.in_batches:
+            raise ValueError(
+                f"{given[0]} has no effect without each: batch: set that, or remove it"
+            )
+        return self
+
+
 class FunctionRetrySettings(RetrySettings):
     """What is retried of a function: whatever it raises, up to `attempts`; about an hour with the waits' defaults."""
 
@@ -370,13 +395,15 @@ class FunctionRetrySettings(RetrySettings):
     """The attempts after which the transaction is dead-lettered; null: no limit."""
 
 
-class FunctionHandler(DeliveryHandler):
+class FunctionHandler(BatchHandler):
     """A function of yours, `module:function(delivery)`, that may call other services."""
 
     type: Alike[Literal["function"]]
     callable: Alike[Annotated[str, BeforeValidator(require_path)]]
-    """`module:function`, called with a `relay.Delivery`: an `async def`, or a plain function, which runs in a
-    thread."""
+    """`module:function`, called with a `relay.Delivery`, or with `each: batch` with `relay.Deliveries`: an `async def`,
+    or a plain function, which runs in a thread."""
+    each: Alike[Literal["transaction", "batch"]] = "transaction"
+    """Call the function for each transaction, or for many at once; `concurrency` and `rate_limit` then count calls."""
     open: Alike[Annotated[str, BeforeValidator(require_path)] | None] = None
     """`module:function`, called without arguments, that returns a context manager (for an `async def` an asynchronous
     one): it is entered before the first call and left at the end, and its value is `delivery.resource`."""

@@ -26,7 +26,7 @@ from pydantic_settings import (
 
 from relay.config.dsn import DatabaseAccess, Dsn
 from relay.config.fields import JSON_FIELDS, is_header, is_name, suggestion
-from relay.config.handlers import HandlerSettings, SinkHandler, SparkHandler
+from relay.config.handlers import BatchHandler, HandlerSettings, SinkHandler, SparkHandler
 from relay.config.secrets import Secret, known_text
 from relay.config.source import SourceSettings
 from relay.config.types import Alike, Duration, Name, Number, Own, Seconds, Section
@@ -476,6 +476,19 @@ class Settings(BaseSettings):
                 raise ValueError(
                     f"handlers.{name}.type: spark polls the outbox, which source.mode: wal excludes: set the mode to "
                     "auto"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _batches_do_not_lag(self) -> Settings:
+        most = self.sinks.attach_seconds
+        for name, handler in self.sink_handlers.items():
+            if not isinstance(handler, BatchHandler) or not handler.in_batches:
+                continue
+            if handler.max_wait >= most:
+                raise ValueError(
+                    f"handlers.{name}.max_wait: must be less than sinks.attach_seconds ({most:g}), after which a sink "
+                    "lags"
                 )
         return self
 

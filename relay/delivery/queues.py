@@ -22,7 +22,8 @@ class Delivery:
     `rows` are written if it is deferred or dead-lettered. It is of `commit` or, if it is a retry, of the deferred row
     `due`. `blockers` counts the keys in whose queues it is not the first. `is_blocked`: an earlier one
     with one of its keys was deferred. `was_trial`: it was tried while the breaker was open. `is_ready`: it may start.
-    `asked`: the last fault that asked for a wait, and until when (monotonic clock, seconds).
+    `asked`: the last fault that asked for a wait, and until when (monotonic clock, seconds). `number` is its rank in
+    the order of submission, for batches.
     """
 
     rows: Undecoded
@@ -37,6 +38,7 @@ class Delivery:
     is_ready: bool = False
     is_running: bool = False
     asked: tuple[BaseException, float] | None = None
+    number: int = 0
 
     def early(self) -> float:
         """The seconds until it may be tried, as its last fault has asked; 0 if it may be now."""
@@ -193,6 +195,41 @@ class Queues:
             queue.insert(index, delivery)
             if index:
                 delivery.blockers += 1
+                queue[0].blockers -= 1
+                first.append(queue[0])
+        return first
+
+    def following(self, delivery: Delivery, taken: dict[str, int]) -> list[Delivery]:
+        """Add a delivery to a batch; returns those that have no blocker left but what is in the batch.
+
+        `taken` counts, for each key, the deliveries at the head of its queue that are in the batch.
+        """
+        for key in delivery.keys:
+            taken[key] = taken.get(key, 0) + 1
+        found: list[Delivery] = []
+        for key in delivery.keys:
+            queue = self._queues[key]
+            if len(queue) <= taken[key]:
+                continue
+            follower = queue[taken[key]]
+            if follower not in found and all(
+                self._queues[each][taken.get(each, 0)] is follower for each in follower.keys
+            ):
+                found.append(follower)
+        return found
+
+    def stop_batch(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
+        """Queue deliveries of a batch, which are not in flight any more, after the retries.
+
+        Returns those that are first instead of one of them.
+        """
+        first: list[Delivery] = []
+        for key in frozenset[str]().union(*(each.keys for each in deliveries)):
+            queue = self._queues[key]
+            before = queue[0]
+            self._queues[key] = queue = deque(sorted(queue, key=lambda each: each.due is None))
+            if queue[0] is not before:
+                before.blockers += 1
                 queue[0].blockers -= 1
                 first.append(queue[0])
         return first

@@ -6,12 +6,13 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psycopg
 
-from relay.config.handlers import DeliveryHandler
+from relay.config.handlers import BatchHandler, DeliveryHandler
+from relay.delivery.batches import BatchDispatcher
 from relay.delivery.checkpoint import STORE_SECONDS, Checkpoint, SinkContext
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.feed import Streamed
@@ -25,7 +26,7 @@ from relay.model.transactions import Routed
 from relay.pipeline.failure_limit import FailureLimit
 from relay.pipeline.routing import BatchRouter
 from relay.runtime.retry import Backoff
-from relay.sinks import Sink
+from relay.sinks import BatchSink, Sink
 from relay.store.positions.sinks import ATTACHED, CAUGHT_UP, LAGGING, SinkState
 from relay.store.presence import instances
 
@@ -50,12 +51,14 @@ class SinkSession:
         self._sink = sink
         self._series = state.series
         self._progress = SinkProgress(state.position, state.done, context.polls)
-        self._dispatcher = Dispatcher(
-            sink,
-            configured,
+        most, limit = (
             settings.sinks.attach_bytes,
             FailureLimit(settings.brakes, state.streaks, gradual=True),
-            state.claim,
+        )
+        self._dispatcher = (
+            BatchDispatcher(cast(BatchSink, sink), configured, most, limit, state.claim)
+            if isinstance(configured, BatchHandler) and configured.in_batches
+            else Dispatcher(sink, configured, most, limit, state.claim)
         )
         self.checkpoint = Checkpoint(context, state, self._progress, self._dispatcher)
         router = BatchRouter(settings)

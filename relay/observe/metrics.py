@@ -12,7 +12,7 @@ import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
@@ -22,7 +22,7 @@ from relay.model.batch import Batch, DeadLetterReport, Outcome, TaskOutcome
 from relay.model.events import POSTGRES_EPOCH, Transaction
 from relay.pipeline.apply import Redelivery
 from relay.pipeline.listeners import Meter
-from relay.sinks import Sink
+from relay.sinks import Again, BatchSink, Sink
 
 _LATENCY = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 _DURATION = (
@@ -605,6 +605,28 @@ class _MeteredSink:
             raise
         finally:
             self._duration.observe(time.monotonic() - started)
+        self._count_confirmed(transaction)
+
+    async def deliver_batch(
+        self, transactions: Sequence[Transaction]
+    ) -> Sequence[Exception | None]:
+        """Deliver many transactions: one duration, and for each transaction whether it was confirmed."""
+        started = time.monotonic()
+        try:
+            results = await cast(BatchSink, self._sink).deliver_batch(transactions)
+        except Exception:
+            self._failed.inc(len(transactions))
+            raise
+        finally:
+            self._duration.observe(time.monotonic() - started)
+        for transaction, error in zip(transactions, results, strict=True):
+            if error is None:
+                self._count_confirmed(transaction)
+            elif not isinstance(error, Again):
+                self._failed.inc()
+        return results
+
+    def _count_confirmed(self, transaction: Transaction) -> None:
         self._confirmed.inc()
         self._sums[self._sum] += 1
         if transaction.commit.ts:

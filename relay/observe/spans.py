@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from threading import Thread
+from typing import cast
 from urllib.parse import urlsplit
 
 from opentelemetry.context import Context
@@ -56,7 +57,7 @@ from relay.pipeline.apply import Redelivery
 from relay.pipeline.listeners import BatchListener
 from relay.pipeline.tracing import add
 from relay.runtime.parts import Part
-from relay.sinks import Sink
+from relay.sinks import BatchSink, OfBatch, Sink
 from relay.store.groups import INSTANCE
 
 log = logging.getLogger(__name__)
@@ -295,35 +296,69 @@ class _TracedSink:
 
     async def deliver(self, transaction: Transaction) -> None:
         """Deliver all events of a transaction. Raises what the sink raises."""
+        spans = self._begun(transaction)
+        try:
+            with carrying(_carried(spans)), _current(spans.values()):
+                await self._sink.deliver(transaction)
+        except BaseException as error:
+            _end(transaction, spans, error)
+            raise
+        _end(transaction, spans, None)
+
+    async def deliver_batch(
+        self, transactions: Sequence[Transaction]
+    ) -> Sequence[Exception | None]:
+        """Deliver many transactions, each with spans of its own. Raises what the sink raises."""
+        spans = [self._begun(each) for each in transactions]
+        joined = {context: span for some in spans for context, span in some.items()}
+        try:
+            with carrying(_carried(joined)):
+                results = await cast(BatchSink, self._sink).deliver_batch(transactions)
+        except BaseException as error:
+            for transaction, some in zip(transactions, spans, strict=True):
+                _end(transaction, some, error)
+            raise
+        for transaction, some, result in zip(transactions, spans, results, strict=True):
+            _end(transaction, some, result.fault if isinstance(result, OfBatch) else result)
+        return results
+
+    def _begun(self, transaction: Transaction) -> dict[TraceContext, Span]:
         spans: dict[TraceContext, Span] = {}
-        sent: dict[TraceContext, Headers] = {}
         with _harmless():
             for context, origin in _origins(transaction.events).items():
                 spans[context] = self._traces.start_delivery(
                     self.name, self._kind, origin, transaction, self._attributes
                 )
-                sent[context] = _headers(spans[context].get_span_context())
+        return spans
 
-        def headers(event: Event) -> Headers:
-            context = parse(event.text("metadata"))
-            if context is None:
-                return {}
-            return sent.get(context) or context.headers
 
-        try:
-            with carrying(headers), _current(spans.values()):
-                await self._sink.deliver(transaction)
-        except BaseException as error:
-            for span in spans.values():
+def _carried(spans: Mapping[TraceContext, Span]) -> Callable[[Event], Headers]:
+    """Return a function that gives an event the headers of its span, or of the publisher's context."""
+    sent: dict[TraceContext, Headers] = {}
+    with _harmless():
+        sent |= {context: _headers(span.get_span_context()) for context, span in spans.items()}
+
+    def headers(event: Event) -> Headers:
+        context = parse(event.text("metadata"))
+        if context is None:
+            return {}
+        return sent.get(context) or context.headers
+
+    return headers
+
+
+def _end(
+    transaction: Transaction, spans: Mapping[TraceContext, Span], error: BaseException | None
+) -> None:
+    """End the spans of an attempt, which has failed with `error`."""
+    now = time.time_ns()
+    with _harmless():
+        for span in spans.values():
+            if error is not None:
                 span.set_status(StatusCode.ERROR, describe(error))
                 span.set_attribute("error.type", type(error).__name__)
-            raise
-        finally:
-            now = time.time_ns()
-            with _harmless():
-                for span in spans.values():
-                    span.set_attributes(_of_commit(transaction.commit.ts, now))
-                    span.end(now)
+            span.set_attributes(_of_commit(transaction.commit.ts, now))
+            span.end(now)
 
 
 def parent(context: TraceContext) -> Context:

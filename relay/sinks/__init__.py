@@ -7,11 +7,11 @@ A package of yours brings a type of its own with the names of `__all__`, and wit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import LiteralString, Protocol, Self
+from typing import LiteralString, Protocol, Self, cast
 
 from relay.config import sink_types
 from relay.config.handlers import (
@@ -68,6 +68,22 @@ class Attempt:
 
 ATTEMPT: ContextVar[Attempt] = ContextVar("attempt")
 """The attempt that a function's sink makes in the current asyncio task."""
+
+
+ATTEMPTS: ContextVar[Sequence[Attempt]] = ContextVar("attempts")
+"""The same for each transaction of a batch."""
+
+
+class OfBatch(Exception):
+    """A fault of a batch that does not say which of its transactions is the culprit."""
+
+    def __init__(self, fault: Exception) -> None:
+        super().__init__(fault)
+        self.fault = fault
+
+
+class Again(Exception):
+    """A transaction of a batch was not tried, since another one of the batch has ended the call; nothing counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +155,19 @@ class Sink(Protocol):
         """Close the connections. Deliveries in flight fail."""
 
 
+class BatchSink(Sink, Protocol):
+    """A sink that can deliver many transactions at once."""
+
+    async def deliver_batch(
+        self, transactions: Sequence[Transaction]
+    ) -> Sequence[Exception | None]:
+        """Deliver transactions, those of a key in their order.
+
+        Returns for each None if it is done, else what `deliver` would raise; `OfBatch` where it is not known whose the
+        fault is, `Again` where it was not tried. What is raised is a fault of the whole batch.
+        """
+
+
 _UPCAST_AT_ONCE = 2
 """How many transactions of a sink are upcast at once, in threads that other sinks share."""
 
@@ -166,6 +195,25 @@ class TypedSink:
             async with self._turns:
                 transaction = await asyncio.to_thread(as_current, transaction, self._upcaster)
         await self._sink.deliver(transaction)
+
+    async def deliver_batch(
+        self, transactions: Sequence[Transaction]
+    ) -> Sequence[Exception | None]:
+        """Deliver many transactions. While one of them has an invalid event, the others are not tried."""
+        current, faults = list(transactions), dict[int, Exception]()
+        for index, transaction in enumerate(transactions):
+            if is_current(transaction, self._upcaster):
+                continue
+            try:
+                async with self._turns:
+                    current[index] = await asyncio.to_thread(
+                        as_current, transaction, self._upcaster
+                    )
+            except Exception as error:
+                faults[index] = error
+        if faults:
+            return [faults.get(index) or Again() for index in range(len(current))]
+        return await cast(BatchSink, self._sink).deliver_batch(current)
 
     async def close(self) -> None:
         """Close the connections."""

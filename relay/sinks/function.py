@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
 from contextvars import copy_context
 from datetime import UTC, datetime, timedelta
 from itertools import islice
@@ -45,6 +45,11 @@ _KEY_FIELDS = {"host": "host_id", "user": "user_id", "aggregate": "aggregate_id"
 
 def sink(name: str, settings: FunctionHandler, target: Target | None) -> Function:
     """The sink of `type: function`. Raises ConfigurationError for a function that cannot be imported or called so."""
+    if settings.in_batches:
+        # It inherits from this module's class.
+        from relay.sinks.function_batches import FunctionOfBatches
+
+        return FunctionOfBatches(name, settings, target)
     return Function(name, settings, target)
 
 
@@ -55,6 +60,14 @@ class Delivering(Protocol):
     timeout: float
     order_by: str
     log: logging.Logger
+
+
+class Delivered(Protocol):
+    """What a function is called with."""
+
+    _transaction_keys: Sequence[Hashable]
+
+    def _give_up(self) -> None: ...
 
 
 class Delivery:
@@ -104,12 +117,12 @@ class Delivery:
     def first_attempt_at(self) -> datetime:
         """When the first attempt began; once the transaction was deferred, when the first attempt failed."""
         since = self._attempt.since
-        return _as_time(self._begun if since is None else since)
+        return as_time(self._begun if since is None else since)
 
     @property
     def deadline(self) -> datetime:
         """When relay cancels the call."""
-        return _as_time(self._begun + self._sink.timeout)
+        return as_time(self._begun + self._sink.timeout)
 
     @property
     def seconds_left(self) -> float:
@@ -144,7 +157,7 @@ class Delivery:
     @property
     def log(self) -> logging.LoggerAdapter[logging.Logger]:
         """A logger whose lines name the handler, the transaction and the attempt."""
-        return _Logger(
+        return Logger(
             self._sink.log,
             {
                 "handler": self._sink.name,
@@ -164,7 +177,7 @@ class Delivery:
         assert isinstance(self._sink, Function)  # noqa: S101
         return CompletingTransaction(
             self._sink.sessions,
-            self._sink.completion(self._attempt, self._transaction, self._identity),
+            [self._completion],
             self,
         )
 
@@ -180,9 +193,18 @@ class Delivery:
         return f"{self.idempotency_key}/{self._first_event.text('c_offset') or ''}"
 
     @property
+    def _completion(self) -> Completion:
+        assert isinstance(self._sink, Function)  # noqa: S101
+        return self._sink.completion(self._attempt, self._transaction, self._identity)
+
+    @property
     def _transaction_key(self) -> Hashable:
         """The same for the transaction from the stream, polled or deferred, without decoding an event."""
         return self.transaction_id, self._transaction.commit.xid & 0xFFFFFFFF
+
+    @property
+    def _transaction_keys(self) -> Sequence[Hashable]:
+        return (self._transaction_key,)
 
     def _give_up(self) -> None:
         self._is_over = True
@@ -192,34 +214,43 @@ class Delivery:
     def _begin(self) -> None:
         """Note that a block begins. Raises AlreadyCompleted and, beside another one or after it, Fail."""
         if self._state is BlockState.FOUND:
-            raise AlreadyCompleted
+            raise AlreadyCompleted([self._identity])
         if self._state is not BlockState.NONE:
             self._is_misused = True
-            raise _second_block()
+            raise second_block()
         self._state = BlockState.OPEN
 
-    def _end(self, state: BlockState) -> None:
+    def _end(self, state: BlockState, found: Collection[str] = ()) -> None:
         """Note how a block has ended: NONE if nothing is committed, so that another one may begin."""
         self._state = state
         self.is_completed = state in (BlockState.COMMITTED, BlockState.FOUND)
 
 
-def _second_block() -> Fail:
+def second_block() -> Fail:
+    """The fault of a function that enters a second transaction of a delivery."""
     return Fail(
         "the function entered delivery.transaction() a second time: a delivery has one such block, and only what the "
         "first one wrote is committed: write all effects in it"
     )
 
 
-def _as_time(moment: float) -> datetime:
+def unfinished_block() -> Undelivered:
+    """The fault of a function that leaves a transaction open."""
+    return Undelivered("the function returned before its delivery.transaction() had ended")
+
+
+def as_time(moment: float) -> datetime:
     """The time of a moment of the monotonic clock."""
     return datetime.now(UTC) + timedelta(seconds=moment - time.monotonic())
 
 
-class _Logger(logging.LoggerAdapter[logging.Logger]):
+class Logger(logging.LoggerAdapter[logging.Logger]):
+    """Adds fields to those of each line."""
+
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]
     ) -> tuple[Any, MutableMapping[str, Any]]:
+        """Add the fields to a line."""
         return msg, {**kwargs, "extra": {**(self.extra or {}), **(kwargs.get("extra") or {})}}
 
 
@@ -279,34 +310,43 @@ class Function:
 
     async def deliver(self, transaction: Transaction) -> None:
         """Call the function. Raises what it raises, and Undelivered if it does not end in time."""
-        calls = self._calls or self._begin()
-        resource = None
-        if self._opens is not None:
-            held = self._held
-            if held is None or not held.is_open:
-                held = await self._open()
-            resource = held.value
-        delivery = Delivery(self, transaction, ATTEMPT.get(), resource)
+        delivery = Delivery(self, transaction, ATTEMPT.get(), await self._resource())
         if self._unended:
             self._require_no_other(delivery)
         loop = asyncio.get_running_loop()
         call = Call(delivery, copy_context(), loop.create_future())
         if "opentelemetry.trace" in sys.modules:
             call.context.run(_continue_trace, delivery)
-        calls.start(call)
+        self._judge(call, delivery, await self._ended(call))
+
+    async def _resource(self) -> Any:
+        """What `open` has opened, None without it. Raises Undelivered."""
+        if self._calls is None:
+            self._begin()
+        if self._opens is None:
+            return None
+        held = self._held
+        if held is None or not held.is_open:
+            held = await self._open()
+        return held.value
+
+    async def _ended(self, call: Call) -> BaseException | None:
+        """Run a call, until its end or some time after its deadline; returns what it raised."""
+        assert self._calls is not None  # noqa: S101
+        loop = asyncio.get_running_loop()
+        self._calls.start(call)
         deadline = self._running[call] = loop.time() + self.timeout
         if self._timer is None:
             self._timer = loop.call_at(deadline, self._cancel_late)
         try:
-            error = await call.ended
+            return await call.ended
         except asyncio.CancelledError:
             self._give_up(call)
             raise
         finally:
             self._running.pop(call, None)
             # What the function leaves behind begins no transaction beside a later attempt, or after it.
-            delivery._give_up()
-        self._judge(call, delivery, error)
+            call.argument._give_up()
 
     def _begin(self) -> Calls:
         if unfinished_kind(self._function) == ASYNC:
@@ -359,19 +399,24 @@ class Function:
             return
         assert self._calls is not None  # noqa: S101
         where = self._calls.where(call)
-        delivery: Delivery = call.argument
-        delivery._give_up()
-        self._unended[delivery._transaction_key] = call
+        self._abandon(call)
         self._late_ends.note(1, handler=self.name, fault=where)
         call.is_over = True
         call.ended.set_result(Undelivered(f"the call does not end after its deadline: {where}"))
 
+    def _abandon(self, call: Call) -> None:
+        """Note that nobody waits for a call that goes on: its transactions are not delivered beside it."""
+        argument: Delivered = call.argument
+        argument._give_up()
+        for key in argument._transaction_keys:
+            self._unended[key] = call
+
     def _give_up(self, call: Call) -> None:
-        delivery: Delivery = call.argument
-        delivery._give_up()
         call.is_over = True
-        if not call.is_done:
-            self._unended[delivery._transaction_key] = call
+        if call.is_done:
+            call.argument._give_up()
+        else:
+            self._abandon(call)
         if self._calls is not None:
             self._calls.cancel(call)
 
@@ -383,15 +428,18 @@ class Function:
         """Raise Undelivered while an earlier call of the transaction, or too many others, have not ended."""
         if delivery._transaction_key in self._unended:
             raise Undelivered("an earlier call for the transaction has not ended")
-        if len(self._unended) >= self._settings.concurrency:
-            raise DestinationRefused(
-                f"{len(self._unended)} calls have not ended long after their deadlines"
-            )
+        self._require_fewer_others()
+
+    def _require_fewer_others(self) -> None:
+        """Raise DestinationRefused while too many calls have not ended."""
+        others = len(set(self._unended.values()))
+        if others >= self._settings.concurrency:
+            raise DestinationRefused(f"{others} calls have not ended long after their deadlines")
 
     def _judge(self, call: Call, delivery: Delivery, error: BaseException | None) -> None:
         """Raise what a call's end means; nothing if the delivery is done."""
         if delivery._is_misused:
-            raise _second_block()
+            raise second_block()
         if delivery.is_completed:
             if error is not None and delivery._state is BlockState.COMMITTED:
                 log.warning(
@@ -399,23 +447,23 @@ class Function:
                     extra={"handler": self.name, "fault": describe(error)},
                 )
             return
-        if error is None:
-            if delivery._state is BlockState.OPEN:
-                raise Undelivered(
-                    "the function returned before its delivery.transaction() had ended"
-                )
-            if isinstance(call.returned, WORK):
-                self._refuse_work(call.returned)
-            return
+        if error is not None:
+            raise self._fault(call, error)
+        if delivery._state is BlockState.OPEN:
+            raise unfinished_block()
+        if isinstance(call.returned, WORK):
+            self._refuse_work(call.returned)
+
+    def _fault(self, call: Call, error: BaseException) -> Exception:
+        """What the error of a call means."""
         if call.is_over:
-            raise error
+            assert isinstance(error, Exception)  # noqa: S101
+            return error
         if call.is_late:
-            raise Undelivered(f"not done in {self.timeout:g} s") from error
-        found = contained(error)
-        if action_for(found) is FaultAction.STOP:
-            # It would end relay: the sink alone stops, until somebody has acted.
-            raise DestinationRefused(describe(found)) from found
-        raise found
+            late = Undelivered(f"not done in {self.timeout:g} s")
+            late.__cause__ = error
+            return late
+        return as_own_fault(error)
 
     def _refuse_work(self, returned: Any) -> None:
         if isinstance(returned, CoroutineType):
@@ -439,6 +487,17 @@ class Function:
             await self._calls.close(seconds)
         if self._sessions is not None:
             self._sessions.close()
+
+
+def as_own_fault(error: BaseException) -> Exception:
+    """What a function has raised, as a fault of its own sink: what would end relay stops the sink."""
+    found = contained(error)
+    if action_for(found) is not FaultAction.STOP:
+        return found
+    # Until somebody has acted.
+    refused = DestinationRefused(describe(found))
+    refused.__cause__ = found
+    return refused
 
 
 def _opening(key: str, path: str) -> Callable[[], Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, auto
@@ -24,8 +24,7 @@ from relay.runtime.threads import pool
 from relay.sinks import Target
 from relay.store import session_settings
 from relay.store.handler_sessions import HandlerPool
-from relay.store.positions import completions
-from relay.store.positions.completions import Completion
+from relay.store.positions.completions import Completion, complete, forget
 from relay.store.positions.sinks import SinkMoved
 
 _FORGET_SECONDS = 10.0
@@ -45,17 +44,24 @@ class BlockState(Enum):
 
 
 class Completing(Protocol):
-    """What a transaction needs of the delivery that it completes."""
+    """What a transaction needs of the delivery, or of the deliveries, that it completes."""
 
     _is_over: bool
 
     def _begin(self) -> None: ...
 
-    def _end(self, state: BlockState) -> None: ...
+    def _end(self, state: BlockState, found: Collection[str] = ()) -> None: ...
 
 
 class AlreadyCompleted(Exception):
-    """An earlier attempt has committed: there is nothing left to do. relay counts the delivery as done."""
+    """An earlier attempt has committed: there is nothing left to do. relay counts the deliveries as done.
+
+    `keys` are those of the completions that there are.
+    """
+
+    def __init__(self, keys: Collection[str]) -> None:
+        super().__init__()
+        self.keys = frozenset(keys)
 
 
 class TargetSessions:
@@ -85,16 +91,17 @@ class TargetSessions:
 
     @contextmanager
     def begun(
-        self, completion: Completion, delivery: Completing
+        self, completions: Sequence[Completion], delivery: Completing
     ) -> Iterator[psycopg.Connection[Any]]:
-        """Run a transaction that completes a delivery. Raises AlreadyCompleted, Undelivered and psycopg.Error."""
+        """Run a transaction that completes deliveries. Raises AlreadyCompleted, Undelivered and psycopg.Error."""
         self._forget()
         with self._pool.transaction() as conn:
             try:
-                if not completions.complete(conn, completion):
-                    raise AlreadyCompleted
+                found = complete(conn, completions)
             except SinkMoved:
                 raise Undelivered("the sink was moved, or is worked by another process") from None
+            if found:
+                raise AlreadyCompleted(found)
             # After the record: a later attempt waits for it.
             if delivery._is_over:
                 raise Undelivered("the attempt was given up")
@@ -111,7 +118,7 @@ class TargetSessions:
             return
         self._next_forget = time.monotonic() + _FORGET_SECONDS
         with self._pool.connection() as conn:
-            completions.forget(conn, self.group, self.sink)
+            forget(conn, self.group, self.sink)
 
     # For the event loop of a function
 
@@ -157,21 +164,22 @@ def _prepare(conn: psycopg.Connection[Any]) -> None:
 
 
 class CompletingTransaction:
-    """A database transaction of the target that completes a delivery, for `with` and `async with`."""
+    """A database transaction of the target that completes deliveries, for `with` and `async with`."""
 
     def __init__(
         self,
         sessions: TargetSessions,
-        completion: Completion,
+        completions: Sequence[Completion],
         delivery: Completing,
     ) -> None:
         self._sessions = sessions
         self._transaction: AbstractContextManager[psycopg.Connection[Any]] = sessions.begun(
-            completion, delivery
+            completions, delivery
         )
         self._conn: psycopg.Connection[Any] | None = None
         self._delivery = delivery
         self._state = BlockState.NONE
+        self._found: Collection[str] = ()
 
     def __enter__(self) -> psycopg.Connection[Any]:
         self._delivery._begin()
@@ -183,7 +191,7 @@ class CompletingTransaction:
                 self._sessions.room.release()
                 raise
         except BaseException:
-            self._delivery._end(self._state)
+            self._delivery._end(self._state, self._found)
             raise
 
     def __exit__(
@@ -196,14 +204,14 @@ class CompletingTransaction:
             self._exit(kind, error, trace)
         finally:
             self._sessions.room.release()
-            self._delivery._end(self._state)
+            self._delivery._end(self._state, self._found)
 
     async def __aenter__(self) -> psycopg.AsyncConnection[Any]:
         self._delivery._begin()
         try:
             return await self._enter_in_thread()
         except BaseException:
-            self._delivery._end(self._state)
+            self._delivery._end(self._state, self._found)
             raise
 
     async def _enter_in_thread(self) -> psycopg.AsyncConnection[Any]:
@@ -232,13 +240,13 @@ class CompletingTransaction:
             await self._sessions.in_thread(self._exit, kind, error, trace)
         finally:
             self._sessions.async_room.release()
-            self._delivery._end(self._state)
+            self._delivery._end(self._state, self._found)
 
     def _enter(self) -> psycopg.Connection[Any]:
         try:
             self._conn = self._transaction.__enter__()
-        except AlreadyCompleted:
-            self._state = BlockState.FOUND
+        except AlreadyCompleted as error:
+            self._state, self._found = BlockState.FOUND, error.keys
             raise
         return self._conn
 

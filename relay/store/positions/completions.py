@@ -7,6 +7,7 @@ once the position of its sink, or the table of deferred transactions, no longer 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relay.model.events import Lsn
@@ -37,39 +38,45 @@ class Completion:
     first_offset: int
 
 
-def complete(conn: Connection, completion: Completion) -> bool:
-    """Record a completion in the open transaction; returns False if a transaction before it has committed one.
+def complete(conn: Connection, completions: Sequence[Completion]) -> list[str]:
+    """Record completions of one sink in the open transaction; returns the keys that a transaction before it has.
 
-    Waits for another transaction that is about to complete the same delivery. Raises SinkMoved if another process works
-    the sink, or it was moved, and psycopg.Error.
+    Waits for another transaction that is about to complete one of the deliveries. If there are such keys, the caller
+    rolls back. Raises SinkMoved if another process works the sink, or it was moved, and psycopg.Error.
     """
+    # Sorted, so that two transactions do not deadlock.
+    ordered = sorted(completions, key=lambda each: each.key)
+    one = ordered[0]
     inserted = conn.execute(
         """
         with locked as materialized (select pg_advisory_xact_lock_shared(%s, hashtext(%s)))
         insert into relay.sink_completions (group_id, sink, series, key, xid, end_lsn, first_offset)
-        select %s, %s, %s, %s, %s::xid8, %s::pg_lsn, %s from locked on conflict do nothing
+        select %s, %s, %s, given.*
+          from locked, unnest(%s::text[], %s::xid8[], %s::pg_lsn[], %s::bigint[]) as given
+        on conflict do nothing returning key
         """,
         (
-            *locks.completions(completion.group, completion.sink),
-            completion.group,
-            completion.sink,
-            completion.series,
-            completion.key,
-            None if completion.xid is None else str(completion.xid or _OLDEST_XID),
-            str(completion.end_lsn),
-            completion.first_offset,
+            *locks.completions(one.group, one.sink),
+            one.group,
+            one.sink,
+            one.series,
+            [each.key for each in ordered],
+            [None if each.xid is None else str(each.xid or _OLDEST_XID) for each in ordered],
+            [str(each.end_lsn) for each in ordered],
+            [each.first_offset for each in ordered],
         ),
     )
-    if not inserted.rowcount:
-        return False
+    if inserted.rowcount < len(ordered):
+        own = {key for (key,) in inserted}
+        return [each.key for each in ordered if each.key not in own]
     # After the insert: whoever claims the sink now waits for it, or finds its record; a move waits for the lock.
     current = conn.execute(
         "select from relay.sinks where (group_id, sink, series, claim) = (%s, %s, %s, %s)",
-        (completion.group, completion.sink, completion.series, completion.claim),
+        (one.group, one.sink, one.series, one.claim),
     )
     if not current.rowcount:
         raise SinkMoved
-    return True
+    return []
 
 
 def forget(conn: Connection, group: str, sink: str) -> int:
