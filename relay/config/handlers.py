@@ -527,15 +527,16 @@ def template_of(secret: SecretStr) -> EndpointTemplate | None:
     return EndpointTemplate(secret.get_secret_value())
 
 
-class HttpHandler(DeliveryHandler):
+class HttpHandler(BatchHandler):
     """An endpoint to which relay posts CloudEvents."""
 
     type: Alike[Literal["http"]]
     url: Alike[str]
     """The endpoint, an address of http or https; or a template over the event's fields and the row of
     `endpoints.select`: `https://hooks.example/{payload.tenant}`, `{endpoint.url}`."""
-    each: Alike[Literal["event", "transaction"]] = "event"
-    """Post each event, or all events of a transaction in one request."""
+    each: Alike[Literal["event", "transaction", "batch"]] = "event"
+    """Post each event, all events of a transaction in one request, or those of many transactions, as one array of
+    CloudEvents; `concurrency` and `rate_limit` then count requests."""
     payload: Alike[PayloadForm] = "json"
     """`json`: an event is a dead letter if its payload is not JSON, which a column of text permits; `text`: the payload
     is sent as a text."""
@@ -704,9 +705,18 @@ class HttpHandler(DeliveryHandler):
 
     @model_validator(mode="after")
     def _transactions_are_batches(self) -> HttpHandler:
-        if self.each == "transaction" and self.mode not in (None, "batch"):
+        if self.each != "event" and self.mode not in (None, "batch"):
             raise ValueError(
-                f"each: transaction needs mode: batch, and mode is {self.mode}: remove one of the two"
+                f"each: {self.each} needs mode: batch, and mode is {self.mode}: remove one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _batches_have_one_endpoint(self) -> HttpHandler:
+        if self.in_batches and self.has_endpoints:
+            raise ValueError(
+                "each: batch posts transactions together, and data choose the endpoint of each event: use each: "
+                "transaction"
             )
         return self
 

@@ -74,6 +74,10 @@ def sink(name: str, settings: HttpHandler, target: Target | None = None) -> Http
         from relay.sinks.http_endpoints import HttpEndpoints
 
         return HttpEndpoints(name, settings, target)
+    if settings.in_batches:
+        from relay.sinks.http_batches import HttpBatches
+
+        return HttpBatches(name, settings)
     return Http(name, settings)
 
 
@@ -97,6 +101,10 @@ class Destination:
 
 class Http:
     """Posts each event, or each transaction; any 2xx confirms it. Deliveries share connections."""
+
+    _read_bytes = READ_BYTES
+    """How much of a response is read, and how much of that is kept."""
+    _kept_bytes = _SHOWN_BYTES
 
     def __init__(self, name: str, settings: HttpHandler) -> None:
         """Raises ConfigurationError where a certificate, the address or the environment's proxy cannot be used."""
@@ -174,17 +182,18 @@ class Http:
 
     async def _post(
         self, to: Destination, identity: str, headers: dict[str, str], body: bytes
-    ) -> None:
+    ) -> bytearray:
+        """Post a body; returns the beginning of the answer that confirms it."""
         identity = cloudevents.header(identity)
         headers = {**headers, "idempotency-key": identity}
         credentials = await self._credentials()
         try:
-            await self._post_with(to, credentials, identity, headers, body)
+            return await self._post_with(to, credentials, identity, headers, body)
         except Unauthorized:
             newer = await self._newer(credentials)
             if newer == credentials:
                 raise
-            await self._post_with(to, newer, identity, headers, body)
+            return await self._post_with(to, newer, identity, headers, body)
 
     async def _post_with(
         self,
@@ -193,7 +202,7 @@ class Http:
         identity: str,
         headers: dict[str, str],
         body: bytes,
-    ) -> None:
+    ) -> bytearray:
         headers = {**headers, **to.headers, **credentials.headers}
         keys = credentials.keys + to.keys
         if keys:
@@ -202,7 +211,7 @@ class Http:
         if limit is not None and len(body) > limit:
             body = gzip.compress(body, mtime=0)
             headers["content-encoding"] = "gzip"
-        await self._send(to, headers, body, credentials.tls)
+        return await self._send(to, headers, body, credentials.tls)
 
     async def _credentials(self) -> _Credentials:
         """The credentials of a request, as they are now. Raises SecretUnavailable."""
@@ -253,8 +262,11 @@ class Http:
 
     async def _send(
         self, to: Destination, headers: dict[str, str], body: bytes, tls: ssl.SSLContext
-    ) -> None:
-        """Post a body. Raises what the response means: Undelivered, DestinationRefused or Rejected."""
+    ) -> bytearray:
+        """Post a body; returns the beginning of the response.
+
+        Raises what the response means: Undelivered, DestinationRefused or Rejected.
+        """
         response: aiohttp.ClientResponse | None = None
         start = bytearray()
         timeout = self._settings.timeout
@@ -266,7 +278,7 @@ class Http:
                     response = await self._request(self._keeping, to, headers, body, tls)
                 except KeptConnectionLost:
                     response = await self._request(self._fresh, to, headers, body, tls)
-                await _read(response, start)
+                await _read(response, start, self._read_bytes, self._kept_bytes)
         except (aiohttp.ClientError, OSError, RuntimeError) as error:
             # RuntimeError: the client was closed meanwhile. A refusal counts even without the rest of its response.
             if response is None or _is_success(response):
@@ -283,7 +295,8 @@ class Http:
             if response is not None:
                 response.close()
         if not _is_success(response):
-            self._refuse(to, response, bytes(start))
+            self._refuse(to, response, bytes(start[:_SHOWN_BYTES]))
+        return start
 
     def _refuse(self, to: Destination, response: aiohttp.ClientResponse, start: bytes) -> NoReturn:
         """Raise what a status that is no success means."""
@@ -367,14 +380,14 @@ class _Credentials:
     tls: ssl.SSLContext
 
 
-async def _read(response: aiohttp.ClientResponse, start: bytearray) -> None:
-    """Read up to `READ_BYTES` of a response; its first `_SHOWN_BYTES` are appended to `start`."""
-    left = READ_BYTES
+async def _read(response: aiohttp.ClientResponse, start: bytearray, most: int, kept: int) -> None:
+    """Read up to `most` bytes of a response; its first `kept` bytes are appended to `start`."""
+    left = most
     # The status counts, however malformed the rest is; a response that is cut short ends in another error.
     with suppress(Malformed):
         while left > 0 and (part := await response.content.read(left)):
             left -= len(part)
-            start += part[: _SHOWN_BYTES - len(start)]
+            start += part[: kept - len(start)]
 
 
 def signatures(keys: Iterable[bytes], identity: str, clock: int, body: bytes) -> dict[str, str]:
