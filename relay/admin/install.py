@@ -48,6 +48,7 @@ from relay.source.stream.slot import (
     slot_state,
 )
 from relay.store import (
+    completeness,
     groups,
     index_builds,
     migrations,
@@ -431,6 +432,7 @@ class _Installation:
         for name, handler in self.settings.sink_handlers.items():
             if sinks.begin(self.target, self.settings.group, name, handler.start):
                 self.done.append(f"sink {name}, from {handler.start} on")
+        completeness.expect(self.target, self.settings.group, self.settings.spark_handlers)
 
     def _retain(self) -> None:
         """Note positions for retention, and grant the right to remove events."""

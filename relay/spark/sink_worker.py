@@ -310,7 +310,9 @@ class SparkWorker(Recurring):
         """The moments at which the source was read for the sink, of its present epoch."""
         if self._epoch != state.epoch:
             self._moments.clear()
-            known = completeness.stored(self._claim.conn, self._settings.group, self._name)
+            conn, group = self._claim.conn, self._settings.group
+            completeness.expect(conn, group, [self._name])
+            known = completeness.stored(conn, group, self._name)
             if known is not None:
                 self._moments.note(known.snapshot, known.before)
             self._epoch = state.epoch
@@ -583,4 +585,5 @@ class SparkWorker(Recurring):
                 self._name,
                 contents.after if is_part else contents.before,
                 Completeness(contents.after, contents.complete_before),
+                is_part,
             )

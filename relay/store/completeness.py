@@ -89,19 +89,40 @@ def begin(conn: Connection, group: str, reader: str, since: Snapshot) -> None:
     note(conn, group, reader, since, Completeness(since, None))
 
 
+def expect(conn: Connection, group: str, sinks: Collection[str]) -> None:
+    """Store that sinks begin at their positions, unless something is stored of them. Raises psycopg.Error."""
+    conn.execute(
+        """
+        insert into relay.completeness (group_id, reader, since, snapshot)
+        select group_id, sink, snapshot, snapshot from relay.sinks
+         where group_id = %s and sink = any(%s) and snapshot is not null
+        on conflict do nothing
+        """,
+        (group, list(sinks)),
+    )
+
+
 def note(
-    conn: Connection, group: str, reader: str, since: Snapshot, complete: Completeness
+    conn: Connection,
+    group: str,
+    reader: str,
+    since: Snapshot,
+    complete: Completeness,
+    is_part: bool = False,
 ) -> None:
     """Store up to where a reader is complete; `since` counts only for a reader that has none yet. Raises psycopg.Error.
 
-    `since` is the position from which the reader has read without being moved.
+    `since` is the position from which the reader has read without being moved. It counts for an expected reader, too,
+    that begins with `is_part` of what comes after its position.
     """
     conn.execute(
         """
         insert into relay.completeness as c (group_id, reader, since, snapshot, complete_before)
         values (%(group)s, %(reader)s, %(since)s::pg_snapshot, %(snapshot)s::pg_snapshot, %(before)s)
         on conflict (group_id, reader) do update
-           set snapshot = excluded.snapshot,
+           set since = case when %(is_part)s and c.complete_before is null and c.since::text = c.snapshot::text
+                            then excluded.since else c.since end,
+               snapshot = excluded.snapshot,
                complete_before = coalesce(excluded.complete_before, c.complete_before),
                noted_at = excluded.noted_at
         """,
@@ -111,6 +132,7 @@ def note(
             "since": str(since),
             "snapshot": str(complete.snapshot),
             "before": complete.before,
+            "is_part": is_part,
         },
     )
 
@@ -124,12 +146,12 @@ def stored(conn: Connection, group: str, reader: str) -> Completeness | None:
     return None if row is None else Completeness(Snapshot.parse(row[0]), row[1])
 
 
-def forget(conn: Connection, group: str, readers: Collection[str]) -> None:
-    """Delete what is stored of readers that were moved or dropped. Raises psycopg.Error."""
-    conn.execute(
+def forget(conn: Connection, group: str, readers: Collection[str]) -> int:
+    """Delete what is stored of readers that were moved or dropped; returns of how many. Raises psycopg.Error."""
+    return conn.execute(
         "delete from relay.completeness where group_id = %s and reader = any(%s)",
         (group, list(readers)),
-    )
+    ).rowcount
 
 
 def watermarks(conn: Connection, group: str, counts: bool = True) -> list[Watermark]:

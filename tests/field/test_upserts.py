@@ -229,6 +229,36 @@ def test_a_key_moves_between_partitions(tmp_path: Path, kind: str) -> None:
     assert len(table.rows()) == 6
 
 
+@pytest.mark.parametrize("key", ["", "__HIVE_DEFAULT_PARTITION__"])
+def test_a_key_that_a_partition_of_delta_holds_as_null_has_one_row(
+    tmp_path: Path, key: str
+) -> None:
+    """PostHog/posthog#75601: it matched no row of the table, and each batch added one."""
+    table = Table(tmp_path, "delta", ["aggregate_id"])
+    for number in range(1, 4):
+        table.merge(number, [change(key, number, number)], at(number), at(number + 1))
+    assert table.state() == {None: f"{EPOCH + 3}-3"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("delta.appendOnly", "true"), ("delta.enableDeletionVectors", "true")],
+)
+def test_a_table_whose_rows_cannot_be_replaced_is_refused_before_files_are_written(
+    tmp_path: Path, name: str, value: str
+) -> None:
+    """delta-io/delta-rs#2908: a merge that fails after it has written its files leaves them, at each attempt."""
+    table = Table(tmp_path, "delta")
+    folder = Path(str(table.handler.path))
+    schema = deltalake.Schema.from_arrow(pa.schema([*SCHEMA, ("relay_snapshots", pa.string())]))
+    deltalake.DeltaTable.create(folder, schema, configuration={name: value})
+    with pytest.raises(
+        ConfigurationError, match=r"^handlers\.lake\.path: the table has .*: use mode: append"
+    ):
+        table.merge(1, [change("a", 1, 1)], BEGINNING, at(2))
+    assert not list(folder.glob("*.parquet"))
+
+
 def test_a_driver_that_was_paused_merges_nothing(
     table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:

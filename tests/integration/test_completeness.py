@@ -28,7 +28,7 @@ from relay.source.server import current_position
 from relay.spark import sink_worker
 from relay.spark.session import Session
 from relay.store import completeness
-from relay.store.completeness import Watermark
+from relay.store.completeness import Completeness, Watermark
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.process import ROOT, relay
 
@@ -172,6 +172,36 @@ def test_a_table_has_all_that_was_committed_before_its_time(
     assert everything == set(outbox.column("select id::text from outbox_message_t"))
 
 
+def test_a_sink_has_a_row_before_its_first_batch(outbox: Outbox, tmp_path: Path) -> None:
+    """A query for the sink's row says that the time is not known, in place of nothing."""
+    outbox.install_again(outbox.settings(**lake(tmp_path / "lake", start="beginning")))
+    found = mark(outbox, "lake")
+    assert found is not None
+    assert found.complete_before is None
+    assert (found.dead_letters, found.deferred) == (0, 0)
+    begun = outbox.value("select snapshot::text from relay.sinks where sink = 'lake'")
+    assert found.since == found.snapshot == begun
+    # A delivery's sink has none: it is not complete up to a time.
+    assert {each.reader for each in completeness.watermarks(outbox.conn, "default")} == {"", "lake"}
+
+
+def test_a_sink_that_begins_in_the_middle_is_complete_from_its_first_batch_on(
+    outbox: Outbox,
+) -> None:
+    """Of what comes after its position it may have left out a part."""
+    outbox.conn.execute(
+        "insert into relay.sinks (group_id, sink, snapshot) values ('default', 'lake', '10:10:')"
+    )
+    completeness.expect(outbox.conn, "default", ["lake"])
+    first, second = Snapshot.parse("20:20:"), Snapshot.parse("30:30:")
+    noted = datetime(2026, 11, 1, tzinfo=UTC)
+    for reached in (Completeness(first, noted), Completeness(second, noted)):
+        completeness.note(outbox.conn, "default", "lake", reached.snapshot, reached, is_part=True)
+    found = mark(outbox, "lake")
+    assert found is not None
+    assert (found.since, found.snapshot) == (str(first), str(second))
+
+
 def has_versions(path: Path, count: int) -> bool:
     return deltalake.DeltaTable.is_deltatable(str(path)) and (
         deltalake.DeltaTable(path).version() >= count
@@ -189,12 +219,16 @@ def test_a_sink_that_is_moved_begins_again(
     assert first is not None
     goal = admin_sinks.plan_seek(settings, "lake", "end", "--to").goal
     admin_sinks.seek(settings, "lake", goal, False, None)
-    assert mark(outbox, "lake") is None
+    waiting = mark(outbox, "lake")
+    assert waiting is not None
+    assert waiting.complete_before is None
+    position = outbox.value("select snapshot::text from relay.sinks where sink = 'lake'")
+    assert waiting.since == waiting.snapshot == position
     with relaying(settings, spark_session):
         wait_complete(outbox, "lake", now(outbox))
     moved = mark(outbox, "lake")
     assert moved is not None
-    assert moved.since != first.since
+    assert moved.since == waiting.since != first.since
 
 
 def invoke(file: Path, *options: str) -> tuple[int, str]:

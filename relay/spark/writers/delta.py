@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import deltalake
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction
 
@@ -34,6 +35,7 @@ from relay.spark.writers.arrow import (
 )
 from relay.spark.writers.delta_files import (
     FACTS,
+    REMOVED,
     BatchFiles,
     absolute_path,
     local_path,
@@ -68,6 +70,9 @@ _WRITABLE_FEATURES = frozenset(
 _IDENTITY_VERSION = 6
 """The writer version that stands for identity columns; from 7 on, the features of a table are listed."""
 
+_APPEND_ONLY = "delta.appendOnly"
+_UNREADABLE_FEATURES = frozenset({"deletionVectors", "v2Checkpoint"})
+"""The features of tables to which delta-rs 1.6 commits, but whose rows it does not read for pyarrow."""
 _DELETED_ROWS = "deletionVectors"
 """The feature of tables whose files may have deleted rows."""
 _RETENTION = "delta.deletedFileRetentionDuration"
@@ -84,8 +89,12 @@ _SECONDS = {
     "day": 86_400,
     "week": 604_800,
 }
+_NULL_PARTITIONS = ("", "__HIVE_DEFAULT_PARTITION__")
+"""The texts that deltalake reads as null in a partition column."""
 _ATTEMPTS = 5
 """How often a merge is made while others commit to the table."""
+_REMOVING_TASKS = 4
+"""The most tasks that remove files."""
 _CREATED_WITH = {"delta.checkpointInterval": "20"}
 """The properties of a table that relay creates: each batch reads the commits since the last checkpoint."""
 
@@ -155,10 +164,10 @@ class DeltaWriter:
                     table.optimize.compact(max_concurrent_tasks=1)
         finally:
             # Also where deltalake cannot merge others' files, such as those of a partition whose value has a `~`.
-            self._remove_old_files(table)
+            self._remove_old_files(table, session)
 
-    def _remove_old_files(self, table: deltalake.DeltaTable) -> None:
-        """Remove the table's own data files that none of its kept versions has.
+    def _remove_old_files(self, table: deltalake.DeltaTable, session: SparkSession) -> None:
+        """Remove the table's own data files that none of its kept versions has, on the executors.
 
         deltalake's vacuum would remove whatever else lies below the table's path too: other tables, and deletion
         vectors that the table needs. So it only says which files no version has.
@@ -167,7 +176,15 @@ class DeltaWriter:
         # `full`: the light one misses files once a checkpoint no longer has their removal (delta-io/delta-rs#3644).
         unused = table.vacuum(hours, dry_run=True, full=True)
         is_own = own_data_files(table.metadata().partition_columns)
-        remove_files(self._path, self._options, [path for path in unused if is_own(path)])
+        old = [path for path in unused if is_own(path)]
+        if not old:
+            return
+        tasks = min(len(old), _REMOVING_TASKS)
+        parts = [old[number::tasks] for number in range(tasks)]
+        numbers = session.range(0, tasks, 1, tasks)
+        numbers.mapInArrow(
+            partial(remove_files, self._path, self._options, parts), REMOVED
+        ).collect()
 
     def _files(
         self, table: deltalake.DeltaTable | None, schema: pa.Schema, batch: BatchId
@@ -268,6 +285,19 @@ class DeltaUpserts(DeltaWriter):
         self._by = list(settings.key)
         self._deletes = settings.deletes
 
+    def _require_writable(self, table: deltalake.DeltaTable) -> None:
+        super()._require_writable(table)
+        # deltalake finds out only when it reads, or after it has written files.
+        features = {*(table.protocol().reader_features or ())} & _UNREADABLE_FEATURES
+        unfit = [f"the feature {name}" for name in sorted(features)]
+        if table.metadata().configuration.get(_APPEND_ONLY, "false").lower() == "true":
+            unfit.append(_APPEND_ONLY)
+        if unfit:
+            raise ConfigurationError(
+                f"{self._key}.path: the table has {', '.join(unfit)}, with which rows cannot be replaced: use "
+                "mode: append, or a table without it"
+            )
+
     def write(self, frame: DataFrame, batch: BatchId) -> None:
         """Merge the batch unless the table has it. Raises as `DeltaWriter.write` does."""
         table = self._load()
@@ -277,9 +307,12 @@ class DeltaUpserts(DeltaWriter):
 
     def merge(self, rows: pa.Table, batch: BatchId) -> None:
         """Merge the rows of a batch unless the table has it. Raises ConfigurationError and DeltaError."""
-        events = newest(rows, self._by, batch)
+        table = self._load()
+        by = self._partition_by if table is None else table.metadata().partition_columns
+        events = newest(_with_null_partitions(rows, by), self._by, batch)
         for attempt in range(1, _ATTEMPTS + 1):
-            table = self._load()
+            if attempt > 1:
+                table = self._load()
             if table is None:
                 table = self._created(self._files(None, events.rows.schema, batch))
             if _has(table, batch):
@@ -319,6 +352,16 @@ class DeltaUpserts(DeltaWriter):
             if rows.num_rows
         ]
         return np.unique(np.concatenate(stale)) if stale else np.empty(0, np.int64)
+
+
+def _with_null_partitions(rows: pa.Table, partition_by: Sequence[str]) -> pa.Table:
+    """The rows as a merge leaves them in the table: an empty text of a partition column is null, and a key too."""
+    for name in set(partition_by) & set(rows.column_names):
+        if pa.types.is_string(rows.schema.field(name).type):
+            is_null = pc.is_in(rows[name], pa.array(_NULL_PARTITIONS))
+            values = pc.if_else(is_null, pa.scalar(None, pa.string()), rows[name])
+            rows = rows.set_column(rows.column_names.index(name), name, values)
+    return rows
 
 
 def _quoted(name: str) -> str:

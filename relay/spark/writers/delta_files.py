@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from uuid import uuid4
 
@@ -34,6 +34,9 @@ _FACTS_SCHEMA = pa.schema(
         ("stats", pa.string()),
     ]
 )
+REMOVED = "part bigint"
+"""The column of the result of a task that removes files."""
+_REMOVED_SCHEMA = pa.schema([("part", pa.int64())])
 _LONGEST_BOUND = 64
 """The longest string, in characters, in a file's statistics: payloads would make the log as large as the table."""
 _NOT_IN_NAMES = re.compile(r"[^\w.-]", re.ASCII)
@@ -80,12 +83,23 @@ def own_data_files(partition_by: Sequence[str]) -> Callable[[str], bool]:
     return lambda path: named.fullmatch(path) is not None
 
 
-def remove_files(path: str, options: Mapping[str, str], files: Iterable[str]) -> None:
-    """Remove files of a table, by their paths below its own. One that is gone is passed over."""
+def remove_files(
+    path: str,
+    options: Mapping[str, str],
+    parts: Sequence[Sequence[str]],
+    numbers: Iterator[pa.RecordBatch],
+) -> Iterator[pa.RecordBatch]:
+    """Remove the files of a task's parts, by their paths below the table's; yields the number of each part.
+
+    One that is gone is passed over. For as long as an object store takes, deltalake stops all threads of the process.
+    """
     store = _store(path, options)
-    for each in files:
-        with suppress(FileNotFoundError):
-            store.delete_file(each)
+    for batch in numbers:
+        for number in batch.column(0).to_pylist():
+            for each in parts[number]:
+                with suppress(FileNotFoundError):
+                    store.delete_file(each)
+        yield pa.RecordBatch.from_arrays([batch.column(0)], schema=_REMOVED_SCHEMA)
 
 
 def write_files(files: BatchFiles, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -163,16 +177,30 @@ def _write(
     sink = pa.BufferOutputStream()
     pq.write_table(part, sink, compression="zstd")
     data = sink.getvalue()
-    if local_path(files.path) is not None and folders:
-        store.create_dir("/".join(folders), recursive=True)
-    with store.open_output_stream(path) as stream:
-        stream.write(data)
+    _put(files, store, path, data)
     return {
         "path": path,
         "size": data.size,
         "partition_values": json.dumps(values),
         "stats": json.dumps(_stats(part)),
     }
+
+
+def _put(files: BatchFiles, store: Any, path: str, data: pa.Buffer) -> None:
+    """Write a file below the table's path."""
+    if local_path(files.path) is None:
+        # deltalake's stream for pyarrow does not accept what pyarrow writes to it (delta-rs 1.6, pyarrow 26).
+        from deltalake._internal import DeltaFileSystemHandler
+
+        stream: Any = DeltaFileSystemHandler(files.path, dict(files.options)).open_output_stream(
+            path
+        )
+        stream.write(data.to_pybytes())
+        stream.close()
+        return
+    store.create_dir(str(PurePosixPath(path).parent), recursive=True)
+    with store.open_output_stream(path) as stream:
+        stream.write(data)
 
 
 def _stats(part: pa.Table) -> dict[str, Any]:

@@ -649,7 +649,8 @@ def move(conn: Connection, group: str, sink: str, position: SinkPosition) -> boo
         conn.execute(
             "delete from relay.sink_commits where group_id = %s and sink = %s", (group, sink)
         )
-        completeness.forget(conn, group, [sink])
+        if completeness.forget(conn, group, [sink]):
+            completeness.expect(conn, group, [sink])
     return moved.rowcount > 0
 
 
