@@ -636,6 +636,11 @@ class HttpHandler(BatchHandler):
 
     @property
     def has_endpoints(self) -> bool:
+        """Whether data choose the endpoint, so that the faults of one are not the sink's."""
+        return has_name(self.url)
+
+    @property
+    def has_templates(self) -> bool:
         """Whether data choose the endpoint, or what is sent to it beside the event."""
         return self.endpoints is not None or bool(self.templates)
 

@@ -103,7 +103,9 @@ class Lookup:
                 row = await asyncio.to_thread(self._query, self._pool, values)
             except psycopg.Error as error:
                 fault = f"endpoints.select: {describe(error)}"
-                if (error.sqlstate or "").startswith(_OF_VALUES):
+                # Without SQLSTATE, psycopg itself cannot send a value: a text with NUL.
+                is_of_value = error.sqlstate is None and isinstance(error, psycopg.DataError)
+                if is_of_value or (error.sqlstate or "").startswith(_OF_VALUES):
                     raise EndpointRejected(fault) from None
                 raise Undelivered(fault) from None
         if self._settings.cache:

@@ -47,6 +47,8 @@ LONGEST_TURN_SECONDS = 1.0
 """A delivery whose turn comes later is deferred: while it waits in memory, it takes room from other endpoints'."""
 MOST_REFUSED = 100
 """After so many refusals of single events in a row, it is the endpoint that fails: no more dead letters are made."""
+SUSPECTS_SHARE = 4
+"""Endpoints whose last attempt has failed use a part of the sink's `concurrency` together: one of so many."""
 LEAST_FAILURES = 5
 """So many attempts of this process have to fail before it disables an endpoint that failed before it was started."""
 MOST_IDLE = 10_000
@@ -103,6 +105,7 @@ class Endpoints:
         self._concurrency = min(own.concurrency, settings.concurrency)
         self._disable_after = own.disable_after
         self._room = asyncio.Semaphore(settings.concurrency)
+        self._suspects = asyncio.Semaphore(max(1, settings.concurrency // SUSPECTS_SHARE))
         self._known: OrderedDict[str, Endpoint] = OrderedDict()
         self._unstored = _Unstored()
         self._pool: Pool | None = None
@@ -233,7 +236,7 @@ class Endpoints:
         try:
             await self._wait(endpoint)
             try:
-                async with self._room:
+                async with self._share(endpoint), self._room:
                     self.require(endpoint)
                     is_trial = endpoint.breaker.begin()
                     try:
@@ -245,6 +248,29 @@ class Endpoints:
                 endpoint.room.release()
         finally:
             endpoint.users -= 1
+
+    @asynccontextmanager
+    async def _share(self, endpoint: Endpoint) -> AsyncIterator[None]:
+        """Wait for a failing endpoint's turn among all that fail: each may take as long as `timeout`.
+
+        Raises EndpointDown if the turn comes too late.
+        """
+        if not endpoint.failures:
+            yield
+            return
+        try:
+            async with asyncio.timeout(LONGEST_TURN_SECONDS):
+                await self._suspects.acquire()
+        except TimeoutError:
+            raise EndpointDown(
+                f"the endpoint fails, as many others do: {endpoint.fault}",
+                after=LONGEST_TURN_SECONDS,
+                tried=False,
+            ) from None
+        try:
+            yield
+        finally:
+            self._suspects.release()
 
     async def _wait(self, endpoint: Endpoint) -> None:
         ahead = endpoint.pace.ahead if endpoint.pace is not None else 0.0

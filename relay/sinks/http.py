@@ -69,7 +69,7 @@ _NOT_PUBLIC = "the endpoint's address is not public, and private_addresses refus
 
 def sink(name: str, settings: HttpHandler, target: Target | None = None) -> Http:
     """The sink of `type: http`. Raises ConfigurationError for an address, a certificate or a secret of no use."""
-    if settings.has_endpoints:
+    if settings.has_templates:
         # It inherits from this module's class.
         from relay.sinks.http_endpoints import HttpEndpoints
 
@@ -429,6 +429,8 @@ def _address(url: str) -> URL:
     parts = urlsplit(url)
     try:
         host = URL(url).host_subcomponent
+        # As the resolver will: a label may be empty or too long.
+        (host or "").encode("idna")
     except ValueError:
         raise ValueError("the host name is not valid: correct it") from None
     return URL.build(

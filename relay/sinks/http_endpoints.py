@@ -94,13 +94,42 @@ class HttpEndpoints(Http):
         Raises Drop if none has an endpoint, EndpointFailed, EndpointRejected, Rejected, and Undelivered if it is not
         known which endpoint an event has.
         """
+        if self._fixed is not None:
+            await self._deliver_to_one(transaction)
+            return
         await self._endpoints.refresh()
-        posts = await self._posts(transaction)
+        posts = await self._chosen_posts(transaction)
         # Before the first one, since what is posted before a fault is posted again.
         for id in dict.fromkeys(each.id for each in posts):
             self._endpoints.require(self._endpoints.of(id))
         for each in posts:
             await self._deliver(each)
+
+    async def _deliver_to_one(self, transaction: Transaction) -> None:
+        """Post the events to the URL of the configuration: its faults are the sink's."""
+        for each in await self._chosen_posts(transaction):
+            for identity, headers, body in self._requests(each.events):
+                try:
+                    await self._post(each.to, identity, headers, body)
+                except Unauthorized:
+                    if self._lookup is not None:
+                        # The row may have other credentials meanwhile.
+                        self._lookup.forget(each.events[0])
+                    raise
+
+    async def _chosen_posts(self, transaction: Transaction) -> list[_Post]:
+        """What is posted where. Whatever data lack or get wrong is the fault of one endpoint.
+
+        Raises Drop, EndpointRejected and Undelivered.
+        """
+        try:
+            return await self._posts(transaction)
+        except EndpointRejected:
+            raise
+        except Rejected as error:
+            raise EndpointRejected(str(error), detail=error.detail) from None
+        except UnicodeError:
+            raise EndpointRejected("a value of the endpoint is not valid Unicode") from None
 
     async def _posts(self, transaction: Transaction) -> list[_Post]:
         chosen: list[tuple[EndpointId, Destination, Event]] = []

@@ -11,6 +11,7 @@ liwala/ay-framework#182 and outline/outline#5934 (disabled in silence), svix/svi
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections import defaultdict
@@ -26,7 +27,7 @@ from hypothesis import strategies as st
 from relay.config.handlers import HttpHandler
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.queues import Delivery
-from relay.faults import EndpointDisabled, EndpointDown, EndpointFailed
+from relay.faults import EndpointDisabled, EndpointDown, EndpointFailed, EndpointRejected
 from relay.model.dispositions import Applied, DeadLetter, Disposition, RetryLater
 from relay.model.events import Commit, Lsn, Transaction
 from relay.model.transactions import Undecoded
@@ -352,3 +353,46 @@ def test_that_an_endpoint_is_disabled_is_logged_as_an_error(
         run(test)
     (line,) = [each for each in caplog.records if each.getMessage() == "an endpoint is disabled"]
     assert (line.__dict__["address"], line.__dict__["host_id"]) == (ID.address, "host-7")
+
+
+def test_endpoints_that_fail_leave_room_for_others() -> None:
+    """owncast/owncast#1504, rmyndharis/OpenWA#511: many dead endpoints, each of which takes as long as the time-out."""
+
+    async def test() -> None:
+        states = endpoint_states(concurrency=8)
+        hang = asyncio.Event()
+
+        async def use(number: int) -> None:
+            endpoint = states.of(EndpointId(str(number), "http://hooks.example"))
+            endpoint.failures = 1
+            async with states.turn(endpoint):
+                await hang.wait()
+
+        using = [asyncio.create_task(use(number)) for number in range(50)]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(0.5), states.turn(states.of(ID)):
+            pass
+        await asyncio.wait(using, timeout=2 * endpoints.LONGEST_TURN_SECONDS)
+        assert sum(each.done() for each in using) == 48
+        assert all(isinstance(each.exception(), EndpointDown) for each in using if each.done())
+        hang.set()
+        await asyncio.gather(*using, return_exceptions=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(endpoints, "LONGEST_TURN_SECONDS", 0.1)
+        run(test)
+
+
+@pytest.mark.parametrize("host", [f"{'a' * 64}.example", "a..example", "\ud800.example"])
+def test_a_host_that_is_none_is_the_fault_of_its_endpoint(host: str) -> None:
+    """hookdeck/outpost#571: what a tenant got wrong counts as a fault of the pipeline."""
+
+    async def test() -> None:
+        sink = HttpEndpoints("hook", handler(1, url="{payload.url}"), Target("", "default", 1))
+        one: Any = (make_event(1, payload=json.dumps({"url": f"http://{host}/x"})),)
+        with pytest.raises(EndpointRejected):
+            await sink.deliver(Transaction(None, Commit(Lsn(0), Lsn(0), 0, 0), one))
+        await sink.close()
+
+    with stored_in_memory():
+        run(test)

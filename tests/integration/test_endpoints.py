@@ -366,3 +366,35 @@ def test_check_finds_what_a_lookup_lacks(outbox: Outbox) -> None:
         "handlers.hook.endpoints.select: has no column url, which url needs (columns: address)"
     ]
     assert not errors("select 'http://a' as url where %(host_id)s is not null and 1 %% 2 = 1")
+
+
+def test_what_one_tenants_events_lack_stops_no_other(outbox: Outbox, webhook: Webhook) -> None:
+    """A header that only some events have: those without it are dead letters, and the brake counts none of them."""
+    url = f"http://127.0.0.1:{webhook.port}/{{payload.tenant}}"
+    keys = sending(url, headers={"x-plan": "{payload.plan}", "x-tenant": "{host_id}"})
+    with relaying(outbox.settings(**keys, dead_letters={"brake": 2})):
+        for number in range(2, 8):
+            outbox.publish(host(number), event(number, payload={"tenant": "bad"}))
+        outbox.publish(host(1), event(1, payload={"tenant": "good", "plan": "x"}))
+        wait_until(lambda: len(of_tenant(webhook, 1)) == 1)
+        wait_until(lambda: len(dead(outbox)) == 6)
+    assert all("payload.plan" in each for each in dead(outbox))
+
+
+@pytest.mark.parametrize("status", [503, 410])
+def test_templates_in_headers_make_no_endpoint_of_a_fixed_url(
+    outbox: Outbox, webhook: Webhook, status: int
+) -> None:
+    """The sink stops for its only URL as without templates: nothing is dead-lettered, and little deferred."""
+    webhook.answers = lambda headers, body: Answer(status)
+    settings = outbox.settings(**sending(webhook.url))
+    with relaying(settings):
+        for number in range(40):
+            outbox.publish(host(number), event(number))
+        wait_until(lambda: outbox.column("select fault from relay.sinks") != [None])
+        wait_until(lambda: len(webhook.requests) > 2)
+        assert outbox.value("select count(*) from relay.deferred") < 20
+        webhook.answers = lambda headers, body: Answer()
+        wait_until(lambda: len({each.event["id"] for each in webhook.accepted}) == 40)
+    assert not dead(outbox)
+    assert outbox.value("select count(*) from relay.endpoints") == 0
