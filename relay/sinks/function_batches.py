@@ -95,7 +95,13 @@ class Deliveries:
         As `Delivery.transaction`. A block of which an earlier attempt has committed a part is not entered: the function
         ends there, and is called again with the others.
         """
+        self._choose()
         assert isinstance(self._sink, Function)  # noqa: S101
+        completions = [each._completion for each in self._completing]
+        return CompletingTransaction(self._sink.sessions, completions, self)
+
+    def _choose(self) -> None:
+        """Choose what a block completes. Raises RuntimeError if nothing is left."""
         if self._state is BlockState.NONE:
             self._completing = [
                 each for each in self._members if not (self._is_left_out(each) or each.is_completed)
@@ -105,8 +111,6 @@ class Deliveries:
                 "all deliveries of the batch have failed: there is nothing to complete"
             )
         self._is_closed = True
-        completions = [each._completion for each in self._completing]
-        return CompletingTransaction(self._sink.sessions, completions, self)
 
     @property
     def deadline(self) -> datetime:

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
@@ -19,7 +19,8 @@ from relay.event_types.upcasting import Upcasting
 from relay.model.events import FIELDS, Commit, Event, Events, Lsn, Transaction
 from relay.sinks import Attempt
 from relay.sinks.function import Delivery
-from relay.sinks.function_transactions import BlockState
+from relay.sinks.function_batches import Deliveries
+from relay.sinks.function_transactions import BlockState, Completing
 
 _HEADERS = "headers"
 _EMPTY = Commit(Lsn(0), Lsn(0), 0, 0)
@@ -92,6 +93,36 @@ async def deliver_async(
     return delivery
 
 
+def deliver_batch(
+    function: Callable[[Deliveries], Any],
+    *transactions: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    attempt: int = 1,
+    resource: Any = None,
+    timeout: float = 30.0,
+    conn: psycopg.Connection[Any] | None = None,
+    types: EventTypes | None = None,
+) -> GivenDeliveries:
+    """Call a function with `each: batch` once; returns the deliveries, with those that it has named in `failed`.
+
+    Each transaction is given by its events, or by one event. Their key of order is the host of the first event. An
+    `async def` runs in an event loop of its own. Raises what the function raises.
+    """
+    given = [[each] if isinstance(each, Mapping) else each for each in transactions]
+    deliveries = GivenDeliveries(
+        [
+            GivenDelivery(transaction(*each, attempt=attempt, types=types), resource, timeout, conn)
+            for each in given
+        ],
+        resource,
+        timeout,
+        conn,
+    )
+    returned = function(deliveries)
+    if inspect.isawaitable(returned):
+        asyncio.run(_whole(returned))
+    return deliveries
+
+
 def handle(
     function: Callable[[Transaction, psycopg.Cursor[Any]], Any],
     conn: psycopg.Connection[Any],
@@ -121,13 +152,51 @@ class GivenDelivery(Delivery):
         timeout: float = 30.0,
         conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | None = None,
     ) -> None:
-        super().__init__(_Given(timeout), transaction, Attempt((), None, 0, None), resource)
+        first = next(iter(transaction.events), None)
+        key = None if first is None else first.text("host_id")
+        keys = () if key is None else (key,)
+        super().__init__(_Given(timeout), transaction, Attempt(keys, None, 0, None), resource)
         self._conn = conn
 
     def transaction(self) -> Any:
         """A transaction of the given connection. Raises RuntimeError without one."""
         if self._conn is None:
             raise RuntimeError("give the connection that delivery.transaction() is to lend: conn=…")
+        return _GivenTransaction(self._conn, self)
+
+
+class GivenDeliveries(Deliveries):
+    """A batch of given deliveries: what a function of a test with `each: batch` gets."""
+
+    __slots__ = ("_conn",)
+
+    def __init__(
+        self,
+        members: Sequence[GivenDelivery],
+        resource: Any = None,
+        timeout: float = 30.0,
+        conn: psycopg.Connection[Any] | None = None,
+    ) -> None:
+        super().__init__(_Given(timeout), members, resource)
+        self._conn = conn
+
+    @property
+    def failed(self) -> dict[int, Exception]:
+        """What the function has named with `fail`, by the index of the transaction."""
+        return {self._indices[each]: error for each, error in self._failed.items()}
+
+    @property
+    def completed(self) -> list[int]:
+        """The indices of the transactions that a block has completed."""
+        return [index for each, index in self._indices.items() if each.is_completed]
+
+    def transaction(self) -> Any:
+        """A transaction of the given connection. Raises RuntimeError without one."""
+        if self._conn is None:
+            raise RuntimeError(
+                "give the connection that deliveries.transaction() is to lend: conn=…"
+            )
+        self._choose()
         return _GivenTransaction(self._conn, self)
 
 
@@ -143,7 +212,7 @@ class _Given:
 
 
 class _GivenTransaction:
-    def __init__(self, conn: Any, delivery: Delivery) -> None:
+    def __init__(self, conn: Any, delivery: Completing) -> None:
         self._conn = conn
         self._block = conn.transaction()
         self._delivery = delivery

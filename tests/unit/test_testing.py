@@ -11,9 +11,9 @@ import psycopg
 import pytest
 from pydantic import BaseModel
 
-from relay import Delivery, EventTypes, Fail, Transaction
+from relay import Deliveries, Delivery, EventTypes, Fail, Transaction
 from relay.faults import InvalidEvent
-from relay.testing import deliver, deliver_async, handle, transaction
+from relay.testing import deliver, deliver_async, deliver_batch, handle, transaction
 
 
 def test_a_transaction_has_what_is_given_and_what_is_left_out() -> None:
@@ -123,3 +123,36 @@ def test_handlers_run_in_transactions() -> None:
     with pytest.raises(Fail, match="2"):
         handle(apply, conn, {}, {})
     assert conn.notes[-1] == "rollback"
+
+
+def test_a_batch_has_what_is_named_and_what_is_completed() -> None:
+    conn: Any = Connection()
+    given: list[dict[str, Any]] = [
+        {"host_id": UUID(int=number % 2), "payload": {"n": number}} for number in range(5)
+    ]
+    seen: list[int] = []
+
+    def write(deliveries: Deliveries) -> None:
+        for each in deliveries:
+            (event,) = each.events
+            seen.append(event.payload["n"])
+            if event.payload["n"] == 1:
+                deliveries.fail(each, Fail("one"))
+        with deliveries.transaction() as lent:
+            assert lent is conn
+
+    deliveries = deliver_batch(write, *given, conn=conn)
+    # 3 follows 1.
+    assert seen == [0, 1, 2, 4]
+    assert list(map(str, deliveries.failed.values())) == ["one"]
+    assert list(deliveries.failed) == [1]
+    assert deliveries.completed == [0, 2, 4]
+    assert conn.notes == ["begin", "commit"]
+
+    async def read(deliveries: Deliveries) -> None:
+        seen[:] = [len(each) for each in deliveries]
+
+    deliver_batch(read, {}, [{}, {}])
+    assert seen == [1, 2]
+    with pytest.raises(RuntimeError, match="conn="):
+        deliver_batch(lambda deliveries: deliveries.transaction(), {})
