@@ -10,6 +10,7 @@ from typing import Self
 
 from relay.config.settings import ConsoleSettings, Settings
 from relay.faults import ConfigurationError
+from relay.runtime import forks
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Server:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+            forks.keep(self._socket)
         except OSError as error:
             raise ConfigurationError(
                 f"observe.console.listen: cannot listen on {self._listen}: {error.strerror}: choose another address"

@@ -20,6 +20,7 @@ from relay.config.settings import Address
 from relay.faults import ConfigurationError
 from relay.observe.liveness import Health, Level
 from relay.observe.metrics import Metrics, Site
+from relay.runtime import forks
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +144,7 @@ class _BoundedServer(ThreadingHTTPServer):
     def server_bind(self) -> None:
         # As the base class does, but without resolving the host's name, which may take long.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        forks.keep(self.socket)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]

@@ -34,6 +34,7 @@ from relay.faults import (
     spoils_session,
 )
 from relay.model.events import Lsn
+from relay.runtime import forks
 from relay.store import refusals, session_settings
 from relay.store.session_settings import LOCK_TIMEOUT, SessionKind
 
@@ -159,12 +160,13 @@ def opened(
     dsn: Dsn, open_connection: Callable[..., psycopg.Connection[Any]], **options: Any
 ) -> psycopg.Connection[Any]:
     """Open a connection with the secrets as they are now. Raises psycopg.OperationalError."""
-    if isinstance(dsn, str):
-        return open_connection(dsn, **options)
     try:
-        return open_connection(dsn.conninfo(), **options)
+        conn = open_connection(dsn if isinstance(dsn, str) else dsn.conninfo(), **options)
     except SecretUnavailable as error:
-        raise NoCredentials(f"{dsn.key}: {error}") from None
+        key = "" if isinstance(dsn, str) else f"{dsn.key}: "
+        raise NoCredentials(f"{key}{error}") from None
+    forks.keep(conn)
+    return conn
 
 
 def _opened_noting(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 
 from relay import Delivery
 from relay.admin.dead_letters import DeadLetters
+from relay.demo.embedded import free_port
 from relay.sinks import function_calls
 from relay.sinks.function_calls import LoopCalls, ThreadCalls
 from relay.store.connections import connect
@@ -378,3 +381,42 @@ def test_a_thread_of_the_function_does_not_hold_up_the_end(outbox: Outbox, tmp_p
         wait_until(file.exists)
         assert service.terminate() == 0
         assert service.said("the process ends while threads go on")
+
+
+PROCESSES: list[ProcessPoolExecutor] = []
+
+
+def in_a_process(delivery: Delivery) -> None:
+    """Work in a pool of processes; note the process of relay and that of the pool."""
+    if not PROCESSES:
+        PROCESSES.append(ProcessPoolExecutor(1))
+    worker = PROCESSES[0].submit(os.getpid).result()
+    with Path(os.environ["TEST_FUNCTION_FILE"]).open("a") as file:
+        print(os.getpid(), worker, file=file)
+
+
+def test_what_was_forked_keeps_no_session_and_no_address(outbox: Outbox, tmp_path: Path) -> None:
+    """que-rb/que#30, unjs/env-runner#23, topoteretes/cognee#4249: orphans of a killed worker hold its connections."""
+    more = {**calling("in_a_process"), "observe": {"listen": f"127.0.0.1:{free_port()}"}}
+    config, file = outbox.config_file(tmp_path / "relay.yaml", **more), tmp_path / "worked"
+    outbox.install_again(outbox.settings(**more))
+    own = """
+        select count(*) from pg_stat_activity
+         where starts_with(application_name, 'relay') and datname = current_database()
+    """
+    with running(config, TEST_FUNCTION_FILE=str(file)) as service:
+        service.wait_said("reading the WAL")
+        outbox.publish(host(1), event(1))
+        wait_until(lambda: file.exists() and len(file.read_text().split()) == 2)
+        service.kill()
+    worker = int(file.read_text().split()[1])
+    try:
+        assert Path(f"/proc/{worker}").exists()
+        wait_until(lambda: outbox.value(own) == 0, 20)
+        with running(config, TEST_FUNCTION_FILE=str(file)):
+            outbox.publish(host(1), event(2))
+            wait_until(lambda: len(file.read_text().split()) >= 4)
+    finally:
+        for each in {worker, *map(int, file.read_text().split()[3::2])}:
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
