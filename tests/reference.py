@@ -351,12 +351,18 @@ def columns(made: re.Match[str], whole: str) -> dict[str, str]:
     return dict([*_COLUMN.findall(made["columns"]), *added])
 
 
+_SHOWN = {
+    "relay.watermarks": "relay.completeness",
+    "relay.queue_items": "relay.queue_items",
+}
+"""Whose columns a view shows, where that is not relay.positions."""
+
+
 def columns_of_view(made: re.Match[str], said: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """The columns of a view, and what they mean in the table that it shows."""
     for column in made["columns"].split(", "):
         name = column.partition(".")[2]
-        shown = "relay.completeness" if made["name"] == "relay.watermarks" else "relay.positions"
-        yield f"`{name}`", meaning(shown, name, said)
+        yield f"`{name}`", meaning(_SHOWN.get(made["name"], "relay.positions"), name, said)
 
 
 def meaning(table_name: str, column: str, said: Mapping[str, str]) -> str:

@@ -185,6 +185,14 @@ class PythonHandler(AnyHandler):
     """How a transaction is retried after RetryLater or, with `on: any`, after any fault."""
 
 
+class QueueHandler(AnyHandler):
+    """A work queue: the events become messages that workers take."""
+
+    type: Alike[Literal["queue"]]
+    queue: Alike[Annotated[str, Field(min_length=1, max_length=100)] | None] = None
+    """The queue, which somebody has declared (`relay.declare_queue`); null: that of the handler's name."""
+
+
 class JdbcSettings(Section):
     """A table of a PostgreSQL database."""
 
@@ -882,6 +890,7 @@ class KafkaHandler(BrokerHandler):
 _OWN_KINDS: tuple[type[AnyHandler], ...] = (
     SqlHandler,
     PythonHandler,
+    QueueHandler,
     SparkHandler,
     FunctionHandler,
     HttpHandler,

@@ -35,11 +35,17 @@ def of_host(host: str) -> str:
 
 def of_event(kind: str, event: Event, fields: Iterable[str]) -> str:
     """The key of an event's host, a kind of key such as `user`, and some fields."""
-    within = " ".join((kind, *(event.text(field) or "" for field in fields)))
+    values = (event.text(field) or "" for field in fields)
+    return of_values(kind, event.text("host_id") or "", values)
+
+
+def of_values(kind: str, host: str, values: Iterable[str]) -> str:
+    """The key of a host, a kind of key such as `user`, and some values."""
+    within = " ".join((kind, *values))
     octets = within.encode("utf-8", "surrogateescape")
     if len(octets) > LONGEST:
         within = f"{kind} {sha256(octets).hexdigest()}"
-    return f"{host_part(event.text('host_id') or '')} {within}"
+    return f"{host_part(host)} {within}"
 
 
 _BLOCK = 12

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import psycopg
 
-from relay.config.handlers import PythonHandler
+from relay.config.handlers import PythonHandler, QueueHandler
 from relay.config.settings import Settings
 from relay.faults import Braked, RelayError, TooLarge, timed_out
 from relay.model.batch import DeadLetterReport, Range, Task, TaskOutcome, Work
@@ -36,9 +36,11 @@ from relay.pipeline.deferral import DeferralRules
 from relay.pipeline.failure_limit import FailureLimit, store_streaks
 from relay.pipeline.handling import HandlerFailed, HandlerRunner, HandlingMode, reason_of
 from relay.pipeline.ranges import RangeReader, is_early, last_positions
-from relay.pipeline.routing import Assignment, BatchRouter
+from relay.pipeline.routing import Assignment, BatchRouter, chooser
 from relay.pipeline.settlement import Settlement, Unsettled
 from relay.pipeline.tracing import joined, trace_record, traced_as
+from relay.queues.declared import Declared, DeclaredQueues
+from relay.queues.filling import QUEUES
 from relay.source.outbox.rows import not_received
 from relay.store import brakes
 from relay.store.connections import Connection
@@ -83,11 +85,18 @@ class Applier:
 
     def __init__(self, settings: Settings, connections: int, keeps_alive: bool = False) -> None:
         """`keeps_alive`: the server ends a session in a transaction whose process gives no sign of life."""
+        # The declared queues are a handler like others: what fails there is isolated, and counts for the brake.
+        declared = QueueHandler(type="queue", order_by="none")
+        handlers = {**settings.handlers, QUEUES: declared}
+        settings = settings.model_copy(update={"handlers": handlers})
         self._group = settings.group
         self._durable = settings.target.durable
         self._router = BatchRouter(settings)
         self._deferral_rules = DeferralRules(settings, self._router)
-        self._handler_runner = HandlerRunner(settings, self._deferral_rules, connections)
+        self._queues = DeclaredQueues(settings.group, chooser)
+        self._handler_runner = HandlerRunner(
+            settings, self._deferral_rules, connections, self._queues
+        )
         self.active_jobs = self._handler_runner.active_jobs
         self._pool = HandlerPool(
             settings.target_dsn,
@@ -187,7 +196,8 @@ class Applier:
                 reached = {} if self._durable else _reached_lsns(positions)
                 return TaskOutcome(task.partitions, skipped=task.events, reached=reached)
             limit = FailureLimit(self._limits, locked.streaks)
-            delivered = self._deliver(conn, fresh, locked.holding, mode, limit)
+            declared = self._queues.at(conn, locked.queues)
+            delivered = self._deliver(conn, fresh, locked.holding, mode, limit, declared)
             moved = advances(fresh, task.touched)
             noted = None
             if locked.last is not None:
@@ -230,7 +240,8 @@ class Applier:
             hosts = left.distinct_hosts
             locked = offsets.lock(conn, self._group, list(lower_bounds), hosts)
             limit = FailureLimit(self._limits, locked.streaks)
-            all_delivered.append(self._deliver(conn, left, locked.holding, mode, limit))
+            declared = self._queues.at(conn, locked.queues)
+            all_delivered.append(self._deliver(conn, left, locked.holding, mode, limit, declared))
         ends = last_positions(task, lower_bounds)
         offsets.polled(conn, self._group, positions, ends, task.upto, self._durable)
         return _outcome(task, events, 0, all_delivered, count)
@@ -242,9 +253,10 @@ class Applier:
         holding: set[str],
         mode: HandlingMode,
         limit: FailureLimit,
+        declared: Declared | None,
     ) -> _Delivered:
         """Run the handlers of transactions, and settle those that were not applied."""
-        assigned = self._router.route(transactions)
+        assigned = self._router.route(transactions, declared)
         dispositions, keys = self._deferral_rules.split(conn, assigned, holding)
         flowing = transactions.besides(dispositions)
         left = assigned.take(flowing) if dispositions else assigned
@@ -320,7 +332,10 @@ class Applier:
             self.active_jobs.enters(conn)
             due = deferred_due.claim(conn, self._group, DUE_AT_ONCE, limits.max_bytes)
             stuck: set[str] = set()
-            found = [self._redeliver(conn, run, mode, stuck) for run in deferred_due.runs(due)]
+            declared = self._queues.current(conn) if due else None
+            found = [
+                self._redeliver(conn, run, mode, stuck, declared) for run in deferred_due.runs(due)
+            ]
         return Redelivery(
             sum(each.tried for each in found),
             sum(each.applied for each in found),
@@ -329,7 +344,12 @@ class Applier:
         )
 
     def _redeliver(
-        self, conn: Connection, run: Sequence[DueTransaction], mode: HandlingMode, stuck: set[str]
+        self,
+        conn: Connection,
+        run: Sequence[DueTransaction],
+        mode: HandlingMode,
+        stuck: set[str],
+        declared: Declared | None,
     ) -> Redelivery:
         """Retry transactions of one table layout, but for those with a key that is `stuck`.
 
@@ -356,7 +376,7 @@ class Applier:
         failure_limits = {} if dead_before else self._limits
         streaks = {} if dead_before else brakes.streaks(conn, self._group)
         limit = FailureLimit(failure_limits, streaks, defers=True)
-        assigned = self._router.route(transactions)
+        assigned = self._router.route(transactions, declared)
         dispositions = self._handler_runner.handle(conn, assigned, mode, histories, limit)
         if not dead_before:
             for fault in store_streaks(

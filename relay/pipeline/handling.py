@@ -16,7 +16,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from relay import handlers
-from relay.config.handlers import PythonHandler
+from relay.config.handlers import PythonHandler, QueueHandler
 from relay.config.settings import Settings
 from relay.event_types.registry import registered
 from relay.event_types.upcasting import Upcasting
@@ -47,6 +47,8 @@ from relay.pipeline.deferral import DeferralRules
 from relay.pipeline.failure_limit import FailureLimit
 from relay.pipeline.retry_policy import DropLog, RetryPolicy
 from relay.pipeline.routing import Assignment, Parts
+from relay.queues.declared import DeclaredQueues
+from relay.queues.filling import QUEUES, Filling
 from relay.runtime.retry import LONGEST_WAIT_SECONDS
 from relay.store import suspects
 from relay.store.connections import Connection
@@ -82,13 +84,25 @@ class HandlingMode(Enum):
 class HandlerRunner:
     """Runs the transactional handlers. Raises ConfigurationError when one cannot be built."""
 
-    def __init__(self, settings: Settings, deferral_rules: DeferralRules, connections: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        deferral_rules: DeferralRules,
+        connections: int,
+        queues: DeclaredQueues,
+    ) -> None:
         self._settings = settings
         self._deferral_rules = deferral_rules
         self._connections = connections
-        self._transactional = handlers.build(
-            settings.handlers, settings.source.sql_types, Upcasting(registered(settings.events))
-        )
+        upcaster = Upcasting(registered(settings.events))
+        built = handlers.build(settings.handlers, settings.source.sql_types, upcaster)
+        for name, each in settings.handlers.items():
+            if isinstance(each, QueueHandler):
+                queue = None if name == QUEUES else each.queue or name
+                built[name] = Filling(name, lambda: queues.known, upcaster, queue)
+        self._transactional: dict[str, handlers.Handler] = {
+            name: built[name] for name in settings.handlers if name in built
+        }
         self._defers = {
             name: RetryPolicy(name, each.retry)
             for name, each in settings.handlers.items()
@@ -105,7 +119,7 @@ class HandlerRunner:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the transactional handlers, in the configuration's order."""
+        """The names of the transactional handlers, in the configuration's order, the declared queues last."""
         return tuple(self._transactional)
 
     def note_orderly_exit(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -17,8 +17,17 @@ from relay.config.settings import Route, Scalar, Settings
 from relay.faults import NotRouted, Undecodable, Unrouted
 from relay.model import exact_json
 from relay.model.events import COMMIT_FIELDS, NOTE, Event, Events, Tuples
-from relay.model.transactions import Mask, Routed, Transactions, Undecoded, text
+from relay.model.transactions import (
+    ColumnDecoder,
+    Mask,
+    Routed,
+    Transactions,
+    Undecoded,
+    text,
+)
 from relay.model.tuples import RowDecoder
+from relay.queues.declared import Chooser, Declared
+from relay.queues.filling import QUEUES
 
 _LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
 _NEVER = datetime(9999, 12, 31, tzinfo=UTC)
@@ -154,6 +163,24 @@ class Assignment:
             refused,
         )
 
+    def also(self, handler: str, chosen: Sequence[bool]) -> Assignment:
+        """The same transactions, of which some events go to one more handler; `chosen` has an element for each event.
+
+        Refused transactions go nowhere.
+        """
+        if not any(chosen):
+            return self
+        if self._every is not None and all(chosen):
+            return Assignment(self.transactions, self.decoder, (*self._every, handler))
+        before = repeat(self._every) if self._every is not None else iter(self._names)
+        kept = [index not in self.refused for index in range(len(self))]
+        of_events = np.repeat(kept, self.transactions.facts["events"]).tolist()
+        names = [
+            (*names, handler) if wanted and keep else names
+            for names, wanted, keep in zip(before, chosen, of_events, strict=False)
+        ]
+        return Assignment(self.transactions, self.decoder, None, names, self.refused)
+
     def without(self, handler: str) -> Assignment:
         """The same transactions, of which no event goes to one handler."""
         return Assignment(
@@ -187,18 +214,26 @@ class BatchRouter:
         self._mapping = settings.source.mapping
         self._decoders: dict[tuple[str, ...], RowDecoder] = {}
 
-    def route(self, transactions: Transactions) -> Assignment:
+    def route(self, transactions: Transactions, declared: Declared | None = None) -> Assignment:
         """Find the handlers of all events; a refused transaction has none.
 
-        Raises Unrouted for an event without a route if `unrouted` is `fail`.
+        Events that go into a queue of `declared` have the handler QUEUES too. Queues are no routes: an event that no
+        route matches is refused all the same. Raises Unrouted for an event without a route if `unrouted` is `fail`.
         """
+        assigned = self._by_routes(transactions)
+        if declared is None or assigned.decoder is None:
+            return assigned
+        chosen = declared.choose(transactions, assigned.decoder)
+        return assigned.also(QUEUES, [bool(names) for names in chosen])
+
+    def _by_routes(self, transactions: Transactions) -> Assignment:
         if not len(transactions):
             return Assignment(transactions, None, ())
         decoder = self.decoder(transactions.columns)
         # Whatever matches an event that cannot be decoded says nothing.
         refused = self._undecodable(transactions) if NOTE in transactions.columns else {}
         if self._rules.fields:
-            chosen = list(self._chosen(transactions, decoder))
+            chosen = list(handlers_of_events(self._rules, transactions, decoder))
         else:
             every = self._rules.choose(())
             if every and not refused:
@@ -254,30 +289,6 @@ class BatchRouter:
             notes.setdefault(index, []).append(f"event {number}: {note}")
         return {index: Undecodable(_few(shown)) for index, shown in notes.items()}
 
-    def _chosen(self, transactions: Transactions, decoder: RowDecoder) -> Iterator[Names]:
-        """The handlers of each event."""
-        fields = self._rules.fields
-        stored = [field for field in fields if field not in COMMIT_FIELDS]
-        of_commits = self._of_commits(transactions) if len(stored) < len(fields) else {}
-        for rows in transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
-            values: dict[str, Iterable[str | None]] = {
-                field: islice(found, len(rows)) for field, found in of_commits.items()
-            }
-            for field, column in zip(stored, decoder.columns(rows, stored), strict=True):
-                values[field] = (None if value is None else text(value) for value in column)
-            yield from map(
-                self._rules.choose, zip(*(values[field] for field in fields), strict=True)
-            )
-
-    def _of_commits(self, transactions: Transactions) -> dict[str, Iterator[str | None]]:
-        """For each field of commits, its value for each event."""
-        events = transactions.facts["events"].tolist()
-        columns = zip(*(each.commit.fields for each in transactions), strict=True)
-        return {
-            field: chain.from_iterable(map(repeat, values, events))
-            for field, values in zip(COMMIT_FIELDS, columns, strict=True)
-        }
-
     def _without_route(
         self, transactions: Transactions, chosen: Sequence[Names], refused: Collection[int]
     ) -> Refused:
@@ -308,6 +319,40 @@ class BatchRouter:
         if decoder is None:
             decoder = self._decoders[columns] = RowDecoder(columns, self._mapping)
         return decoder
+
+
+def chooser(routes: Sequence[Route]) -> Chooser:
+    """What yields the handlers of each event by some routes."""
+    return partial(handlers_of_events, RouteRules(routes))
+
+
+def handlers_of_events(
+    rules: RouteRules, transactions: Transactions, decoder: ColumnDecoder
+) -> Iterator[Names]:
+    """Yield the names of the handlers of each event, in order, by some rules."""
+    fields = rules.fields
+    if not fields:
+        yield from repeat(rules.choose(()), transactions.events)
+        return
+    stored = [field for field in fields if field not in COMMIT_FIELDS]
+    of_commits = _of_commits(transactions) if len(stored) < len(fields) else {}
+    for rows in transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
+        values: dict[str, Iterable[str | None]] = {
+            field: islice(found, len(rows)) for field, found in of_commits.items()
+        }
+        for field, column in zip(stored, decoder.columns(rows, stored), strict=True):
+            values[field] = (None if value is None else text(value) for value in column)
+        yield from map(rules.choose, zip(*(values[field] for field in fields), strict=True))
+
+
+def _of_commits(transactions: Transactions) -> dict[str, Iterator[str | None]]:
+    """For each field of commits, its value for each event."""
+    events = transactions.facts["events"].tolist()
+    columns = zip(*(each.commit.fields for each in transactions), strict=True)
+    return {
+        field: chain.from_iterable(map(repeat, values, events))
+        for field, values in zip(COMMIT_FIELDS, columns, strict=True)
+    }
 
 
 def _moment_of(value: str) -> datetime:

@@ -122,6 +122,16 @@ def _erase_from_target(
         "delete from relay.dead_letter_queue where group_id = %(group)s and host_id = %(host)s",
         of,
     ).rowcount
+    report.removed["messages of queues"] = sum(
+        target.execute(
+            sql.SQL(
+                "delete from {} where host_id = %(host)s"
+                " and queue_id in (select id from relay.queues where group_id = %(group)s)"
+            ).format(sql.Identifier("relay", table)),
+            of,
+        ).rowcount
+        for table in ("queue_messages", "queue_dead_letters")
+    )
     report.removed["deferred transactions"] = target.execute(
         "delete from relay.deferred where group_id = %(group)s and hosts = array[%(host)s::text]",
         of,

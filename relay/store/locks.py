@@ -11,6 +11,7 @@ Every function raises psycopg.Error.
 | `sink` | target | the instance that works a sink |
 | `completions` | target | a database transaction that completes a delivery, shared; one that moves the sink |
 | `chain` | target | the database transaction that changes the snapshots of a group |
+| those of `relay.begin_messages` and `begin_times` | target | who puts messages into queues, shared, to its commit |
 | that of `relay.lock_streaks` in `sql/` | target | the database transaction that changes `relay.brakes` |
 | `retention` | source | the instance that creates and drops partitions of the outbox |
 

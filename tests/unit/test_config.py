@@ -311,11 +311,11 @@ def test_an_unknown_key_that_is_like_no_other_suggests_nothing() -> None:
         ("handlers: {h: text}", "handlers.h: "),
         (
             "handlers: {h: {type: ftp}}",
-            "handlers.h.type: must be one of sql, python, spark, function, http, redis",
+            "handlers.h.type: must be one of sql, python, queue, spark, function, http, redis",
         ),
         (
             "handlers: {h: {statement: x}}",
-            "handlers.h.type: must be one of sql, python, spark, function, http, redis",
+            "handlers.h.type: must be one of sql, python, queue, spark, function, http, redis",
         ),
         ("handlers: {h: {type: sql}}", "handlers.h.statement: is required"),
         ("handlers: {h: {type: sql, statement: ''}}", "handlers.h.statement: "),

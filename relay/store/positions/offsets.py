@@ -55,7 +55,7 @@ class Locked:
 
     `last` is the newest snapshot of the group, None where only the WAL is read. `holding` are those of the task's hosts
     that have a held key, `streaks` are those of failing handlers, and `source_epoch` is that of `relay.groups`, None
-    for a group that has never run.
+    for a group that has never run. `queues` is the revision of the group's queues, None where there never was one.
     """
 
     positions: Mapping[int, PartitionPosition]
@@ -63,6 +63,7 @@ class Locked:
     holding: set[str]
     streaks: dict[str, Streak]
     source_epoch: int | None
+    queues: int | None
 
     @property
     def has_no_open_difference(self) -> bool:
@@ -84,6 +85,12 @@ _SELECT: LiteralString = """
     select partition_id, number, applied_lsn::text, snapshot_id, polled_offset, next_offset
       from relay.consumer_offsets where group_id = %s and topic_id = %s
 """
+
+_LOCK: LiteralString = """
+    select locked.*, case when partition_id is null then relay.queues_revision(%s) end
+      from relay.lock_positions(%s, %s, %s::int[], %s::text[]) as locked
+"""
+"""The function in FROM has returned before the one in the list is called, so that its lock is held."""
 
 _APPEND = sql.SQL(
     """
@@ -143,9 +150,8 @@ def lock(
     """
     codec = codec_of(conn)
     asked = {writable(host_part(host), codec): host for host in hosts}
-    *rows, (_, _, _, last, _, _, snapshot, holding, streaks, epoch) = conn.execute(
-        "select * from relay.lock_positions(%s, %s, %s::int[], %s::text[])",
-        (group, TOPIC, literals.of_numbers(partitions), literals.of_texts(asked)),
+    *rows, (_, _, _, last, _, _, snapshot, holding, streaks, epoch, queues) = conn.execute(
+        _LOCK, (group, group, TOPIC, literals.of_numbers(partitions), literals.of_texts(asked))
     )
     positions = {each.partition_id: each for each in _positions(rows)}
     missing = [partition for partition in partitions if partition not in positions]
@@ -156,7 +162,12 @@ def lock(
         )
     newest = None if last is None else ChainLink(last, Snapshot.parse(snapshot))
     return Locked(
-        positions, newest, {asked[host] for host in holding or ()}, streaks_of(streaks), epoch
+        positions,
+        newest,
+        {asked[host] for host in holding or ()},
+        streaks_of(streaks),
+        epoch,
+        queues,
     )
 
 

@@ -1,0 +1,88 @@
+"""The declared queues of a group, as tasks know them.
+
+Whoever declares a queue raises the group's revision in the same transaction. Each task reads the revision in its own
+database transaction, after it has received its events: so an event that was published after a declaration had committed
+is applied by a task that knows it. The queues themselves are read again only where the revision has changed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import psycopg
+
+from relay.config.settings import Route
+from relay.model.transactions import ColumnDecoder, Transactions
+
+REVISION = "relay.queues_revision(%s)"
+"""The SQL expression of a group's revision, null for a group that never had a queue."""
+
+
+Chooser = Callable[[Transactions, ColumnDecoder], Iterator[tuple[str, ...]]]
+"""Yields the names of the queues that each event goes into, in order."""
+
+
+class DeclaredQueue(NamedTuple):
+    """A queue, and what orders its messages."""
+
+    id: int
+    name: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """The queues of a group at a revision, or at a later one, and what chooses among them."""
+
+    revision: int
+    queues: Mapping[str, DeclaredQueue]
+    choose: Chooser
+
+
+_READ = "select id, name, key, match from relay.queues where group_id = %s order by id"
+
+
+class DeclaredQueues:
+    """Keeps the queues of a group. Threads share it; it never goes back to an older revision."""
+
+    def __init__(self, group: str, chooser: Callable[[Sequence[Route]], Chooser]) -> None:
+        """`chooser` makes of routes to queues what chooses among these."""
+        self._group = group
+        self._chooser = chooser
+        self._lock = threading.Lock()
+        self._known: Declared | None = None
+
+    @property
+    def known(self) -> Declared | None:
+        """The queues as they were read last; None before the first declaration."""
+        return self._known
+
+    def at(self, conn: psycopg.Connection[Any], revision: int | None) -> Declared | None:
+        """The queues at a revision or at a later one; None where no queue was ever declared. Raises psycopg.Error."""
+        if revision is None:
+            return None
+        known = self._known
+        if known is not None and known.revision >= revision:
+            return known
+        found = self._read(conn, revision)
+        with self._lock:
+            if self._known is None or self._known.revision < revision:
+                self._known = found
+            return self._known
+
+    def current(self, conn: psycopg.Connection[Any]) -> Declared | None:
+        """The queues as a statement of this transaction sees them. Raises psycopg.Error."""
+        row = conn.execute("select " + REVISION, (self._group,)).fetchone()
+        return self.at(conn, row[0] if row else None)
+
+    def _read(self, conn: psycopg.Connection[Any], revision: int) -> Declared:
+        queues, routes = {}, []
+        for number, name, key, match in conn.execute(_READ, (self._group,)):
+            queues[name] = DeclaredQueue(number, name, key)
+            if match is not None:
+                route = {"match": match, "handlers": [name], "continue": True}
+                routes.append(Route.model_validate(route))
+        return Declared(revision, queues, self._chooser(routes))

@@ -1,0 +1,165 @@
+"""Puts events into queues: a transactional handler, so that messages, effects and offsets commit together.
+
+Messages are copied into `relay.queue_messages` in the order of the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice, repeat
+
+import numpy as np
+from psycopg import sql
+
+from relay.config.fields import dig, split
+from relay.event_types.current_version import routed_as_current
+from relay.event_types.upcasting import Upcasting
+from relay.faults import ConfigurationError
+from relay.handlers import copy_binary
+from relay.model import exact_json
+from relay.model.keys import of_host, of_values
+from relay.model.transactions import Int64Array, Routed, Values, text
+from relay.queues.declared import Declared
+from relay.store.connections import Connection
+
+QUEUES = "relay.queues"
+"""The name under which the declared queues are a handler: what routes lead to them is not in the configuration."""
+
+_ROWS_AT_ONCE = 10_000
+_BYTES_AT_ONCE = 4 * 1024 * 1024
+_FIELDS: Mapping[str, tuple[str, str]] = {
+    "id": ("event_id", "text"),
+    "event_type": ("event_type", "text"),
+    "host_id": ("host_id", "text"),
+    "user_id": ("user_id", "text"),
+    "aggregate_type": ("aggregate_type", "text"),
+    "aggregate_id": ("aggregate_id", "text"),
+    "aggregate_version": ("aggregate_version", "bigint"),
+    "event_ts": ("event_ts", "timestamptz"),
+    "transaction_id": ("transaction_id", "text"),
+    "payload": ("payload", "jsonb"),
+    "metadata": ("metadata", "jsonb"),
+}
+"""The column of a message, and its type, for each field of an event that it has."""
+_TYPES = {"key": "text", **dict(_FIELDS.values())}
+_KEY_FIELDS = {
+    "host": ("host_id",),
+    "user": ("host_id", "user_id"),
+    "aggregate": ("host_id", "aggregate_type", "aggregate_id"),
+}
+_BEGIN = "select relay.begin_messages()"
+_COPY = sql.SQL("copy relay.queue_messages (queue_id, {}) from stdin (format {})")
+
+
+class Filling:
+    """Puts events into the declared queues that they match, or all of them into one queue."""
+
+    def __init__(
+        self,
+        name: str,
+        known: Callable[[], Declared | None],
+        upcaster: Upcasting,
+        queue: str | None = None,
+    ) -> None:
+        """`known` returns the queues that the current task has read, or later ones."""
+        self.name = name
+        self._known = known
+        self._upcaster = upcaster
+        self._queue = queue
+
+    def configure(self, conn: Connection) -> None:
+        """Do nothing: the tables are relay's own."""
+
+    def check(self, conn: Connection) -> None:
+        """Do nothing: whoever declares a queue is told at once what is wrong."""
+
+    def apply(self, conn: Connection, routed: Routed) -> None:
+        """Copy each event, in the current version of its type, into the queues that it matches as it was published.
+
+        Raises ConfigurationError if the queue of the handler is not declared.
+        """
+        declared = self._known()
+        chosen: Iterator[tuple[str, ...]]
+        if self._queue is not None:
+            if declared is None or self._queue not in declared.queues:
+                raise ConfigurationError(
+                    f"handlers.{self.name}.queue: there is no queue {self._queue!r} that the group fills: declare it "
+                    "with relay.declare_queue"
+                )
+            chosen = repeat((self._queue,), routed.events)
+        elif declared is not None:
+            chosen = declared.choose(routed.transactions, routed.decoder)
+        else:
+            return
+        keyed = {field for each in declared.queues.values() for field in _fields_of(each.key)}
+        fields = tuple(dict.fromkeys((*_FIELDS, *keyed)))
+        current = routed_as_current(routed, self._upcaster)
+        begun = False
+        for rows in routed.transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
+            queues = [
+                [declared.queues[name] for name in names] for names in islice(chosen, len(rows))
+            ]
+            events = [index for index, each in enumerate(queues) for _ in each]
+            if not events:
+                continue
+            if not begun:
+                conn.execute(_BEGIN)
+                begun = True
+            values = dict(zip(fields, current.decoder.columns(rows, fields), strict=True))
+            messages = list(zip(events, chain.from_iterable(queues), strict=True))
+            columns: dict[str, Values] = {
+                column: [values[field][index] for index in events]
+                for field, (column, _) in _FIELDS.items()
+            }
+            columns["key"] = [_key(queue.key, values, index) for index, queue in messages]
+            _copy(conn, np.array([queue.id for _, queue in messages], np.int64), columns)
+
+
+def _fields_of(key: str) -> tuple[str, ...]:
+    """The fields of events that a queue's key is made of."""
+    if key == "none":
+        return ()
+    return _KEY_FIELDS.get(key) or ("host_id", split(key)[0])
+
+
+def _key(kind: str, values: Mapping[str, Values], index: int) -> bytes | None:
+    """The key of the event at an index for a queue; None where nothing orders it."""
+    if kind == "none":
+        return None
+    host, *within = (_text(values[field][index]) for field in _fields_of(kind))
+    if kind == "host":
+        return of_host(host).encode()
+    if kind not in _KEY_FIELDS:
+        _, path = split(kind)
+        try:
+            found, value = dig(exact_json.loads(within[0]), path)
+        except ValueError:
+            return None
+        if not found or value is None:
+            return None
+        within = [value if isinstance(value, str) else exact_json.dumps(value, "")]
+    return of_values(kind, host, within).encode()
+
+
+def _text(value: bytes | None) -> str:
+    return "" if value is None else text(value)
+
+
+def _copy(conn: Connection, numbers: Int64Array, columns: Mapping[str, Values]) -> None:
+    """Copy messages: the id of the queue of each, and its columns as PostgreSQL's text."""
+    binary = copy_binary.rows(numbers, columns, _TYPES)
+    with conn.cursor() as cursor:
+        if binary is not None:
+            order, data = binary
+            with cursor.copy(_statement(order, "binary")) as copy:
+                copy.write(copy_binary.START)
+                copy.write(data)
+                copy.write(copy_binary.END)
+            return
+        with cursor.copy(_statement(columns, "text")) as copy:
+            for number, *row in zip(numbers.tolist(), *columns.values(), strict=True):
+                copy.write_row([number, *(None if each is None else text(each) for each in row)])
+
+
+def _statement(columns: Iterable[str], form: str) -> sql.Composed:
+    return _COPY.format(sql.SQL(", ").join(map(sql.Identifier, columns)), sql.Identifier(form))

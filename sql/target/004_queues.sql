@@ -1,0 +1,898 @@
+-- Work queues: rows that any number of workers take. relay fills them from the log in the commit of the target that applies the
+-- events. Needs 001_target.sql. The design: docs/explanation/queues.md.
+
+create table if not exists relay.queues (
+    id          bigint      generated always as identity primary key,
+    group_id    text        not null,
+    name        text        not null unique,
+    match       jsonb,
+    key         text        not null default 'none',
+    attempts    int         not null default 5,
+    backoff     interval    not null default '1 second',
+    max_backoff interval    not null default '5 minutes',
+    workers     text        not null,
+    paused_at   timestamptz,
+    paused_by   text,
+    declared_at timestamptz not null default clock_timestamp()
+);
+
+comment on table relay.queues is
+    'the declared queues: relay.declare_queue writes them';
+comment on column relay.queues.match is
+    'which events of the log go into the queue, as in a route; null: none, only direct messages do';
+comment on column relay.queues.key is
+    'what orders its messages: none, host, user, aggregate, or a path into payload or metadata, within a host';
+comment on column relay.queues.workers is
+    'the role whose members may take from the queue';
+
+-- Counts the declarations of a group: each task reads it, and reads the queues again where it has changed.
+create table if not exists relay.queue_revisions (
+    group_id text   primary key,
+    revision bigint not null
+);
+
+comment on column relay.queue_revisions.revision is
+    'how often a queue of the group was declared, changed or dropped';
+
+create sequence if not exists relay.queue_message_ids;
+
+-- The messages that are not done. One that is at hand has no available_at; one that waits for a time, a retry or the end of a lease
+-- has one, and is in other indexes.
+create table if not exists relay.queue_messages (
+    id                bigint      not null default nextval('relay.queue_message_ids'),
+    queue_id          bigint      not null,
+    key               text        collate "C",
+    attempts          int         not null default 0,
+    leased            boolean     not null default false,
+    available_at      timestamptz,
+    enqueued_at       timestamptz not null default clock_timestamp(),
+    first_taken_at    timestamptz,
+    event_id          text        not null,
+    event_type        text        not null,
+    host_id           text,
+    user_id           text,
+    aggregate_type    text,
+    aggregate_id      text,
+    aggregate_version bigint,
+    event_ts          timestamptz,
+    transaction_id    text,
+    payload           jsonb,
+    metadata          jsonb,
+    error             text
+) with (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_cost_delay = 0,
+        autovacuum_vacuum_insert_scale_factor = 0.2, autovacuum_analyze_scale_factor = 0.5);
+create index if not exists queue_messages_ready on relay.queue_messages (queue_id, id) where available_at is null;
+create index if not exists queue_messages_ready_keys on relay.queue_messages (queue_id, key, id)
+    where available_at is null and key is not null;
+create index if not exists queue_messages_later on relay.queue_messages (queue_id, available_at) where available_at is not null;
+create index if not exists queue_messages_held on relay.queue_messages (queue_id, id) where available_at is not null;
+create index if not exists queue_messages_held_keys on relay.queue_messages (queue_id, key, available_at)
+    where available_at is not null and key is not null;
+
+comment on column relay.queue_messages.id is
+    'the number of the message, in the order of insertion';
+comment on column relay.queue_messages.key is
+    'one message of a key is worked at a time, in order; null: in any order';
+comment on column relay.queue_messages.attempts is
+    'the attempts that were counted: those of leases, and those that ended with relay.retry';
+comment on column relay.queue_messages.leased is
+    'a worker has it until available_at';
+comment on column relay.queue_messages.available_at is
+    'from when on it can be taken; null: it can be taken now';
+
+-- Messages whose attempts are exhausted, and those that a worker has given up.
+create table if not exists relay.queue_dead_letters (
+    id                bigint      primary key,
+    queue_id          bigint      not null,
+    key               text,
+    attempts          int         not null,
+    enqueued_at       timestamptz not null,
+    first_taken_at    timestamptz,
+    event_id          text        not null,
+    event_type        text        not null,
+    host_id           text,
+    user_id           text,
+    aggregate_type    text,
+    aggregate_id      text,
+    aggregate_version bigint,
+    event_ts          timestamptz,
+    transaction_id    text,
+    payload           jsonb,
+    metadata          jsonb,
+    error             text,
+    dead_at           timestamptz not null default clock_timestamp()
+);
+create index if not exists queue_dead_letters_queue on relay.queue_dead_letters (queue_id, id);
+
+comment on column relay.queue_dead_letters.error is
+    'why the last attempt failed, as the worker says';
+comment on column relay.queue_dead_letters.dead_at is
+    'when it was given up';
+
+-- Lower bounds of what can be taken. Whoever takes starts there instead of at the left end of an index, where the entries of taken
+-- messages stay as long as somebody holds a snapshot. Bounds are appended, for the same reason; each of them stays true.
+create table if not exists relay.queue_marks (
+    queue_id     bigint      not null,
+    mark         bigint      not null,
+    due_mark     timestamptz not null,
+    noted_at     timestamptz not null default clock_timestamp()
+);
+create index if not exists queue_marks_newest on relay.queue_marks (queue_id, mark desc, due_mark desc);
+
+comment on column relay.queue_marks.mark is
+    'no message of the queue with a lower id can be taken now, or ever becomes so';
+comment on column relay.queue_marks.due_mark is
+    'no message of the queue becomes available before this time';
+
+-- The role that called a function: SECURITY DEFINER hides it from current_user, but not from the setting.
+create or replace function relay.calling_role() returns name
+language plpgsql stable set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case current_setting('role') when 'none' then session_user else current_setting('role') end;
+end
+$$;
+
+-- Whether the caller is a member of a role, or of relay, which has the rights to the tables.
+create or replace function relay.may_act_as(name text) returns boolean
+language plpgsql stable set search_path = pg_catalog, pg_temp
+as $$
+declare
+    caller name := case current_setting('role') when 'none' then session_user else current_setting('role') end;
+begin
+    return pg_has_role(caller, name, 'member')
+           or to_regrole('relay') is not null and pg_has_role(caller, 'relay', 'member');
+end
+$$;
+
+-- What the functions below need of a queue, if the caller may take from it.
+create or replace function relay.queue_state(asked text)
+returns table (id bigint, keyed boolean, key text, attempts int, backoff interval, max_backoff interval, paused boolean,
+               mark bigint, due_mark timestamptz, noted_at timestamptz)
+language plpgsql set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+declare
+    role_of text;
+begin
+    select q.id, q.key <> 'none', q.key, q.attempts, q.backoff, q.max_backoff, q.paused_at is not null, q.workers,
+           coalesce(m.mark, 0), coalesce(m.due_mark, '-infinity'), coalesce(m.noted_at, '-infinity')
+      into id, keyed, key, attempts, backoff, max_backoff, paused, role_of, mark, due_mark, noted_at
+      from relay.queues as q
+      left join lateral (select n.mark, n.due_mark, n.noted_at from relay.queue_marks as n
+                          where n.queue_id = q.id order by n.mark desc, n.due_mark desc limit 1) as m on true
+     where q.name = asked;
+    if not found then
+        raise undefined_object using message = format('there is no queue %L: declare it with relay.declare_queue', asked);
+    end if;
+    if not relay.may_act_as(role_of) then
+        raise insufficient_privilege using
+            message = format('only members of the role %I may take from the queue %L', role_of, asked);
+    end if;
+    return next;
+end
+$$;
+
+-- Says that this transaction will insert messages: no mark passes the ids that it takes from the sequence afterwards. The lock
+-- carries the last id that was given before, whose low 31 bits are part of its key.
+create or replace function relay.begin_messages() returns void
+language plpgsql set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pg_advisory_xact_lock_shared(x'71696473'::int, (s.last_value % 2147483648)::int)
+       from relay.queue_message_ids as s;
+end
+$$;
+
+-- Says that this transaction will give messages a time: no mark of times passes the current one before it has ended.
+create or replace function relay.begin_times() returns void
+language plpgsql set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pg_advisory_xact_lock_shared(
+        x'71647565'::int, (floor(extract(epoch from clock_timestamp()))::bigint % 2147483648)::int);
+end
+$$;
+
+-- Moves the marks of a queue to what can be taken first. Its statements have to see what was committed meanwhile, in this order:
+-- ids and times that are given later need no lock; those that were given before are held by a lock, or their transactions have
+-- ended and the last statements see what they have left.
+create or replace function relay.move_marks(the_queue bigint, former bigint, former_due timestamptz) returns void
+language plpgsql set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
+as $$
+declare
+    newest    bigint;
+    now_at    timestamptz;
+    begun     bigint;
+    begun_at  timestamptz;
+    first     bigint;
+    first_due timestamptz;
+begin
+    if current_setting('transaction_isolation') <> 'read committed' then
+        return;
+    end if;
+    select s.last_value into newest from relay.queue_message_ids as s;
+    now_at := clock_timestamp();
+    select min(case when l.classid = x'71696473'::int then newest - ((newest - l.objid::bigint) & 2147483647) end),
+           min(case when l.classid = x'71647565'::int then
+                    to_timestamp(floor(extract(epoch from now_at))::bigint
+                                 - ((floor(extract(epoch from now_at))::bigint - l.objid::bigint) & 2147483647)) end)
+      into begun, begun_at
+      from pg_locks as l
+     where l.locktype = 'advisory' and l.objsubid = 2 and l.classid in (x'71696473'::int, x'71647565'::int)
+       and l.database = (select d.oid from pg_database as d where d.datname = current_database());
+    select m.id into first from relay.queue_messages as m
+     where m.queue_id = the_queue and m.available_at is null and m.id >= former order by m.id limit 1;
+    select m.available_at into first_due from relay.queue_messages as m
+     where m.queue_id = the_queue and m.available_at >= former_due order by m.available_at limit 1;
+    insert into relay.queue_marks (queue_id, mark, due_mark)
+    values (the_queue,
+            greatest(former, least(first, begun, newest)),
+            greatest(former_due, least(first_due, begun_at, now_at)));
+    delete from relay.queue_marks where ctid = any (array(
+        select n.ctid from relay.queue_marks as n
+         where n.queue_id = the_queue and n.noted_at < now_at - interval '10 seconds'
+         order by n.mark, n.due_mark limit 100 for update skip locked));
+end
+$$;
+
+-- Locks messages that can be taken, at most `most`, and returns where they are. Passes by what others have locked. Messages whose
+-- last lease has expired become dead letters.
+create or replace function relay.lock_messages(
+    the_queue bigint, keyed boolean, most_attempts int, low bigint, low_due timestamptz, most int,
+    out chosen tid[], out first_ready bigint, out due int
+)
+language plpgsql set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
+as $$
+declare
+    now_at    timestamptz := clock_timestamp();
+    exhausted tid[];
+    looked_at int;
+    candidate tid;
+begin
+    select coalesce(array_agg(m.ctid) filter (where m.attempts < most_attempts), '{}'),
+           array_agg(m.ctid) filter (where m.attempts >= most_attempts), count(*)
+      into chosen, exhausted, due
+      from (select n.ctid, n.attempts from relay.queue_messages as n
+             where n.queue_id = the_queue and n.available_at >= low_due and n.available_at <= now_at
+             order by n.available_at limit most for update skip locked) as m;
+    if exhausted is not null then
+        perform relay.dead_letter_messages(exhausted, 'the lease of the last attempt has expired');
+    end if;
+    if cardinality(chosen) >= most then
+        return;
+    end if;
+    if not keyed then
+        select chosen || coalesce(array_agg(m.ctid), '{}'), min(m.id) into chosen, first_ready
+          from (select n.ctid, n.id from relay.queue_messages as n
+                 where n.queue_id = the_queue and n.available_at is null and n.id >= low
+                 order by n.id limit most - cardinality(chosen) for update skip locked) as m;
+        return;
+    end if;
+    -- The oldest messages that are the first of their keys. A window, since a key may have any number of messages.
+    with oldest as materialized (
+        select n.ctid, n.id, n.key from relay.queue_messages as n
+         where n.queue_id = the_queue and n.available_at is null and n.id >= low
+         order by n.id limit 50 + 2 * most),
+    firsts as materialized (
+        select o.ctid, o.id from oldest as o
+         where o.key is null
+            or not exists (select from relay.queue_messages as e
+                            where e.queue_id = the_queue and e.available_at is null and e.key = o.key
+                              and e.id >= low and e.id < o.id)
+           and not exists (select from relay.queue_messages as e
+                            where e.queue_id = the_queue and e.key = o.key and e.available_at >= low_due)),
+    locked as materialized (
+        select n.ctid, n.id from relay.queue_messages as n
+         where n.ctid = any (array(select f.ctid from firsts as f)) and n.available_at is null
+         order by n.id limit most - cardinality(chosen) for update skip locked)
+    select chosen || coalesce((select array_agg(l.ctid) from locked as l), '{}'), (select min(l.id) from locked as l),
+           (select count(*) from oldest)
+      into chosen, first_ready, looked_at;
+    if cardinality(chosen) > 0 or looked_at < 50 + 2 * most then
+        return;
+    end if;
+    -- All of the window is blocked: from key to key, the first message of each.
+    for candidate in
+        with recursive heads as (
+            (select n.key, n.ctid from relay.queue_messages as n
+              where n.queue_id = the_queue and n.available_at is null and n.key is not null
+              order by n.key, n.id limit 1)
+            union all
+            select next.key, next.ctid from heads as h cross join lateral (
+                   select n.key, n.ctid from relay.queue_messages as n
+                    where n.queue_id = the_queue and n.available_at is null and n.key > h.key
+                    order by n.key, n.id limit 1) as next)
+        select h.ctid from heads as h
+         where not exists (select from relay.queue_messages as e
+                            where e.queue_id = the_queue and e.key = h.key and e.available_at >= low_due)
+    loop
+        perform from relay.queue_messages as n
+          where n.ctid = candidate and n.available_at is null for update skip locked;
+        if found then
+            chosen := chosen || candidate;
+            exit when cardinality(chosen) >= most;
+        end if;
+    end loop;
+end
+$$;
+
+-- Moves locked messages to the dead letters.
+create or replace function relay.dead_letter_messages(these tid[], why text) returns void
+language sql set search_path = pg_catalog, pg_temp
+as $$
+    with gone as (delete from relay.queue_messages where ctid = any (these) returning *)
+    insert into relay.queue_dead_letters (
+        id, queue_id, key, attempts, enqueued_at, first_taken_at, event_id, event_type, host_id, user_id, aggregate_type,
+        aggregate_id, aggregate_version, event_ts, transaction_id, payload, metadata, error)
+    select id, queue_id, key, attempts, enqueued_at, first_taken_at, event_id, event_type, host_id, user_id, aggregate_type,
+           aggregate_id, aggregate_version, event_ts, transaction_id, payload, metadata, coalesce(why, error)
+      from gone
+$$;
+
+-- Takes messages, at most `max`: they are deleted, and so done when the caller's transaction commits. After a rollback, or when the
+-- session ends, they can be taken again at once. Nobody waits for messages that another has.
+create or replace function relay.take(queue text, max int default 1)
+returns table (id bigint, attempt int, key text, event_id text, event_type text, host_id text, user_id text, aggregate_type text,
+               aggregate_id text, aggregate_version bigint, event_ts timestamptz, transaction_id text, payload jsonb,
+               metadata jsonb, enqueued_at timestamptz, first_taken_at timestamptz)
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
+as $$
+#variable_conflict use_column
+declare
+    q       record;
+    locked  record;
+    counted bigint;
+begin
+    select * into q from relay.queue_state(take.queue);
+    if q.paused then
+        return;
+    end if;
+    if not q.keyed and not exists (
+        select from relay.queue_messages as m
+         where m.queue_id = q.id and m.available_at >= q.due_mark and m.available_at <= clock_timestamp()) then
+        -- What relay.lock_messages does, in one statement.
+        return query
+            with oldest as materialized (
+                select m.ctid from relay.queue_messages as m
+                 where m.queue_id = q.id and m.available_at is null and m.id >= q.mark
+                 order by m.id limit greatest(take.max, 1) for update skip locked),
+            gone as (
+                delete from relay.queue_messages as m where m.ctid = any (array(select o.ctid from oldest as o)) returning m.*)
+            select id, attempts + 1, key, event_id, event_type, host_id, user_id, aggregate_type, aggregate_id,
+                   aggregate_version, event_ts, transaction_id, payload, metadata, enqueued_at, clock_timestamp()
+              from gone order by id;
+        get diagnostics counted = row_count;
+        if counted > 0 and q.noted_at < clock_timestamp() - interval '1 second'
+           and (select s.last_value from relay.queue_message_ids as s) >= q.mark + 500 then
+            perform relay.move_marks(q.id, q.mark, q.due_mark);
+        end if;
+        return;
+    end if;
+    select * into locked from relay.lock_messages(q.id, q.keyed, q.attempts, q.mark, q.due_mark, greatest(take.max, 1));
+    return query
+        with gone as (delete from relay.queue_messages where ctid = any (locked.chosen) returning *)
+        select id, attempts + 1, key, event_id, event_type, host_id, user_id, aggregate_type, aggregate_id, aggregate_version,
+               event_ts, transaction_id, payload, metadata, enqueued_at, coalesce(first_taken_at, clock_timestamp())
+          from gone order by id;
+    if (locked.first_ready >= q.mark + 500 or locked.due > 0) and q.noted_at < clock_timestamp() - interval '1 second' then
+        perform relay.move_marks(q.id, q.mark, q.due_mark);
+    end if;
+end
+$$;
+
+-- Leases messages, at most `max`, for an interval, for work that outlives a transaction. When it is over, another worker can take
+-- them. The attempt is the fencing token: relay.complete and the others do nothing for a worker whose lease has gone to another.
+create or replace function relay.lease(queue text, max int default 1, duration interval default '1 minute')
+returns table (id bigint, attempt int, key text, event_id text, event_type text, host_id text, user_id text, aggregate_type text,
+               aggregate_id text, aggregate_version bigint, event_ts timestamptz, transaction_id text, payload jsonb,
+               metadata jsonb, enqueued_at timestamptz, first_taken_at timestamptz)
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+declare
+    q      record;
+    locked record;
+begin
+    select * into q from relay.queue_state(lease.queue);
+    if q.paused then
+        return;
+    end if;
+    perform relay.begin_times();
+    select * into locked from relay.lock_messages(q.id, q.keyed, q.attempts, q.mark, q.due_mark, greatest(lease.max, 1));
+    return query
+        with held as (
+            update relay.queue_messages as m
+               set leased = true, attempts = m.attempts + 1, available_at = clock_timestamp() + lease.duration,
+                   first_taken_at = coalesce(m.first_taken_at, clock_timestamp())
+             where m.ctid = any (locked.chosen) returning m.*)
+        select id, attempts, key, event_id, event_type, host_id, user_id, aggregate_type, aggregate_id, aggregate_version,
+               event_ts, transaction_id, payload, metadata, enqueued_at, first_taken_at
+          from held order by id;
+    if (locked.first_ready >= q.mark + 500 or locked.due > 0) and q.noted_at < clock_timestamp() - interval '1 second' then
+        perform relay.move_marks(q.id, q.mark, q.due_mark);
+    end if;
+end
+$$;
+
+-- Locks the message that a worker has in an attempt: under a lease, or given back by a rollback and not taken by another since.
+-- Returns null where it is another's, or gone.
+create or replace function relay.lock_message(the_queue bigint, the_id bigint, attempt int, only_leased boolean) returns tid
+language plpgsql set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
+as $$
+declare
+    place tid;
+begin
+    select m.ctid into place from relay.queue_messages as m
+     where m.queue_id = the_queue and m.id = the_id and m.available_at is not null
+       and (m.leased and m.attempts = attempt
+            or not only_leased and m.attempts = attempt - 1 and (not m.leased or m.available_at <= clock_timestamp()))
+       for update skip locked;
+    if place is null and not only_leased then
+        select m.ctid into place from relay.queue_messages as m
+         where m.queue_id = the_queue and m.id = the_id and m.available_at is null and m.attempts = attempt - 1
+           for update skip locked;
+    end if;
+    return place;
+end
+$$;
+
+-- Ends a leased message: it is done. Returns whether it was still this worker's.
+create or replace function relay.complete(queue text, id bigint, attempt int) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q     record;
+    place tid;
+begin
+    select * into q from relay.queue_state(queue);
+    place := relay.lock_message(q.id, complete.id, complete.attempt, true);
+    delete from relay.queue_messages as m where m.ctid = place;
+    return place is not null;
+end
+$$;
+
+-- Prolongs a lease: it ends after an interval from now. Returns whether the message was still this worker's.
+create or replace function relay.extend(queue text, id bigint, attempt int, duration interval default '1 minute') returns boolean
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q     record;
+    place tid;
+begin
+    select * into q from relay.queue_state(queue);
+    perform relay.begin_times();
+    place := relay.lock_message(q.id, extend.id, extend.attempt, true);
+    update relay.queue_messages as m set available_at = clock_timestamp() + duration where m.ctid = place;
+    return place is not null;
+end
+$$;
+
+-- Gives a leased message back before its lease ends: another worker can take it at once, and the attempt does not count. Returns
+-- whether it was still this worker's.
+create or replace function relay.release(queue text, id bigint, attempt int) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q     record;
+    place tid;
+begin
+    select * into q from relay.queue_state(queue);
+    perform relay.begin_times();
+    place := relay.lock_message(q.id, release.id, release.attempt, true);
+    update relay.queue_messages as m set leased = false, attempts = m.attempts - 1, available_at = clock_timestamp()
+     where m.ctid = place;
+    return place is not null;
+end
+$$;
+
+-- Ends an attempt that failed: the message is tried again after an interval, by default that of the queue's backoff; a message
+-- whose attempts are exhausted becomes a dead letter. It keeps its key meanwhile. Of relay.take, call it after the rollback (of the
+-- transaction, or to a savepoint before relay.take) that gives the message back. Returns retry or dead; null where another worker has
+-- the message.
+create or replace function relay.retry(queue text, id bigint, attempt int, after interval default null, error text default null)
+returns text
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q     record;
+    place tid;
+    pause interval := after;
+begin
+    select * into q from relay.queue_state(queue);
+    perform relay.begin_times();
+    place := relay.lock_message(q.id, retry.id, retry.attempt, false);
+    if place is null then
+        return null;
+    end if;
+    update relay.queue_messages as m
+       set leased = false, attempts = retry.attempt, error = retry.error,
+           first_taken_at = coalesce(m.first_taken_at, clock_timestamp()),
+           available_at = clock_timestamp() + coalesce(
+               pause, (0.5 + random() / 2) * least(q.max_backoff, q.backoff * 2 ^ least(retry.attempt - 1, 30)))
+     where m.ctid = place
+    returning m.ctid into place;
+    if retry.attempt >= q.attempts then
+        perform relay.dead_letter_messages(array[place], null);
+        return 'dead';
+    end if;
+    return 'retry';
+end
+$$;
+
+-- Gives a message up: it becomes a dead letter. Of relay.take, call it after the rollback that gives the message back. Returns whether
+-- it was still this worker's.
+create or replace function relay.fail(queue text, id bigint, attempt int, error text default null) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q     record;
+    place tid;
+begin
+    select * into q from relay.queue_state(queue);
+    place := relay.lock_message(q.id, fail.id, fail.attempt, false);
+    if place is null then
+        return false;
+    end if;
+    update relay.queue_messages as m set attempts = fail.attempt, error = fail.error where m.ctid = place
+    returning m.ctid into place;
+    perform relay.dead_letter_messages(array[place], null);
+    return true;
+end
+$$;
+
+-- Puts dead letters of a queue into it again, all or those with some ids, after the messages that are there; returns how many.
+create or replace function relay.requeue(queue text, ids bigint[] default null) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q       record;
+    counted bigint;
+begin
+    select * into q from relay.queue_state(queue);
+    perform relay.begin_messages();
+    with gone as (
+        delete from relay.queue_dead_letters as d
+         where d.id = any (array(select o.id from relay.queue_dead_letters as o
+                                  where o.queue_id = q.id and (ids is null or o.id = any (ids))
+                                    for update skip locked))
+        returning *)
+    insert into relay.queue_messages (
+        queue_id, key, event_id, event_type, host_id, user_id, aggregate_type, aggregate_id, aggregate_version, event_ts,
+        transaction_id, payload, metadata)
+    select g.queue_id, g.key, g.event_id, g.event_type, g.host_id, g.user_id, g.aggregate_type, g.aggregate_id,
+           g.aggregate_version, g.event_ts, g.transaction_id, g.payload, g.metadata
+      from gone as g order by g.id;
+    get diagnostics counted = row_count;
+    return counted;
+end
+$$;
+
+-- Puts a message into a queue in the caller's transaction, beside the log; returns its id. `key` is what orders it within the host:
+-- a user_id, an aggregate's type and id with a space between them, or the value of the queue's path. With a time it can be taken from
+-- then on.
+create or replace function relay.enqueue(
+    queue text, payload jsonb, event_type text default 'message', host_id text default null, key text default null,
+    deliver_at timestamptz default null, metadata jsonb default null, event_id text default null
+) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q      record;
+    within text;
+    host   text := coalesce(enqueue.host_id, '');
+    given  bigint;
+begin
+    select * into q from relay.queue_state(queue);
+    if q.keyed and deliver_at is not null then
+        raise feature_not_supported using
+            message = format('the messages of the queue %L are ordered by a key: publish an event with deliver_at instead', queue);
+    end if;
+    if octet_length(host) > 1000 then
+        host := encode(sha256(convert_to(host, 'UTF8')), 'hex');
+    end if;
+    within := case when q.key = 'host' then 'host' else q.key || ' ' || enqueue.key end;
+    if octet_length(within) > 1000 then
+        within := q.key || ' ' || encode(sha256(convert_to(within, 'UTF8')), 'hex');
+    end if;
+    perform relay.begin_messages();
+    if deliver_at is not null then
+        perform relay.begin_times();
+    end if;
+    insert into relay.queue_messages (queue_id, key, available_at, event_id, event_type, host_id, payload, metadata)
+    values (q.id, case when q.keyed then host || ' ' || within end,
+            case when deliver_at is not null then greatest(deliver_at, clock_timestamp()) end, coalesce(enqueue.event_id, gen_random_uuid()::text), enqueue.event_type,
+            enqueue.host_id, enqueue.payload, enqueue.metadata)
+    returning queue_messages.id into given;
+    return given;
+end
+$$;
+
+-- Declares a queue: the events of the log that match go into it, from the first that is published after this transaction has
+-- committed. Returns whether anything changed; a second call with the same arguments changes nothing, and writes nothing. It does not
+-- touch what is in the queue, nor whether it is paused.
+create or replace function relay.declare_queue(
+    name text, match jsonb default '{}', key text default 'none', attempts int default 5, backoff interval default '1 second',
+    max_backoff interval default '5 minutes', workers text default null, paused boolean default false,
+    group_id text default null
+) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    caller text := relay.calling_role();
+    owner  text := coalesce(declare_queue.workers, caller);
+    groups text[];
+    whose  text := declare_queue.group_id;
+    field  text;
+    value  jsonb;
+    former relay.queues;
+begin
+    if declare_queue.name is null or declare_queue.name !~ '^[^[:cntrl:]]{1,100}$' then
+        raise invalid_parameter_value using message = 'relay.declare_queue: name must have 1 to 100 characters';
+    end if;
+    if jsonb_typeof(declare_queue.match) <> 'object' then
+        raise invalid_parameter_value using message = 'relay.declare_queue: match must be an object, such as '
+            '{"event_type": "order.*"}, or null for a queue of direct messages only';
+    end if;
+    for field, value in select m.key, m.value from jsonb_each(declare_queue.match) as m loop
+        if not relay.is_event_field(field) then
+            raise invalid_parameter_value using
+                message = format('relay.declare_queue: match: %L is neither a field of an event nor a path such as '
+                                 'payload.customer.tier', field);
+        end if;
+        if jsonb_typeof(value) in ('null', 'object') or value = '[]'
+           or jsonb_typeof(value) = 'array' and exists (
+               select from jsonb_array_elements(value) as item where jsonb_typeof(item) in ('null', 'object', 'array')) then
+            raise invalid_parameter_value using
+                message = format('relay.declare_queue: match: the value of %s must be a value, a pattern such as order.*, or a '
+                                 'list of them', field);
+        end if;
+    end loop;
+    if declare_queue.key is null or declare_queue.key not in ('none', 'host', 'user', 'aggregate')
+       and not (declare_queue.key ~ '^(payload|metadata)\.' and relay.is_event_field(declare_queue.key)) then
+        raise invalid_parameter_value using message = 'relay.declare_queue: key must be none, host, user, aggregate, or a path '
+            'such as payload.customer.id';
+    end if;
+    if coalesce(declare_queue.attempts, 0) < 1 or coalesce(declare_queue.backoff, '-1 s') < '0 s'
+       or coalesce(declare_queue.max_backoff, '-1 s') < declare_queue.backoff then
+        raise invalid_parameter_value using message = 'relay.declare_queue: attempts must be 1 or more, backoff 0 or longer, and '
+            'max_backoff not shorter than backoff';
+    end if;
+    if not exists (select from pg_roles where rolname = owner) then
+        raise undefined_object using message = format('relay.declare_queue: workers: there is no role %L', owner);
+    end if;
+    if whose is null then
+        select array_agg(distinct p.group_id) into groups from relay.group_partitions as p;
+        if cardinality(groups) is distinct from 1 then
+            raise invalid_parameter_value using
+                message = format('relay.declare_queue: group_id: say which group fills the queue (groups of this database: %s)',
+                                 coalesce(array_to_string(groups, ', '), 'none'));
+        end if;
+        whose := groups[1];
+    elsif not exists (select from relay.group_partitions as p where p.group_id = whose) then
+        raise invalid_parameter_value using message = format('relay.declare_queue: there is no group %L', whose);
+    end if;
+    loop
+        select * into former from relay.queues as q where q.name = declare_queue.name;
+        exit when found;
+        insert into relay.queues (group_id, name, match, key, attempts, backoff, max_backoff, workers, paused_at, paused_by)
+        values (whose, declare_queue.name, declare_queue.match, declare_queue.key, declare_queue.attempts, declare_queue.backoff,
+                declare_queue.max_backoff, owner, case when paused then clock_timestamp() end, case when paused then caller end)
+        on conflict do nothing;
+        if found then
+            perform relay.note_queues(whose);
+            return true;
+        end if;
+    end loop;
+    if not relay.may_act_as(former.workers) then
+        raise insufficient_privilege using
+            message = format('the queue %L is that of the role %I: only its members may declare it', former.name, former.workers);
+    end if;
+    if former.group_id <> whose then
+        raise invalid_parameter_value using
+            message = format('relay.declare_queue: the queue %L is filled by the group %L: drop it first', former.name,
+                             former.group_id);
+    end if;
+    if (former.match, former.key, former.attempts, former.backoff, former.max_backoff, former.workers)
+       is not distinct from (declare_queue.match, declare_queue.key, declare_queue.attempts, declare_queue.backoff,
+                             declare_queue.max_backoff, owner) then
+        return false;
+    end if;
+    update relay.queues as q
+       set match = declare_queue.match, key = declare_queue.key, attempts = declare_queue.attempts,
+           backoff = declare_queue.backoff, max_backoff = declare_queue.max_backoff, workers = owner
+     where q.id = former.id;
+    perform relay.note_queues(whose);
+    return true;
+end
+$$;
+
+-- Whether a name is a field of an event, or a path into its payload or metadata.
+create or replace function relay.is_event_field(name text) returns boolean
+language sql immutable set search_path = pg_catalog, pg_temp
+as $$
+    select name ~ '^(payload|metadata)(\.[^.]+)*$' or name in (
+        'id', 'host_id', 'user_id', 'aggregate_id', 'aggregate_version', 'aggregate_type', 'event_type', 'event_ts', 'c_offset',
+        'transaction_id', 'transaction_ordinal', 'transaction_count', 'deliver_at', 'commit_lsn', 'commit_ts', 'xid')
+$$;
+
+-- Notes that the queues of a group have changed.
+create or replace function relay.note_queues(the_group text) returns void
+language sql set search_path = pg_catalog, pg_temp
+as $$
+    insert into relay.queue_revisions as r (group_id, revision) values (the_group, 1)
+        on conflict (group_id) do update set revision = r.revision + 1
+$$;
+
+-- How often the queues of a group have changed; null where there never was one. VOLATILE: what has committed before the call counts,
+-- whatever the statement that calls it sees.
+create or replace function relay.queues_revision(the_group text) returns bigint
+language plpgsql volatile set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return (select r.revision from relay.queue_revisions as r where r.group_id = the_group);
+end
+$$;
+
+-- Pauses a queue, or lets it go on: nobody can take from one that is paused, and relay fills it all the same. Returns whether that
+-- changed anything.
+create or replace function relay.pause_queue(name text, paused boolean default true) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q record;
+begin
+    select * into q from relay.queue_state(name);
+    update relay.queues as u
+       set paused_at = case when paused then clock_timestamp() end, paused_by = case when paused then relay.calling_role() end
+     where u.id = q.id and (u.paused_at is not null) <> paused;
+    return found;
+end
+$$;
+
+-- Deletes the messages of a queue but those that workers have, and its dead letters; returns how many.
+create or replace function relay.purge_queue(name text) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q       record;
+    counted bigint;
+    dead    bigint;
+begin
+    select * into q from relay.queue_state(name);
+    delete from relay.queue_messages as m
+     where m.ctid = any (array(select n.ctid from relay.queue_messages as n
+                                where n.queue_id = q.id and not n.leased for update skip locked));
+    get diagnostics counted = row_count;
+    delete from relay.queue_dead_letters as d where d.queue_id = q.id;
+    get diagnostics dead = row_count;
+    return counted + dead;
+end
+$$;
+
+-- Drops a queue with its messages. Waits for the tasks of relay that fill it.
+create or replace function relay.drop_queue(name text) returns void
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q     record;
+    whose text;
+begin
+    select * into q from relay.queue_state(name);
+    delete from relay.queues as u where u.id = q.id returning u.group_id into whose;
+    perform relay.note_queues(whose);
+    -- A task that read the queues before has the lock of its partitions until its messages are there.
+    perform from relay.group_partitions as p where p.group_id = whose order by p.partition_id for update;
+    delete from relay.queue_messages as m where m.queue_id = q.id;
+    delete from relay.queue_dead_letters as d where d.queue_id = q.id;
+    delete from relay.queue_marks as n where n.queue_id = q.id;
+end
+$$;
+
+create or replace view relay.queue_items as
+select i.queue, i.id, i.event_id, i.event_type, i.state, i.attempts, i.key, i.enqueued_at, i.first_taken_at, i.available_at, i.error
+  from (select q.name as queue, m.id, m.event_id, m.event_type,
+               case when m.leased and m.available_at > clock_timestamp() then 'leased'
+                    when m.available_at is not null and m.attempts > 0 then 'retry'
+                    when m.available_at > clock_timestamp() then 'scheduled' else 'enqueued' end as state,
+               m.attempts, m.key, m.enqueued_at, m.first_taken_at, m.available_at, m.error
+          from relay.queues as q join relay.queue_messages as m on m.queue_id = q.id
+        union all
+        select q.name, d.id, d.event_id, d.event_type, 'dead', d.attempts, d.key, d.enqueued_at, d.first_taken_at, null, d.error
+          from relay.queues as q join relay.queue_dead_letters as d on d.queue_id = q.id) as i;
+
+comment on view relay.queue_items is
+    'the messages that are not done: enqueued, scheduled, leased, retry or dead';
+comment on column relay.queue_items.state is
+    'enqueued (also while a transaction has taken it), scheduled, leased, retry or dead';
+
+-- Least privilege. relay_worker may declare queues and take from those of its roles; what it calls runs with the rights of the owner.
+
+do $$
+declare
+    each regprocedure;
+begin
+    for each in select p.oid from pg_proc as p
+                 where p.pronamespace = 'relay'::regnamespace
+                   and p.proname in ('calling_role', 'may_act_as', 'queue_state', 'begin_messages', 'begin_times', 'move_marks', 'lock_messages',
+                                     'dead_letter_messages', 'take', 'lease', 'lock_message', 'complete', 'extend', 'release',
+                                     'retry', 'fail', 'requeue', 'enqueue', 'declare_queue', 'is_event_field', 'note_queues',
+                                     'queues_revision', 'pause_queue', 'purge_queue', 'drop_queue') loop
+        execute format('revoke all on function %s from public', each);
+    end loop;
+end
+$$;
+
+do $$
+begin
+    if to_regrole('relay_worker') is null then
+        create role relay_worker nologin;
+    end if;
+exception
+    when duplicate_object or unique_violation then
+        null; -- an installation in another database of the server has just created it
+    when insufficient_privilege then
+        raise notice 'relay: this role may not create roles; create relay_worker yourself, then run this file again';
+end
+$$;
+
+do $$
+begin
+    if to_regrole('relay_worker') is not null then
+        grant usage on schema relay to relay_worker;
+        grant execute on function relay.take(text, int), relay.lease(text, int, interval), relay.complete(text, bigint, int),
+            relay.extend(text, bigint, int, interval), relay.release(text, bigint, int),
+            relay.retry(text, bigint, int, interval, text), relay.fail(text, bigint, int, text), relay.requeue(text, bigint[]),
+            relay.enqueue(text, jsonb, text, text, text, timestamptz, jsonb, text),
+            relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text),
+            relay.pause_queue(text, boolean), relay.purge_queue(text), relay.drop_queue(text) to relay_worker;
+    end if;
+    if to_regrole('relay') is not null then
+        grant select on relay.queues, relay.queue_revisions, relay.queue_items to relay;
+        -- To erase a host.
+        grant select, delete on relay.queue_dead_letters to relay;
+        grant select, insert, delete on relay.queue_messages to relay;
+        grant select, usage on sequence relay.queue_message_ids to relay;
+        grant execute on function relay.begin_messages(), relay.queues_revision(text) to relay;
+        grant execute on function relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text) to relay;
+        grant execute on function relay.pause_queue(text, boolean), relay.purge_queue(text), relay.drop_queue(text) to relay;
+        grant execute on function relay.requeue(text, bigint[]) to relay;
+    end if;
+end
+$$;
+
+do $$
+declare
+    each regprocedure;
+begin
+    if to_regrole('relay_owner') is null then
+        return;
+    end if;
+    grant usage on schema relay to relay_owner;
+    -- To lock its rows.
+    grant select, update on relay.group_partitions to relay_owner;
+    grant select, insert, update, delete on relay.queues, relay.queue_revisions, relay.queue_messages, relay.queue_dead_letters,
+        relay.queue_marks to relay_owner;
+    grant select, usage on sequence relay.queue_message_ids to relay_owner;
+    grant execute on function relay.calling_role(), relay.may_act_as(text), relay.queue_state(text), relay.begin_messages(), relay.begin_times(),
+        relay.move_marks(bigint, bigint, timestamptz), relay.lock_messages(bigint, boolean, int, bigint, timestamptz, int),
+        relay.dead_letter_messages(tid[], text), relay.lock_message(bigint, bigint, int, boolean), relay.is_event_field(text),
+        relay.note_queues(text) to relay_owner;
+    grant create on schema relay to relay_owner;
+    -- A function's new owner must have the right to create in its schema.
+    for each in select p.oid from pg_proc as p where p.pronamespace = 'relay'::regnamespace and p.prosecdef
+                   and p.proname in ('take', 'lease', 'complete', 'extend', 'release', 'retry', 'fail', 'requeue', 'enqueue',
+                                     'declare_queue', 'pause_queue', 'purge_queue', 'drop_queue') loop
+        execute format('alter function %s owner to relay_owner', each);
+    end loop;
+    revoke create on schema relay from relay_owner;
+exception when insufficient_privilege then
+    raise notice 'relay: this role may not give functions to relay_owner; they stay its own';
+end
+$$;
+
+insert into relay.migrations (name) values ('target/004_queues.sql') on conflict do nothing;

@@ -1,0 +1,424 @@
+"""Work queues: relay fills them from the log, and workers take from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+
+from relay.admin.dead_letters import DeadLetters
+from relay.config.fields import is_header, is_name
+from relay.model.events import EVENT_FIELDS
+from relay.retention.erasure import erase
+from relay.spark.session import Session
+from relay.store.dead_letters.selection import DeadLetterSelection
+from tests.outbox import (
+    Outbox,
+    event,
+    host,
+    relaying,
+    relaying_until_it_ends,
+    wait_until,
+    work_and_crash,
+)
+
+
+def enqueued(outbox: Outbox, queue: str = "mail") -> list[Any]:
+    """The payloads in a queue, in order."""
+    return outbox.column(
+        """
+        select (payload ->> 'amount')::int from relay.queue_messages as m join relay.queues as q on q.id = m.queue_id
+         where q.name = %s order by m.id
+        """,
+        (queue,),
+    )
+
+
+def declare(outbox: Outbox, name: str = "mail", **more: Any) -> bool:
+    """Declare a queue; returns whether anything changed."""
+    given = {"name": name, **more}
+    arguments = ", ".join(f"{key} => %({key})s" for key in given)
+    row = outbox.conn.execute(f"select relay.declare_queue({arguments})".encode(), given).fetchone()
+    return row == (True,)
+
+
+@contextmanager
+def worker(outbox: Outbox) -> Iterator[psycopg.Connection[Any]]:
+    with closing(psycopg.connect(outbox.dsn, autocommit=True)) as conn:
+        yield conn
+
+
+def test_what_is_published_after_a_declaration_is_in_the_queue_once(outbox: Outbox) -> None:
+    outbox.publish(host(1), event(1))
+    with relaying(outbox.settings()):
+        outbox.wait_handled()
+        assert declare(outbox, match='{"event_type": "order.*"}')
+        outbox.publish(host(1), event(2), event(3, "mail.sent"))
+        outbox.wait_handled()
+        assert declare(outbox, "all")
+        outbox.publish(host(2), event(4))
+        outbox.wait_handled()
+    assert enqueued(outbox) == [2, 4]
+    assert enqueued(outbox, "all") == [4]
+    outbox.assert_exact()
+
+
+def queue(outbox: Outbox, *keys: str, **more: Any) -> list[int]:
+    """Declare the queue `mail` of direct messages, and enqueue one for each key; returns their ids."""
+    declare(outbox, match=None, **more)
+    return [
+        outbox.value("select relay.enqueue('mail', '{}', host_id => 'h', key => %s)", (key,))
+        for key in keys
+    ]
+
+
+def ids(conn: psycopg.Connection[Any], most: int = 100) -> list[int]:
+    """The ids of the messages that are taken now."""
+    return [row[0] for row in conn.execute("select id from relay.take('mail', %s)", (most,))]
+
+
+def move_marks(outbox: Outbox) -> None:
+    """Move the marks of all queues as far as they may go."""
+    outbox.conn.execute(
+        "select relay.move_marks(q.id, s.mark, s.due_mark)"
+        " from relay.queues as q, relay.queue_state(q.name) as s"
+    )
+
+
+def test_a_queue_that_was_declared_twice_is_unchanged(outbox: Outbox) -> None:
+    assert declare(outbox, match='{"event_type": "a"}')
+    before = outbox.value("select relay.queues_revision('default')")
+    assert not declare(outbox, match='{"event_type": "a"}')
+    assert outbox.value("select relay.queues_revision('default')") == before
+    assert declare(outbox, match='{"event_type": ["a", "b"]}')
+    assert outbox.value("select relay.queues_revision('default')") == before + 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"match": '{"event_typ": "a"}'},
+        {"match": '{"payload.": "a"}'},
+        {"match": '{"event_type": []}'},
+        {"match": '{"event_type": {"a": 1}}'},
+        {"match": "[]"},
+        {"key": "tenant"},
+        {"key": "payload"},
+        {"attempts": 0},
+        {"workers": "nobody of this name"},
+        {"group_id": "another"},
+    ],
+    ids=str,
+)
+def test_a_declaration_that_relay_could_not_follow_is_refused(
+    outbox: Outbox, more: dict[str, Any]
+) -> None:
+    with pytest.raises(psycopg.Error, match=r"relay\.declare_queue"):
+        declare(outbox, **more)
+
+
+def test_the_fields_of_a_declaration_are_those_of_a_route(outbox: Outbox) -> None:
+    for field in EVENT_FIELDS:
+        assert outbox.value("select relay.is_event_field(%s)", (field,)), field
+    for name in ("payload.a.b", "metadata.x", "payload", "id.x", "headers.a", "payload..a", "c"):
+        expected = is_name(name) and not is_header(name)
+        assert outbox.value("select relay.is_event_field(%s)", (name,)) == expected, name
+
+
+def test_routes_by_payload_key_and_transaction_of_a_declared_queue(outbox: Outbox) -> None:
+    declare(
+        outbox, match='{"payload.amount": [1, 2], "event_type": "order.*"}', key="payload.amount"
+    )
+    with relaying(outbox.settings()):
+        outbox.publish(host(1), *(event(amount) for amount in (1, 2, 3)))
+        outbox.publish(host(1), event(1, "other"))
+        outbox.wait_handled()
+    assert enqueued(outbox) == [1, 2]
+    assert outbox.column("select key from relay.queue_messages order by id") == [
+        f"{host(1)} payload.amount {amount}" for amount in (1, 2)
+    ]
+    assert outbox.value(
+        "select bool_and((m.event_type, m.host_id, m.user_id, m.aggregate_type, m.aggregate_id, m.transaction_id,"
+        " m.event_ts, m.payload) = (o.event_type, o.host_id::text, o.user_id::text, o.aggregate_type,"
+        " o.aggregate_id, o.transaction_id::text, o.event_ts, o.payload))"
+        " from relay.queue_messages as m join outbox_message_t as o on o.id::text = m.event_id"
+    )
+
+
+def test_a_redelivery_after_a_crash_fills_once(outbox: Outbox) -> None:
+    declare(outbox)
+    outbox.fill(20, events=3)
+    settings = outbox.settings()
+    work_and_crash(settings, 2)
+    some = len(enqueued(outbox))
+    assert 0 < some < 60
+    outbox.drain(settings)
+    assert len(enqueued(outbox)) == 60
+    assert outbox.value("select count(distinct event_id) from relay.queue_messages") == 60
+
+
+def test_each_engine_fills_once_in_order(
+    outbox: Outbox, engine: str, session: Session | None
+) -> None:
+    declare(outbox, key="host")
+    outbox.fill(30, events=3, hosts=4)
+    outbox.drain(outbox.settings(engine), session)
+    assert len(enqueued(outbox)) == 90
+    assert outbox.value("select count(distinct event_id) from relay.queue_messages") == 90
+    assert not outbox.column(
+        "select from (select o.c_offset < lag(o.c_offset) over (partition by key order by m.id) as overtaken"
+        " from relay.queue_messages as m join outbox_message_t as o on o.id::text = m.event_id) as m where overtaken"
+    )
+
+
+def test_polled_events_fill_once_between_the_modes(outbox: Outbox) -> None:
+    declare(outbox)
+    outbox.fill(10, events=2)
+    polling = outbox.settings(source={**outbox.config()["source"], "mode": "poll"})
+    with relaying(polling):
+        outbox.wait_handled()
+    outbox.fill(5, events=2)
+    with relaying(outbox.settings()):
+        outbox.wait_handled()
+    assert (
+        outbox.value("select count(distinct event_id) from relay.queue_messages")
+        == len(enqueued(outbox))
+        == 30
+    )
+
+
+def test_a_dead_transaction_is_enqueued_by_its_replay(outbox: Outbox) -> None:
+    declare(outbox)
+    settings = outbox.settings()
+    with relaying(settings):
+        outbox.publish(host(1), event(-1))
+        outbox.publish(host(1), event(2))
+        outbox.wait_handled()
+        assert enqueued(outbox) == [2]
+        outbox.conn.execute("alter table projection drop constraint projection_amount_check")
+        dead_letters = DeadLetters(settings, outbox.conn)
+        dead_letters.replay(dead_letters.find(DeadLetterSelection()), "mended")
+        wait_until(lambda: enqueued(outbox) == [2, -1])
+    assert enqueued(outbox) == [2, -1]
+
+
+def test_an_event_that_no_route_matches_is_in_a_queue_only_where_it_is_ignored(
+    outbox: Outbox,
+) -> None:
+    declare(outbox)
+    routes = [{"match": {"event_type": "order.*"}, "handlers": ["projection"]}]
+    with relaying(outbox.settings(routes=routes)):
+        outbox.publish(host(1), event(1, "other"))
+        outbox.publish(host(1), event(2))
+        outbox.wait_handled()
+    assert enqueued(outbox) == [2]
+    with relaying(outbox.settings(routes=routes, unrouted="ignore"), accept_configuration=True):
+        outbox.publish(host(1), event(3, "other"))
+        outbox.publish(host(1), event(4))
+        wait_until(lambda: enqueued(outbox) == [2, 3, 4])
+
+
+def test_a_handler_of_type_queue_fills_a_queue_by_name(outbox: Outbox) -> None:
+    declare(outbox, match=None)
+    config = outbox.config()
+    handlers = {**config["handlers"], "mail": {"type": "queue"}}
+    routes = [{"match": {"event_type": "mail.*"}, "handlers": ["projection", "mail"]}]
+    with relaying(outbox.settings(handlers=handlers, routes=[*routes, *config["routes"]])):
+        outbox.publish(host(1), event(1), event(2, "mail.due"))
+        outbox.wait_handled()
+    assert enqueued(outbox) == [2]
+
+
+def test_a_handler_of_a_queue_that_is_not_declared_stops_relay(outbox: Outbox) -> None:
+    settings = outbox.settings(
+        handlers={"mail": {"type": "queue"}}, routes=[{"handlers": ["mail"]}]
+    )
+    outbox.publish(host(1), event(1))
+    with relaying_until_it_ends(settings, r"handlers\.mail\.queue: there is no queue 'mail'"):
+        pass
+    assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
+
+
+def test_what_is_taken_is_done_with_the_commit_and_given_back_without(outbox: Outbox) -> None:
+    numbers = queue(outbox, "", "", "")
+    with worker(outbox) as first, worker(outbox) as second:
+        with first.transaction(force_rollback=True):
+            assert ids(first, 2) == numbers[:2]
+            assert ids(second) == numbers[2:]
+        assert ids(second, 1) == numbers[:1]
+        first.execute("begin")
+        assert ids(first) == numbers[1:2]
+    with worker(outbox) as third:
+        wait_until(lambda: ids(third) == numbers[1:2])
+
+
+def test_only_the_first_of_a_key_is_taken_and_a_retry_holds_its_key(outbox: Outbox) -> None:
+    a1, b1, a2, b2 = queue(outbox, "a", "b", "a", "b", key="user")
+    with worker(outbox) as first, worker(outbox) as second:
+        with first.transaction():
+            assert ids(first, 1) == [a1]
+            assert ids(second, 1) == [b1]
+            assert ids(second) == [b2]
+        first.execute("begin")
+        assert ids(first, 1) == [a2]
+        first.execute("rollback")
+        assert outbox.value("select relay.retry('mail', %s, 1, '1 hour', 'no')", (a2,)) == "retry"
+        (a3,) = queue(outbox, "a", key="user")
+        assert ids(second) == []
+        outbox.conn.execute(
+            "update relay.queue_messages set available_at = now() where id = %s", (a2,)
+        )
+        assert ids(second, 1) == [a2]
+        assert ids(second) == [a3]
+
+
+def test_a_hot_key_hides_nobody(outbox: Outbox) -> None:
+    numbers = queue(outbox, *["hot"] * 200, "cold", key="user")
+    with worker(outbox) as first, worker(outbox) as second, first.transaction():
+        assert ids(first, 1) == numbers[:1]
+        assert ids(second, 1) == numbers[-1:]
+        assert ids(second, 1) == []
+
+
+def test_a_lease_that_has_gone_to_another_ends_nothing(outbox: Outbox) -> None:
+    (number,) = queue(outbox, "")
+    lease = "select attempt from relay.lease('mail', 1, %s)"
+    assert outbox.column(lease, ("0 seconds",)) == [1]
+    assert outbox.column(lease, ("1 hour",)) == [2]
+    for how in ("complete", "extend", "release", "retry", "fail"):
+        assert not outbox.value(f"select relay.{how}('mail', %s, 1)", (number,)), how
+    assert outbox.value("select relay.complete('mail', %s, 2)", (number,))
+    assert not outbox.column("select id from relay.queue_items")
+
+
+def test_a_mark_does_not_pass_what_comes_back(outbox: Outbox) -> None:
+    numbers = queue(outbox, "", "", "")
+    lease = "select id from relay.lease('mail', 1, '1 hour')"
+    assert outbox.column(lease) == numbers[:1]
+    with worker(outbox) as first, worker(outbox) as second, worker(outbox) as publisher:
+        with publisher.transaction():
+            (late,) = publisher.execute("select relay.enqueue('mail', '{}')").fetchall()[0]
+            (later,) = queue(outbox, "")
+            with first.transaction(force_rollback=True):
+                assert ids(first) == [*numbers[1:], later]
+                move_marks(outbox)
+            assert ids(second) == [*numbers[1:], later]
+            move_marks(outbox)
+        assert ids(second) == [late]
+        move_marks(outbox)
+        with second.transaction():
+            assert second.execute(
+                "select relay.release('mail', %s, 1)", (numbers[0],)
+            ).fetchall() == [(True,)]
+            # The clock goes on to the next second, in which the time of the release is no longer.
+            move_marks(outbox)
+        assert outbox.value("select max(mark) from relay.queue_marks") > numbers[0]
+        assert ids(first) == numbers[:1]
+
+
+def test_attempts_end_with_a_dead_letter_that_can_be_enqueued_again(outbox: Outbox) -> None:
+    (number,) = queue(outbox, "", attempts=2, backoff="0 seconds")
+    lease = "select id, attempt from relay.lease('mail', 1)"
+    for attempt, ended in ((1, "retry"), (2, "dead")):
+        assert outbox.conn.execute(lease).fetchall() == [(number, attempt)]
+        retry = "select relay.retry('mail', %s, %s, error => 'no')"
+        assert outbox.value(retry, (number, attempt)) == ended
+    assert outbox.conn.execute(
+        "select id, state, attempts, error from relay.queue_items"
+    ).fetchall() == [(number, "dead", 2, "no")]
+    assert outbox.value("select relay.requeue('mail')") == 1
+    assert outbox.column("select state from relay.queue_items") == ["enqueued"]
+
+
+def test_a_scheduled_message_is_taken_from_its_time_on(outbox: Outbox) -> None:
+    declare(outbox, match=None)
+    enqueue = "select relay.enqueue('mail', '{}', deliver_at => now() + %s::interval)"
+    later, sooner = (outbox.value(enqueue, (after,)) for after in ("1 hour", "0 seconds"))
+    with worker(outbox) as conn:
+        assert ids(conn) == [sooner]
+        assert outbox.column("select id from relay.queue_items where state = 'scheduled'") == [
+            later
+        ]
+
+
+def test_a_paused_queue_is_filled_and_not_taken_from(outbox: Outbox) -> None:
+    numbers = queue(outbox, "")
+    assert outbox.value("select relay.pause_queue('mail')")
+    assert not outbox.value("select relay.pause_queue('mail')")
+    numbers += queue(outbox, "")
+    with worker(outbox) as conn:
+        assert ids(conn) == []
+        assert outbox.value("select relay.pause_queue('mail', false)")
+        assert ids(conn, 1) == numbers[:1]
+        assert outbox.value("select relay.purge_queue('mail')") == 1
+
+
+def test_only_members_of_its_role_take_from_a_queue(outbox: Outbox) -> None:
+    name = outbox.slot
+    outbox.conn.execute(
+        f"create role {name}_a login password 'p' in role relay_worker;"
+        f"create role {name}_b login password 'p' in role relay_worker".encode()
+    )
+    try:
+        sessions = [
+            psycopg.connect(
+                make_conninfo(outbox.dsn, user=f"{name}_{each}", password="p"), autocommit=True
+            )
+            for each in "ab"
+        ]
+        with closing(sessions[0]) as owner, closing(sessions[1]) as other:
+            owner.execute("select relay.declare_queue('mail', null)")
+            owner.execute("select relay.enqueue('mail', '{}')")
+            for refused in (
+                "select relay.take('mail')",
+                "select relay.declare_queue('mail', null, attempts => 7)",
+                "select relay.drop_queue('mail')",
+                "select from relay.queue_messages",
+                "select relay.queue_state('mail')",
+            ):
+                with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                    other.execute(refused.encode())
+            with pytest.raises(psycopg.errors.UndefinedObject, match="no queue 'nothing'"):
+                other.execute("select relay.take('nothing')")
+            assert len(ids(owner)) == 1
+    finally:
+        outbox.conn.execute(
+            f"drop owned by {name}_a, {name}_b; drop role {name}_a, {name}_b".encode()
+        )
+
+
+def test_relay_fills_queues_with_its_own_rights_only(outbox: Outbox) -> None:
+    declare(outbox)
+    with outbox.limited_role() as (_, dsn):
+        source = {**outbox.config()["source"], "dsn": dsn}
+        with relaying(outbox.settings(source=source)):
+            outbox.publish(host(1), event(1))
+            outbox.wait_handled()
+    assert enqueued(outbox) == [1]
+
+
+def test_an_erased_host_has_no_messages(outbox: Outbox) -> None:
+    declare(outbox)
+    settings = outbox.settings()
+    with relaying(settings):
+        outbox.publish(host(1), event(1))
+        outbox.publish(host(2), event(2))
+        outbox.wait_handled()
+    report = erase(settings, outbox.conn, outbox.conn, str(host(1)))
+    assert report.removed["messages of queues"] == 1
+    assert enqueued(outbox) == [2]
+
+
+def test_a_queue_that_is_dropped_is_no_longer_filled(outbox: Outbox) -> None:
+    declare(outbox)
+    with relaying(outbox.settings()):
+        outbox.publish(host(1), event(1))
+        outbox.wait_handled()
+        outbox.conn.execute("select relay.drop_queue('mail')")
+        outbox.publish(host(1), event(2))
+        outbox.wait_handled()
+    assert not outbox.column("select id from relay.queue_messages")
