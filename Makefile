@@ -14,7 +14,7 @@ TEST_PROCESSES ?= 3
 # Demo and tests start relay some hundred times: it is compiled once, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-# The extras that the image has: handlers of every kind, the console and traces.
+# The extras that the image has: handlers of every kind but those of clouds, the console and traces.
 IMAGE_EXTRAS := http kafka nats rabbitmq redis delta iceberg console otel
 
 # What a change of the locks asks for, and what a change of pyproject.toml asks for.

@@ -160,11 +160,15 @@ def is_json() -> bool:
     return any(isinstance(each.formatter, _Json) for each in logging.getLogger().handlers)
 
 
+_LIBRARIES = (
+    *("aiobotocore", "aiohttp", "botocore", "confluent_kafka", "google", "grpc", "nats", "pika"),
+    *("psycopg", "py4j"),
+)
 _SPARK = ("DataFrameQueryContextLogger", "SQLQueryContextLogger")
 """PySpark's loggers of failed queries: they log the message, which quotes values, and the stack."""
 
 
 def quiet_libraries() -> None:
     """Silence libraries that repeat relay's faults in their own logs, with host names or values."""
-    for name in ("aiohttp", "confluent_kafka", "nats", "pika", "psycopg", "py4j", *_SPARK):
+    for name in (*_LIBRARIES, *_SPARK):
         logging.getLogger(name).setLevel(logging.CRITICAL)

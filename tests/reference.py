@@ -10,6 +10,7 @@ import ast
 import inspect
 import re
 import textwrap
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
@@ -22,7 +23,7 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from relay.cli.app import app
-from relay.config.handlers import KINDS, BrokerHandler, DeliveryHandler, SinkHandler
+from relay.config.handlers import KINDS, AnyHandler, BrokerHandler, DeliveryHandler, SinkHandler
 from relay.config.settings import EventTypeSettings, Settings
 from relay.config.types import written
 from tests.pages import DOCS
@@ -41,6 +42,12 @@ MODULES = (
     "relay.spark",
 )
 """The modules that users' code may import."""
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TYPES: dict[str, type[AnyHandler]] = KINDS | {
+    kind: import_module(module).Settings
+    for kind, module in sorted(PROJECT["entry-points"]["relay.sinks"].items())
+}
+"""The settings of each type of handlers that relay brings."""
 _NOTE = "This page is generated from the code: `make reference` writes it.\n"
 
 
@@ -170,13 +177,16 @@ def keys_table(model: type[BaseModel], only: set[str] | None = None) -> str:
 
 
 def own(model: type[BaseModel]) -> set[str]:
-    """The fields that a class adds to those of its base classes."""
-    return {name for name in inspect.get_annotations(model) if name != "type"}
+    """The fields that a class adds to those of the classes that have a table of their own."""
+    shared = {each for each, _ in _SHARED.values()} if model in TYPES.values() else set()
+    added = [each for each in model.__mro__ if each not in shared] if shared else [model]
+    names = {name for each in added for name in inspect.get_annotations(each)}
+    return names & model.model_fields.keys() - {"type"}
 
 
 def types_of(settings: type[BaseModel]) -> str:
     """The types of handlers that have the keys of these settings."""
-    *others, last = [f"`{kind}`" for kind, each in KINDS.items() if issubclass(each, settings)]
+    *others, last = [f"`{kind}`" for kind, each in TYPES.items() if issubclass(each, settings)]
     return f"{', '.join(others)} and {last}."
 
 
@@ -197,7 +207,7 @@ def handlers() -> Iterator[str]:
     """The tables of handlers: the keys of several types, then those of each type."""
     for title, (model, of) in _SHARED.items():
         yield f"### {title}\n\n{of}\n\n{keys_table(model, own(model))}"
-    for name, settings in KINDS.items():
+    for name, settings in TYPES.items():
         yield f"### type: {name}\n\n{first_paragraph(settings)}\n\n{keys_table(settings, own(settings))}"
 
 

@@ -16,6 +16,7 @@ import pytest
 from relay import Delivery, Fail
 from relay.testing import SinkContract
 from tests.brokers import BROKERS, TYPE, Broker, started
+from tests.clouds import CREDENTIALS, Aws, PubSub
 from tests.packages import install_guides
 from tests.process import ROOT
 from tests.webhook import Answer, Webhook
@@ -131,6 +132,67 @@ class TestRabbitmq(_OfBroker):
 @pytest.mark.brokers
 class TestKafka(_OfBroker):
     kind = "kafka"
+
+
+class _OfAws(SinkContract):
+    LARGE = 300
+    SMALL = 20
+    kind: str
+
+    @pytest.fixture(autouse=True)
+    def _destination(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        for name, value in CREDENTIALS.items():
+            monkeypatch.setenv(name, value)
+        with Aws() as self.aws:
+            yield
+
+    def settings(self) -> dict[str, Any]:
+        return self.aws.sqs() if self.kind == "sqs" else self.aws.sns()
+
+    def received(self) -> list[str]:
+        return [each["id"] for each in self.aws.events()]
+
+    def interrupt(self) -> None:
+        self.aws.kill()
+
+    def restore(self) -> None:
+        self.aws.start()
+
+    def refused(self) -> dict[str, Any]:
+        self.aws.fault = lambda entry: (
+            "InvalidMessageContents" if "refused" in entry["body"] else None
+        )
+        return {"payload": "refused"}
+
+
+class TestSqs(_OfAws):
+    kind = "sqs"
+
+
+class TestSns(_OfAws):
+    kind = "sns"
+
+
+class TestPubSub(SinkContract):
+    @pytest.fixture(autouse=True)
+    def _destination(self) -> Iterator[None]:
+        with PubSub() as self.pubsub:
+            yield
+
+    def settings(self) -> dict[str, Any]:
+        return self.pubsub.handler()
+
+    def received(self) -> list[str]:
+        return [each["id"] for each in self.pubsub.events()]
+
+    def interrupt(self) -> None:
+        self.pubsub.kill()
+
+    def restore(self) -> None:
+        self.pubsub.start()
+
+    def refused(self) -> dict[str, Any]:
+        return {"payload": "x" * 10_100_000}
 
 
 def test_the_sink_of_the_guide_keeps_the_contract(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import typer
 import yaml
 
 from relay.cli.app import app
-from relay.config.handlers import KINDS
 from relay.config.loading import keys_at, paths
 from relay.config.settings import Settings
+from tests.reference import TYPES
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY_KEY = (ROOT / "config" / "relay.yaml").read_text()
@@ -82,7 +82,7 @@ def test_a_page_installs_the_wheel(page: Path) -> None:
     assert not re.search(r"pip install '?relay-outbox", page.read_text())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TYPES)
 def test_the_file_of_every_key_has_the_keys_of_every_handler(kind: str) -> None:
     missing = [
         key

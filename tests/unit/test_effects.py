@@ -13,11 +13,11 @@ import yaml
 from pydantic import BaseModel
 
 from relay.config.effects import Effects, _omitted, _shown
-from relay.config.handlers import KINDS
 from relay.config.settings import Settings
 from relay.config.types import Mark, Own, Section
 from relay.model.events import SQL_TYPES
 from tests.process import ROOT
+from tests.reference import TYPES
 
 HTTP: dict[str, Any] = {
     "type": "http",
@@ -138,7 +138,7 @@ def unmarked(model: type[BaseModel], above: str = "") -> Iterator[str]:
             yield key
 
 
-HANDLERS = list(KINDS.values())
+HANDLERS = list(TYPES.values())
 
 
 def test_every_key_of_a_configuration_has_a_mark() -> None:

@@ -20,6 +20,7 @@ CODE = set(re.findall(r"`([A-Za-z_]+)[`(]", REFERENCE))
 SHARED = {
     "Event": "a service publishes one with relay.client, and a handler gets one: both names are public",
     "Delivery": "a function gets one, and a sink's queue has one for it",
+    "Settings": "of the whole configuration, and of a type of sinks in the module of the type",
     "RetryLater": "a handler raises it, and the disposition is named after it",
 }
 """Names that two classes of relay may have, and why."""

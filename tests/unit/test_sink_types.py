@@ -114,7 +114,8 @@ def test_its_keys_are_refused_as_those_of_other_types(pipes: Path, tmp_path: Pat
 def test_an_unknown_type_is_answered_with_those_that_are_installed(
     pipes: Path, tmp_path: Path
 ) -> None:
-    assert refusal(tmp_path, "{type: pip, channel: a}").endswith("pipe")
+    assert "kafka, " in refusal(tmp_path, "{type: pip, channel: a}")
+    assert "pipe" in refusal(tmp_path, "{type: pip, channel: a}")
     assert refusal(tmp_path, "[1]") == "…: must be a mapping of keys"
     assert refusal(tmp_path, "{type: [pipe]}").startswith("….type: must be one of sql, ")
 

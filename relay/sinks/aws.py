@@ -1,0 +1,102 @@
+"""What the sinks for Amazon SQS and SNS have in common: their keys, and messages as entries of requests. No I/O.
+
+Sources: Amazon SQS API Reference, "SendMessageBatch" and "SendMessage"; Amazon SNS API Reference, "PublishBatch".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+
+from relay.config.addresses import require_http
+from relay.config.fields import Template
+from relay.config.handlers import Named
+from relay.config.types import Alike, Own
+from relay.faults import Rejected, Undelivered
+from relay.sinks.batching import RequestLimits
+from relay.sinks.brokers import BrokerSettings, Message
+
+LIMITS = RequestLimits(messages=10, size=256 * 1024, requests=16)
+OF_THE_EVENT = re.compile("InvalidMessageContents|InvalidParameter|InvalidAttributeValue|TooLong")
+"""Codes of an entry that no other attempt avoids, or of a request that has such an entry."""
+_GROUP = re.compile(r"[!-~]{1,128}")
+
+Entry = dict[str, Any]
+
+
+def _address(value: str) -> str:
+    require_http(value)
+    return value
+
+
+class AwsSettings(BrokerSettings):
+    """A service of Amazon Web Services; the credentials are those that its SDK finds."""
+
+    key: Alike[Named] = "{host_id}"
+    """Only for FIFO. A template over the event's fields: the message's group, within which the order is kept."""
+    region: Own[str | None] = None
+    """The region, such as `eu-west-1`; null: that of the environment."""
+    endpoint: Own[Annotated[str, AfterValidator(_address)] | None] = None
+    """An address in place of the service's own, such as that of a VPC endpoint or an emulator."""
+
+    @property
+    def templates(self) -> dict[str, Template]:
+        """The keys whose values are templates over an event's fields."""
+        return {**super().templates, "key": Template(self.key)}
+
+
+def numbered(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries, each with its index as `Id`."""
+    return [{**entry, "Id": str(index)} for index, entry in enumerate(entries)]
+
+
+def faults(entries: Sequence[Entry], response: Entry) -> list[Exception | None]:
+    """The fault of each entry, as the response of a request reports it: it may have stored some and not others."""
+    found: list[Exception | None] = [None] * len(entries)
+    for failed in response.get("Failed", ()):
+        code = str(failed.get("Code", "Failed"))
+        is_of_event = failed.get("SenderFault") and OF_THE_EVENT.search(code)
+        found[int(failed["Id"])] = (Rejected if is_of_event else Undelivered)(code)
+    return found
+
+
+def text(message: Message) -> str:
+    """The body of a message, which is JSON: the services take the characters of XML 1.0, and JSON can escape others."""
+    body = message.body.decode()
+    return body.replace("\ufffe", "\\ufffe").replace("\uffff", "\\uffff")
+
+
+def fifo(message: Message) -> dict[str, str]:
+    """The group and the identity of a message for FIFO, each of printable ASCII; nothing for another destination."""
+    if not message.topic.endswith(".fifo"):
+        return {}
+    key = message.key or ""
+    group = key if _GROUP.fullmatch(key) else _digest(key)
+    return {
+        "MessageGroupId": group,
+        "MessageDeduplicationId": _digest(message.deduplication),
+    }
+
+
+def attributes(message: Message) -> dict[str, dict[str, str]]:
+    """The attributes beside a structured body; a message may have ten."""
+    return {name: {"DataType": "String", "StringValue": value} for name, value in _named(message)}
+
+
+def size_of(message: Message) -> int:
+    """The bytes of a message that count for the limit of a request: its body and the attributes."""
+    named = sum(len(name) + len("String") + len(value) for name, value in _named(message))
+    return len(message.body) + named
+
+
+def _named(message: Message) -> Iterator[tuple[str, str]]:
+    yield "content-type", message.content_type
+    yield from message.trace.items()
+
+
+def _digest(value: str) -> str:
+    return sha256(value.encode()).hexdigest()

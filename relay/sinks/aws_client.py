@@ -1,0 +1,136 @@
+"""A client of a service of Amazon Web Services, and what its errors mean.
+
+Source: botocore, "Error handling" and `botocore.exceptions`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from contextlib import AsyncExitStack
+from typing import Any
+
+from aiobotocore.config import AioConfig
+from aiobotocore.session import get_session
+from botocore.exceptions import (
+    ClientError,
+    CredentialRetrievalError,
+    NoCredentialsError,
+    NoRegionError,
+    PartialCredentialsError,
+    TokenRetrievalError,
+    UnauthorizedSSOTokenError,
+)
+
+from relay.faults import DestinationRefused, Rejected, Unauthorized, Undelivered
+from relay.sinks.aws import LIMITS, OF_THE_EVENT, AwsSettings
+from relay.sinks.brokers import Shared
+
+_NO_CREDENTIALS = (
+    CredentialRetrievalError,
+    NoCredentialsError,
+    PartialCredentialsError,
+    TokenRetrievalError,
+    UnauthorizedSSOTokenError,
+)
+_REFUSED = re.compile(
+    "AccessDenied|AuthFailure|AuthorizationError|ExpiredToken|IncompleteSignature|InvalidAccessKeyId|"
+    "InvalidClientTokenId|InvalidSecurity|InvalidSignature|OptInRequired|SignatureDoesNotMatch|UnrecognizedClient"
+)
+"""Codes of a request whose credentials the service refuses."""
+
+
+class AwsClient:
+    """A client of one service, opened with the first request, and again after its credentials were refused."""
+
+    def __init__(self, service: str, settings: AwsSettings) -> None:
+        """`service` is its name in the SDK."""
+        self._service = service
+        self._settings = settings
+        self._link = Shared(self._open, lambda _: True)
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        """Load the SDK's description of the service and open the client. Raises Undelivered."""
+        try:
+            await self._link.get()
+        except Exception as error:
+            raise _fault(error) from None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        link = await self._link.close()
+        if link is not None:
+            await link.stack.aclose()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    async def call(
+        self, operation: str, parameters: dict[str, Any], *, has_entries: bool = True
+    ) -> dict[str, Any]:
+        """Send a request; returns the response. Raises Undelivered, and Rejected if one of its entries is at fault."""
+        await self.open()
+        link = await self._link.get()
+        try:
+            response: dict[str, Any] = await getattr(link.client, operation)(**parameters)
+        except Exception as error:
+            fault = _fault(error, has_entries)
+            if isinstance(fault, Unauthorized) and self._link.forget(link):
+                # The SDK does not read again what it has read once, such as a file with keys.
+                closing = asyncio.create_task(link.stack.aclose())
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+            raise fault from None
+        return response
+
+    async def _open(self) -> _OpenClient:
+        session = get_session()
+        # The description of a service is a large file.
+        loader = session.get_component("data_loader")
+        await asyncio.to_thread(loader.load_service_model, self._service, "service-2")
+        timeout = self._settings.timeout
+        # Retries are the sink's: it knows which entries have failed.
+        options = AioConfig(
+            connect_timeout=timeout,
+            read_timeout=timeout,
+            max_pool_connections=LIMITS.requests,
+            retries={"total_max_attempts": 1},
+        )
+        client = session.create_client(
+            self._service,
+            region_name=self._settings.region,
+            endpoint_url=self._settings.endpoint,
+            config=options,
+        )
+        stack = AsyncExitStack()
+        return _OpenClient(await stack.enter_async_context(client), stack)
+
+
+class _OpenClient:
+    """A client of the SDK, and what closes it."""
+
+    def __init__(self, client: Any, stack: AsyncExitStack) -> None:
+        self.client = client
+        self.stack = stack
+
+
+def _fault(error: Exception, has_entries: bool = False) -> Exception:
+    """What the error of a whole request means: an entry may be at fault only if the request has entries."""
+    if isinstance(error, Undelivered):
+        return error
+    if isinstance(error, _NO_CREDENTIALS):
+        return Unauthorized(f"{type(error).__name__}: the SDK finds no credentials")
+    if isinstance(error, NoRegionError):
+        return DestinationRefused("there is no region: set the key region or AWS_REGION")
+    if not isinstance(error, ClientError):
+        return Undelivered(type(error).__name__)
+    described = error.response.get("Error", {})
+    code = str(described.get("Code", "ClientError"))
+    if _REFUSED.search(code):
+        return Unauthorized(f"{code}: the service refuses relay's credentials")
+    is_of_event = (
+        has_entries
+        and OF_THE_EVENT.search(code)
+        # So SNS calls a topic of another region, or none.
+        and "TopicArn" not in str(described.get("Message"))
+    )
+    return (Rejected if is_of_event else Undelivered)(code)
