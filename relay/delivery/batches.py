@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 
 from relay.config.handlers import BatchHandler
-from relay.delivery.dispatch import Dispatcher
+from relay.delivery.dispatch import MOST_DELIVERIES, Dispatcher
 from relay.delivery.queues import Delivery
 from relay.faults import (
     DestinationRefused,
@@ -103,7 +103,7 @@ class BatchDispatcher(Dispatcher):
 
     async def wait_for_room(self) -> None:
         """Wait until there is room for another new delivery; a batch that is not full begins then."""
-        self._has_no_room = self._lacks_room
+        self._has_no_room = self._new_count >= MOST_DELIVERIES or self._new_size > self._most_bytes
         if self._has_no_room:
             self._launch_soon()
             await super().wait_for_room()

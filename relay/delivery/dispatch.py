@@ -203,15 +203,11 @@ class Dispatcher:
 
     async def wait_for_room(self) -> None:
         """Wait until there is room for another new delivery."""
-        while self._lacks_room:
+        while self._new_count >= MOST_DELIVERIES or self._new_size > self._most_bytes:
             if self._blocked and time.monotonic() - self._blocked_since > DEFER_BLOCKED_SECONDS:
                 self._defer_blocked()
             else:
                 await self._change()
-
-    @property
-    def _lacks_room(self) -> bool:
-        return self._new_count >= MOST_DELIVERIES or self._new_size > self._most_bytes
 
     def _defer_blocked(self) -> None:
         """Defer the blocked deliveries: later in the log there may be keys that can be delivered."""

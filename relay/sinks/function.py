@@ -310,7 +310,9 @@ class Function:
 
     async def deliver(self, transaction: Transaction) -> None:
         """Call the function. Raises what it raises, and Undelivered if it does not end in time."""
-        delivery = Delivery(self, transaction, ATTEMPT.get(), await self._resource())
+        has_none = self._opens is None and self._calls is not None
+        resource = None if has_none else await self._resource()
+        delivery = Delivery(self, transaction, ATTEMPT.get(), resource)
         if self._unended:
             self._require_no_other(delivery)
         loop = asyncio.get_running_loop()
