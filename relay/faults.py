@@ -162,6 +162,13 @@ class EndpointDown(EndpointFailed):
         self.tried = tried
 
 
+class EndpointBusy(EndpointDown):
+    """An endpoint that works has no turn for the event before `after` seconds."""
+
+    def __init__(self, *reasons: object, after: float) -> None:
+        super().__init__(*reasons, after=after, tried=False)
+
+
 class NoCredentials(psycopg.OperationalError):
     """No connection was tried, since a secret of the configuration cannot be read now."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ import psycopg
 
 from relay.config.handlers import CircuitBreakerSettings, HttpHandler
 from relay.faults import (
+    EndpointBusy,
     EndpointDisabled,
     EndpointDown,
     EndpointFailed,
@@ -45,6 +47,8 @@ STORE_SECONDS = 60.0
 """After so long, a failing endpoint is stored, so that a restart goes on counting; each is a row written."""
 LONGEST_TURN_SECONDS = 1.0
 """A delivery whose turn comes later is deferred: while it waits in memory, it takes room from other endpoints'."""
+LONGEST_BUSY_SECONDS = 300.0
+"""The longest wait for a turn at an endpoint that works, which may have become faster meanwhile."""
 MOST_REFUSED = 100
 """After so many refusals of single events in a row, it is the endpoint that fails: no more dead letters are made."""
 SUSPECTS_SHARE = 4
@@ -65,7 +69,10 @@ class EndpointId:
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """The state of an endpoint. `since` is when the first of the failures in a row was; `refused` counts refusals."""
+    """The state of an endpoint. `since` is when the first of the failures in a row was; `refused` counts refusals.
+
+    `seconds` is how long its last request took, `promised` the time (monotonic clock) of the last turn promised.
+    """
 
     id: EndpointId
     breaker: CircuitBreaker
@@ -79,6 +86,17 @@ class Endpoint:
     disabled: StoredEndpoint | None = None
     host: str | None = None
     fault: str = ""
+    seconds: float = LONGEST_TURN_SECONDS
+    promised: float = 0.0
+
+    def later(self, interval: float) -> float:
+        """The seconds until a turn that nobody else was told: those who come back together would find it taken."""
+        now = time.monotonic()
+        self.promised = max(self.promised, now + LONGEST_TURN_SECONDS) + interval
+        if self.promised > now + LONGEST_BUSY_SECONDS:
+            self.promised = now + LONGEST_BUSY_SECONDS
+            return random.uniform(LONGEST_BUSY_SECONDS / 2, LONGEST_BUSY_SECONDS)  # noqa: S311 no secret
+        return self.promised - now
 
     @property
     def is_forgettable(self) -> bool:
@@ -239,9 +257,11 @@ class Endpoints:
                 async with self._share(endpoint), self._room:
                     self.require(endpoint)
                     is_trial = endpoint.breaker.begin()
+                    began = time.monotonic()
                     try:
                         yield
                     finally:
+                        endpoint.seconds = time.monotonic() - began
                         if is_trial:
                             endpoint.breaker.give_up()
             finally:
@@ -275,15 +295,17 @@ class Endpoints:
     async def _wait(self, endpoint: Endpoint) -> None:
         ahead = endpoint.pace.ahead if endpoint.pace is not None else 0.0
         if ahead > LONGEST_TURN_SECONDS:
-            raise EndpointDown("the endpoint is at its rate_limit", after=ahead, tried=False)
+            assert self._rate is not None  # noqa: S101
+            raise EndpointBusy(
+                "the endpoint is at its rate_limit", after=endpoint.later(1 / self._rate)
+            )
         try:
             async with asyncio.timeout(LONGEST_TURN_SECONDS):
                 await endpoint.room.acquire()
         except TimeoutError:
-            raise EndpointDown(
+            raise EndpointBusy(
                 f"the endpoint has {self._concurrency} requests in flight",
-                after=LONGEST_TURN_SECONDS,
-                tried=False,
+                after=endpoint.later(endpoint.seconds / self._concurrency),
             ) from None
         if endpoint.pace is not None:
             try:

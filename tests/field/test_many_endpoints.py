@@ -27,7 +27,13 @@ from hypothesis import strategies as st
 from relay.config.handlers import HttpHandler
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.queues import Delivery
-from relay.faults import EndpointDisabled, EndpointDown, EndpointFailed, EndpointRejected
+from relay.faults import (
+    EndpointBusy,
+    EndpointDisabled,
+    EndpointDown,
+    EndpointFailed,
+    EndpointRejected,
+)
 from relay.model.dispositions import Applied, DeadLetter, Disposition, RetryLater
 from relay.model.events import Commit, Lsn, Transaction
 from relay.model.transactions import Undecoded
@@ -396,3 +402,26 @@ def test_a_host_that_is_none_is_the_fault_of_its_endpoint(host: str) -> None:
 
     with stored_in_memory():
         run(test)
+
+
+def test_what_waits_for_its_turn_does_not_come_later_and_later() -> None:
+    """ixti/sidekiq-throttled#36, enova/sidekiq-rate-limiter#10: what is at its limit comes back together."""
+
+    async def test() -> None:
+        states = endpoint_states(rate_limit=10)
+        endpoint = states.of(ID)
+        assert endpoint.pace is not None
+        for _ in range(20):
+            endpoint.pace.turn()
+        told: list[float] = []
+        for _ in range(100):
+            with pytest.raises(EndpointBusy) as raised:
+                async with states.turn(endpoint):
+                    pass
+            told.append(raised.value.after or 0.0)
+        assert told == sorted(told)
+        assert 9 < told[-1] < 12
+        endpoint.promised += 10_000
+        assert 150 <= endpoint.later(0.1) <= 300
+
+    run(test)
