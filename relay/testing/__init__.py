@@ -1,5 +1,11 @@
 """What the tests of your own handlers and sinks use."""
 
+import sys
+
+if "pytest" in sys.modules:
+    # So that a failed test of the contract shows the values that it compares.
+    sys.modules["pytest"].register_assert_rewrite("relay.testing.sink_contract")
+
 from relay.testing.calls import (
     GivenDeliveries,
     GivenDelivery,
