@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Event
 
@@ -136,14 +136,16 @@ class Checkpoint:
 
     def _take_ended(self) -> None:
         """Take the deliveries that have ended. What was delivered is done; the rest is done once it is stored."""
+        done: list[Delivery] = []
         for delivery, disposition in self._dispatcher.take_ended():
             if delivery.due is None and isinstance(disposition, Applied):
-                self._finish_commit(delivery)
+                done.append(delivery)
             elif delivery.due is not None and isinstance(disposition, Blocked):
                 self._end_retry(delivery.due.id)
             else:
                 self._unstored.append((delivery, disposition))
                 self._to_store.set()
+        self._finish_commits(done)
 
     def _end_retry(self, number: int) -> None:
         self.retried.pop(number, None)
@@ -215,8 +217,7 @@ class Checkpoint:
             self._take_ended()
             self._to_store.clear()
             ended, self._unstored = self._unstored, []
-            for delivery, _ in ended:
-                self._finish_commit(delivery)
+            self._finish_commits(delivery for delivery, _ in ended)
             progress = self._next_progress()
             paused, dead = self.paused, list[DeadLetterReport]()
             streak = self._dispatcher.limit.streak(self._context.name)
@@ -321,9 +322,11 @@ class Checkpoint:
             return LAGGING
         return self.state
 
-    def _finish_commit(self, delivery: Delivery) -> None:
-        if delivery.commit is not None:
-            self._progress.finish(delivery.commit)
+    def _finish_commits(self, deliveries: Iterable[Delivery]) -> None:
+        """Finish the commits of deliveries that have ended; a retry has none."""
+        commits = [each.commit for each in deliveries if each.commit is not None]
+        if commits:
+            self._progress.finish(*commits)
             self._finished.set()
 
     def _move_to_adopted(self) -> None:

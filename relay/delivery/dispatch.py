@@ -29,7 +29,6 @@ from relay.logs import RepeatedLines
 from relay.model.dispositions import (
     APPLIED,
     BLOCKED,
-    Applied,
     DeadLetter,
     Disposition,
     Failed,
@@ -130,12 +129,13 @@ class Dispatcher:
 
     def end(self, delivery: Delivery, disposition: Disposition) -> None:
         """Put a delivery that is not submitted into the queue of those that have ended."""
-        if isinstance(disposition, Failed) and not self._settings.reliable:
-            self._losses.note(1, handler=self._sink.name, fault=describe(disposition.error))
-            disposition = APPLIED
-        if not isinstance(disposition, Applied):
-            holds = holds_keys(disposition) and self._settings.reliable
-            self.held.add(delivery.keys if holds else ())
+        if disposition is not APPLIED:
+            if isinstance(disposition, Failed) and not self._settings.reliable:
+                self._losses.note(1, handler=self._sink.name, fault=describe(disposition.error))
+                disposition = APPLIED
+            else:
+                holds = holds_keys(disposition) and self._settings.reliable
+                self.held.add(delivery.keys if holds else ())
         self._ended.append((delivery, disposition))
         self.has_ended.set()
 
@@ -450,12 +450,13 @@ class Dispatcher:
     def _completed(self, delivery: Delivery, disposition: Disposition) -> None:
         del self._pending[id(delivery)]
         self._count_new(delivery, -1)
-        holds_up = holds_keys(disposition) and self._settings.reliable
         self.end(delivery, disposition)
         following = self._queues.remove(delivery)
-        for follower in following:
-            follower.is_blocked |= holds_up
-        self._unblock(following)
+        if following:
+            holds_up = holds_keys(disposition) and self._settings.reliable
+            for follower in following:
+                follower.is_blocked |= holds_up
+            self._unblock(following)
         self._changed.set()
 
 

@@ -126,10 +126,11 @@ class SinkPolling:
             # A query may still be in flight.
             self._context.connections.submit_to_source(portions.close)
 
-    async def _submit(self, polled: Polled, begin: Callable[[SinkCommit], None]) -> None:
+    async def _submit(self, polled: Polled, begin: Callable[..., None]) -> None:
         if polled.routed is not None:
-            commits = commits_of(polled.positions, polled.xids, time.monotonic(), begin)
-            await self._submission.submit(polled.routed, list(commits), polled.large)
+            commits, of_each = commits_of(polled.positions, polled.xids, time.monotonic())
+            begin(*commits)
+            await self._submission.submit(polled.routed, of_each, polled.large)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,9 +6,8 @@ Source: PgQ (Skype Tools), whose consumers have snapshots as positions too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,10 +47,11 @@ class Prefix:
         """The number of commits that are remembered."""
         return len(self._commits) + len(self._passed)
 
-    def add(self, commit: SinkCommit) -> None:
-        """Append a commit whose deliveries start."""
-        commit.prefix = self
-        self._commits.append(commit)
+    def add(self, commits: Iterable[SinkCommit]) -> None:
+        """Append commits whose deliveries start."""
+        for commit in commits:
+            commit.prefix = self
+            self._commits.append(commit)
         self.advance()
 
     def advance(self) -> None:
@@ -101,7 +101,8 @@ class SinkProgress:
         self._known = set(done.tolist())
         self._done = set(self._known)
         self._unstored: list[int] = []
-        self._in_flight: dict[SinkCommit, None] = {}
+        # Those that have started, without those before the oldest that is not done.
+        self._in_flight: deque[SinkCommit] = deque()
         self._polled = 0
         self._number = 0
         self._streamed = Prefix(position.applied_lsn)
@@ -124,11 +125,7 @@ class SinkProgress:
     @property
     def since(self) -> float | None:
         """When the oldest unfinished commit was read (monotonic clock, seconds); None if all are done."""
-        try:
-            oldest = next(iter(self._in_flight), None)
-        except RuntimeError:
-            # Called in another thread than the worker's, which has just changed the dictionary.
-            return None
+        oldest = self._oldest
         return oldest.since if oldest else None
 
     @property
@@ -164,20 +161,26 @@ class SinkProgress:
     # The stream
 
     def join(self, reached: Lsn) -> None:
-        """Start to take the stream, which is buffered after the position `reached`."""
+        """Start to take the stream, which is buffered after the position `reached`.
+
+        What the stream brought before, and is not done, counts as polled: the WAL after `reached` does not have it.
+        """
+        self._polled += sum(
+            1 for each in self._in_flight if each.deliveries and each.prefix is self._streamed
+        )
         self._streamed = Prefix(reached if self._polls else max(reached, self.position.applied_lsn))
 
-    def stream(self, commit: SinkCommit) -> None:
-        """Start a commit of the stream. One without deliveries only notes the position that was read."""
-        self._begin(commit)
-        self._streamed.add(commit)
-        self.reach(Lsn(commit.position))
+    def stream(self, *commits: SinkCommit) -> None:
+        """Start commits of the stream. One without deliveries only notes the position that was read."""
+        self._begin(commits)
+        self._streamed.add(commits)
+        self.reach(Lsn(max((commit.position for commit in commits), default=0)))
         self._forget_passed()
 
-    def poll_beside(self, commit: SinkCommit) -> None:
-        """Start a commit that was polled while the sink joins the stream, which may bring it too."""
-        self._polled += 1
-        self._begin(commit)
+    def poll_beside(self, *commits: SinkCommit) -> None:
+        """Start commits that were polled while the sink joins the stream, which may bring them too."""
+        self._polled += len(commits)
+        self._begin(commits)
 
     def adopt(self, snapshot: Snapshot) -> bool:
         """Move to a snapshot up to which the stream has brought all; False while a polled commit is in flight."""
@@ -210,12 +213,11 @@ class SinkProgress:
         """The number of polled commits that are remembered."""
         return sum(len(each.prefix) for each in self._differences)
 
-    def poll(self, commit: SinkCommit) -> None:
-        """Start a commit of the difference. One without deliveries only notes the position that was read."""
-        if commit.deliveries:
-            self._polled += 1
-        self._begin(commit)
-        self._differences[-1].prefix.add(commit)
+    def poll(self, *commits: SinkCommit) -> None:
+        """Start commits of the difference. One without deliveries only notes the position that was read."""
+        self._polled += sum(1 for commit in commits if commit.deliveries)
+        self._begin(commits)
+        self._differences[-1].prefix.add(commits)
         self._forget_passed()
 
     def read(self) -> None:
@@ -223,20 +225,25 @@ class SinkProgress:
         self._differences[-1].last = self._number
         self._advance()
 
-    def finish(self, commit: SinkCommit) -> None:
-        """Finish a delivery: it was confirmed, or its outcome is stored together with the position."""
-        commit.deliveries -= 1
-        commit.is_begun = True
-        if commit.deliveries:
-            return
-        del self._in_flight[commit]
-        if commit.prefix is not self._streamed:
-            self._polled -= 1
-        if commit.xid in self._known:
-            self._done.add(commit.xid)
-            self._unstored.append(commit.xid)
-        if commit.prefix is not None:
-            commit.prefix.advance()
+    def finish(self, *commits: SinkCommit) -> None:
+        """Finish a delivery of each commit: it was confirmed, or its outcome is stored together with the position."""
+        advanced: set[Prefix] = set()
+        for commit in commits:
+            commit.deliveries -= 1
+            commit.is_begun = True
+            if commit.deliveries:
+                continue
+            if commit.prefix is not self._streamed:
+                self._polled -= 1
+            if commit.xid in self._known:
+                self._done.add(commit.xid)
+                self._unstored.append(commit.xid)
+            if commit.prefix is not None:
+                advanced.add(commit.prefix)
+        while self._in_flight and not self._in_flight[0].deliveries:
+            self._in_flight.popleft()
+        for prefix in advanced:
+            prefix.advance()
         self._advance()
 
     def to_store(self) -> tuple[SinkPosition, list[int]]:
@@ -255,18 +262,27 @@ class SinkProgress:
         """Store again what `to_store` has returned: it was not stored."""
         self._unstored[:0] = done
 
-    def _begin(self, commit: SinkCommit) -> None:
-        if not commit.deliveries:
-            return
-        self._number += 1
-        commit.number = self._number
-        self._in_flight[commit] = None
-        if commit.xid:
-            self._known.add(commit.xid)
+    def _begin(self, commits: Iterable[SinkCommit]) -> None:
+        for commit in commits:
+            if not commit.deliveries:
+                continue
+            self._number += 1
+            commit.number = self._number
+            self._in_flight.append(commit)
+            if commit.xid:
+                self._known.add(commit.xid)
+
+    @property
+    def _oldest(self) -> SinkCommit | None:
+        """The first commit that is not done; None if all are."""
+        try:
+            return self._in_flight[0]
+        except IndexError:
+            return None
 
     def _advance(self) -> None:
         """Drop the differences that are read and done, and move to the end of the last of them."""
-        oldest = next(iter(self._in_flight), None)
+        oldest = self._oldest
         while self._differences:
             last = self._differences[0].last
             if last is None or (oldest is not None and oldest.number <= last):
@@ -290,7 +306,7 @@ class SinkProgress:
         It does not while a commit is in flight that started before the difference was opened: polling skips that commit
         wherever it is in the difference.
         """
-        oldest = next(iter(self._in_flight), None)
+        oldest = self._oldest
         return bool(self._differences) and (
             oldest is None or oldest.number > self._differences[0].before
         )
@@ -315,15 +331,21 @@ class SinkProgress:
 
 
 def commits_of(
-    positions: Sequence[int], xids: Sequence[int], since: float, add: Callable[[SinkCommit], None]
-) -> Iterator[SinkCommit]:
-    """The commit of each transaction, in order; `add` is called with each commit once, before its first transaction.
+    positions: Sequence[int], xids: Sequence[int], since: float
+) -> tuple[list[SinkCommit], list[SinkCommit]]:
+    """The commits of transactions, in order: each once, and that of each transaction.
 
     Neighbours with the same position and xid are of one commit: positions [7, 7, 9] with xids [1, 1, 2] give one commit
-    of two deliveries, twice, then one of one delivery.
+    of two deliveries and one of one delivery, and of these the first one twice for the transactions.
     """
-    for (position, xid), same in groupby(zip(positions, xids, strict=True)):
-        count = sum(1 for _ in same)
-        commit = SinkCommit(position, xid, count, since)
-        add(commit)
-        yield from repeat(commit, count)
+    commits: list[SinkCommit] = []
+    of_each: list[SinkCommit] = []
+    before: tuple[int, int] | None = None
+    for transaction in zip(positions, xids, strict=True):
+        if transaction == before:
+            commits[-1].deliveries += 1
+        else:
+            commits.append(SinkCommit(*transaction, 1, since))
+            before = transaction
+        of_each.append(commits[-1])
+    return commits, of_each

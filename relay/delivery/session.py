@@ -287,10 +287,11 @@ class SinkSession:
             routed = Routed(routed.transactions.take(indices), routed.decoder)
             xids = xids[indices]
         ends = routed.transactions.facts["end_lsn"].tolist()
-        commits = list(commits_of(ends, xids.tolist(), streamed.since, self._progress.stream))
-        # Notes the end of the batch, even if nothing in it is new.
-        self._progress.stream(SinkCommit(int(facts["end_lsn"][-1]), 0, 0, streamed.since))
-        return routed, commits
+        commits, of_each = commits_of(ends, xids.tolist(), streamed.since)
+        # The last one notes the end of the batch, even if nothing in it is new.
+        end = SinkCommit(int(facts["end_lsn"][-1]), 0, 0, streamed.since)
+        self._progress.stream(*commits, end)
+        return routed, of_each
 
     def check(self) -> None:
         """Let the sink leave the stream if it lags."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
 
 from relay.delivery.checkpoint import Checkpoint, SinkContext
@@ -10,8 +10,7 @@ from relay.delivery.dispatch import Dispatcher
 from relay.delivery.progress import SinkCommit
 from relay.delivery.queues import Delivery
 from relay.model.dispositions import AttemptHistory, DeadLetter, Scheduled
-from relay.model.events import Transaction
-from relay.model.transactions import Routed, Transactions, Undecoded
+from relay.model.transactions import Routed, Transactions
 from relay.pipeline.deferral import Ordering
 from relay.pipeline.routing import BatchRouter
 from relay.source.outbox.rows import not_received
@@ -51,17 +50,18 @@ class Submission:
         """
         transactions, table = routed.transactions, self._context.settings.source.table
         later = await self._scheduled(transactions)
-        keys = [self._keys(each.hosts, events) for each, events in _pairs(routed)]
+        keys = self._ordering.delivery_keys(self._context.name, routed)
         await self._query_held(keys)
-        for index, (rows, events) in enumerate(_pairs(routed)):
+        dispatcher = self._dispatcher
+        for index, (rows, events) in enumerate(routed.pairs()):
             delivery = Delivery(rows, events, keys[index], commits[index])
             if large and (fault := not_received(rows, events.events, large, table)):
-                self._dispatcher.end(delivery, DeadLetter(self._context.name, fault))
+                dispatcher.end(delivery, DeadLetter(self._context.name, fault))
             elif index in later:
-                self._dispatcher.end(delivery, Scheduled(later[index]))
+                dispatcher.end(delivery, Scheduled(later[index]))
             else:
-                await self._dispatcher.wait_for_room()
-                self._dispatcher.submit(delivery)
+                await dispatcher.wait_for_room()
+                dispatcher.submit(delivery)
 
     async def _scheduled(self, transactions: Transactions) -> dict[int, datetime]:
         """The transactions with an event for later, by index, with the time until which each is deferred."""
@@ -69,9 +69,6 @@ class Submission:
         if not times:
             return {}
         return await self._context.connections.in_target(clock.ahead, times)
-
-    def _keys(self, hosts: Sequence[str], events: Transaction) -> frozenset[str]:
-        return self._ordering.delivery_keys(self._context.name, hosts, [events])
 
     async def _query_held(self, keys: Iterable[frozenset[str]]) -> None:
         """Query which of the keys deferred transactions hold."""
@@ -126,7 +123,7 @@ class Submission:
         )
         decoder = self._router.decoder(transactions.columns)
         deliveries: list[Delivery] = []
-        for each, (rows, events) in zip(due, _pairs(Routed(transactions, decoder)), strict=True):
+        for each, (rows, events) in zip(due, Routed(transactions, decoder).pairs(), strict=True):
             retried[each.id] = each.size
             history = AttemptHistory.of(each.attempts, each.failing_seconds)
             keys = frozenset(each.keys)
@@ -153,8 +150,3 @@ class Submission:
         held.release()
         if not self._checkpoint.lags:
             self._dispatcher.defer_new(False)
-
-
-def _pairs(routed: Routed) -> Iterator[tuple[Undecoded, Transaction]]:
-    """Each transaction as a pair: its undecoded rows, and its events for the handler."""
-    return zip(routed.transactions, routed, strict=True)

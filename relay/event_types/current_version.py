@@ -13,8 +13,6 @@ from relay.model.transactions import ColumnDecoder, Routed, Rows, Values
 
 _CHANGED = ("payload", "metadata")
 _NO_COMMIT: Row = (None,) * len(COMMIT_FIELDS)
-_ROWS_AT_ONCE = 4_000
-_BYTES_AT_ONCE = 4 * 1024 * 1024
 _KEPT_BYTES = 1024 * 1024
 """Up to this size a transaction is upcast once and kept; a larger one is validated, and upcast again when read."""
 
@@ -93,7 +91,7 @@ def routed_as_current(routed: Routed, upcaster: Upcasting) -> Routed:
 
     Reading them raises InvalidEvent, and the errors of upcasters.
     """
-    portions = routed.transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE)
+    portions = routed.transactions.portions()
     if all(
         upcaster.none_of(kinds)
         for rows in portions

@@ -13,8 +13,6 @@ from hashlib import sha256
 import numpy as np
 from numpy.typing import NDArray
 
-from relay.model.events import Event
-
 LONGEST = 1_000
 """The most bytes of each part of a key: an index entry of PostgreSQL, with group and sink, has at most 2,704 bytes."""
 _BYTES_OF_CHARACTER = 4
@@ -31,12 +29,6 @@ def host_part(host: str) -> str:
 def of_host(host: str) -> str:
     """The key of all events of a host."""
     return f"{host_part(host)} host"
-
-
-def of_event(kind: str, event: Event, fields: Iterable[str]) -> str:
-    """The key of an event's host, a kind of key such as `user`, and some fields."""
-    values = (event.text(field) or "" for field in fields)
-    return of_values(kind, event.text("host_id") or "", values)
 
 
 def of_values(kind: str, host: str, values: Iterable[str]) -> str:

@@ -52,6 +52,11 @@ class TraceContext(NamedTuple):
         return parent | {"tracestate": self.state} if self.state else parent
 
 
+def may_have(row: bytes) -> bool:
+    """Whether an undecoded row may have a context in its metadata."""
+    return _FIELD.encode() in row
+
+
 def parse(metadata: str | bytes | None) -> TraceContext | None:
     """The context in an event's metadata, which is JSON; None if there is no valid one."""
     if metadata is None or len(metadata) > MOST_BYTES:

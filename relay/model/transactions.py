@@ -41,6 +41,9 @@ def text(value: bytes) -> str:
     return value.decode("utf-8", "surrogateescape")
 
 
+ROWS_AT_ONCE = 4_000
+BYTES_AT_ONCE = 4 * 1024 * 1024
+"""How many rows, or bytes of rows, are worked on at once: arrays of more are no cheaper."""
 _PORTION_BYTES = 1024 * 1024
 """Bytes of a pickled block: a compressing stream buffers as much, and malloc returns blocks of this size at once."""
 PADDING = bytes(32)
@@ -341,7 +344,7 @@ class Transactions:
             attempts=self.attempts and [self.attempts[index] for index in left.tolist()],
         )
 
-    def portions(self, count: int, size: int) -> Iterator[Rows]:
+    def portions(self, count: int = ROWS_AT_ONCE, size: int = BYTES_AT_ONCE) -> Iterator[Rows]:
         """Yield all rows, in order, in portions as `Rows.portions` does; a file is read portion by portion."""
         if self.spooled is None:
             return self.rows.portions(count, size)
@@ -377,15 +380,21 @@ class Routed:
     decoder: ColumnDecoder
 
     def __iter__(self) -> Iterator[Transaction]:
+        return (transaction for _, transaction in self.pairs())
+
+    def pairs(self) -> Iterator[tuple[Undecoded, Transaction]]:
+        """Yield each transaction undecoded, and as the handler gets it."""
         decoder, attempts = self.decoder, self.transactions.attempts
         for index, each in enumerate(self.transactions):
             commit = each.commit
-            yield Transaction(
-                each.transaction_id,
-                commit,
-                Events(each.tuples, decoder, commit),
-                1 if attempts is None else attempts[index],
-            )
+            attempt = 1 if attempts is None else attempts[index]
+            events = Events(each.tuples, decoder, commit)
+            yield each, Transaction(each.transaction_id, commit, events, attempt)
+
+    def values(self, fields: Sequence[str]) -> Iterator[tuple[bytes | None, ...]]:
+        """Yield the undecoded values of some of FIELDS of each event, in order. Raises ProtocolError."""
+        for rows in self.transactions.portions():
+            yield from zip(*self.decoder.columns(rows, fields), strict=True)
 
     @property
     def events(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
 
 import numpy as np
 
@@ -11,9 +12,8 @@ from relay.config.effects import Effects
 from relay.config.handlers import HandlerSettings, SinkHandler
 from relay.config.settings import Settings
 from relay.model.dispositions import BLOCKED, Dispositions, Scheduled
-from relay.model.events import Transaction
-from relay.model.keys import of_event, of_host
-from relay.model.transactions import Transactions, Undecoded
+from relay.model.keys import of_host, of_values
+from relay.model.transactions import Routed, Transactions, Undecoded, text
 from relay.pipeline.routing import Assignment, BatchRouter, Parts
 from relay.store import clock, dead_letters, deferred
 from relay.store.connections import Connection
@@ -41,39 +41,47 @@ class Ordering:
         }
         self._sinks = {name for name, each in configured.items() if isinstance(each, SinkHandler)}
 
-    def keys(self, hosts: Sequence[str], parts: Parts) -> frozenset[str]:
-        """The ordering keys of all handlers in `parts`."""
+    def keys(self, parts: Parts) -> frozenset[str]:
+        """The ordering keys of all handlers in `parts`, together."""
         return frozenset[str]().union(
-            *(self.delivery_keys(name, hosts, routed) for name, routed in parts.items())
+            *(keys for name, routed in parts.items() for keys in self.delivery_keys(name, routed))
         )
 
-    def transactional_keys(self, hosts: Sequence[str], parts: Parts) -> frozenset[str]:
+    def transactional_keys(self, parts: Parts) -> frozenset[str]:
         """The ordering keys of the transactional handlers in `parts`."""
-        return self.keys(
-            hosts, {name: routed for name, routed in parts.items() if name not in self._sinks}
-        )
+        return self.keys({name: each for name, each in parts.items() if name not in self._sinks})
 
-    def delivery_keys(
-        self, name: str, hosts: Sequence[str], delivered: Iterable[Transaction]
-    ) -> frozenset[str]:
-        """The ordering keys of one handler for the transactions delivered to it."""
-        order_by = self._order_by[name]
+    def delivery_keys(self, name: str, routed: Routed) -> list[frozenset[str]]:
+        """The ordering keys of one handler for each of the transactions that are routed to it, in order."""
+        order_by, transactions = self._order_by[name], routed.transactions
         if order_by == "none":
-            return frozenset()
+            return [frozenset()] * len(transactions)
         if order_by == "host":
-            return frozenset(map(of_host, hosts))
-        fields = _FIELDS[order_by]
-        return frozenset(
-            of_event(order_by, event, fields)
-            for transaction in delivered
-            for event in transaction.events
-        )
+            hosts = transactions.hosts
+            of_hosts = {
+                index: frozenset(map(of_host, hosts[index])) for index in transactions.touching
+            }
+            return [of_hosts[index] for index in transactions.facts["hosts"].tolist()]
+        keys = _keys_of_events(order_by, routed.values(("host_id", *_FIELDS[order_by])))
+        return [frozenset(islice(keys, events)) for events in transactions.facts["events"].tolist()]
 
 
 _FIELDS = {
     "user": ("user_id",),
     "aggregate": ("aggregate_type", "aggregate_id"),
 }
+
+
+def _keys_of_events(kind: str, events: Iterable[tuple[bytes | None, ...]]) -> Iterator[str]:
+    """The key of each event, of its host and some other fields."""
+    before: tuple[bytes | None, ...] | None = None
+    key = ""
+    for values in events:
+        # Events of a transaction often have one key.
+        if values != before:
+            host, *fields = ("" if value is None else text(value) for value in values)
+            key, before = of_values(kind, host, fields), values
+        yield key
 
 
 class DeferralRules:
@@ -88,16 +96,12 @@ class DeferralRules:
 
     def keys(self, assigned: Assignment, index: int) -> frozenset[str]:
         """The ordering keys of the transaction at an index for transactional handlers; empty if it is refused."""
-        one = assigned.part(index, index + 1)
-        found = one.transactions
-        return self._ordering.transactional_keys(
-            found.hosts[int(found.facts["hosts"][0])], one.parts
-        )
+        return self._ordering.transactional_keys(assigned.part(index, index + 1).parts)
 
     def delivery_keys(self, one: Transactions, sink: str) -> frozenset[str]:
         """The ordering keys of a single delivery; `one` has only the events that go to the sink."""
-        hosts = one.hosts[int(one.facts["hosts"][0])]
-        return self._ordering.delivery_keys(sink, hosts, self._router.whole(one))
+        (keys,) = self._ordering.delivery_keys(sink, self._router.whole(one))
+        return keys
 
     def deliveries(self, one: Assignment) -> Iterator[tuple[str, Undecoded, Deferral]]:
         """Yield each sink of a single transaction, with its part and a deferral that is due now."""

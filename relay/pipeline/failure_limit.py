@@ -60,6 +60,8 @@ class FailureLimit:
 
     def succeeded(self, handlers: Iterable[str]) -> None:
         """End, or shorten, the streaks of handlers that have succeeded; those that were stopped go on."""
+        if not (self._counts or self.stopped):
+            return
         with self._lock:
             for handler in handlers:
                 self.stopped.pop(handler, None)

@@ -32,8 +32,6 @@ from relay.queues.filling import QUEUES
 _LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
 _NEVER = datetime(9999, 12, 31, tzinfo=UTC)
 _NOTES_SHOWN = 20
-_ROWS_AT_ONCE = 4_000
-_BYTES_AT_ONCE = 4 * 1024 * 1024
 
 _JSON_FIELDS = frozenset({"payload", "metadata"})
 
@@ -270,7 +268,7 @@ class BatchRouter:
         """The values of a field that few events have, each with the event's index among all events."""
         decoder = self.decoder(transactions.columns)
         first = 0
-        for rows in transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
+        for rows in transactions.portions():
             found = decoder.present(rows, field)
             if len(found):
                 (values,) = decoder.columns(rows.take(found), [field])
@@ -336,7 +334,7 @@ def handlers_of_events(
         return
     stored = [field for field in fields if field not in COMMIT_FIELDS]
     of_commits = _of_commits(transactions) if len(stored) < len(fields) else {}
-    for rows in transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
+    for rows in transactions.portions():
         values: dict[str, Iterable[str | None]] = {
             field: islice(found, len(rows)) for field, found in of_commits.items()
         }

@@ -32,8 +32,6 @@ MOST_ORIGINS = 128
 _SAMPLED = re.compile(rb'-[0-9a-f]{16}-[0-9a-f][13579bdf]"')
 """The end of each traceparent with the sampled flag: parsing all metadata takes ten times as long."""
 _FIELDS = ("metadata", "id")
-_ROWS_AT_ONCE = 4_000
-_BYTES_AT_ONCE = 4 * 1024 * 1024
 
 
 def trace_record(
@@ -80,7 +78,7 @@ def _origins(assigned: Assignment) -> tuple[dict[int, tuple[PublishOrigin, ...]]
     found: dict[int, dict[TraceContext, PublishOrigin]] = {}
     left_out: set[int] = set()
     first = 0
-    for rows in transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
+    for rows in transactions.portions():
         columns = zip(*decoder.columns(rows, _FIELDS), strict=True)
         for row, (metadata, event_id) in enumerate(columns, first):
             if metadata is None or not _SAMPLED.search(metadata):

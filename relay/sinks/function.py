@@ -188,6 +188,11 @@ class Delivery:
         return self._first
 
     @property
+    def _may_have_trace(self) -> bool:
+        """Whether the first event may have a trace, without decoding it."""
+        return any(map(trace_context.may_have, islice(self._transaction.events.tuples, 1)))
+
+    @property
     def _identity(self) -> str:
         # With the row's number, since an adopted outbox may have rows with equal ids.
         return f"{self.idempotency_key}/{self._first_event.text('c_offset') or ''}"
@@ -517,7 +522,7 @@ def _continue_trace(delivery: Delivery) -> None:
     """Make the publisher's span the current one in this context, unless relay has made one for the delivery."""
     from opentelemetry import context, trace
 
-    if trace.get_current_span().get_span_context().is_valid:
+    if trace.get_current_span().get_span_context().is_valid or not delivery._may_have_trace:
         return
     found = trace_context.parse(delivery._first_event.text("metadata"))
     if found is None:

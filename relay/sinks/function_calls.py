@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from contextvars import Context
-from functools import partial
 from queue import SimpleQueue
 from threading import Event, Lock, get_ident
 from typing import Any, Protocol
@@ -154,17 +153,18 @@ class LoopCalls:
         self, name: str, function: Callable[[Any], Awaitable[Any]], ended: Callable[[Call], None]
     ) -> None:
         """`ended` is called in the loop of the sinks with each call that has ended."""
+        self._name = f"function {name}"
         self._function = function
         self._loop = asyncio.new_event_loop()
         self._results = _Results(ended, self._loop)
         self._sinks = asyncio.get_running_loop()
         self._to_start: deque[Call] = deque()
         self._is_starting = False
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], Call] = {}
         self._held: list[tuple[asyncio.Task[None], Held, asyncio.Event]] = []
         self._opening: Held | None = None
         self._is_closing = False
-        self._thread = Thread(self._run, name=f"function {name}", daemon=True)
+        self._thread = Thread(self._run, name=self._name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -204,12 +204,14 @@ class LoopCalls:
             if call.is_over:
                 self._results.add(call, None, None)
                 continue
-            call.task = task = self._loop.create_task(self._call(call), context=call.context)
-            self._running.add(task)
-            task.add_done_callback(partial(self._ended, call))
+            call.task = task = self._loop.create_task(
+                self._call(call), name=self._name, context=call.context
+            )
+            self._running[task] = call
+            task.add_done_callback(self._ended)
 
-    def _ended(self, call: Call, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        call = self._running.pop(task)
         if task.cancelled():
             # Before its first step, so that `_call` has not begun.
             self._results.add(call, None, asyncio.CancelledError())

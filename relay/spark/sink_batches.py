@@ -253,6 +253,6 @@ def scheduled(
         if routed is None:
             continue
         times = router.delivery_times(routed.transactions)
-        for index, (rows, events) in enumerate(zip(routed.transactions, routed, strict=True)):
-            keys = ordering.delivery_keys(sink, rows.hosts, [events])
-            yield rows, Deferral(keys, holds=False, until=times.get(index))
+        keys = ordering.delivery_keys(sink, routed)
+        for index, rows in enumerate(routed.transactions):
+            yield rows, Deferral(keys[index], holds=False, until=times.get(index))

@@ -41,7 +41,7 @@ def test_a_prefix_reaches_what_comes_before_the_first_that_is_not_done(
     prefix = Prefix(0)
     commits = [commit(number + 1, count) for number, count in enumerate(deliveries)]
     for each in commits:
-        prefix.add(each)
+        prefix.add([each])
     left = [each for each in commits for _ in range(each.deliveries)]
     chance.shuffle(left)
     passed: list[int] = []
@@ -60,6 +60,22 @@ def test_a_prefix_reaches_what_comes_before_the_first_that_is_not_done(
 def test_what_the_snapshot_sees_or_is_done_is_not_new() -> None:
     found = cursor(Snapshot(10, 20, (12,)), done=(25,))
     assert new(found, 9, 12, 15, 20, 25) == [False, True, False, True, False]
+
+
+def test_what_is_in_flight_when_a_sink_joins_the_stream_again_counts_as_polled() -> None:
+    found = cursor(Snapshot(10, 10, ()))
+    found.join(Lsn(15))
+    first, done, second = commit(20), commit(25), commit(40)
+    found.stream(first, done)
+    found.finish(done)
+    found.join(Lsn(30))
+    assert (found.polls_any, found.reached) == (True, Lsn(0))
+    found.finish(first)
+    assert (found.polls_any, found.reached) == (False, Lsn(30))
+    found.stream(second)
+    found.finish(second)
+    assert found.reached == Lsn(40)
+    assert found.adopt(Snapshot(50, 50, ()))
 
 
 def test_without_polling_the_position_in_the_wal_says_what_is_new() -> None:
