@@ -74,7 +74,8 @@ class History:
     def enqueue(self, who: int) -> None:
         count = self.chance.randint(1, 4)
         for _ in range(count):
-            key = f"Order {self.chance.randint(1, 4)}" if self.keyed else None
+            # Each has keys of its own: those that enqueue messages of one key at the same time have no order.
+            key = f"Order {who} {self.chance.randint(1, 3)}" if self.keyed else None
             row = (
                 self.sessions[who]
                 .execute(
@@ -213,6 +214,8 @@ class History:
                 del self.messages[number]
 
     def requeue(self, _: int) -> None:
+        for producer in PRODUCERS:
+            self.commit(producer)  # or it would have enqueued messages of the same keys at the same time
         before = {each for each in self.dead if self.chance.random() < 0.5}
         keys: dict[int, str | None] = dict(
             self.outbox.conn.execute("select id, key from relay.queue_dead_letters").fetchall()
