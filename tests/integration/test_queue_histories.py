@@ -214,8 +214,9 @@ class History:
                 del self.messages[number]
 
     def requeue(self, _: int) -> None:
+        # Or these would have enqueued messages of the same keys at the same time.
         for producer in PRODUCERS:
-            self.commit(producer)  # or it would have enqueued messages of the same keys at the same time
+            self.commit(producer)
         before = {each for each in self.dead if self.chance.random() < 0.5}
         keys: dict[int, str | None] = dict(
             self.outbox.conn.execute("select id, key from relay.queue_dead_letters").fetchall()
