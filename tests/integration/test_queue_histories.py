@@ -122,7 +122,9 @@ class History:
         assert {number for number, _ in rows} <= possible.keys()
         assert [number for number, _ in rows] == sorted({number for number, _ in rows})
         if not exhausted:
-            assert len(rows) == min(most, len(possible))
+            # Of a long queue with keys, a window of the oldest is looked at: if it has one, that is enough.
+            least = min(1 if self.keyed and len(self.messages) > 50 else most, len(possible))
+            assert least <= len(rows) <= most
         if not self.keyed and most >= 100:
             assert {number for number, _ in rows} == possible.keys()
         for number, attempt in rows:
