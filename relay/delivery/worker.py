@@ -240,6 +240,9 @@ class Worker:
         try:
             while not self._stopping.is_set():
                 state = await self._load()
+                if self._stopping.is_set():
+                    # Meanwhile, when there was no session to be stopped.
+                    break
                 if state is None or not (self._stream.reads or state.lags):
                     return False
                 if not self._polls and state.left_out_since is not None:
