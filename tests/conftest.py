@@ -60,6 +60,8 @@ _NEED_SPARK = (
     "late_writers",
     "test_checkpoints",
     "test_completeness",
+    "test_examples",
+    "test_restoration",
     "test_verify",
 )
 """What the names of tests that need the shared Spark session have."""
@@ -68,10 +70,14 @@ _NEED_SPARK = (
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuse a test that would start another JVM in another process."""
-    for item in items:
-        needs = "spark_session" in getattr(item, "fixturenames", ())
-        if needs and not any(word in item.nodeid for word in _NEED_SPARK):
-            raise pytest.UsageError(f"{item.nodeid} needs Spark: add its module to _NEED_SPARK")
+    strangers = [
+        item.nodeid
+        for item in items
+        if "spark_session" in getattr(item, "fixturenames", ())
+        and not any(word in item.nodeid for word in _NEED_SPARK)
+    ]
+    if strangers:
+        raise pytest.UsageError(f"add to _NEED_SPARK what names {', '.join(strangers)}")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -257,12 +257,13 @@ class _GivenTransaction:
 
 
 class _GivenEvents(Events):
-    """Events that are there already."""
+    """Events that are there already. What is searched in undecoded rows is found in their texts."""
 
     __slots__ = ("_events",)
 
     def __init__(self, events: list[Event]) -> None:
         self.commit = _EMPTY
+        self.tuples = ["".join(filter(None, each.row)).encode() for each in events]
         self._events = events
 
     def __len__(self) -> int:
