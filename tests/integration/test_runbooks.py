@@ -360,9 +360,8 @@ def test_relay_endpoint_disabled(running_shop: Shop) -> None:
     shop = running_shop
     handlers = shop.config["handlers"]
     assert isinstance(handlers, dict)
-    shop.configure(
-        handlers={**handlers, "shop": {**handlers["shop"], "headers": {"x-host": "{host_id}"}}}
-    )
+    url = handlers["shop"]["url"] + "?host={host_id}"
+    shop.configure(handlers={**handlers, "shop": {**handlers["shop"], "url": url}})
     shop.systemctl("restart")
     shop.wait_healthy()
     shop.webhook.answers = lambda headers, body: Answer(410)
