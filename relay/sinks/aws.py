@@ -1,4 +1,4 @@
-"""What the sinks for Amazon SQS and SNS have in common: their keys, and messages as entries of requests. No I/O.
+"""What the sinks for Amazon SQS and SNS have in common: their keys, their client, and messages as entries of requests.
 
 Sources: Amazon SQS API Reference, "SendMessageBatch" and "SendMessage"; Amazon SNS API Reference, "PublishBatch".
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator
 
@@ -17,8 +17,11 @@ from relay.config.fields import Template
 from relay.config.handlers import Named
 from relay.config.types import Alike, Own
 from relay.faults import Rejected, Undelivered
-from relay.sinks.batching import RequestLimits
+from relay.sinks.batching import Outgoing, RequestLimits
 from relay.sinks.brokers import BrokerSettings, Message
+
+if TYPE_CHECKING:
+    from relay.sinks.aws_client import AwsClient
 
 LIMITS = RequestLimits(messages=10, size=256 * 1024, requests=16)
 OF_THE_EVENT = re.compile("InvalidMessageContents|InvalidParameter|InvalidAttributeValue|TooLong")
@@ -36,17 +39,47 @@ def _address(value: str) -> str:
 class AwsSettings(BrokerSettings):
     """A service of Amazon Web Services; the credentials are those that its SDK finds."""
 
+    mode: Alike[Literal["structured"]] = "structured"
+    """The message is the CloudEvent: it has too few attributes for the binary mode."""
     key: Alike[Named] = "{host_id}"
     """Only for FIFO. A template over the event's fields: the message's group, within which the order is kept."""
     region: Own[str | None] = None
     """The region, such as `eu-west-1`; null: that of the environment."""
     endpoint: Own[Annotated[str, AfterValidator(_address)] | None] = None
-    """An address in place of the service's own, such as that of a VPC endpoint or an emulator."""
+    """An address instead of the service's own, such as that of a VPC endpoint or an emulator."""
 
     @property
     def templates(self) -> dict[str, Template]:
         """The keys whose values are templates over an event's fields."""
         return {**super().templates, "key": Template(self.key)}
+
+
+class AwsService:
+    """A service that takes several messages in one request. Its children send them, by `send` of `BatchService`."""
+
+    BODY: ClassVar[str]
+    """The field of an entry that has the body of the message."""
+    limits = LIMITS
+
+    def __init__(self, client: AwsClient) -> None:
+        self.client = client
+
+    async def open(self) -> None:
+        """Open the client. Raises Undelivered."""
+        await self.client.open()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.client.close()
+
+    def outgoing(self, message: Message) -> Outgoing[Entry]:
+        """The entry of a message."""
+        entry = {
+            self.BODY: _text(message),
+            "MessageAttributes": _attributes(message),
+            **_fifo(message),
+        }
+        return Outgoing(message.topic, entry, _size_of(message))
 
 
 def numbered(entries: Sequence[Entry]) -> list[Entry]:
@@ -64,13 +97,13 @@ def faults(entries: Sequence[Entry], response: Entry) -> list[Exception | None]:
     return found
 
 
-def text(message: Message) -> str:
+def _text(message: Message) -> str:
     """The body of a message, which is JSON: the services take the characters of XML 1.0, and JSON can escape others."""
     body = message.body.decode()
     return body.replace("\ufffe", "\\ufffe").replace("\uffff", "\\uffff")
 
 
-def fifo(message: Message) -> dict[str, str]:
+def _fifo(message: Message) -> dict[str, str]:
     """The group and the identity of a message for FIFO, each of printable ASCII; nothing for another destination."""
     if not message.topic.endswith(".fifo"):
         return {}
@@ -82,12 +115,12 @@ def fifo(message: Message) -> dict[str, str]:
     }
 
 
-def attributes(message: Message) -> dict[str, dict[str, str]]:
+def _attributes(message: Message) -> dict[str, dict[str, str]]:
     """The attributes beside a structured body; a message may have ten."""
     return {name: {"DataType": "String", "StringValue": value} for name, value in _named(message)}
 
 
-def size_of(message: Message) -> int:
+def _size_of(message: Message) -> int:
     """The bytes of a message that count for the limit of a request: its body and the attributes."""
     named = sum(len(name) + len("String") + len(value) for name, value in _named(message))
     return len(message.body) + named

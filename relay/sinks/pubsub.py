@@ -19,7 +19,7 @@ class Settings(BrokerSettings):
     """A template over the event's fields: the ordering key, which subscriptions with message ordering follow; null:
     none. A request has messages of one key."""
     endpoint: Own[str | None] = None
-    """A server in place of the service's own, as host:port, such as that of a region. With `http://` before it, it is
+    """A server instead of the service's own, as host:port, such as that of a region. With `http://` before it, it is
     an emulator, which has neither TLS nor credentials."""
 
     @property

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Literal
 from relay.config.types import Alike
 from relay.faults import Undelivered
 from relay.sinks import aws
-from relay.sinks.aws import AwsSettings, Entry
-from relay.sinks.batching import Batching, Outgoing
-from relay.sinks.brokers import Message, Publishing
+from relay.sinks.aws import AwsService, AwsSettings, Entry
+from relay.sinks.batching import Batching
+from relay.sinks.brokers import Publishing
 
 if TYPE_CHECKING:
     from relay.sinks.aws_client import AwsClient
@@ -25,8 +25,6 @@ class Settings(AwsSettings):
     RESERVED = ("http:", "https:")
 
     type: Alike[Literal["sqs"]]
-    mode: Alike[Literal["structured"]] = "structured"
-    """The message is the CloudEvent: a message of SQS has too few attributes for the binary mode."""
 
 
 def sink(name: str, settings: Settings) -> Publishing:
@@ -38,37 +36,20 @@ def sink(name: str, settings: Settings) -> Publishing:
     return Publishing(name, settings, Batching(service, settings.timeout), settings.key)
 
 
-class Sqs:
+class Sqs(AwsService):
     """Sends messages to queues."""
 
-    limits = aws.LIMITS
+    BODY = "MessageBody"
 
     def __init__(self, client: AwsClient) -> None:
-        self._client = client
+        super().__init__(client)
         self._urls: dict[str, str] = {}
-
-    async def open(self) -> None:
-        """Open the client. Raises Undelivered."""
-        await self._client.open()
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._client.close()
-
-    def outgoing(self, message: Message) -> Outgoing[Entry]:
-        """The entry of a message."""
-        entry = {
-            "MessageBody": aws.text(message),
-            "MessageAttributes": aws.attributes(message),
-            **aws.fifo(message),
-        }
-        return Outgoing(message.topic, entry, aws.size_of(message))
 
     async def send(self, group: str, entries: Sequence[Entry]) -> list[Exception | None]:
         """Send entries to a queue in one request; returns the fault of each. Raises Undelivered or Rejected."""
         url = await self._url(group)
         try:
-            response = await self._client.call(
+            response = await self.client.call(
                 "send_message_batch", {"QueueUrl": url, "Entries": aws.numbered(entries)}
             )
         except Undelivered:
@@ -82,6 +63,6 @@ class Sqs:
         if name.startswith(Settings.RESERVED):
             return name
         if name not in self._urls:
-            found = await self._client.call("get_queue_url", {"QueueName": name}, has_entries=False)
+            found = await self.client.call("get_queue_url", {"QueueName": name}, has_entries=False)
             self._urls[name] = found["QueueUrl"]
         return self._urls[name]
