@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
@@ -70,9 +71,7 @@ def deliver(
     delivery = GivenDelivery(
         transaction(*events, attempt=attempt, types=types), resource, timeout, conn
     )
-    returned = function(delivery)
-    if inspect.isawaitable(returned):
-        asyncio.run(_whole(returned))
+    _call(function, delivery)
     return delivery
 
 
@@ -117,9 +116,7 @@ def deliver_batch(
         timeout,
         conn,
     )
-    returned = function(deliveries)
-    if inspect.isawaitable(returned):
-        asyncio.run(_whole(returned))
+    _call(function, deliveries)
     return deliveries
 
 
@@ -228,13 +225,8 @@ class _GivenTransaction:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        ended = BlockState.NONE
-        try:
+        with self._ending(kind):
             self._block.__exit__(kind, error, trace)
-            if kind is None:
-                ended = BlockState.COMMITTED
-        finally:
-            self._delivery._end(ended)
 
     async def __aenter__(self) -> Any:
         self._delivery._begin()
@@ -247,9 +239,14 @@ class _GivenTransaction:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        with self._ending(kind):
+            await self._block.__aexit__(kind, error, trace)
+
+    @contextmanager
+    def _ending(self, kind: type[BaseException] | None) -> Iterator[None]:
         ended = BlockState.NONE
         try:
-            await self._block.__aexit__(kind, error, trace)
+            yield
             if kind is None:
                 ended = BlockState.COMMITTED
         finally:
@@ -297,6 +294,13 @@ def _text(name: str, value: Any) -> str | None:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
+
+
+def _call(function: Callable[[Any], Any], argument: object) -> None:
+    """Call a function; if it is an `async def`, in an event loop of its own."""
+    returned = function(argument)
+    if inspect.isawaitable(returned):
+        asyncio.run(_whole(returned))
 
 
 async def _whole(returned: Awaitable[Any]) -> None:

@@ -25,20 +25,13 @@ from relay.model.dispositions import (
     holds_keys,
 )
 from relay.model.dispositions import RetryLater as Later
-from relay.model.events import Commit, Lsn, Transaction
-from relay.model.transactions import Undecoded
+from relay.model.events import Transaction
 from relay.pipeline.failure_limit import FailureLimit
 from relay.sinks import ATTEMPTS, Again, OfBatch
+from tests.unit.test_dispatch import delivery
 
 Results = Sequence[Exception | None]
 Behave = Callable[[list[int]], Awaitable[Results]]
-
-
-def delivery(number: int, *keys: str) -> Delivery:
-    commit = Commit(Lsn(number), Lsn(number), 0, number)
-    rows = Undecoded(commit, str(number), (), (), (), 1)
-    events = Transaction(str(number), commit, ())  # type: ignore[arg-type]
-    return Delivery(rows, events, frozenset(keys))
 
 
 class Scripted:
