@@ -25,8 +25,6 @@ from relay.store.connections import Connection
 QUEUES = "relay.queues"
 """The name under which the declared queues are a handler: what routes lead to them is not in the configuration."""
 
-_ROWS_AT_ONCE = 10_000
-_BYTES_AT_ONCE = 4 * 1024 * 1024
 _FIELDS: Mapping[str, tuple[str, str]] = {
     "id": ("event_id", "text"),
     "event_type": ("event_type", "text"),
@@ -95,7 +93,7 @@ class Filling:
         fields = tuple(dict.fromkeys((*_FIELDS, *keyed)))
         current = routed_as_current(routed, self._upcaster)
         begun = False
-        for rows in routed.transactions.portions(_ROWS_AT_ONCE, _BYTES_AT_ONCE):
+        for rows in routed.transactions.portions():
             queues = [
                 [declared.queues[name] for name in names] for names in islice(chosen, len(rows))
             ]
