@@ -352,7 +352,7 @@ class Function:
             raise
         finally:
             self._running.pop(call, None)
-            # What the function leaves behind begins no transaction beside a later attempt, or after it.
+            # What goes on of the function begins no transaction beside a later attempt, or after it.
             call.argument._give_up()
 
     def _begin(self) -> Calls:

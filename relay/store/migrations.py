@@ -57,6 +57,11 @@ FORMER = {
             "7640cc536759a5ac588db9e4769b7f0a155da31e4403b084994aec146b668ac5",  # any search_path
         }
     ),
+    "target/004_queues.sql": frozenset(
+        {
+            "f8e9f79f7aed0cb35809b06731ef9a2c2f3156c97048f696f579448fe37dc3ed",  # other names of variables
+        }
+    ),
 }
 """Former editions of files, by digest. The current edition migrates them: it is applied again."""
 

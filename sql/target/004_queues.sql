@@ -425,19 +425,19 @@ language plpgsql set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
 as $$
 declare
-    place tid;
+    location tid;
 begin
-    select m.ctid into place from relay.queue_messages as m
+    select m.ctid into location from relay.queue_messages as m
      where m.queue_id = the_queue and m.id = the_id and m.available_at is not null
        and (m.leased and m.attempts = attempt
             or not only_leased and m.attempts = attempt - 1 and (not m.leased or m.available_at <= clock_timestamp()))
        for update skip locked;
-    if place is null and not only_leased then
-        select m.ctid into place from relay.queue_messages as m
+    if location is null and not only_leased then
+        select m.ctid into location from relay.queue_messages as m
          where m.queue_id = the_queue and m.id = the_id and m.available_at is null and m.attempts = attempt - 1
            for update skip locked;
     end if;
-    return place;
+    return location;
 end
 $$;
 
@@ -447,12 +447,12 @@ language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     q     record;
-    place tid;
+    location tid;
 begin
     select * into q from relay.queue_state(queue);
-    place := relay.lock_message(q.id, complete.id, complete.attempt, true);
-    delete from relay.queue_messages as m where m.ctid = place;
-    return place is not null;
+    location := relay.lock_message(q.id, complete.id, complete.attempt, true);
+    delete from relay.queue_messages as m where m.ctid = location;
+    return location is not null;
 end
 $$;
 
@@ -462,13 +462,13 @@ language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     q     record;
-    place tid;
+    location tid;
 begin
     select * into q from relay.queue_state(queue);
     perform relay.begin_times();
-    place := relay.lock_message(q.id, extend.id, extend.attempt, true);
-    update relay.queue_messages as m set available_at = clock_timestamp() + duration where m.ctid = place;
-    return place is not null;
+    location := relay.lock_message(q.id, extend.id, extend.attempt, true);
+    update relay.queue_messages as m set available_at = clock_timestamp() + duration where m.ctid = location;
+    return location is not null;
 end
 $$;
 
@@ -479,14 +479,14 @@ language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     q     record;
-    place tid;
+    location tid;
 begin
     select * into q from relay.queue_state(queue);
     perform relay.begin_times();
-    place := relay.lock_message(q.id, release.id, release.attempt, true);
+    location := relay.lock_message(q.id, release.id, release.attempt, true);
     update relay.queue_messages as m set leased = false, attempts = m.attempts - 1, available_at = clock_timestamp()
-     where m.ctid = place;
-    return place is not null;
+     where m.ctid = location;
+    return location is not null;
 end
 $$;
 
@@ -500,13 +500,13 @@ language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     q     record;
-    place tid;
+    location tid;
     pause interval := after;
 begin
     select * into q from relay.queue_state(queue);
     perform relay.begin_times();
-    place := relay.lock_message(q.id, retry.id, retry.attempt, false);
-    if place is null then
+    location := relay.lock_message(q.id, retry.id, retry.attempt, false);
+    if location is null then
         return null;
     end if;
     update relay.queue_messages as m
@@ -514,10 +514,10 @@ begin
            first_taken_at = coalesce(m.first_taken_at, clock_timestamp()),
            available_at = clock_timestamp() + coalesce(
                pause, (0.5 + random() / 2) * least(q.max_backoff, q.backoff * 2 ^ least(retry.attempt - 1, 30)))
-     where m.ctid = place
-    returning m.ctid into place;
+     where m.ctid = location
+    returning m.ctid into location;
     if retry.attempt >= q.attempts then
-        perform relay.dead_letter_messages(array[place], null);
+        perform relay.dead_letter_messages(array[location], null);
         return 'dead';
     end if;
     return 'retry';
@@ -531,16 +531,16 @@ language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     q     record;
-    place tid;
+    location tid;
 begin
     select * into q from relay.queue_state(queue);
-    place := relay.lock_message(q.id, fail.id, fail.attempt, false);
-    if place is null then
+    location := relay.lock_message(q.id, fail.id, fail.attempt, false);
+    if location is null then
         return false;
     end if;
-    update relay.queue_messages as m set attempts = fail.attempt, error = fail.error where m.ctid = place
-    returning m.ctid into place;
-    perform relay.dead_letter_messages(array[place], null);
+    update relay.queue_messages as m set attempts = fail.attempt, error = fail.error where m.ctid = location
+    returning m.ctid into location;
+    perform relay.dead_letter_messages(array[location], null);
     return true;
 end
 $$;

@@ -338,7 +338,7 @@ STUCK = threading.Event()
     ],
 )
 def test_nothing_is_left_of_an_open_that_fails(name: str, opens: str) -> None:
-    """data61/anonlink-entity-service#472, celery/celery#7771: each attempt to set up leaves something behind."""
+    """data61/anonlink-entity-service#472, celery/celery#7771: each attempt to set up leaves a thread or a task."""
     OPENED.clear()
     STUCK.clear()
 

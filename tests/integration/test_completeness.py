@@ -173,7 +173,7 @@ def test_a_table_has_all_that_was_committed_before_its_time(
 
 
 def test_a_sink_has_a_row_before_its_first_batch(outbox: Outbox, tmp_path: Path) -> None:
-    """A query for the sink's row says that the time is not known, in place of nothing."""
+    """A query for the sink's row says that the time is not known, instead of no row."""
     outbox.install_again(outbox.settings(**lake(tmp_path / "lake", start="beginning")))
     found = mark(outbox, "lake")
     assert found is not None
