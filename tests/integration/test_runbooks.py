@@ -395,7 +395,9 @@ def test_relay_dead_letters(running_shop: Shop) -> None:
     assert (
         shop.value(
             shop.target,
-            "select original_payload ->> 'amount' from relay.dead_letter_queue where status = 'replayed'",
+            # The guide of disabled endpoints leaves replayed ones too, which nobody edited.
+            "select original_payload ->> 'amount' from relay.dead_letter_queue"
+            " where status = 'replayed' and original_payload is not null",
         )
         == "-5"
     )
