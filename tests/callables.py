@@ -17,7 +17,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import dict_row
 
-from relay import Delivery
+from relay import Deliveries, Delivery
 from relay.faults import Drop, Fail, RetryLater
 from relay.model.events import Transaction
 
@@ -299,11 +299,8 @@ async def complete(delivery: Delivery) -> None:
     """Append every event to `effects` in the transaction that completes the delivery; now and then, take a while."""
     async with delivery.transaction() as conn:
         await asyncio.sleep(random.choice((0, 0, 0.002, 0.02)))
-        for event in delivery.events:
-            await conn.execute(
-                "insert into effects (id, host_id, c_offset, attempt) values (%s, %s, %s, %s)",
-                (event.id, event.host_id, event.c_offset, delivery.attempt),
-            )
+        for values in _effects(delivery):
+            await conn.execute(EFFECT, values)
     await asyncio.sleep(random.choice((0, 0.002)))
 
 
@@ -311,18 +308,88 @@ def complete_plain(delivery: Delivery) -> None:
     """The same, as a plain function."""
     with delivery.transaction() as conn:
         time.sleep(random.choice((0, 0, 0.002, 0.02)))
-        for event in delivery.events:
-            conn.execute(
-                "insert into effects (id, host_id, c_offset, attempt) values (%s, %s, %s, %s)",
-                (event.id, event.host_id, event.c_offset, delivery.attempt),
-            )
+        for values in _effects(delivery):
+            conn.execute(EFFECT, values)
     time.sleep(random.choice((0, 0.002)))
 
 
+async def complete_batch(deliveries: Deliveries) -> None:
+    """Like `complete`, for a batch in one transaction; now and then, name some as failed, or raise."""
+    chosen = list(_without_some(deliveries))
+    if not chosen:
+        return
+    async with deliveries.transaction() as conn:
+        await asyncio.sleep(random.choice((0, 0, 0.002, 0.02)))
+        for each in chosen:
+            for values in _effects(each):
+                await conn.execute(EFFECT, values)
+        _raise_at_random()
+    await asyncio.sleep(random.choice((0, 0.002)))
+    _raise_at_random()
+
+
+def complete_batch_plain(deliveries: Deliveries) -> None:
+    """The same, as a plain function."""
+    chosen = list(_without_some(deliveries))
+    if not chosen:
+        return
+    with deliveries.transaction() as conn:
+        time.sleep(random.choice((0, 0, 0.002, 0.02)))
+        for each in chosen:
+            for values in _effects(each):
+                conn.execute(EFFECT, values)
+        _raise_at_random()
+    time.sleep(random.choice((0, 0.002)))
+    _raise_at_random()
+
+
+async def complete_each(deliveries: Deliveries) -> None:
+    """Like `complete`, for each transaction of a batch alone; now and then, name some as failed, or raise."""
+    for each in _without_some(deliveries):
+        await complete(each)
+        _raise_at_random()
+
+
+async def complete_any(argument: Delivery | Deliveries) -> None:
+    """Like `complete` or `complete_batch`, as the configuration calls it."""
+    if isinstance(argument, Deliveries):
+        await complete_batch(argument)
+    else:
+        await complete(argument)
+
+
+EFFECT = "insert into effects (id, host_id, c_offset, attempt) values (%s, %s, %s, %s)"
+
+
+def _effects(delivery: Delivery) -> Iterator[tuple[Any, ...]]:
+    return ((each.id, each.host_id, each.c_offset, delivery.attempt) for each in delivery.events)
+
+
+def _without_some(deliveries: Deliveries) -> Iterator[Delivery]:
+    """Name some as failed, before they are handled."""
+    for each in deliveries:
+        if each.attempt == 1 and random.random() < 0.05:
+            deliveries.fail(each, ConnectionError("at random"))
+        else:
+            yield each
+
+
+def _raise_at_random() -> None:
+    if random.random() < 0.05:
+        raise ConnectionError("at random")
+
+
 async def write_down(delivery: Delivery) -> None:
-    """Append the offset of each event to the file that TEST_FUNCTION_FILE names, outside of any transaction."""
+    """Append the offset of each event, and the time, to the file that TEST_FUNCTION_FILE names."""
     for event in delivery.events:
-        line = f"{event.host_id} {event.c_offset}\n"
+        line = f"{event.host_id} {event.c_offset} {time.monotonic()}\n"
         with open(os.environ["TEST_FUNCTION_FILE"], "a") as file:  # noqa: PTH123
             file.write(line)
     await asyncio.sleep(random.choice((0, 0.002, 0.01)))
+
+
+async def write_down_batch(deliveries: Deliveries) -> None:
+    """The same for a batch; now and then, name some as failed, or raise."""
+    for each in _without_some(deliveries):
+        await write_down(each)
+        _raise_at_random()

@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 
 from relay.config.settings import Settings
 from relay.model.snapshots import Snapshot
+from relay.runtime.waiting import shielded
 from relay.source.outbox.differences import Difference
 from relay.source.outbox.rows import OutboxRows
 from relay.source.server import SourcePosition, current_position, durable_position
@@ -46,7 +47,7 @@ class OutboxEnd:
         if self._answering is None:
             self._answering = asyncio.create_task(self._answer_all())
         # Who is cancelled does not cancel the others.
-        return await asyncio.shield(self._answering)
+        return await shielded(self._answering)
 
     async def _answer_all(self) -> _Answers:
         # After those that were woken at the same time have asked, too.

@@ -16,6 +16,7 @@ from relay.config.handlers import BrokerHandler
 from relay.faults import Rejected, Undelivered
 from relay.model import trace_context
 from relay.model.events import Event, Transaction
+from relay.runtime.waiting import shielded
 from relay.sinks import cloudevents
 
 __all__ = ["Broker", "BrokerSettings", "Message", "Publishing", "Shared"]
@@ -167,7 +168,7 @@ class Shared(Generic[Link]):
             task = self._opening = asyncio.create_task(self._open())
         try:
             # A cancelled delivery must not cancel the attempt, which others wait for.
-            return await asyncio.shield(task)
+            return await shielded(task)
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if task.cancelled() and current is not None and not current.cancelling():

@@ -15,6 +15,7 @@ from relay.config.fields import Row, bound
 from relay.config.handlers import EndpointsSettings, lookup_names
 from relay.faults import ConfigurationError, EndpointRejected, Undelivered, describe
 from relay.model.events import Event
+from relay.runtime.waiting import shielded
 from relay.sinks import Target
 from relay.store import session_settings, statements
 from relay.store.connections import Connection, Pool, new_pool
@@ -89,7 +90,7 @@ class Lookup:
             running = asyncio.create_task(self._queried(values))
             self._running[values] = running
             running.add_done_callback(lambda _: self._running.pop(values))
-        return await asyncio.shield(running)
+        return await shielded(running)
 
     def forget(self, event: Event) -> None:
         """Query the row of an event's endpoint again when it is needed next."""

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from relay.config.imports import as_exception
 from relay.faults import describe
 from relay.runtime.threads import Thread
+from relay.runtime.waiting import shielded
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Held:
 
     async def wait(self) -> None:
         """Wait until it is opened; whoever is cancelled leaves it opening. Raises the errors of opening it."""
-        await asyncio.shield(asyncio.wrap_future(self.opened))
+        await shielded(asyncio.wrap_future(self.opened))
 
     @property
     def is_open(self) -> bool:

@@ -21,6 +21,7 @@ import psycopg
 
 from relay.faults import Undelivered
 from relay.runtime.threads import pool
+from relay.runtime.waiting import shielded
 from relay.sinks import Target
 from relay.store import session_settings
 from relay.store.handler_sessions import HandlerPool
@@ -138,7 +139,7 @@ class TargetSessions:
         loop = asyncio.get_running_loop()
         running = loop.run_in_executor(self._threads, call, *arguments)
         try:
-            return await asyncio.shield(running)
+            return await shielded(running)
         except asyncio.CancelledError:
             await asyncio.wait([running])
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from relay import Delivery
 from relay.admin import sinks as sinks_admin
 from relay.admin.status import lag_seconds
 from relay.cli.app import app
@@ -115,6 +117,46 @@ def test_retries_are_exhausted_by_the_databases_clock(
             )
             wait_until(lambda: bool(outbox.column("select 1 from relay.dead_letter_queue")))
     assert abs((first - datetime.now(UTC)).total_seconds()) < 60
+
+
+FLIGHTS: list[tuple[datetime, float]] = []
+MAY_END = threading.Event()
+
+
+def wait_for_the_end(delivery: Delivery) -> None:
+    """Note the deadline twice: before the test changes the clock, and after."""
+    FLIGHTS.append((delivery.deadline, delivery.seconds_left))
+    MAY_END.wait(20)
+    FLIGHTS.append((delivery.deadline, delivery.seconds_left))
+    if delivery.attempt == 1:
+        raise ConnectionError
+
+
+@pytest.mark.parametrize("offset", EITHER_WAY)
+def test_a_call_keeps_its_time_when_the_clock_jumps(
+    outbox: Outbox, shift: Shift, offset: timedelta
+) -> None:
+    """Neither is it cancelled, nor does its retry come later."""
+    FLIGHTS.clear()
+    MAY_END.clear()
+    handler = {
+        "type": "function",
+        "callable": f"{__name__}:wait_for_the_end",
+        "timeout": 30,
+        "retry": {**SHORT, "defer_after": 0},
+    }
+    settings = outbox.settings(handlers={"mail": handler}, routes=[{"handlers": ["mail"]}])
+    with relaying(settings):
+        outbox.publish(host(1), event(1))
+        wait_until(lambda: bool(FLIGHTS))
+        shift(offset)
+        time.sleep(0.5)
+        MAY_END.set()
+        outbox.wait_delivered("mail", 10)
+    (before, left), (after, later), *again = FLIGHTS
+    assert len(again) == 2
+    assert 0 < later < left - 0.4
+    assert abs(after - before - offset) < timedelta(seconds=0.1)
 
 
 @pytest.mark.parametrize("text", ["2026-03-01T12:00", "2026-03-01T07:00-05:00"])
