@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 
 from relay.config.settings import Settings
 from relay.model.snapshots import Snapshot
-from relay.runtime.waiting import shielded
+from relay.runtime.shielding import shielded
 from relay.source.outbox.differences import Difference
 from relay.source.outbox.rows import OutboxRows
 from relay.source.server import SourcePosition, current_position, durable_position

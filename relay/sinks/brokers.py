@@ -16,7 +16,7 @@ from relay.config.handlers import BrokerHandler
 from relay.faults import Rejected, Undelivered
 from relay.model import trace_context
 from relay.model.events import Event, Transaction
-from relay.runtime.waiting import shielded
+from relay.runtime.shielding import shielded
 from relay.sinks import cloudevents
 
 __all__ = ["Broker", "BrokerSettings", "Message", "Publishing", "Shared"]

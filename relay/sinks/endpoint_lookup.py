@@ -15,7 +15,7 @@ from relay.config.fields import Row, bound
 from relay.config.handlers import EndpointsSettings, lookup_names
 from relay.faults import ConfigurationError, EndpointRejected, Undelivered, describe
 from relay.model.events import Event
-from relay.runtime.waiting import shielded
+from relay.runtime.shielding import shielded
 from relay.sinks import Target
 from relay.store import session_settings, statements
 from relay.store.connections import Connection, Pool, new_pool

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 from relay.config.imports import as_exception
 from relay.faults import describe
+from relay.runtime.shielding import shielded
 from relay.runtime.threads import Thread
-from relay.runtime.waiting import shielded
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 import psycopg
 
 from relay.faults import Undelivered
+from relay.runtime.shielding import shielded
 from relay.runtime.threads import pool
-from relay.runtime.waiting import shielded
 from relay.sinks import Target
 from relay.store import session_settings
 from relay.store.handler_sessions import HandlerPool

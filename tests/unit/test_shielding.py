@@ -6,7 +6,7 @@ import asyncio
 import gc
 from typing import Any
 
-from relay.runtime.waiting import shielded
+from relay.runtime.shielding import shielded
 
 
 def test_the_error_of_what_nobody_waits_for_is_not_logged() -> None:
