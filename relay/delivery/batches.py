@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 
 from relay.config.handlers import BatchHandler
-from relay.delivery.dispatch import MOST_DELIVERIES, Dispatcher
+from relay.delivery.dispatch import MOST_DELIVERIES, Dispatcher, fault_of
 from relay.delivery.queues import Delivery
 from relay.faults import (
     DestinationRefused,
@@ -53,7 +53,9 @@ class BatchDispatcher(Dispatcher):
     ) -> None:
         super().__init__(sink, settings, most_bytes, limit, claim)
         self._batches = sink
-        self._most = settings.max_batch
+        self._max_batch = settings.max_batch
+        self._grown = settings.max_batch
+        """The size up to which batches may grow: from one after an outage, twice what was delivered last."""
         self._wait = settings.max_wait
         self._numbers = count(1)
         self._waiting: dict[Delivery, float] = {}
@@ -67,6 +69,11 @@ class BatchDispatcher(Dispatcher):
         self._returned: list[Delivery] = []
 
     # Which deliveries are in a batch
+
+    @property
+    def _most(self) -> int:
+        """The most deliveries of the next batch."""
+        return 1 if self.breaker.is_open else min(self._max_batch, self._grown)
 
     def submit(self, delivery: Delivery) -> None:
         """Queue a delivery, which may join the next batch."""
@@ -163,7 +170,7 @@ class BatchDispatcher(Dispatcher):
 
     def _gathered(self) -> list[Delivery]:
         """The next batch, in the order of the log, retries first. Those that may not begin any more are given back."""
-        most = 1 if self.breaker.is_open else self._most
+        most = self._most
         candidates: list[tuple[bool, int, Delivery]] = []
         is_repeated = False
         for each in list(self._waiting):
@@ -225,17 +232,14 @@ class BatchDispatcher(Dispatcher):
                 return
             is_first = False
             results, seconds = await self._results(part, attempts, started)
-            left, wait, halves = self._judge(part, results, seconds, attempts, started, is_trial)
+            left, wait, first = self._judge(part, results, seconds, attempts, started, is_trial)
             if self._returned:
                 returned, self._returned = self._returned, []
                 rest = [*left, *(each for some in parts for each in some)]
                 self._return(sorted([*returned, *rest], key=_ranked))
                 return
-            if halves:
-                middle = (len(left) + 1) // 2
-                parts.extendleft([left[middle:], left[:middle]])
-            elif left:
-                parts.appendleft(left)
+            if left:
+                parts.extendleft(filter(None, (left[first:], left[:first])))
                 await asyncio.sleep(wait)
 
     async def _results(
@@ -277,8 +281,8 @@ class BatchDispatcher(Dispatcher):
             results = await self._batches.deliver_batch([each.events for each in part])
             if all(isinstance(each, Again) for each in results):
                 raise Undelivered("the sink has tried nothing of the batch")
-        except Exception as error:
-            results = [OfBatch(error)] * len(part)
+        except BaseException as raised:
+            results = [OfBatch(fault_of(raised))] * len(part)
         return results, time.monotonic() - began
 
     def _judge(
@@ -289,11 +293,11 @@ class BatchDispatcher(Dispatcher):
         attempts: dict[Delivery, int],
         started: float,
         is_trial: bool,
-    ) -> tuple[list[Delivery], float, bool]:
+    ) -> tuple[list[Delivery], float, int]:
         """Complete what has ended.
 
-        Returns what is to be delivered again, in order, after how many seconds, and whether in halves. Those that are
-        to be queued again, since the destination is down, are in `_returned`.
+        Returns what is to be delivered again, in order, after how many seconds, and how many of them without the
+        others. Those that are to be queued again, since the destination is down, are in `_returned`.
         """
         fault = self._unattributed(results)
         halves, is_down = fault is not None, False
@@ -304,13 +308,18 @@ class BatchDispatcher(Dispatcher):
             if action_for(fault) is FaultAction.RETRY:
                 self._last_fault = describe(fault)
                 is_down = self._is_down(part[0], fault)
+        self._grow(len(part), halves)
         left: list[Delivery] = []
         kept: set[str] = set()
         waits = 0.0
+        # The index in `left` of the first one whose result is not taken.
+        first_kept = 0
         for delivery, result in zip(part, results, strict=True):
             error = result.fault if isinstance(result, OfBatch) and not halves else result
             if not kept.isdisjoint(delivery.keys):
                 # An earlier one is still to be done.
+                if not (first_kept or isinstance(result, Again | OfBatch)):
+                    first_kept = len(left)
                 left.append(delivery)
                 kept |= delivery.keys
             elif delivery.is_blocked:
@@ -331,7 +340,19 @@ class BatchDispatcher(Dispatcher):
                     kept |= delivery.keys
                 elif delivery in self._returned:
                     kept |= delivery.keys
-        return left, waits, halves
+        if halves:
+            return left, waits, (len(left) + 1) // 2
+        if len(left) == len(part) and isinstance(results[0], Again):
+            # The next call would end as this one, for ever.
+            return left, waits, first_kept
+        return left, waits, len(left)
+
+    def _grow(self, size: int, halves: bool) -> None:
+        """Let batches grow after one of `size` was answered: a large one may be what was taken for an outage."""
+        if self.breaker.is_open and not self._is_answered:
+            self._grown = 1
+        elif self._is_answered and not halves:
+            self._grown = min(self._max_batch, max(self._grown, 2 * size))
 
     def _failed(
         self,

@@ -21,6 +21,7 @@ from relay.faults import (
     EndpointRejected,
     FaultAction,
     Unauthorized,
+    Undelivered,
     action_for,
     asked_of,
     describe,
@@ -321,7 +322,8 @@ class Dispatcher:
             except Drop as drop:
                 self._dropped(delivery, drop, time.monotonic() - began)
                 return
-            except Exception as error:
+            except BaseException as raised:
+                error = fault_of(raised)
                 attempts += 1
                 if not isinstance(error, EndpointDown) or error.tried:
                     self._attempts.fail(describe(error))
@@ -458,6 +460,22 @@ class Dispatcher:
                 follower.is_blocked |= holds_up
             self._unblock(following)
         self._changed.set()
+
+
+def fault_of(raised: BaseException) -> Exception:
+    """What a sink's call has raised, as a fault of the sink. Raises it if it is the end of the current task.
+
+    A library may wait for a task of its own that somebody has cancelled, and panic or exit: the delivery ends
+    nevertheless, and the other sinks go on.
+    """
+    if isinstance(raised, Exception):
+        return raised
+    task = asyncio.current_task()
+    if isinstance(raised, GeneratorExit) or (task is not None and task.cancelling()):
+        raise raised
+    if isinstance(raised, asyncio.CancelledError):
+        return Undelivered("what the sink waited for was cancelled")
+    return DestinationRefused(f"the sink raised {type(raised).__name__}")
 
 
 def _key(delivery: Delivery) -> Hashable:

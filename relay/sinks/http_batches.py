@@ -9,6 +9,7 @@ responses".
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections import defaultdict
 from collections.abc import Sequence
 from hashlib import sha256
@@ -89,10 +90,12 @@ def _failures(answer: bytearray) -> list[tuple[str, int | None]]:
     """
     if len(answer) > _ANSWER_BYTES:
         raise Undelivered(f"the answer is longer than {_ANSWER_BYTES:,} bytes")
-    if not answer.lstrip().startswith(b"{"):
+    # Some servers begin with a byte order mark.
+    text = bytes(answer).removeprefix(BOM_UTF8)
+    if not text.lstrip().startswith(b"{"):
         return []
     try:
-        found: Any = from_json(bytes(answer)).get(_FAILURES) or []
+        found: Any = from_json(text).get(_FAILURES) or []
         return [_failure(each) for each in found]
     except (ValueError, TypeError, AttributeError):
         raise Undelivered(

@@ -355,7 +355,7 @@ def test_an_unreliable_sink_tries_once_and_drops_what_fails() -> None:
 
 
 KEYS = st.frozensets(st.sampled_from("abcd"), max_size=2)
-KIND = st.sampled_from(["done"] * 4 + ["later", "dead", "poison", "outage", "again"])
+KIND = st.sampled_from(["done"] * 4 + ["later", "dead", "poison", "outage", "again", "unsent"])
 
 
 @given(
@@ -379,6 +379,9 @@ def test_order_holds_for_each_key_whatever_fails(
         for _ in range(max(plan[each][2] for each in numbers)):
             await asyncio.sleep(0)
         kinds = [plan[each][1] for each in numbers]
+        if "unsent" in kinds:
+            # As a sink does that cannot make a message of an event.
+            return [Fail("unsent") if kind == "unsent" else Again() for kind in kinds]
         if "poison" in kinds:
             raise ValueError
         if "outage" in kinds:
@@ -420,7 +423,7 @@ def test_order_holds_for_each_key_whatever_fails(
         elif kind in ("later", "poison", "outage"):
             assert isinstance(disposition, Later)
             assert disposition.attempts == 1
-        elif kind == "dead":
+        elif kind in ("dead", "unsent"):
             assert isinstance(disposition, DeadLetter)
         else:
             assert disposition == APPLIED
