@@ -69,6 +69,12 @@ class Aws:
         """The code with which the server fails to store an entry."""
         self.refusal: Refusal | None = None
         """What every request gets."""
+        self.silent: Callable[[Entry], bool] = lambda entry: False
+        """Whether the answer does not mention an entry, which is not stored."""
+        self.blames: Callable[[str], bool] = lambda code: code.startswith("Invalid")
+        """Whether a code is a fault of the sender."""
+        self.looked_up = 0
+        """How often the address of the queue was asked for."""
         self.key = KEY
         """The access key that is valid."""
         self.port = free_port()
@@ -144,6 +150,8 @@ class Aws:
                     failed[each["id"]] = "InvalidParameterValue"
                 elif _FORBIDDEN.search(each["body"]):
                     failed[each["id"]] = "InvalidMessageContents"
+                elif self.silent(each):
+                    failed[each["id"]] = ""
                 elif code := self.fault(each):
                     failed[each["id"]] = code
                 elif each["identity"] not in self._seen:
@@ -194,14 +202,11 @@ class Aws:
         return Handler
 
 
-def _is_of_sender(code: str) -> bool:
-    return code.startswith("Invalid")
-
-
 def _sqs(aws: Aws, target: str, body: bytes) -> str:
     """A request of SQS in its protocol of JSON."""
     given = json.loads(body)
     if target == "AmazonSQS.GetQueueUrl":
+        aws.looked_up += 1
         if aws.refusal is not None:
             raise aws.refusal
         if given["QueueName"] != aws.name:
@@ -226,8 +231,9 @@ def _sqs(aws: Aws, target: str, body: bytes) -> str:
                 if each["id"] not in failed
             ],
             "Failed": [
-                {"Id": identity, "Code": code, "SenderFault": _is_of_sender(code)}
+                {"Id": identity, "Code": code, "SenderFault": aws.blames(code)}
                 for identity, code in failed.items()
+                if code
             ],
         }
     )
@@ -258,8 +264,9 @@ def _sns(aws: Aws, body: bytes) -> str:
     )
     faults = "".join(
         f"<member><Id>{identity}</Id><Code>{code}</Code>"
-        f"<SenderFault>{str(_is_of_sender(code)).lower()}</SenderFault></member>"
+        f"<SenderFault>{str(aws.blames(code)).lower()}</SenderFault></member>"
         for identity, code in failed.items()
+        if code
     )
     return (
         '<PublishBatchResponse xmlns="http://sns.amazonaws.com/doc/2010-03-31/"><PublishBatchResult>'
@@ -361,6 +368,8 @@ class PubSub:
         """What every request gets; None: as it is."""
         self.silent = threading.Event()
         """While it is set, nothing is answered."""
+        self.lacks = 0
+        """How many ids an answer lacks."""
         self._lock = threading.Lock()
         self._server: Any = None
 
@@ -423,4 +432,4 @@ class PubSub:
         with self._lock:
             self.requests.append(messages)
             self.messages += messages
-        return PublishResponse(message_ids=["1"] * len(messages))
+        return PublishResponse(message_ids=["1"] * (len(messages) - self.lacks))

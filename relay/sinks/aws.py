@@ -88,13 +88,26 @@ def numbered(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def faults(entries: Sequence[Entry], response: Entry) -> list[Exception | None]:
-    """The fault of each entry, as the response of a request reports it: it may have stored some and not others."""
-    found: list[Exception | None] = [None] * len(entries)
-    for failed in response.get("Failed", ()):
-        code = str(failed.get("Code", "Failed"))
-        is_of_event = failed.get("SenderFault") and OF_THE_EVENT.search(code)
-        found[int(failed["Id"])] = (Rejected if is_of_event else Undelivered)(code)
-    return found
+    """The fault of each entry, as the response of a request reports it: it may have stored some and not others.
+
+    What the response does not call stored is not: a proxy or an emulator may leave out entries.
+    """
+    stored = {each.get("Id") for each in response.get("Successful") or ()}
+    failed = {each.get("Id"): each for each in response.get("Failed") or ()}
+    return [
+        _fault_of(failed[name])
+        if name in failed
+        else None
+        if name in stored
+        else Undelivered("the response does not say that the message is stored")
+        for name in map(str, range(len(entries)))
+    ]
+
+
+def _fault_of(failed: Entry) -> Exception:
+    code = str(failed.get("Code", "Failed"))
+    is_of_event = failed.get("SenderFault") and OF_THE_EVENT.search(code)
+    return (Rejected if is_of_event else Undelivered)(code)
 
 
 def _text(message: Message) -> str:

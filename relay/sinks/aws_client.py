@@ -23,6 +23,7 @@ from botocore.exceptions import (
 )
 
 from relay.faults import DestinationRefused, Rejected, Unauthorized, Undelivered
+from relay.sinks import batching
 from relay.sinks.aws import LIMITS, OF_THE_EVENT, AwsSettings
 from relay.sinks.brokers import Shared
 
@@ -102,7 +103,9 @@ class AwsClient:
             config=options,
         )
         stack = AsyncExitStack()
-        return _OpenClient(await stack.enter_async_context(client), stack)
+        # It may ask services and processes for credentials, some of which never answer.
+        async with asyncio.timeout(batching.OPEN_SECONDS):
+            return _OpenClient(await stack.enter_async_context(client), stack)
 
 
 class _OpenClient:

@@ -14,6 +14,9 @@ __all__ = ["BatchService", "Batching", "Outgoing", "RequestLimits"]
 
 Entry = TypeVar("Entry")
 
+OPEN_SECONDS = 30.0
+"""How long a service may take to prepare its client: the library alone may need seconds to load."""
+
 
 class RequestLimits(NamedTuple):
     """The most messages and bytes of a request, and the most requests in flight.
@@ -186,13 +189,18 @@ class Batching(Generic[Entry]):
         self, group: Hashable, entries: Sequence[Entry]
     ) -> Sequence[Exception | None] | Exception:
         """Send entries in one request; returns the fault of each, or that of the whole request."""
+        limit = OPEN_SECONDS
         try:
-            # A client library may take seconds to load, which is no silence of the service.
-            await self._service.open()
-            async with asyncio.timeout(self._timeout):
-                return await self._service.send(group, entries)
+            async with asyncio.timeout(limit):
+                await self._service.open()
+            limit = self._timeout
+            async with asyncio.timeout(limit):
+                faults = await self._service.send(group, entries)
+            if len(faults) != len(entries):
+                return Undelivered("the sink does not know what became of each message")
+            return faults
         except TimeoutError:
-            return Undelivered(f"no answer in {self._timeout:g} s")
+            return Undelivered(f"no answer in {limit:g} s")
         except (Undelivered, Rejected) as fault:
             return fault
         except Exception as error:

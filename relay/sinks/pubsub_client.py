@@ -87,12 +87,14 @@ class PubSub:
             TopicAndKey(message.topic, key), entry, len(message.body) + len(key.encode()) + size
         )
 
-    async def send(self, group: TopicAndKey, entries: Sequence[PubsubMessage]) -> list[None]:
+    async def send(
+        self, group: TopicAndKey, entries: Sequence[PubsubMessage]
+    ) -> list[Exception | None]:
         """Publish entries in one request. Raises Undelivered or Rejected."""
         await self.open()
         client = await self._client.get()
         try:
-            await client.publish(
+            response = await client.publish(
                 topic=group.topic, messages=list(entries), retry=None, timeout=self._timeout
             )
         except (GoogleAPICallError, GoogleAuthError, OSError) as error:
@@ -101,6 +103,8 @@ class PubSub:
                 # The library does not read again what it has read once, such as a file with a key.
                 await _close(client)
             raise fault from None
+        if len(response.message_ids) != len(entries):
+            raise Undelivered("the response has not one id for each message")
         return [None] * len(entries)
 
     async def _open(self) -> PublisherAsyncClient:

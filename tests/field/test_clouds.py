@@ -11,6 +11,12 @@ cockroachdb/cockroach#36982: a request of Pub/Sub has messages of several orderi
 redpanda-data/connect#2935, googleapis/nodejs-pubsub#1524: an ordering key stays paused after a failure.
 googleapis/google-cloud-python#3154, googleapis/google-cloud-cpp#5408: a batch is larger than 10 MB.
 googleapis/java-pubsub#365: messages of a key overtake one that failed.
+aws-samples/sample-voice-of-customer-datalake#259, bbc/sqs-consumer#807: what an answer leaves out is taken for sent.
+GoogleCloudPlatform/google-cloud-powershell#402: a topic answers with fewer ids than there are messages.
+aws/aws-cli#4469, aws/aws-toolkit-vscode#1649, go-to-k/cdk-real-drift#1319: credentials never come, and all hangs.
+vectordotdev/vector#9005, async-aws/aws#1227: a throttled request has status 403 and is the sender's fault.
+suredone/qdone#69, cuda-networks/django-eb-sqs#42: a queue that was made again is not found.
+mozilla/gcp-ingestion#313, snowplow/enrich#485, googleapis/google-cloud-go#8179: an attribute fails a batch for ever.
 """
 
 from __future__ import annotations
@@ -112,6 +118,82 @@ def test_what_a_batch_does_not_store_is_retried_and_nothing_else_fails(aws: Aws,
     using(of(aws, kind), deliver)
     assert sorted(each["data"]["amount"] for each in aws.events()) == list(range(30))
     assert len(aws.requests) < 30
+
+
+@pytest.mark.parametrize("left_out", ["entries", "all"])
+def test_what_an_answer_does_not_mention_is_not_stored(aws: Aws, kind: str, left_out: str) -> None:
+    aws.silent = lambda entry: left_out == "all" or '"amount": 7}' in entry["body"]
+
+    async def deliver(sink: Sink) -> None:
+        results = await delivered(sink, *(numbered(each, host=each) for each in range(30)))
+        failed = [each for each, found in enumerate(results) if found is not None]
+        assert failed == ([7] if left_out == "entries" else list(range(30)))
+        assert all(type(results[each]) is Undelivered for each in failed)
+        aws.silent = lambda entry: False
+        await sink.deliver(numbered(7, host=7))
+
+    using(of(aws, kind), deliver)
+    assert 7 in [each["data"]["amount"] for each in aws.events()]
+
+
+def test_a_message_that_is_throttled_is_retried_though_the_answer_blames_the_sender(
+    aws: Aws, kind: str
+) -> None:
+    aws.fault = lambda entry: "RequestThrottled"
+    aws.blames = lambda code: True
+
+    async def deliver(sink: Sink) -> None:
+        with pytest.raises(Undelivered, match="RequestThrottled"):
+            await sink.deliver(numbered(1))
+
+    using(of(aws, kind), deliver)
+
+
+def test_a_queue_that_was_made_again_is_found(aws: Aws) -> None:
+    async def deliver(sink: Sink) -> None:
+        await sink.deliver(numbered(1))
+        aws.name, name = "elsewhere.fifo", aws.name
+        aws.refusal = Refusal("AWS.SimpleQueueService.NonExistentQueue")
+        with pytest.raises(Undelivered, match="NonExistentQueue"):
+            await sink.deliver(numbered(2))
+        aws.name, aws.refusal = name, None
+        looked_up = aws.looked_up
+        await sink.deliver(numbered(2))
+        assert aws.looked_up == looked_up + 1
+
+    using(aws.sqs(), deliver)
+    assert amounts(aws.events()) == [1, 2]
+
+
+def test_credentials_that_never_come_are_an_outage_that_passes(
+    aws: Aws, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in CREDENTIALS:
+        monkeypatch.delenv(name)
+    hangs = tmp_path / "hangs"
+    hangs.touch()
+    program = tmp_path / "program"
+    program.write_text(
+        f"#!/bin/sh\nif [ -e {hangs} ]; then exec sleep 600; fi\n"
+        f"""echo '{{"Version": 1, "AccessKeyId": "{KEY}", "SecretAccessKey": "test"}}'\n"""
+    )
+    program.chmod(0o755)
+    config = tmp_path / "config"
+    config.write_text(f"[default]\ncredential_process = {program}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setattr("relay.sinks.batching.OPEN_SECONDS", 2.0)
+
+    async def deliver(sink: Sink) -> None:
+        began = time.monotonic()
+        results = await delivered(sink, *(numbered(each, host=each) for each in range(40)))
+        assert all(isinstance(each, Undelivered) for each in results)
+        assert time.monotonic() - began < 15
+        hangs.unlink()
+        await sink.deliver(numbered(1))
+
+    using(of(aws, kind), deliver)
+    assert amounts(aws.events()) == [1]
 
 
 def test_what_is_sent_again_is_in_a_fifo_queue_once(aws: Aws, kind: str) -> None:
@@ -274,6 +356,7 @@ def test_a_refusal_of_credentials_costs_no_attempt(aws: Aws, code: str, status: 
     ("code", "status"),
     [
         ("ThrottlingException", 400),
+        ("RequestThrottled", 403),
         ("ServiceUnavailable", 503),
         ("InternalFailure", 500),
         ("KMS.DisabledException", 400),
@@ -475,6 +558,34 @@ def test_binary_messages_have_their_attributes_beside_them(pubsub: PubSub) -> No
     assert bytes(message.data) == b'{"amount": 1}'
     assert message.attributes["ce-type"] == "order.placed"
     assert message.attributes["content-type"] == "application/json"
+
+
+def test_an_answer_with_fewer_ids_confirms_nothing(pubsub: PubSub) -> None:
+    pubsub.lacks = 1
+
+    async def deliver(sink: Sink) -> None:
+        with pytest.raises(Undelivered, match="not one id for each message"):
+            await sink.deliver(numbered(1, 2))
+        pubsub.lacks = 0
+        await sink.deliver(numbered(1, 2))
+
+    using(pubsub.handler(), deliver)
+    assert amounts(pubsub.events()) == [1, 2, 1, 2]
+
+
+def test_a_message_with_an_attribute_that_is_refused_concerns_no_other(pubsub: PubSub) -> None:
+    async def deliver(sink: Sink) -> None:
+        first, refused, last = await delivered(
+            sink,
+            numbered(1),
+            numbered(2, host=1, event_type="x" * 1_025),
+            numbered(3, host=1),
+        )
+        assert isinstance(refused, Rejected)
+        assert first is last is None
+
+    using(pubsub.handler(mode="binary", key=None), deliver)
+    assert len(pubsub.messages) == 2
 
 
 def test_no_credentials_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
