@@ -23,7 +23,13 @@ from relay.config.files import Configuration, observed
 from relay.config.handlers import DeliveryHandler, HttpHandler, PythonHandler
 from relay.config.settings import Address, Settings
 from relay.event_types.registry import registered
-from relay.faults import ConfigurationError, RelayError, Unreachable, first_line, is_transient
+from relay.faults import (
+    ConfigurationError,
+    RelayError,
+    Unreachable,
+    first_line,
+    is_transient,
+)
 from relay.model.spool import require_writable
 from relay.observe.traces import require_exporter
 from relay.pipeline.retry_policy import RetryPolicy
@@ -156,8 +162,15 @@ def _build_spark_sinks(settings: Settings) -> None:
 
 
 async def _close(built: Mapping[str, tuple[Sink, DeliveryHandler]]) -> None:
-    for sink, _ in built.values():
-        await sink.close()
+    """Close sinks that were not used. Raises ConfigurationError for one that cannot be closed."""
+    for name, (sink, _) in built.items():
+        try:
+            await sink.close()
+        except Exception as error:
+            raise ConfigurationError(
+                f"handlers.{name}: the sink cannot be closed before it was used: "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
 
 
 def _routes(settings: Settings) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from pydantic import (
     PositiveInt,
     SecretStr,
     SerializeAsAny,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -924,6 +925,7 @@ def settings_of(kind: Any) -> type[AnyHandler]:
         raise ConfigurationError(
             f"{module.__name__}.Settings is no child of relay.sinks.SinkSettings"
         )
+    sink_types.require_keys(settings, DeliveryHandler)
     return settings
 
 
@@ -937,7 +939,14 @@ def _by_type(value: Any) -> Any:
         settings = settings_of(value.get("type"))
     except ConfigurationError as error:
         raise PydanticCustomError(HANDLER_TYPE, "{problem}", {"problem": str(error)}) from None
-    return settings.model_validate(value)
+    try:
+        return settings.model_validate(value)
+    except ValidationError:
+        raise
+    except Exception as error:
+        # Of a validator, which may name a secret.
+        problem = f"{settings.__module__}.{settings.__name__} raised {type(error).__name__}"
+        raise PydanticCustomError(HANDLER_TYPE, "{problem}", {"problem": problem}) from error
 
 
 HandlerSettings = Annotated[

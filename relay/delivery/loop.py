@@ -126,7 +126,8 @@ class SinkLoop:
         try:
             with closing(Connections(self._settings)) as self._connections:
                 asyncio.run(self._main())
-        except Exception as error:
+        except BaseException as error:
+            # A task that a library has made may have ended the loop with SystemExit.
             for each in self._members:
                 each.end(TaskFault.of(error).as_error())
 

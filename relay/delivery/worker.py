@@ -192,7 +192,14 @@ class Worker:
                     self.condition.fails(describe(error), handler=self.name)
                     await self._pause(self.condition.pause)
         finally:
-            await self._sink.close()
+            try:
+                await self._sink.close()
+            except Exception as error:
+                # All that matters is stored.
+                log.warning(
+                    "a sink has failed to close its connections",
+                    extra={"handler": self.name, "fault": describe(error)},
+                )
 
     def _require_polling(self, why: str) -> None:
         """Raise RelayError in mode wal: only the slot has the events in flight, and only a restart gets them."""

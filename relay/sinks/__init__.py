@@ -242,16 +242,18 @@ def _sink(
     name: str, settings: DeliveryHandler, upcaster: Upcasting | None, target: Target | None
 ) -> Sink:
     kind = settings.type
+    sink: Sink
     try:
         # The module's imports may need the extra of the type.
-        module = (
-            import_module(f"relay.sinks.{kind}") if kind in KINDS else sink_types.module_of(kind)
-        )
-        sink: Sink = (
-            module.sink(name, settings, target)
-            if isinstance(settings, FunctionHandler | HttpHandler)
-            else module.sink(name, settings)
-        )
+        if kind not in KINDS:
+            sink = sink_types.build(name, kind, settings)
+        else:
+            module = import_module(f"relay.sinks.{kind}")
+            sink = (
+                module.sink(name, settings, target)
+                if isinstance(settings, FunctionHandler | HttpHandler)
+                else module.sink(name, settings)
+            )
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"handlers.{name}.type: {sink_types.missing(kind, error)}"
