@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from relay.event_types.registry import EventTypes
-    from relay.faults import Drop, Fail, RetryLater
     from relay.model.events import Event, Events, Lsn, Transaction
+    from relay.outcomes import Drop, Fail, RetryLater
     from relay.sinks.function import Delivery
     from relay.sinks.function_batches import Deliveries
     from relay.spark.writers import BatchId
@@ -38,13 +38,13 @@ _PUBLIC = {
     "BatchId": ("relay.spark.writers", "BatchId"),
     "Deliveries": ("relay.sinks.function_batches", "Deliveries"),
     "Delivery": ("relay.sinks.function", "Delivery"),
-    "Drop": ("relay.faults", "Drop"),
+    "Drop": ("relay.outcomes", "Drop"),
     "Event": ("relay.model.events", "Event"),
     "EventTypes": ("relay.event_types.registry", "EventTypes"),
     "Events": ("relay.model.events", "Events"),
-    "Fail": ("relay.faults", "Fail"),
+    "Fail": ("relay.outcomes", "Fail"),
     "Lsn": ("relay.model.events", "Lsn"),
-    "RetryLater": ("relay.faults", "RetryLater"),
+    "RetryLater": ("relay.outcomes", "RetryLater"),
     "Transaction": ("relay.model.events", "Transaction"),
 }
 

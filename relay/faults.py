@@ -39,13 +39,17 @@ import socket
 import ssl
 import traceback
 from collections.abc import Sequence
-from datetime import timedelta
 from enum import Enum
 from itertools import dropwhile
 from pathlib import Path
 
 import psycopg
 from psycopg.pq.abc import PGresult
+
+from relay.outcomes import Drop as Drop
+from relay.outcomes import Fail as Fail
+from relay.outcomes import RetryLater as RetryLater
+from relay.outcomes import TransientFault as TransientFault
 
 
 class FaultAction(Enum):
@@ -78,46 +82,6 @@ class Unrouted(RelayError):
 
 LONGEST_ASKED_SECONDS = 86_400.0
 """The longest wait that relay accepts from a fault, such as an endpoint's Retry-After: the transaction holds keys."""
-
-
-class TransientFault(Exception):
-    """An outage, and no fault of the event: the transaction is retried.
-
-    `after` is the wait in seconds; None leaves it to the retry settings.
-    """
-
-    def __init__(self, *reasons: object, after: float | None = None) -> None:
-        super().__init__(*reasons)
-        self.after = after
-
-
-class RetryLater(TransientFault):
-    """Raise it in a handler to retry the transaction later: an outage, and no fault of the event.
-
-    `after` is the wait: seconds or a timedelta, from a tenth of a second to a day; None leaves it to the retry
-    settings. It counts as an attempt. Raises TypeError for what is no number.
-    """
-
-    def __init__(self, *reasons: object, after: float | timedelta | None = None) -> None:
-        seconds = after.total_seconds() if isinstance(after, timedelta) else after
-        if not isinstance(seconds, int | float | None):
-            raise TypeError(f"after is a {type(after).__name__}: give seconds or a timedelta")
-        super().__init__(*reasons, after=seconds)
-
-
-class Drop(Exception):
-    """Raise it in a handler to end its part of a transaction as done, without effects and without a retry.
-
-    What the handler has changed for the transaction is undone; other handlers are not concerned. relay logs how many
-    were dropped, with the reason of one, so a reason must not quote what may not be in a log.
-    """
-
-
-class Fail(Exception):
-    """Raise it in a handler to dead-letter the transaction at once, whatever `retry` says.
-
-    The reason is stored with the dead letter.
-    """
 
 
 class Undelivered(TransientFault):

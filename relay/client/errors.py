@@ -1,4 +1,4 @@
-"""Errors of publishing, the same for every driver. No message quotes an event.
+"""Errors of publishing and of workers, the same for every driver. No message quotes an event.
 
 Errors that do not concern the outbox, such as a serialization failure or a lost connection, are raised as the driver
 raises them.
@@ -44,6 +44,14 @@ class NotInTransaction(OutboxError):
 
 class UnknownSession(OutboxError, TypeError):
     """The session has no supported driver, or several engines, or needs the other of `publish` and `publish_async`."""
+
+
+class WorkerError(Exception):
+    """A worker cannot work: its queue does not exist, is another role's, or the worker is set up in a wrong way."""
+
+
+class LeaseLost(Exception):
+    """Another worker has the message meanwhile. What the block has changed is undone."""
 
 
 _INVALID = {
@@ -93,6 +101,29 @@ def _of_sqlstate(code: str, error: BaseException, table: str) -> OutboxError | N
     if code in _INVALID:
         return EventInvalid(f"{table}: {_INVALID[code]}")
     return None
+
+
+def worker_error(error: BaseException, queue: str) -> WorkerError | None:
+    """Return the error of a worker for a driver's error that no retry repairs; None for any other."""
+    for each in _chain(error):
+        code = _sqlstate(each)
+        if code in _UNUSABLE:
+            return WorkerError(f"queue {queue}: {_UNUSABLE[code]}")
+        if code in _TOLD:
+            diag = getattr(each, "diag", None)
+            return WorkerError(f"queue {queue}: {getattr(diag, 'message_primary', None) or each}")
+    return None
+
+
+_UNUSABLE = {
+    "3D000": "the database does not exist",
+    "3F000": "the database has no queues: run `relay init` with it as target.dsn",
+    "42883": "the database has no queues, or those of another version: run `relay init` with it as target.dsn",
+    "28000": "the server refuses the role",
+    "28P01": "the server refuses the password of the role",
+}
+_TOLD = ("22023", "42501", "42704")
+"""Raised by the functions of queues, with messages for people."""
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

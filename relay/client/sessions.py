@@ -124,7 +124,7 @@ def _sqlalchemy_connection(conn: Any, statement: Statement, text: str) -> None:
     from sqlalchemy import text as clause
 
     _require_sqlalchemy_transaction(conn)
-    conn.execute(clause(_sqlalchemy(statement)), {"events": text})
+    conn.execute(clause(for_sqlalchemy(statement)), {"events": text})
 
 
 async def _sqlalchemy_async_session(session: Any, statement: Statement, text: str) -> None:
@@ -204,10 +204,11 @@ async def _sqlalchemy_async_connection(conn: Any, statement: Statement, text: st
     from sqlalchemy import text as clause
 
     await conn.run_sync(_require_sqlalchemy_transaction)
-    await conn.execute(clause(_sqlalchemy(statement)), {"events": text})
+    await conn.execute(clause(for_sqlalchemy(statement)), {"events": text})
 
 
-def _sqlalchemy(statement: Statement) -> str:
+def for_sqlalchemy(statement: Statement) -> str:
+    """Return a statement with its parameter as SQLAlchemy's `text` wants it, named `events`."""
     # SQLAlchemy reads `:name` as a parameter, `\:` as a colon, and leaves `::` alone.
     escaped = [
         part.replace("::", "\0").replace(":", r"\:").replace("\0", "::") for part in statement

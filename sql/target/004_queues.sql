@@ -384,6 +384,36 @@ begin
 end
 $$;
 
+-- Claims messages, at most `max`, for the caller's transaction: nobody else can take them before it ends. End each in it, with
+-- relay.complete or, once its effects are undone to a savepoint after the claim, with relay.retry or relay.fail: so nobody takes a
+-- message between its failure and the end of the attempt. One that is not ended can be taken again after the transaction.
+create or replace function relay.claim(queue text, max int default 1)
+returns table (id bigint, attempt int, key text, event_id text, event_type text, host_id text, user_id text, aggregate_type text,
+               aggregate_id text, aggregate_version bigint, event_ts timestamptz, transaction_id text, payload jsonb,
+               metadata jsonb, enqueued_at timestamptz, first_taken_at timestamptz)
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
+as $$
+#variable_conflict use_column
+declare
+    q      record;
+    locked record;
+begin
+    select * into q from relay.queue_state(claim.queue);
+    if q.paused then
+        return;
+    end if;
+    select * into locked from relay.lock_messages(q.id, q.keyed, q.attempts, q.mark, q.due_mark, greatest(claim.max, 1));
+    return query
+        select id, attempts + 1, key, event_id, event_type, host_id, user_id, aggregate_type, aggregate_id, aggregate_version,
+               event_ts, transaction_id, payload, metadata, enqueued_at, coalesce(first_taken_at, clock_timestamp())
+          from relay.queue_messages where ctid = any (locked.chosen) order by id;
+    if (locked.first_ready >= q.mark + 500 or locked.due > 0) and q.noted_at < clock_timestamp() - interval '1 second' then
+        perform relay.move_marks(q.id, q.mark, q.due_mark);
+    end if;
+end
+$$;
+
 -- Leases messages, at most `max`, for an interval, for work that outlives a transaction. When it is over, another worker can take
 -- them. The attempt is the fencing token: relay.complete and the others do nothing for a worker whose lease has gone to another.
 create or replace function relay.lease(queue text, max int default 1, duration interval default '1 minute')
@@ -437,11 +467,17 @@ begin
          where m.queue_id = the_queue and m.id = the_id and m.available_at is null and m.attempts = attempt - 1
            for update skip locked;
     end if;
+    if location is null then
+        -- Whoever looked for messages while this one was leased may have its lock for a moment, though not the message.
+        select m.ctid into location from relay.queue_messages as m
+         where m.queue_id = the_queue and m.id = the_id and m.available_at is not null and m.leased and m.attempts = attempt
+           for update;
+    end if;
     return location;
 end
 $$;
 
--- Ends a leased message: it is done. Returns whether it was still this worker's.
+-- Ends a message that was leased or claimed: it is done. Returns whether it was still this worker's.
 create or replace function relay.complete(queue text, id bigint, attempt int) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
@@ -450,7 +486,7 @@ declare
     location tid;
 begin
     select * into q from relay.queue_state(queue);
-    location := relay.lock_message(q.id, complete.id, complete.attempt, true);
+    location := relay.lock_message(q.id, complete.id, complete.attempt, false);
     delete from relay.queue_messages as m where m.ctid = location;
     return location is not null;
 end
@@ -491,9 +527,8 @@ end
 $$;
 
 -- Ends an attempt that failed: the message is tried again after an interval, by default that of the queue's backoff; a message
--- whose attempts are exhausted becomes a dead letter. It keeps its key meanwhile. Of relay.take, call it after the rollback (of the
--- transaction, or to a savepoint before relay.take) that gives the message back. Returns retry or dead; null where another worker has
--- the message.
+-- whose attempts are exhausted becomes a dead letter. It keeps its key meanwhile. Of relay.take, call it after the rollback that gives
+-- the message back; another worker may be faster. Returns retry or dead; null where another worker has the message.
 create or replace function relay.retry(queue text, id bigint, attempt int, after interval default null, error text default null)
 returns text
 language plpgsql security definer set search_path = pg_catalog, pg_temp
@@ -819,7 +854,7 @@ begin
     for each in select p.oid from pg_proc as p
                  where p.pronamespace = 'relay'::regnamespace
                    and p.proname in ('calling_role', 'may_act_as', 'queue_state', 'begin_messages', 'begin_times', 'move_marks', 'lock_messages',
-                                     'dead_letter_messages', 'take', 'lease', 'lock_message', 'complete', 'extend', 'release',
+                                     'dead_letter_messages', 'take', 'claim', 'lease', 'lock_message', 'complete', 'extend', 'release',
                                      'retry', 'fail', 'requeue', 'enqueue', 'declare_queue', 'is_event_field', 'note_queues',
                                      'queues_revision', 'pause_queue', 'purge_queue', 'drop_queue') loop
         execute format('revoke all on function %s from public', each);
@@ -844,8 +879,8 @@ do $$
 begin
     if to_regrole('relay_worker') is not null then
         grant usage on schema relay to relay_worker;
-        grant execute on function relay.take(text, int), relay.lease(text, int, interval), relay.complete(text, bigint, int),
-            relay.extend(text, bigint, int, interval), relay.release(text, bigint, int),
+        grant execute on function relay.take(text, int), relay.claim(text, int), relay.lease(text, int, interval),
+            relay.complete(text, bigint, int), relay.extend(text, bigint, int, interval), relay.release(text, bigint, int),
             relay.retry(text, bigint, int, interval, text), relay.fail(text, bigint, int, text), relay.requeue(text, bigint[]),
             relay.enqueue(text, jsonb, text, text, text, timestamptz, jsonb, text),
             relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text),
@@ -885,7 +920,7 @@ begin
     grant create on schema relay to relay_owner;
     -- A function's new owner must have the right to create in its schema.
     for each in select p.oid from pg_proc as p where p.pronamespace = 'relay'::regnamespace and p.prosecdef
-                   and p.proname in ('take', 'lease', 'complete', 'extend', 'release', 'retry', 'fail', 'requeue', 'enqueue',
+                   and p.proname in ('take', 'claim', 'lease', 'complete', 'extend', 'release', 'retry', 'fail', 'requeue', 'enqueue',
                                      'declare_queue', 'pause_queue', 'purge_queue', 'drop_queue') loop
         execute format('alter function %s owner to relay_owner', each);
     end loop;

@@ -1,0 +1,313 @@
+"""Attempts at a message: take it, call its handler, and complete or end it; synchronously and asynchronously.
+
+The two classes do the same; one of them awaits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
+from dataclasses import dataclass, field
+from typing import Any
+
+from relay.client.databases import AsyncLink, Link
+from relay.client.errors import LeaseLost
+from relay.client.messages import (
+    CLAIM,
+    COMPLETE,
+    EXTEND,
+    LEASE,
+    RELEASE,
+    Lease,
+    LeasedMessage,
+    Message,
+    end_of,
+    values_of,
+)
+from relay.client.outbox import Outbox
+from relay.client.sessions import Statement
+from relay.outcomes import Drop, RetryLater
+
+log = logging.getLogger("relay.worker")
+
+Around = Callable[[Message], AbstractContextManager[Any] | AbstractAsyncContextManager[Any]]
+"""Returns a context manager that a handler's call runs in: it sees what the handler raises, and may raise another."""
+
+
+@dataclass
+class Handling:
+    """How the messages of a queue are handled.
+
+    `choose` returns the handler of a message, and raises LookupError if there is none. `lease` and `deadline` are in
+    seconds.
+    """
+
+    queue: str
+    choose: Callable[[Message], Callable[..., Any]]
+    around: Sequence[Around]
+    outbox: Outbox
+    lease: float | None
+    deadline: float | None
+    taken: Callable[[], object] = field(init=False)
+    """What is called for each message that was taken, in the slot's thread."""
+    leased: dict[int, tuple[LeasedMessage, asyncio.Timeout | None]] = field(default_factory=dict)
+    """The messages under a lease, whose handlers run."""
+
+    def asked(self) -> tuple[Statement, str]:
+        """Return the statement that claims or leases a message, and its parameter."""
+        if self.lease is None:
+            return CLAIM, json.dumps({"queue": self.queue})
+        return LEASE, json.dumps({"queue": self.queue, "seconds": self.lease})
+
+    def ending(self, message: Message, error: BaseException) -> tuple[Statement, str]:
+        """Return the statement that ends an attempt which raised an error, and log the error without its text."""
+        statement, parameters = end_of(message, error)
+        known = isinstance(error, Drop | RetryLater)
+        log.log(
+            logging.INFO if known else logging.WARNING,
+            "a message was not handled",
+            extra={
+                "queue": self.queue,
+                "id": message.id,
+                "event_type": message.event_type,
+                "attempt": message.attempt,
+                "error": type(error).__name__,
+            },
+        )
+        return statement, json.dumps(parameters)
+
+    def lost(self, message: LeasedMessage) -> None:
+        """Note that another worker has a message, and end the call of its handler if that can be awaited."""
+        message.lease.is_lost = True
+        _, limit = self.leased.get(message.id, (None, None))
+        if limit is not None:
+            limit.reschedule(asyncio.get_running_loop().time())
+        log.warning(
+            "the lease of a message was lost", extra={"queue": self.queue, "id": message.id}
+        )
+
+    def extension(self, message: LeasedMessage) -> tuple[Statement, str]:
+        """Return the statement that prolongs a lease, and its parameter."""
+        return EXTEND, json.dumps(message.of_attempt | {"seconds": self.lease})
+
+
+def _parameter(message: Message) -> str:
+    return json.dumps(message.of_attempt)
+
+
+def _complete(message: LeasedMessage, completed: list[str]) -> None:
+    if completed != ["true"]:
+        raise LeaseLost(f"message {message.id} of the queue {message.queue} is another worker's")
+
+
+class Attempts:
+    """Attempts through a slot's synchronous link."""
+
+    def __init__(self, handling: Handling, link: Link) -> None:
+        self._handling = handling
+        self._link = link
+
+    def attempt(self) -> bool:
+        """Handle a message; returns whether there was one. Raises what the driver raises, unless a handler has."""
+        return self._take() if self._handling.lease is None else self._lease()
+
+    def _take(self) -> bool:
+        message: Message | None = None
+        try:
+            with self._link.transaction() as session:
+                for row in self._link.fetch(session, *self._handling.asked()):
+                    message = Message(queue=self._handling.queue, **values_of(row))
+                    self._handling.taken()
+                    self._link.fetch(session, *self._handle(message, session))
+        except Exception as error:
+            if message is None:
+                raise
+            # The commit has failed, or the connection is lost.
+            self.execute(*self._handling.ending(message, error))
+        return message is not None
+
+    def _handle(self, message: Message, session: Any) -> tuple[Statement, str]:
+        """Call the handler in a savepoint; returns the statement that ends the attempt, and its parameter."""
+        try:
+            with self._link.savepoint(session):
+                self._call(message, session)
+                self._reply(message, session)
+        except BaseException as error:
+            return self._handling.ending(message, error)
+        return COMPLETE, _parameter(message)
+
+    def _lease(self) -> bool:
+        with self._link.transaction() as session:
+            rows = self._link.fetch(session, *self._handling.asked())
+        for row in rows:
+            message = LeasedMessage(
+                queue=self._handling.queue, lease=Lease(self._completing), **values_of(row)
+            )
+            self._handling.taken()
+            self._handling.leased[message.id] = message, None
+            try:
+                self._call(message)
+                if not message.lease.is_completed:
+                    with message.transaction():
+                        pass
+            except LeaseLost:
+                self._handling.lost(message)
+            except BaseException as error:
+                self.execute(*self._handling.ending(message, error))
+            finally:
+                del self._handling.leased[message.id]
+        return bool(rows)
+
+    def _call(self, message: Message, *session: Any) -> None:
+        with ExitStack() as stack:
+            for each in self._handling.around:
+                entered: Any = each(message)
+                stack.enter_context(entered)
+            self._handling.choose(message)(message, *session)
+
+    @contextmanager
+    def _completing(self, message: LeasedMessage) -> Iterator[Any]:
+        with self._link.transaction() as session:
+            yield session
+            self._reply(message, session)
+            _complete(message, self._link.fetch(session, COMPLETE, _parameter(message)))
+        message.lease.is_completed = True
+
+    def _reply(self, message: Message, session: Any) -> None:
+        if message.replies and message.host_id is not None:
+            self._handling.outbox.publish(session, message.replies, host_id=message.host_id)
+
+    def execute(self, statement: Statement, text: str) -> None:
+        """Run a statement in a transaction of its own. Raises what the driver raises."""
+        with self._link.transaction() as session:
+            self._link.fetch(session, statement, text)
+
+    def extend(self) -> None:
+        """Prolong the leases of the worker's messages."""
+        for message, _ in list(self._handling.leased.values()):
+            with self._link.transaction() as session:
+                extended = self._link.fetch(session, *self._handling.extension(message))
+            if extended != ["true"] and message.id in self._handling.leased:
+                self._handling.lost(message)
+
+
+class AsyncAttempts:
+    """Attempts through a slot's asynchronous link."""
+
+    def __init__(self, handling: Handling, link: AsyncLink) -> None:
+        self._handling = handling
+        self._link = link
+
+    async def attempt(self) -> bool:
+        """Handle a message; returns whether there was one. Raises what the driver raises, unless a handler has."""
+        return await (self._take() if self._handling.lease is None else self._lease())
+
+    async def _take(self) -> bool:
+        message: Message | None = None
+        try:
+            async with self._link.transaction() as session:
+                for row in await self._link.fetch(session, *self._handling.asked()):
+                    message = Message(queue=self._handling.queue, **values_of(row))
+                    self._handling.taken()
+                    await self._link.fetch(session, *await self._handle(message, session))
+        except Exception as error:
+            if message is None:
+                raise
+            # The commit has failed, or the connection is lost.
+            await self.execute(*self._handling.ending(message, error))
+        return message is not None
+
+    async def _handle(self, message: Message, session: Any) -> tuple[Statement, str]:
+        """Call the handler in a savepoint; returns the statement that ends the attempt, and its parameter."""
+        try:
+            async with (
+                asyncio.timeout(self._handling.deadline),
+                self._link.savepoint(session),
+            ):
+                await self._call(message, session)
+                await self._reply(message, session)
+        except BaseException as error:
+            if _is_stopping(error):
+                raise
+            return self._handling.ending(message, error)
+        return COMPLETE, _parameter(message)
+
+    async def _lease(self) -> bool:
+        async with self._link.transaction() as session:
+            rows = await self._link.fetch(session, *self._handling.asked())
+        for row in rows:
+            message = LeasedMessage(
+                queue=self._handling.queue, lease=Lease(self._completing), **values_of(row)
+            )
+            self._handling.taken()
+            try:
+                async with asyncio.timeout(self._handling.deadline) as limit:
+                    self._handling.leased[message.id] = message, limit
+                    await self._call(message)
+                    if not message.lease.is_completed:
+                        async with message.transaction():
+                            pass
+            except LeaseLost:
+                self._handling.lost(message)
+            except BaseException as error:
+                if _is_stopping(error):
+                    await self.execute(RELEASE, _parameter(message))
+                    raise
+                if not message.is_lost:
+                    await self.execute(*self._handling.ending(message, error))
+            finally:
+                del self._handling.leased[message.id]
+        return bool(rows)
+
+    async def _call(self, message: Message, *session: Any) -> None:
+        async with AsyncExitStack() as stack:
+            for each in self._handling.around:
+                entered: Any = each(message)
+                if hasattr(entered, "__aenter__"):
+                    await stack.enter_async_context(entered)
+                else:
+                    stack.enter_context(entered)
+            await self._handling.choose(message)(message, *session)
+
+    @asynccontextmanager
+    async def _completing(self, message: LeasedMessage) -> AsyncIterator[Any]:
+        async with self._link.transaction() as session:
+            yield session
+            await self._reply(message, session)
+            _complete(message, await self._link.fetch(session, COMPLETE, _parameter(message)))
+        message.lease.is_completed = True
+
+    async def _reply(self, message: Message, session: Any) -> None:
+        if message.replies and message.host_id is not None:
+            await self._handling.outbox.publish_async(
+                session, message.replies, host_id=message.host_id
+            )
+
+    async def execute(self, statement: Statement, text: str) -> None:
+        """Run a statement in a transaction of its own. Raises what the driver raises."""
+        async with self._link.transaction() as session:
+            await self._link.fetch(session, statement, text)
+
+    async def extend(self) -> None:
+        """Prolong the leases of the worker's messages."""
+        for message, _ in list(self._handling.leased.values()):
+            async with self._link.transaction() as session:
+                extended = await self._link.fetch(session, *self._handling.extension(message))
+            if extended != ["true"] and message.id in self._handling.leased:
+                self._handling.lost(message)
+
+
+def _is_stopping(error: BaseException) -> bool:
+    """Return whether an error is the cancellation of the slot, and not one that a handler has raised."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0

@@ -1,0 +1,306 @@
+"""The databases of workers, one class for each driver, with one interface: transactions, and statements in them.
+
+What a worker is given is recognised by the names of its classes: no driver is imported that the caller has not
+imported. A connection string needs psycopg.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+)
+from typing import Any, Protocol
+
+from relay.client.sessions import Statement, for_sqlalchemy
+
+
+class Link(Protocol):
+    """What one slot of a worker reaches its database through: at most one connection at a time."""
+
+    def transaction(self) -> AbstractContextManager[Any]:
+        """Return a context manager with a session in a transaction. Raises what the driver raises."""
+        ...
+
+    def savepoint(self, session: Any) -> AbstractContextManager[Any]:
+        """Return a context manager that undoes what its block has changed, if that raises."""
+        ...
+
+    def fetch(self, session: Any, statement: Statement, text: str) -> list[str]:
+        """Run a statement in a session, and return the first column of its rows. Raises what the driver raises."""
+        ...
+
+    def close(self) -> None:
+        """Close the connection if it is the slot's own."""
+        ...
+
+
+class AsyncLink(Protocol):
+    """The asynchronous form of `Link`."""
+
+    def transaction(self) -> AbstractAsyncContextManager[Any]:
+        """Return an asynchronous context manager with a session in a transaction."""
+        ...
+
+    def savepoint(self, session: Any) -> AbstractAsyncContextManager[Any]:
+        """Return an asynchronous context manager that undoes what its block has changed, if that raises."""
+        ...
+
+    async def fetch(self, session: Any, statement: Statement, text: str) -> list[str]:
+        """Run a statement in a session, and return the first column of its rows."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connection if it is the slot's own."""
+        ...
+
+
+def _block(session: Any) -> Any:
+    """Return a savepoint of psycopg or asyncpg: a block of a connection that is in a transaction."""
+    return session.transaction()
+
+
+def _nested(session: Any) -> Any:
+    """Return a savepoint of SQLAlchemy."""
+    return session.begin_nested()
+
+
+def _psycopg_fetch(session: Any, statement: Statement, text: str) -> list[str]:
+    from psycopg.rows import tuple_row
+
+    with session.cursor(row_factory=tuple_row) as cursor:
+        rows = cursor.execute(statement.with_parameter("%s", "%"), (text,)).fetchall()
+    return [row[0] for row in rows]
+
+
+async def _psycopg_fetch_async(session: Any, statement: Statement, text: str) -> list[str]:
+    from psycopg.rows import tuple_row
+
+    async with session.cursor(row_factory=tuple_row) as cursor:
+        await cursor.execute(statement.with_parameter("%s", "%"), (text,))
+        return [row[0] for row in await cursor.fetchall()]
+
+
+class _Psycopg:
+    """A connection of psycopg that the slot opens itself, and opens again after it was lost."""
+
+    def __init__(self, dsn: str, name: str) -> None:
+        self._dsn, self._name = dsn, name
+        self._conn: Any = None
+
+    @contextmanager
+    def transaction(self) -> Iterator[Any]:
+        import psycopg
+
+        if self._conn is None or self._conn.closed:
+            # Without prepared statements, which a pooler of transactions does not keep.
+            self._conn = psycopg.connect(
+                self._dsn, autocommit=True, prepare_threshold=None, **_named(self._dsn, self._name)
+            )
+        # With a block of psycopg, a handler cannot commit by itself what the worker has to commit.
+        with self._conn.transaction():
+            yield self._conn
+
+    savepoint = staticmethod(_block)
+    fetch = staticmethod(_psycopg_fetch)
+
+    def close(self) -> None:
+        if self._conn is not None:
+            self._conn.close()
+
+
+class _AsyncPsycopg:
+    """The asynchronous form of `_Psycopg`."""
+
+    def __init__(self, dsn: str, name: str) -> None:
+        self._dsn, self._name = dsn, name
+        self._conn: Any = None
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Any]:
+        import psycopg
+
+        if self._conn is None or self._conn.closed:
+            self._conn = await psycopg.AsyncConnection.connect(
+                self._dsn, autocommit=True, prepare_threshold=None, **_named(self._dsn, self._name)
+            )
+        async with self._conn.transaction():
+            yield self._conn
+
+    savepoint = staticmethod(_block)
+    fetch = staticmethod(_psycopg_fetch_async)
+
+    async def close(self) -> None:
+        if self._conn is not None:
+            await self._conn.close()
+
+
+def _named(dsn: str, name: str) -> dict[str, Any]:
+    """Return the name under which the server shows the connections, unless the connection string has one."""
+    from psycopg.conninfo import conninfo_to_dict
+
+    # The server cuts longer names.
+    return {} if "application_name" in conninfo_to_dict(dsn) else {"application_name": name[:63]}
+
+
+class _Pool:
+    """What has no connection of its own: each transaction takes one of a pool, or of an engine."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def close(self) -> None:
+        """Do nothing: the pool is the caller's."""
+
+
+class _AsyncPool:
+    """The asynchronous form of `_Pool`."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    async def close(self) -> None:
+        """Do nothing: the pool is the caller's."""
+
+
+class _PsycopgPool(_Pool):
+    @contextmanager
+    def transaction(self) -> Iterator[Any]:
+        with self._pool.connection() as conn, conn.transaction():
+            yield conn
+
+    savepoint = staticmethod(_block)
+    fetch = staticmethod(_psycopg_fetch)
+
+
+class _AsyncPsycopgPool(_AsyncPool):
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Any]:
+        async with self._pool.connection() as conn, conn.transaction():
+            yield conn
+
+    savepoint = staticmethod(_block)
+    fetch = staticmethod(_psycopg_fetch_async)
+
+
+class _Asyncpg(_AsyncPool):
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Any]:
+        async with self._pool.acquire() as conn, conn.transaction():
+            yield conn
+
+    savepoint = staticmethod(_block)
+
+    async def fetch(self, session: Any, statement: Statement, text: str) -> list[str]:
+        return [row[0] for row in await session.fetch(statement.with_parameter("$1"), text)]
+
+
+class _SQLAlchemy(_Pool):
+    @contextmanager
+    def transaction(self) -> Iterator[Any]:
+        with self._pool.begin() as session:
+            yield session
+
+    savepoint = staticmethod(_nested)
+
+    def fetch(self, session: Any, statement: Statement, text: str) -> list[str]:
+        from sqlalchemy import text as clause
+
+        rows = session.execute(clause(for_sqlalchemy(statement)), {"events": text})
+        return [row[0] for row in rows]
+
+
+class _AsyncSQLAlchemy(_AsyncPool):
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Any]:
+        async with self._pool.begin() as session:
+            yield session
+
+    savepoint = staticmethod(_nested)
+
+    async def fetch(self, session: Any, statement: Statement, text: str) -> list[str]:
+        from sqlalchemy import text as clause
+
+        rows = await session.execute(clause(for_sqlalchemy(statement)), {"events": text})
+        return [row[0] for row in rows]
+
+
+class _Django(_Pool):
+    """A connection of Django, of which each thread has its own."""
+
+    @contextmanager
+    def transaction(self) -> Iterator[Any]:
+        from django.db import connections, transaction
+
+        conn = connections[self._pool.alias]
+        # As Django does between two requests: a lost connection is opened again.
+        conn.close_if_unusable_or_obsolete()
+        with transaction.atomic(using=conn.alias):
+            yield conn
+
+    def savepoint(self, session: Any) -> AbstractContextManager[Any]:
+        from django.db import transaction
+
+        block: AbstractContextManager[Any] = transaction.atomic(using=session.alias)
+        return block
+
+    def fetch(self, session: Any, statement: Statement, text: str) -> list[str]:
+        with session.cursor() as cursor:
+            cursor.execute(statement.with_parameter("%s", "%"), [text])
+            return [row[0] for row in cursor.fetchall()]
+
+
+_POOLS: dict[tuple[str, str], type[_Pool]] = {
+    ("psycopg_pool", "ConnectionPool"): _PsycopgPool,
+    ("sqlalchemy", "Engine"): _SQLAlchemy,
+    ("sqlalchemy", "sessionmaker"): _SQLAlchemy,
+    ("django", "BaseDatabaseWrapper"): _Django,
+    ("django", "ConnectionProxy"): _Django,
+}
+_ASYNC_POOLS: dict[tuple[str, str], type[_AsyncPool]] = {
+    ("psycopg_pool", "AsyncConnectionPool"): _AsyncPsycopgPool,
+    ("asyncpg", "Pool"): _Asyncpg,
+    ("sqlalchemy", "AsyncEngine"): _AsyncSQLAlchemy,
+    ("sqlalchemy", "async_sessionmaker"): _AsyncSQLAlchemy,
+}
+
+
+class Database:
+    """What a worker was given as its database.
+
+    `is_async` says whether its handlers have to be coroutine functions; None: either all or none of them.
+    """
+
+    def __init__(self, given: Any, name: str) -> None:
+        """`name` is that of connections which the worker opens itself. Raises TypeError for what is no database."""
+        self._given, self._name = given, name
+        self.is_async: bool | None = None
+        if isinstance(given, str):
+            return
+        names = [(each.__module__.partition(".")[0], each.__name__) for each in type(given).__mro__]
+        found = [each for each in names if each in _POOLS or each in _ASYNC_POOLS]
+        if not found:
+            name = f"{type(given).__module__}.{type(given).__qualname__}"
+            raise TypeError(
+                f"{name} is no database: give a connection string, a pool of psycopg or asyncpg, an engine or "
+                "sessionmaker of SQLAlchemy, or django.db.connection"
+            )
+        self._kind = found[0]
+        self.is_async = self._kind in _ASYNC_POOLS
+
+    def link(self) -> Link:
+        """Return what a slot of a synchronous worker uses."""
+        if isinstance(self._given, str):
+            return _Psycopg(self._given, self._name)
+        linked: Any = _POOLS[self._kind](self._given)
+        return linked  # type: ignore[no-any-return]
+
+    def async_link(self) -> AsyncLink:
+        """Return what a slot of an asynchronous worker uses."""
+        if isinstance(self._given, str):
+            return _AsyncPsycopg(self._given, self._name)
+        linked: Any = _ASYNC_POOLS[self._kind](self._given)
+        return linked  # type: ignore[no-any-return]

@@ -1,0 +1,191 @@
+"""The messages of a work queue as workers get them, and the statements that take and end them. No I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from datetime import datetime
+from typing import Any
+
+from relay.client.errors import EventInvalid
+from relay.client.event import Event
+from relay.client.sessions import Statement
+from relay.outcomes import Drop, Fail, RetryLater
+
+_LONGEST_ERROR = 4_000
+"""In characters: what is stored of an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queue:
+    """A queue that its worker declares when it starts, as `relay.declare_queue` does; what is None has its default.
+
+    `match` says which events of the log go into the queue, as in a route; None: direct messages only. `key` is what
+    orders its messages: "none", "host", "user", "aggregate" or a path into payload or metadata. `backoff` and
+    `max_backoff` are in seconds. `workers` is the role whose members may take from it, `group_id` the group of relay
+    that fills it.
+    """
+
+    name: str
+    match: Mapping[str, Any] | None = field(default_factory=dict)
+    key: str | None = None
+    attempts: int | None = None
+    backoff: float | None = None
+    max_backoff: float | None = None
+    workers: str | None = None
+    group_id: str | None = None
+
+    def declaration(self) -> tuple[Statement, str]:
+        """Return the statement that declares the queue, and its parameter."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        given = {
+            name: value for name, value in values.items() if value is not None or name == "match"
+        }
+        listed = ", ".join(f"{name} => {_DECLARED[name]}" for name in given)
+        before = f"select relay.declare_queue({listed})::text from (select cast(cast("  # noqa: S608
+        return Statement(before, _AFTER + ") as p"), json.dumps(given)
+
+
+_DECLARED = {
+    "name": "p.a->>'name'",
+    "match": "nullif((p.a->'match')::jsonb, 'null')",
+    "key": "p.a->>'key'",
+    "attempts": "(p.a->>'attempts')::int",
+    "backoff": "make_interval(secs => (p.a->>'backoff')::float8)",
+    "max_backoff": "make_interval(secs => (p.a->>'max_backoff')::float8)",
+    "workers": "p.a->>'workers'",
+    "group_id": "p.a->>'group_id'",
+}
+_AFTER = " as text) as json) as a"
+
+
+def _call(function: str, *arguments: str) -> Statement:
+    """Return a statement that calls a function of SQL with values of its parameter, a JSON object."""
+    return Statement(
+        "select to_json(t)::text from (select cast(cast(",
+        f"{_AFTER}) as p, lateral {function}({', '.join(arguments)}) as t",
+    )
+
+
+_SECONDS = "make_interval(secs => (p.a->>'seconds')::float8)"
+_OF_ATTEMPT = ("p.a->>'queue'", "(p.a->>'id')::bigint", "(p.a->>'attempt')::int")
+
+CLAIM = _call("relay.claim", "p.a->>'queue'")
+LEASE = _call("relay.lease", "p.a->>'queue'", "1", _SECONDS)
+EXTEND = _call("relay.extend", *_OF_ATTEMPT, _SECONDS)
+COMPLETE = _call("relay.complete", *_OF_ATTEMPT)
+RELEASE = _call("relay.release", *_OF_ATTEMPT)
+RETRY = _call("relay.retry", *_OF_ATTEMPT, _SECONDS, "p.a->>'error'")
+FAIL = _call("relay.fail", *_OF_ATTEMPT, "p.a->>'error'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A message of a queue, in one attempt.
+
+    `attempt` counts from 1. `key` orders it: one message of a key is worked at a time. `enqueued_at` and
+    `first_taken_at` are times of the database's clock. The other fields are those of the event; a direct message has
+    only some of them.
+    """
+
+    queue: str
+    id: int
+    attempt: int
+    key: str | None
+    event_id: str
+    event_type: str
+    host_id: str | None
+    user_id: str | None
+    aggregate_type: str | None
+    aggregate_id: str | None
+    aggregate_version: int | None
+    event_ts: datetime | None
+    transaction_id: str | None
+    payload: Any
+    metadata: Any
+    enqueued_at: datetime
+    first_taken_at: datetime
+    replies: list[Event] = field(default_factory=list, repr=False, compare=False)
+    """What `reply` has collected."""
+
+    def reply(self, event: Event) -> None:
+        """Publish an event in answer, in the commit that completes the message, with this message's host.
+
+        Its metadata say what it answers: `causation_id` is this event's id, `correlation_id` that of the first event of
+        the conversation. All replies to a message are one business transaction. Raises EventInvalid for a message
+        without a host.
+        """
+        if self.host_id is None:
+            raise EventInvalid("reply: the message has no host_id, which an event must have")
+        self.replies.append(replace(event, metadata=self._answered() | dict(event.metadata or {})))
+
+    def _answered(self) -> dict[str, Any]:
+        metadata = self.metadata if isinstance(self.metadata, dict) else {}
+        first = metadata.get("correlation_id", self.event_id)
+        return {"correlation_id": first, "causation_id": self.event_id}
+
+    @property
+    def of_attempt(self) -> dict[str, Any]:
+        """The parameters that name this attempt in a statement."""
+        return {"queue": self.queue, "id": self.id, "attempt": self.attempt}
+
+
+@dataclass(slots=True)
+class Lease:
+    """The state of a leased message in its worker; `begin` opens the transaction that completes it."""
+
+    begin: Callable[[LeasedMessage], Any]
+    is_lost: bool = False
+    is_completed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasedMessage(Message):
+    """A message under a lease, which the worker prolongs while the handler runs."""
+
+    lease: Lease = field(repr=False, compare=False)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another worker has the message meanwhile: what the handler does now is in vain."""
+        return self.lease.is_lost
+
+    def transaction(self) -> Any:
+        """Return a context manager whose transaction completes the message, together with the effects of its block.
+
+        It yields a session of the worker's database, and is asynchronous where that is. Raises LeaseLost at its end,
+        and undoes the block, if another worker has the message meanwhile or it is completed.
+        """
+        return self.lease.begin(self)
+
+
+_TIMES = ("event_ts", "enqueued_at", "first_taken_at")
+
+
+def values_of(row: str) -> dict[str, Any]:
+    """Return the fields of a message from a row of `relay.take` or `relay.lease`."""
+    values: dict[str, Any] = json.loads(row)
+    for name in _TIMES:
+        if values[name] is not None:
+            values[name] = datetime.fromisoformat(values[name])
+    return values
+
+
+def end_of(message: Message, error: BaseException) -> tuple[Statement, dict[str, Any]]:
+    """Return the statement, and its parameters, that ends an attempt which raised an error."""
+    if isinstance(error, Drop):
+        return COMPLETE, message.of_attempt
+    told = message.of_attempt | {"error": text_of(error)}
+    if isinstance(error, Fail):
+        return FAIL, told
+    after = error.after if isinstance(error, RetryLater) else None
+    return RETRY, told | {"seconds": after}
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error's text for the message's row, which holds the payload anyway; not for a log."""
+    name, text = type(error).__name__, str(error)
+    if error.__cause__ is not None and not text:
+        return text_of(error.__cause__)
+    return (f"{name}: {text}" if text else name)[:_LONGEST_ERROR].replace("\0", "")

@@ -1,0 +1,460 @@
+"""Workers of queues: `relay.client.worker`, with every driver."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from relay import Drop, Fail, RetryLater
+from relay.client import Event
+from relay.client.middleware import backoff, limit, timing
+from relay.client.worker import LeasedMessage, Message, Queue, Worker, WorkerError
+from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.pgbouncer import pooled
+from tests.workers import DATABASES, working
+
+every_database = pytest.mark.parametrize("database", DATABASES)
+MINE = Queue(name="mail", match=None, backoff=0.01, max_backoff=0.01)
+
+
+def fill(outbox: Outbox, *payloads: Any, queue: Queue = MINE, **more: str) -> None:
+    """Declare a queue of direct messages, and enqueue some."""
+    statement, text = queue.declaration()
+    outbox.conn.execute(statement.with_parameter("%s").encode(), (text,))
+    outbox.conn.execute("create table if not exists done (payload jsonb)")
+    for payload in payloads:
+        named = "".join(f", {name} => '{value}'" for name, value in more.items())
+        outbox.conn.execute(
+            f"select relay.enqueue('mail', %s::jsonb{named})".encode(), (json.dumps(payload),)
+        )
+
+
+def done(outbox: Outbox) -> list[Any]:
+    return sorted(outbox.column("select payload from done"))
+
+
+def states(outbox: Outbox) -> list[tuple[str, int, str | None]]:
+    rows = outbox.conn.execute(
+        "select state, attempts, error from relay.queue_items order by id"
+    ).fetchall()
+    return [(state, attempts, error) for state, attempts, error in rows]
+
+
+def is_empty(outbox: Outbox) -> bool:
+    return not states(outbox)
+
+
+@every_database
+def test_the_effect_and_the_completion_commit_together(outbox: Outbox, database: str) -> None:
+    fill(outbox, 1, 2, 3)
+    opened, is_async, execute = DATABASES[database]
+    failed: list[int] = []
+
+    def statement_for(message: Message) -> str:
+        return f"insert into done values ('{message.payload}')"
+
+    def fail_once(message: Message) -> None:
+        if message.payload == 2 and not failed:
+            failed.append(message.attempt)
+            raise RuntimeError("not yet")
+
+    def handle(message: Message, session: Any) -> None:
+        execute(session, statement_for(message))
+        fail_once(message)
+
+    async def handle_async(message: Message, session: Any) -> None:
+        await execute(session, statement_for(message))
+        fail_once(message)
+
+    async def scenario() -> None:
+        async with opened(outbox.dsn) as given:
+            worker = Worker(given, "mail", concurrency=2, poll=0.05)
+            worker.handles()(handle_async if is_async else handle)
+            task = asyncio.create_task(worker.run())
+            while not is_empty(outbox):
+                await asyncio.sleep(0.02)
+            worker.stop()
+            await task
+
+    asyncio.run(scenario())
+    assert failed == [1]
+    assert done(outbox) == [1, 2, 3]
+
+
+def test_what_a_handler_raises_ends_its_message(outbox: Outbox) -> None:
+    fill(
+        outbox,
+        "drop",
+        "fail",
+        "later",
+        "broken",
+        queue=Queue(name="mail", match=None, attempts=2, backoff=0),
+    )
+    worker = Worker(outbox.dsn, "mail", poll=0.05)
+    calls: list[tuple[Any, int]] = []
+
+    @worker.handles()
+    async def handle(message: Message, conn: psycopg.AsyncConnection[Any]) -> None:
+        calls.append((message.payload, message.attempt))
+        await conn.execute("insert into done values (%s)", (json.dumps(message.payload),))
+        match message.payload:
+            case "drop":
+                raise Drop("not wanted")
+            case "fail":
+                raise Fail("no address")
+            case "later":
+                raise RetryLater("closed", after=3600)
+            case _:
+                raise KeyError("address")
+
+    with working(worker):
+        wait_until(lambda: [state for state, *_ in states(outbox)].count("dead") == 2)
+        wait_until(lambda: len(states(outbox)) == 3)
+    assert states(outbox) == [
+        ("dead", 1, "Fail: no address"),
+        ("retry", 1, "RetryLater: closed"),
+        ("dead", 2, "KeyError: 'address'"),
+    ]
+    assert sorted(calls) == [("broken", 1), ("broken", 2), ("drop", 1), ("fail", 1), ("later", 1)]
+    assert done(outbox) == []
+
+
+def test_handlers_are_chosen_by_event_type(outbox: Outbox) -> None:
+    worker = Worker(outbox.dsn, Queue(name="mail", attempts=1), poll=0.05)
+    handled: list[tuple[str, str]] = []
+
+    @worker.handles("order.placed", "order.paid")
+    def exactly(message: Message, conn: object) -> None:
+        handled.append(("exactly", message.event_type))
+
+    @worker.handles("order.*")
+    def others(message: Message, conn: object) -> None:
+        handled.append(("others", message.event_type))
+
+    with relaying(outbox.settings()), working(worker):
+        wait_until(lambda: outbox.value("select count(*) from relay.queues") == 1)
+        types = ("order.placed", "order.paid", "order.sent", "mail.sent")
+        outbox.publish(host(1), *(event(1, each) for each in types))
+        wait_until(lambda: len(states(outbox)) == 1 and len(handled) == 3)
+    assert sorted(handled) == [
+        ("exactly", "order.paid"),
+        ("exactly", "order.placed"),
+        ("others", "order.sent"),
+    ]
+    assert states(outbox) == [("dead", 1, "LookupError: the worker has no handler for mail.sent")]
+
+
+@pytest.mark.parametrize("lease", [None, 5.0], ids=["taken", "leased"])
+def test_a_reply_is_published_with_the_completion(outbox: Outbox, lease: float | None) -> None:
+    fill(outbox, 1, host_id=str(host(7)), event_id="e1", metadata='{"correlation_id": "c"}')
+    worker = Worker(outbox.dsn, "mail", lease=lease, poll=0.05)
+    answers = iter(["lost", "kept"])
+
+    @worker.handles()
+    def handle(message: Message, *conn: object) -> None:
+        answer = next(answers)
+        message.reply(Event("mail.sent", payload={"answer": answer}))
+        if answer == "lost":
+            raise RuntimeError
+
+    with working(worker):
+        wait_until(lambda: is_empty(outbox))
+    rows = outbox.conn.execute(
+        "select host_id, payload ->> 'answer', metadata from outbox_message_t"
+    ).fetchall()
+    assert rows == [(host(7), "kept", {"correlation_id": "c", "causation_id": "e1"})]
+
+
+def test_as_many_handlers_run_at_once_as_the_concurrency_says(outbox: Outbox) -> None:
+    fill(outbox, *range(6))
+    worker = Worker(outbox.dsn, "mail", concurrency=3, poll=30)
+    together = threading.Barrier(3)
+
+    @worker.handles()
+    def handle(message: Message, conn: object) -> None:
+        together.wait(20)
+
+    with working(worker):
+        wait_until(lambda: is_empty(outbox), 20)
+
+
+def test_the_messages_of_one_key_are_worked_in_order(outbox: Outbox) -> None:
+    fill(
+        outbox, *range(5), queue=Queue(name="mail", match=None, key="host", backoff=0), host_id="h"
+    )
+    worker = Worker(outbox.dsn, "mail", poll=0.02)
+    order: list[int] = []
+
+    @worker.handles()
+    async def handle(message: Message, conn: object) -> None:
+        if message.payload == 2 and message.attempt == 1:
+            raise RuntimeError
+        order.append(message.payload)
+
+    with working(worker):
+        wait_until(lambda: is_empty(outbox))
+    assert order == [0, 1, 2, 3, 4]
+
+
+def test_a_handler_past_its_deadline_is_tried_again(outbox: Outbox) -> None:
+    fill(outbox, 1)
+    worker = Worker(outbox.dsn, "mail", deadline=0.1, poll=0.02)
+    attempts: list[int] = []
+
+    @worker.handles()
+    async def handle(message: Message, conn: object) -> None:
+        attempts.append(message.attempt)
+        await asyncio.sleep(60 if message.attempt == 1 else 0)
+
+    with working(worker):
+        wait_until(lambda: is_empty(outbox))
+    assert attempts == [1, 2]
+
+
+def test_a_lease_is_prolonged_and_its_block_completes_the_message(outbox: Outbox) -> None:
+    fill(outbox, 1)
+    worker = Worker(outbox.dsn, "mail", lease=0.4, poll=0.02)
+    calls: list[int] = []
+
+    @worker.handles()
+    async def handle(message: LeasedMessage) -> None:
+        calls.append(message.attempt)
+        await asyncio.sleep(1.2)
+        async with message.transaction() as conn:
+            await conn.execute("insert into done values ('1')")
+        assert message.lease.is_completed
+
+    with working(worker):
+        wait_until(lambda: done(outbox) == [1])
+    assert is_empty(outbox)
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_lost_lease_undoes_the_block(outbox: Outbox, is_async: bool) -> None:
+    fill(outbox, 1)
+    worker = Worker(outbox.dsn, "mail", lease=30, poll=0.02)
+
+    def lose() -> None:
+        outbox.conn.execute("update relay.queue_messages set attempts = attempts + 1")
+
+    if is_async:
+
+        @worker.handles()
+        async def handle_async(message: LeasedMessage) -> None:
+            async with message.transaction() as conn:
+                await conn.execute("insert into done values ('1')")
+                lose()
+
+    else:
+
+        @worker.handles()
+        def handle(message: LeasedMessage) -> None:
+            with message.transaction() as conn:
+                conn.execute("insert into done values ('1')")
+                lose()
+
+    with working(worker):
+        wait_until(lambda: [state[:2] for state in states(outbox)] == [("leased", 2)])
+        wait_until(lambda: not worker._handling.leased)
+    assert done(outbox) == []
+    assert [state[:2] for state in states(outbox)] == [("leased", 2)]
+
+
+def test_a_lease_that_is_lost_ends_the_call(outbox: Outbox) -> None:
+    fill(outbox, 1)
+    worker = Worker(outbox.dsn, "mail", lease=0.3, poll=0.02)
+    ended = threading.Event()
+
+    @worker.handles()
+    async def handle(message: LeasedMessage) -> None:
+        outbox.conn.execute(
+            "update relay.queue_messages set attempts = 4, available_at = now() + interval '1 hour'"
+        )
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+            assert message.is_lost
+
+    with working(worker):
+        assert ended.wait(20)
+    assert [state[:2] for state in states(outbox)] == [("leased", 4)]
+
+
+@pytest.mark.parametrize("lease", [None, 60.0], ids=["taken", "leased"])
+def test_a_stop_gives_unfinished_messages_back_at_once(outbox: Outbox, lease: float | None) -> None:
+    fill(outbox, 1)
+    worker = Worker(outbox.dsn, "mail", lease=lease, grace=0.1, poll=0.02)
+    begun = threading.Event()
+
+    @worker.handles()
+    async def handle(message: Message, *conn: object) -> None:
+        begun.set()
+        await asyncio.sleep(60)
+
+    with working(worker):
+        assert begun.wait(20)
+    assert outbox.value("select payload from relay.take('mail')") == 1
+
+
+def test_a_stop_lets_a_handler_finish(outbox: Outbox) -> None:
+    fill(outbox, 1, 2)
+    worker = Worker(outbox.dsn, "mail", concurrency=1, poll=0.02)
+    begun = threading.Event()
+
+    @worker.handles()
+    def handle(message: Message, conn: psycopg.Connection[Any]) -> None:
+        begun.set()
+        time.sleep(0.3)
+        conn.execute("insert into done values (%s)", (json.dumps(message.payload),))
+
+    with working(worker):
+        assert begun.wait(20)
+    assert done(outbox) == [1]
+    assert [state for state, *_ in states(outbox)] == ["enqueued"]
+
+
+def test_a_worker_outlives_its_connections(outbox: Outbox) -> None:
+    fill(outbox)
+    worker = Worker(outbox.dsn, "mail", concurrency=2, poll=0.02)
+    worker.handles()(lambda message, conn: None)
+    with working(worker):
+        for number in range(3):
+            fill(outbox, number)
+            wait_until(lambda: is_empty(outbox))
+            outbox.conn.execute(
+                "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'relay worker mail'"
+            )
+
+
+def test_a_handler_cannot_commit_by_itself(outbox: Outbox) -> None:
+    fill(outbox, 1, queue=Queue(name="mail", match=None, attempts=1))
+    worker = Worker(outbox.dsn, "mail", poll=0.02)
+
+    @worker.handles()
+    def handle(message: Message, conn: psycopg.Connection[Any]) -> None:
+        conn.execute("insert into done values ('1')")
+        conn.commit()
+
+    with working(worker):
+        wait_until(lambda: [state for state, *_ in states(outbox)] == ["dead"])
+    assert done(outbox) == []
+
+
+def test_through_a_pooler_of_transactions(outbox: Outbox) -> None:
+    fill(outbox, *range(20))
+    with pooled(outbox.dsn, sessions=2) as dsn:
+        worker = Worker(dsn, "mail", concurrency=8, poll=0.05)
+
+        @worker.handles()
+        async def handle(message: Message, conn: psycopg.AsyncConnection[Any]) -> None:
+            await conn.execute("insert into done values (%s)", (json.dumps(message.payload),))
+
+        with working(worker):
+            wait_until(lambda: is_empty(outbox))
+    assert done(outbox) == list(range(20))
+
+
+def test_what_a_handler_runs_in(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "relay.worker")
+    fill(outbox, 1)
+    around = [timing(), limit(3), backoff(0, 0.01)]
+    worker = Worker(outbox.dsn, "mail", around=around, poll=0.02)
+    attempts: list[int] = []
+
+    @worker.handles()
+    async def handle(message: Message, conn: object) -> None:
+        attempts.append(message.attempt)
+        raise RuntimeError("down")
+
+    with working(worker):
+        wait_until(lambda: [state for state, *_ in states(outbox)] == ["dead"])
+    assert states(outbox) == [("dead", 3, "RuntimeError: down")]
+    assert attempts == [1, 2, 3]
+    timed = [record for record in caplog.records if record.getMessage() == "a message was handled"]
+    assert len(timed) == 3
+
+
+@pytest.mark.parametrize(
+    ("prepare", "text"),
+    [
+        (lambda outbox: None, "there is no queue 'mail'"),
+        (
+            lambda outbox: outbox.conn.execute("drop schema relay cascade"),
+            "run `relay init`",
+        ),
+    ],
+    ids=["no queue", "no relay"],
+)
+def test_a_worker_that_cannot_work_says_why(
+    outbox: Outbox, prepare: Callable[[Outbox], Any], text: str
+) -> None:
+    prepare(outbox)
+    worker = Worker(outbox.dsn, "mail")
+    worker.handles()(lambda message, conn: None)
+    with pytest.raises(WorkerError, match=text):
+        asyncio.run(worker.run())
+
+
+def test_a_worker_that_is_set_up_wrongly_is_refused() -> None:
+    with pytest.raises(TypeError, match="is no database"):
+        Worker(object(), "mail")
+    with pytest.raises(ValueError, match="concurrency"):
+        Worker("", "mail", concurrency=0)
+    with pytest.raises(WorkerError, match="has no handlers"):
+        asyncio.run(Worker("", "mail").run())
+    worker = Worker("", "mail", deadline=1)
+    with pytest.raises(ValueError, match="deadline"):
+        worker.handles()(lambda message, conn: None)
+
+    async def handle(message: Message, conn: object) -> None: ...
+
+    mixed = Worker("", "mail")
+    mixed.handles("a")(handle)
+    with pytest.raises(ValueError, match="no coroutine function"):
+        mixed.handles("b")(lambda message, conn: None)
+
+
+PROGRAM = """
+import sys, time
+from relay.client.worker import Worker
+
+worker = Worker(sys.argv[1], "mail", grace=0.1, poll=0.02)
+
+@worker.handles()
+def handle(message, conn):
+    print("begun", flush=True)
+    while True:
+        time.sleep(1)
+
+worker.run_forever()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_process_that_ends_gives_its_message_back(
+    outbox: Outbox, tmp_path: Path, number: signal.Signals
+) -> None:
+    fill(outbox, 1)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, str(program), outbox.dsn]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=os.getcwd()) as process:  # noqa: PTH109
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        process.send_signal(number)
+        assert process.wait(20) == (1 if number is signal.SIGTERM else -number)
+    wait_until(lambda: outbox.column("select payload from relay.take('mail')") == [1])
