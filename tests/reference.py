@@ -38,6 +38,8 @@ MODULES = (
     "relay.sinks.batching",
     "relay.sinks.cloudevents",
     "relay.client",
+    "relay.client.worker",
+    "relay.client.middleware",
     "relay.client.testing",
     "relay.spark",
 )

@@ -26,6 +26,7 @@ from relay.cli.service import console, demo, run
 from relay.cli.sinks import sink
 from relay.cli.status import status, top
 from relay.cli.verify import verify
+from relay.cli.work import work
 from relay.faults import RelayError, first_line
 
 _ORDER = (
@@ -36,6 +37,7 @@ _ORDER = (
         "status",
         "top",
         "publish",
+        "work",
         "dlq",
         "deferred",
         "sink",
@@ -77,6 +79,7 @@ for command in (
     status,
     top,
     publish,
+    work,
     verify,
     console,
     partition,

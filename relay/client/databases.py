@@ -146,7 +146,7 @@ def _named(dsn: str, name: str) -> dict[str, Any]:
     return {} if "application_name" in conninfo_to_dict(dsn) else {"application_name": name[:63]}
 
 
-class _Pool:
+class _Pooled:
     """What has no connection of its own: each transaction takes one of a pool, or of an engine."""
 
     def __init__(self, pool: Any) -> None:
@@ -156,8 +156,8 @@ class _Pool:
         """Do nothing: the pool is the caller's."""
 
 
-class _AsyncPool:
-    """The asynchronous form of `_Pool`."""
+class _AsyncPooled:
+    """The asynchronous form of `_Pooled`."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -166,7 +166,7 @@ class _AsyncPool:
         """Do nothing: the pool is the caller's."""
 
 
-class _PsycopgPool(_Pool):
+class _PsycopgPool(_Pooled):
     @contextmanager
     def transaction(self) -> Iterator[Any]:
         with self._pool.connection() as conn, conn.transaction():
@@ -176,7 +176,7 @@ class _PsycopgPool(_Pool):
     fetch = staticmethod(_psycopg_fetch)
 
 
-class _AsyncPsycopgPool(_AsyncPool):
+class _AsyncPsycopgPool(_AsyncPooled):
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Any]:
         async with self._pool.connection() as conn, conn.transaction():
@@ -186,7 +186,7 @@ class _AsyncPsycopgPool(_AsyncPool):
     fetch = staticmethod(_psycopg_fetch_async)
 
 
-class _Asyncpg(_AsyncPool):
+class _Asyncpg(_AsyncPooled):
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Any]:
         async with self._pool.acquire() as conn, conn.transaction():
@@ -198,7 +198,7 @@ class _Asyncpg(_AsyncPool):
         return [row[0] for row in await session.fetch(statement.with_parameter("$1"), text)]
 
 
-class _SQLAlchemy(_Pool):
+class _SQLAlchemy(_Pooled):
     @contextmanager
     def transaction(self) -> Iterator[Any]:
         with self._pool.begin() as session:
@@ -213,7 +213,7 @@ class _SQLAlchemy(_Pool):
         return [row[0] for row in rows]
 
 
-class _AsyncSQLAlchemy(_AsyncPool):
+class _AsyncSQLAlchemy(_AsyncPooled):
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Any]:
         async with self._pool.begin() as session:
@@ -228,7 +228,7 @@ class _AsyncSQLAlchemy(_AsyncPool):
         return [row[0] for row in rows]
 
 
-class _Django(_Pool):
+class _Django(_Pooled):
     """A connection of Django, of which each thread has its own."""
 
     @contextmanager
@@ -253,14 +253,14 @@ class _Django(_Pool):
             return [row[0] for row in cursor.fetchall()]
 
 
-_POOLS: dict[tuple[str, str], type[_Pool]] = {
+_POOLS: dict[tuple[str, str], type[_Pooled]] = {
     ("psycopg_pool", "ConnectionPool"): _PsycopgPool,
     ("sqlalchemy", "Engine"): _SQLAlchemy,
     ("sqlalchemy", "sessionmaker"): _SQLAlchemy,
     ("django", "BaseDatabaseWrapper"): _Django,
     ("django", "ConnectionProxy"): _Django,
 }
-_ASYNC_POOLS: dict[tuple[str, str], type[_AsyncPool]] = {
+_ASYNC_POOLS: dict[tuple[str, str], type[_AsyncPooled]] = {
     ("psycopg_pool", "AsyncConnectionPool"): _AsyncPsycopgPool,
     ("asyncpg", "Pool"): _Asyncpg,
     ("sqlalchemy", "AsyncEngine"): _AsyncSQLAlchemy,

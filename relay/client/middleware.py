@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager, contextmanager
 from relay.client.messages import Message
 from relay.outcomes import Drop, Fail, RetryLater
 
+__all__ = ["backoff", "limit", "timing"]
+
 Around = Callable[[Message], AbstractContextManager[None]]
 
 
@@ -44,7 +46,7 @@ def backoff(*seconds: float) -> Around:
         raise ValueError("backoff: give the seconds to wait after each attempt")
 
     @contextmanager
-    def waiting(message: Message) -> Iterator[None]:
+    def retried(message: Message) -> Iterator[None]:
         try:
             yield
         except (Drop, Fail, RetryLater):
@@ -53,7 +55,7 @@ def backoff(*seconds: float) -> Around:
             after = seconds[min(message.attempt, len(seconds)) - 1]
             raise RetryLater(after=after) from error
 
-    return waiting
+    return retried
 
 
 def timing(log: logging.Logger | None = None) -> Around:

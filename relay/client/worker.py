@@ -18,11 +18,11 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeVar
 
-from relay.client.attempts import Around, AsyncAttempts, Attempts, Handling
 from relay.client.databases import Database
 from relay.client.errors import LeaseLost, WorkerError, worker_error
 from relay.client.messages import LeasedMessage, Message, Queue
 from relay.client.outbox import Outbox
+from relay.client.slots import Around, AsyncSlot, Handling, Slot
 
 __all__ = ["LeaseLost", "LeasedMessage", "Message", "Queue", "Worker", "WorkerError"]
 
@@ -217,7 +217,7 @@ class Worker:
         """Declare the worker's queue, unless it is only named."""
         if self._declared is None:
             return
-        run, close = self._linked()
+        run, close = self._opened()
         statement, text = self._declared.declaration()
         try:
             await self._persist(partial(run, "execute", statement, text))
@@ -226,7 +226,7 @@ class Worker:
 
     async def _work(self) -> None:
         """Handle one message after another; wait while there is none."""
-        run, close = self._linked()
+        run, close = self._opened()
         try:
             while not self._stopping.is_set():
                 if await self._persist(partial(run, "attempt")) is False:
@@ -236,7 +236,7 @@ class Worker:
 
     async def _prolong(self, lease: float) -> None:
         """Prolong the leases of the messages whose handlers run."""
-        run, close = self._linked()
+        run, close = self._opened()
         try:
             while True:
                 await asyncio.sleep(lease / _EXTENSIONS)
@@ -265,14 +265,14 @@ class Worker:
             pause = min(pause * 2, _LONGEST_OUTAGE_SECONDS)
         return None
 
-    def _linked(self) -> tuple[Callable[..., Awaitable[Any]], Callable[[], Awaitable[None]]]:
-        """Return what calls a method of the attempts of a new link, and what closes the link."""
+    def _opened(self) -> tuple[Callable[..., Awaitable[Any]], Callable[[], Awaitable[None]]]:
+        """Return what calls a method of a new slot by its name, and what closes the slot's link."""
         if self._database.is_async:
             link = self._database.async_link()
-            attempts = AsyncAttempts(self._handling, link)
-            return (lambda method, *given: getattr(attempts, method)(*given)), link.close
+            slot = AsyncSlot(self._handling, link)
+            return (lambda method, *given: getattr(slot, method)(*given)), link.close
         plain = self._database.link()
-        synchronous = Attempts(self._handling, plain)
+        synchronous = Slot(self._handling, plain)
 
         async def run(method: str, *given: Any) -> Any:
             return await self._in_thread(partial(getattr(synchronous, method), *given))

@@ -16,7 +16,7 @@ from relay.config.handlers import DeliveryHandler
 from relay.config.settings import Settings
 from relay.delivery.feed import Feed, JoinPoint, Streamed, WalHold
 from relay.delivery.loop import SinkLoop
-from relay.delivery.worker import Worker
+from relay.delivery.worker import SinkWorker
 from relay.event_types.registry import registered
 from relay.event_types.upcasting import Upcasting
 from relay.faults import RelayError
@@ -74,7 +74,7 @@ class Sinks(Part):
         built = build_sinks(settings.handlers, upcaster, Target.of(settings))
         self._loop = SinkLoop(settings, self.confirm)
         self._workers = {
-            name: Worker(
+            name: SinkWorker(
                 name,
                 meter.watched(wrap(name, sink, configured) if wrap else sink),
                 configured,
@@ -91,7 +91,7 @@ class Sinks(Part):
             if session
             else []
         )
-        self._all: Sequence[Worker | SparkWorker] = [*self._workers.values(), *self._spark]
+        self._all: Sequence[SinkWorker | SparkWorker] = [*self._workers.values(), *self._spark]
 
     def start(self) -> None:
         """Start the workers. The process that reads the source works the sinks that do not lag.
@@ -159,12 +159,12 @@ class Sinks(Part):
             spark.join(max(0.0, ends - time.monotonic()))
 
     @property
-    def workers(self) -> Sequence[Worker]:
+    def workers(self) -> Sequence[SinkWorker]:
         """The workers of all sinks but the Spark sinks."""
         return tuple(self._workers.values())
 
     @property
-    def all_workers(self) -> Sequence[Worker | SparkWorker]:
+    def all_workers(self) -> Sequence[SinkWorker | SparkWorker]:
         """The workers of all sinks."""
         return self._all
 

@@ -33,7 +33,7 @@ CLAIM_SECONDS = 2
 """How often a worker tries to claim a sink that another process works: all workers at the same time, in one query."""
 
 
-class Worker:
+class SinkWorker:
     """Works a sink in the event loop of all sinks, until `stop`.
 
     A fault that no retry can repair is `error`; `failed` is called then.

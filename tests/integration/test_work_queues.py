@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from threading import Thread
 from typing import Any
 
 import psycopg
@@ -422,3 +423,58 @@ def test_a_queue_that_is_dropped_is_no_longer_filled(outbox: Outbox) -> None:
         outbox.publish(host(1), event(2))
         outbox.wait_handled()
     assert not outbox.column("select id from relay.queue_messages")
+
+
+def test_nobody_takes_a_claimed_message_between_its_failure_and_the_end_of_the_attempt(
+    outbox: Outbox,
+) -> None:
+    (first,) = queue(outbox, "a", backoff="0 s")
+    with worker(outbox) as mine:
+        with mine.transaction():
+            (row,) = mine.execute("select id, attempt from relay.claim('mail')").fetchall()
+            assert row == (first, 1)
+            with mine.transaction(force_rollback=True):
+                mine.execute("create table effects ()")
+            assert ids(outbox.conn) == []
+            ended = mine.execute("select relay.retry('mail', %s, 1)", (first,)).fetchone()
+            assert ended == ("retry",)
+        with mine.transaction():
+            (row,) = mine.execute("select id, attempt from relay.claim('mail')").fetchall()
+            assert row == (first, 2)
+            assert mine.execute("select relay.complete('mail', %s, 2)", (first,)).fetchone() == (
+                True,
+            )
+        assert mine.execute("select to_regclass('effects')").fetchone() == (None,)
+    assert outbox.column("select state from relay.queue_items") == []
+
+
+def test_a_claimed_message_that_is_not_ended_is_given_back(outbox: Outbox) -> None:
+    (first,) = queue(outbox, "a")
+    with worker(outbox) as mine, mine.transaction():
+        assert mine.execute("select id from relay.claim('mail')").fetchone() == (first,)
+    assert ids(outbox.conn) == [first]
+
+
+def test_the_lock_of_somebody_who_looks_for_messages_loses_no_lease(outbox: Outbox) -> None:
+    """PostgreSQL locks the newest version of a row, and only then sees that it is not what was asked for."""
+    (first,) = queue(outbox, "a")
+    with worker(outbox) as mine, worker(outbox) as other:
+        assert mine.execute("select id from relay.lease('mail')").fetchone() == (first,)
+        completed: list[Any] = []
+
+        def complete() -> None:
+            row = mine.execute("select relay.complete('mail', %s, 1)", (first,)).fetchone()
+            completed.append(row)
+
+        with other.transaction():
+            other.execute("select from relay.queue_messages for update")
+            thread = Thread(target=complete)
+            thread.start()
+            wait_until(
+                lambda: (
+                    outbox.value("select count(*) from pg_locks where not granted") > 0
+                    or bool(completed)
+                )
+            )
+        thread.join(20)
+    assert completed == [(True,)]

@@ -19,6 +19,7 @@ REFERENCE = (ROOT / "docs" / "reference" / "python.md").read_text()
 CODE = set(re.findall(r"`([A-Za-z_]+)[`(]", REFERENCE))
 SHARED = {
     "Event": "a service publishes one with relay.client, and a handler gets one: both names are public",
+    "Message": "a worker's handler gets one, and a broker's sink sends one: both names are public",
     "Delivery": "a function gets one, and a sink's queue has one for it",
     "Settings": "of the whole configuration, and of a type of sinks in the module of the type",
     "RetryLater": "a handler raises it, and the disposition is named after it",

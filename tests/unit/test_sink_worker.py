@@ -10,7 +10,7 @@ import pytest
 
 from relay.config.settings import Settings
 from relay.delivery import worker
-from relay.delivery.worker import Worker
+from relay.delivery.worker import SinkWorker
 from relay.model.events import Lsn
 from relay.pipeline.listeners import Meter
 
@@ -53,7 +53,7 @@ def test_a_stop_while_the_sink_is_claimed_ends_the_worker(monkeypatch: pytest.Mo
     loop: Any = Loop()
     loop.connections = SimpleNamespace(of_sink=lambda: None, outbox_end=None)
     configured: Any = settings.handlers["hook"]
-    stopped = Worker("hook", sink, configured, settings, stream, lambda: None, Meter(), loop)
+    stopped = SinkWorker("hook", sink, configured, settings, stream, lambda: None, Meter(), loop)
     asyncio.run(asyncio.wait_for(stopped.run(), 5))
     assert stopped.error is None
     assert released == ["hook"]

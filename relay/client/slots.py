@@ -1,4 +1,4 @@
-"""Attempts at a message: take it, call its handler, and complete or end it; synchronously and asynchronously.
+"""The slots of a worker, each of which handles one message at a time: claim it, call its handler, and end the attempt.
 
 The two classes do the same; one of them awaits.
 """
@@ -110,8 +110,8 @@ def _complete(message: LeasedMessage, completed: list[str]) -> None:
         raise LeaseLost(f"message {message.id} of the queue {message.queue} is another worker's")
 
 
-class Attempts:
-    """Attempts through a slot's synchronous link."""
+class Slot:
+    """A slot of a worker whose database is synchronous."""
 
     def __init__(self, handling: Handling, link: Link) -> None:
         self._handling = handling
@@ -201,8 +201,8 @@ class Attempts:
                 self._handling.lost(message)
 
 
-class AsyncAttempts:
-    """Attempts through a slot's asynchronous link."""
+class AsyncSlot:
+    """A slot of a worker whose database is asynchronous."""
 
     def __init__(self, handling: Handling, link: AsyncLink) -> None:
         self._handling = handling
