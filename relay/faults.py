@@ -15,6 +15,7 @@ How often and when a fault is retried is decided in `pipeline.retry_policy`, whe
             DestinationRefused  a sink stops at its position
             Unauthorized        the attempt does not count
                 SecretUnavailable
+            NotTried            the same, and it says nothing of the destination
             EndpointFailed      of one endpoint among many; the sink goes on
                 EndpointDown    the attempt does not count
         StatementTimeout, Braked
@@ -110,6 +111,10 @@ class Unauthorized(Undelivered):
 
 class SecretUnavailable(Unauthorized):
     """A secret of the configuration cannot be read now. Its message is safe in a log."""
+
+
+class NotTried(Undelivered):
+    """The sink has not tried to deliver the event, for a reason of its own: no attempt, and no outage."""
 
 
 class EndpointFailed(Undelivered):

@@ -363,7 +363,7 @@ class BatchDispatcher(Dispatcher):
         is_trial: bool,
     ) -> float | None:
         attempts[delivery] += 1
-        self._attempts.fail(describe(error))
+        self._note_failure(error)
         return self._after_failure(delivery, error, attempts[delivery], started, is_trial)
 
     def _unattributed(self, results: Sequence[Exception | None]) -> Exception | None:

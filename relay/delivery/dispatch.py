@@ -20,6 +20,7 @@ from relay.faults import (
     EndpointFailed,
     EndpointRejected,
     FaultAction,
+    NotTried,
     Unauthorized,
     Undelivered,
     action_for,
@@ -325,8 +326,7 @@ class Dispatcher:
             except BaseException as raised:
                 error = fault_of(raised)
                 attempts += 1
-                if not isinstance(error, EndpointDown) or error.tried:
-                    self._attempts.fail(describe(error))
+                self._note_failure(error)
                 wait = self._after_failure(delivery, error, attempts, started, is_trial)
             else:
                 self._attempts.confirm(time.monotonic() - began, len(delivery.rows.tuples))
@@ -358,6 +358,13 @@ class Dispatcher:
         self.limit.succeeded((self._sink.name,))
         self._completed(delivery, APPLIED)
 
+    def _note_failure(self, error: Exception) -> None:
+        is_untried = isinstance(error, NotTried) or (
+            isinstance(error, EndpointDown) and not error.tried
+        )
+        if not is_untried:
+            self._attempts.fail(describe(error))
+
     def _after_failure(
         self, delivery: Delivery, error: Exception, attempts: int, started: float, is_trial: bool
     ) -> float | None:
@@ -371,10 +378,10 @@ class Dispatcher:
             raise error
         if action is not FaultAction.RETRY:
             self.breaker.succeeded(_key(delivery))
-        elif not isinstance(error, EndpointFailed) and self._is_down(delivery, error):
+        elif not isinstance(error, EndpointFailed | NotTried) and self._is_down(delivery, error):
             self._try_later(delivery, error, is_trial)
             return None
-        if isinstance(error, Unauthorized | EndpointDown) and self._settings.reliable:
+        if isinstance(error, Unauthorized | EndpointDown | NotTried) and self._settings.reliable:
             self._completed(delivery, self._uncounted(delivery, error))
             return None
         blocks_key = self._settings.blocks_key and not isinstance(error, EndpointDisabled)

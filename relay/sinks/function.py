@@ -20,6 +20,7 @@ from relay.faults import (
     DestinationRefused,
     Fail,
     FaultAction,
+    NotTried,
     Undelivered,
     action_for,
     describe,
@@ -432,10 +433,20 @@ class Function:
             self._unended = {name: each for name, each in self._unended.items() if each is not call}
 
     def _require_no_other(self, delivery: Delivery) -> None:
-        """Raise Undelivered while an earlier call of the transaction, or too many others, have not ended."""
-        if delivery._transaction_key in self._unended:
-            raise Undelivered("an earlier call for the transaction has not ended")
+        """Raise Undelivered while an earlier call of the transaction has not ended, or too many others have not."""
+        fault = self._unended_fault(delivery)
+        if fault is not None:
+            raise fault
         self._require_fewer_others()
+
+    def _unended_fault(self, delivery: Delivery) -> Undelivered | None:
+        """The fault of a delivery whose earlier call has not ended; of a batch, nobody knows which one it is about."""
+        call = self._unended.get(delivery._transaction_key)
+        if call is None:
+            return None
+        is_of_one = len(call.argument._transaction_keys) == 1
+        kind = Undelivered if is_of_one else NotTried
+        return kind("an earlier call for the transaction has not ended")
 
     def _require_fewer_others(self) -> None:
         """Raise DestinationRefused while too many calls have not ended."""

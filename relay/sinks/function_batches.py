@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from relay.config.imports import WORK
-from relay.faults import DestinationRefused, Drop, Undelivered, describe
+from relay.faults import DestinationRefused, Drop, describe
 from relay.model.events import Transaction
 from relay.sinks import ATTEMPTS, Again, OfBatch
 from relay.sinks.function import (
@@ -181,10 +181,9 @@ class FunctionOfBatches(Function):
             for transaction, attempt in zip(transactions, attempts, strict=True)
         ]
         if self._unended:
-            waiting = [each._transaction_key in self._unended for each in members]
-            if any(waiting):
-                unended = Undelivered("an earlier call for the transaction has not ended")
-                return [unended if waits else Again() for waits in waiting]
+            found = [self._unended_fault(each) for each in members]
+            if any(found):
+                return [fault or Again() for fault in found]
             self._require_fewer_others()
         deliveries = Deliveries(self, members, resource)
         call = Call(deliveries, copy_context(), asyncio.get_running_loop().create_future())
