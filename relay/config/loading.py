@@ -51,17 +51,31 @@ def load(path: Path | None, beside: Sequence[Path] = ()) -> Settings:
             f"{ENV_PREFIX}SOURCE__DSN"
         )
     content = {} if file is None else _read(file)
-    contents = [content, *map(_read, beside)]
+    return _validated(
+        content, "environment" if file is None else str(file), list(map(_read, beside))
+    )
+
+
+def of_mapping(content: Mapping[str, Any]) -> Settings:
+    """Validate a configuration that is given as the mapping that a file would have. Raises as `load` does."""
+    return _validated(dict(content), "configuration", [])
+
+
+def _validated(
+    content: dict[str, Any], origin: str, beside: Sequence[Mapping[str, Any]]
+) -> Settings:
+    """The settings of a file's content and of the environment; `origin` names the file in errors."""
+    contents = [content, *beside]
     if unrecognised := list(_unknown_variables(Settings, contents)):
         raise ConfigurationError("\n".join(unrecognised))
     unknown = [key for key in content if key.startswith("_")]
     if unknown:
         # pydantic-settings would take these for its own arguments.
-        raise ConfigurationError(f"{file}: {unknown[0]}: {_unknown(unknown[:1])}")
+        raise ConfigurationError(f"{origin}: {unknown[0]}: {_unknown(unknown[:1])}")
     try:
         return Settings(**content)
     except ValidationError as error:
-        raise ConfigurationError("\n".join(dict.fromkeys(_lines(error, file, content)))) from None
+        raise ConfigurationError("\n".join(dict.fromkeys(_lines(error, origin, content)))) from None
     except SettingsError as error:
         key = re.search(r'field "(\w+)"', str(error))
         raise ConfigurationError(
@@ -123,11 +137,11 @@ def _read(file: Path) -> dict[str, Any]:
 _NO_MAPPING = frozenset({"dict_type", "model_type", "model_attributes_type"})
 
 
-def _lines(error: ValidationError, file: Path | None, content: Mapping[str, Any]) -> Iterator[str]:
+def _lines(error: ValidationError, file: str, content: Mapping[str, Any]) -> Iterator[str]:
     for fault in error.errors(include_url=False, include_input=False, include_context=False):
         location = _location(fault["loc"])
         key = _key(location)
-        origin = "environment" if file is None or _in_environment(location) else str(file)
+        origin = "environment" if _in_environment(location) else file
         message = str(fault["msg"]).removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":
             message = _unknown(_typed(location, content))
@@ -185,7 +199,9 @@ def _variables(model: type[BaseModel]) -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if _top(name) in model.model_fields}
 
 
-def _unknown_variables(model: type[BaseModel], contents: list[dict[str, Any]]) -> Iterator[str]:
+def _unknown_variables(
+    model: type[BaseModel], contents: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
     """Yield an error line for each variable that begins with `RELAY_` and sets no key.
 
     Variables that the configuration references (`{env: NAME}`, in a file's content or in a variable) are no errors.
@@ -213,7 +229,7 @@ def _top(variable: str) -> str | None:
 
 def _is_referenced(variable: str, content: Any) -> bool:
     """Whether the content has `{env: variable}`."""
-    if isinstance(content, dict):
+    if isinstance(content, Mapping):
         return content.get("env") == variable or any(
             _is_referenced(variable, each) for each in content.values()
         )

@@ -81,6 +81,20 @@ class HandlingMode(Enum):
     """One transaction at a time, each under a note that remains if the process crashes."""
 
 
+def build(settings: Settings, queues: DeclaredQueues) -> dict[str, handlers.Handler]:
+    """Build the transactional handlers; returns them by name, in the configuration's order.
+
+    `queues` are those that the current task has read. Raises ConfigurationError for a handler that cannot be built.
+    """
+    upcaster = Upcasting(registered(settings.events))
+    built = handlers.build(settings.handlers, settings.source.sql_types, upcaster)
+    for name, each in settings.handlers.items():
+        if isinstance(each, QueueHandler):
+            queue = None if name == QUEUES else each.queue or name
+            built[name] = Filling(name, lambda: queues.known, upcaster, queue)
+    return {name: built[name] for name in settings.handlers if name in built}
+
+
 class HandlerRunner:
     """Runs the transactional handlers. Raises ConfigurationError when one cannot be built."""
 
@@ -94,15 +108,7 @@ class HandlerRunner:
         self._settings = settings
         self._deferral_rules = deferral_rules
         self._connections = connections
-        upcaster = Upcasting(registered(settings.events))
-        built = handlers.build(settings.handlers, settings.source.sql_types, upcaster)
-        for name, each in settings.handlers.items():
-            if isinstance(each, QueueHandler):
-                queue = None if name == QUEUES else each.queue or name
-                built[name] = Filling(name, lambda: queues.known, upcaster, queue)
-        self._transactional: dict[str, handlers.Handler] = {
-            name: built[name] for name in settings.handlers if name in built
-        }
+        self._transactional = build(settings, queues)
         self._defers = {
             name: RetryPolicy(name, each.retry)
             for name, each in settings.handlers.items()

@@ -57,12 +57,11 @@ _CREATE_GUARD = r"""
     end $$
 """
 """Creates the function of the cursor. Run once in each session."""
-_GUARDED_BEGIN = (
-    b"begin; declare relay_transaction cursor with hold for select pg_temp.relay_refuse_commit()"
-)
+_GUARD = b"declare relay_transaction cursor with hold for select pg_temp.relay_refuse_commit()"
+_GUARDED_BEGIN = b"begin; " + _GUARD
 _IS_OPEN = "select from pg_catalog.pg_cursors where name operator(pg_catalog.=) 'relay_transaction'"
 """Asked under the user's search_path."""
-_CLOSE_GUARD = b"close relay_transaction; "
+_CLOSE_GUARD = b"close relay_transaction"
 """Run before the commit, in its round trip. Raises InvalidCursorName if the open transaction is not relay's."""
 
 SIGN_SECONDS = 5.0
@@ -158,7 +157,7 @@ class HandlerPool:
         if not self._code_of:
             return _run(conn, end)
         try:
-            return _run(conn, _CLOSE_GUARD + end)
+            return _run(conn, _CLOSE_GUARD + b"; " + end)
         except psycopg.errors.InvalidCursorName:
             raise transaction_ended(self._code_of) from None
 
@@ -222,6 +221,18 @@ def is_open(conn: psycopg.Connection[Any]) -> bool:
     """Whether the open transaction is still the one that relay began."""
     cursor = conn.execute(_IS_OPEN)
     return cursor.rowcount == 1
+
+
+@contextmanager
+def guarded(conn: psycopg.Connection[Any]) -> Iterator[None]:
+    """Guard the open transaction, or savepoint, of a session that is of no pool: user code in the block cannot end it.
+
+    If the block raises, its caller rolls back, which ends the guard too. Raises psycopg.Error.
+    """
+    conn.execute(_CREATE_GUARD)
+    conn.execute(_GUARD)
+    yield
+    conn.execute(_CLOSE_GUARD)
 
 
 class KeepAlive:

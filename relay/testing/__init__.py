@@ -15,15 +15,21 @@ from relay.testing.calls import (
     handle,
     transaction,
 )
+from relay.testing.configured import routed, run
+from relay.testing.memory_sink import MemoryAttempt, MemorySink
 from relay.testing.sink_contract import SinkContract
 
 __all__ = [
     "GivenDeliveries",
     "GivenDelivery",
+    "MemoryAttempt",
+    "MemorySink",
     "SinkContract",
     "deliver",
     "deliver_async",
     "deliver_batch",
     "handle",
+    "routed",
+    "run",
     "transaction",
 ]

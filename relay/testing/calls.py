@@ -4,59 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
-from uuid import UUID, uuid4
 
 import psycopg
 
+from relay.event_types.current_version import as_current
 from relay.event_types.registry import EventTypes
 from relay.event_types.upcasting import Upcasting
-from relay.model.events import FIELDS, Commit, Event, Events, Lsn, Transaction
+from relay.model.events import Transaction
+from relay.model.transactions import Routed
+from relay.model.tuples import RowDecoder
 from relay.sinks import Attempt
 from relay.sinks.function import Delivery
 from relay.sinks.function_batches import Deliveries
 from relay.sinks.function_transactions import BlockState, Completing
-
-_HEADERS = "headers"
-_EMPTY = Commit(Lsn(0), Lsn(0), 0, 0)
+from relay.testing.given import GivenEvent, encode, plain_source
 
 
 def transaction(
-    *events: Mapping[str, Any], attempt: int = 1, types: EventTypes | None = None
+    *events: GivenEvent, attempt: int = 1, types: EventTypes | None = None
 ) -> Transaction:
     """Return a business transaction of events that are given by their fields, as a handler gets it.
 
     `payload` and `metadata` are documents, `headers` a mapping of texts. What is left out and a publisher does not
     choose gets a value: `id`, `host_id`, `event_ts`, `c_offset` and the fields of the transaction. With `types` the
     events are in the current version of their type, and have its model. Raises ValueError for a field that there is
-    not, and InvalidEvent.
+    not and for a value that it cannot have, and InvalidEvent.
     """
-    common = {
-        "host_id": UUID(int=1),
-        "transaction_id": uuid4(),
-        "event_ts": datetime.now(UTC),
-        "transaction_count": len(events),
-    }
-    found = []
-    for number, given in enumerate(events, 1):
-        ordinal = {"id": uuid4(), "c_offset": number, "transaction_ordinal": number}
-        found.append(_event({**common, **ordinal, **given}))
-    if types is not None:
-        upcaster = Upcasting(types)
-        found = [upcaster.current(each) for each in found]
-    first = found[0].text("transaction_id") if found else None
-    return Transaction(first, _EMPTY, _GivenEvents(found), attempt)
+    source = plain_source(events)
+    found = encode(events, source, attempt)
+    if len(found) > 1:
+        raise ValueError(
+            "the events have more than one transaction_id: give them the same one, or none"
+        )
+    (one,) = Routed(found, RowDecoder(found.columns, source.mapping))
+    return one if types is None else as_current(one, Upcasting(types))
 
 
 def deliver(
     function: Callable[[Delivery], Any],
-    *events: Mapping[str, Any],
+    *events: GivenEvent,
     attempt: int = 1,
     resource: Any = None,
     timeout: float = 30.0,
@@ -77,7 +68,7 @@ def deliver(
 
 async def deliver_async(
     function: Callable[[Delivery], Awaitable[Any]],
-    *events: Mapping[str, Any],
+    *events: GivenEvent,
     attempt: int = 1,
     resource: Any = None,
     timeout: float = 30.0,
@@ -123,7 +114,7 @@ def deliver_batch(
 def handle(
     function: Callable[[Transaction, psycopg.Cursor[Any]], Any],
     conn: psycopg.Connection[Any],
-    *events: Mapping[str, Any],
+    *events: GivenEvent,
     attempt: int = 1,
     types: EventTypes | None = None,
 ) -> Transaction:
@@ -251,49 +242,6 @@ class _GivenTransaction:
                 ended = BlockState.COMMITTED
         finally:
             self._delivery._end(ended)
-
-
-class _GivenEvents(Events):
-    """Events that are there already. What is searched in undecoded rows is found in their texts."""
-
-    __slots__ = ("_events",)
-
-    def __init__(self, events: list[Event]) -> None:
-        self.commit = _EMPTY
-        self.tuples = ["".join(filter(None, each.row)).encode() for each in events]
-        self._events = events
-
-    def __len__(self) -> int:
-        return len(self._events)
-
-    def __iter__(self) -> Iterator[Event]:
-        return iter(self._events)
-
-
-def _event(given: Mapping[str, Any]) -> Event:
-    unknown = given.keys() - {*FIELDS, _HEADERS}
-    if unknown:
-        raise ValueError(
-            f"an event has no {_listed(unknown)}; it has {_listed([*FIELDS, _HEADERS])}"
-        )
-    headers = given.get(_HEADERS)
-    row = [_text(name, given.get(name)) for name in FIELDS]
-    return Event((*row, None, None, None), dict(headers) if headers else None)
-
-
-def _text(name: str, value: Any) -> str | None:
-    """A value as PostgreSQL prints that of the field."""
-    if value is None:
-        return None
-    if name in ("payload", "metadata"):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, datetime):
-        return value.astimezone(UTC).isoformat(" ").removesuffix(":00")
-    return str(value)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
 
 
 def _call(function: Callable[[Any], Any], argument: object) -> None:

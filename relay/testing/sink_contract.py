@@ -224,6 +224,10 @@ class SinkContract(ABC):
         given = {**self.settings(), "timeout": timeout or self.TIMEOUT}
         return TypeAdapter[Any](HandlerSettings).validate_python(given)
 
+    def _built(self, configured: Any) -> Sink:
+        ((sink, _),) = build_sinks({_NAME: configured}).values()
+        return sink
+
     def _use(
         self,
         do: Callable[[Sink], Awaitable[None]],
@@ -231,7 +235,7 @@ class SinkContract(ABC):
         closes: bool = True,
     ) -> None:
         """Build a sink, run `do` with it in an event loop of its own, and close it, unless `do` does."""
-        ((sink, _),) = build_sinks({_NAME: self._configured(timeout)}).values()
+        sink = self._built(self._configured(timeout))
 
         async def run() -> None:
             ATTEMPT.set(Attempt((), None, 0, None))

@@ -6,6 +6,7 @@ import json
 import random
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta, timezone
 from itertools import chain, islice
 from typing import Any, Self
 
@@ -25,6 +26,7 @@ from relay.source.decode.assembler import Assembler
 from relay.source.stream.receiver import Receiver
 from relay.source.stream.slot import ensure_publication, ensure_slot
 from relay.store.connections import connect
+from relay.testing.given import encode
 from tests.postgres import Server
 
 UNLIMITED = 1 << 40
@@ -244,6 +246,49 @@ def insert(conn: psycopg.Connection[Any], row: Mapping[str, Any], c_offset: int 
             "infinite": "infinity" if finite else time,
         },
     )
+
+
+def test_events_of_dictionaries_are_the_rows_that_the_stream_brings(outbox: Decoded) -> None:
+    """Those of relay.testing, and their business transactions."""
+    moment = datetime(2026, 11, 26, 13, 30, 0, 120_000, timezone(timedelta(hours=1)))
+    every = {
+        "id": uuid.UUID(int=1),
+        "host_id": uuid.UUID(int=2),
+        "user_id": uuid.UUID(int=3),
+        "aggregate_id": "a\tb\\",
+        "aggregate_version": -7,
+        "aggregate_type": "Order",
+        "event_type": "order.é",
+        "event_ts": moment,
+        "payload": {"a": [1.50, -12, None, True], "bb": "ü\n\u2028", "ccc": {}},
+        "metadata": [],
+        "c_offset": 11,
+        "transaction_id": uuid.UUID(int=4),
+        "transaction_ordinal": 1,
+        "transaction_count": 2,
+        "deliver_at": "2027-01-01T00:00:00+02:00",
+    }
+    least = {**dict.fromkeys(FIELDS), "id": uuid.UUID(int=5), "c_offset": 12, "payload": "x"}
+    least |= {"host_id": uuid.UUID(int=2), "event_type": "", "event_ts": moment}
+    given = [every, least, {**every, "id": uuid.UUID(int=6), "c_offset": 13}]
+    statement = sql.SQL("insert into outbox_message_t ({}) values ({})").format(
+        sql.SQL(", ").join(map(sql.Identifier, FIELDS)),
+        sql.SQL(", ").join(map(sql.Placeholder, FIELDS)),
+    )
+    documents = ("payload", "metadata")
+    with outbox.conn.transaction():
+        for each in given:
+            texts = {name: json.dumps(each[name]) for name in documents if each[name] is not None}
+            outbox.conn.execute(statement, {**each, **texts})
+    (streamed,) = outbox.commits()
+    encoded = encode(given, outbox.settings.source)
+    assert [len(each.tuples) for each in encoded] == [len(each.tuples) for each in streamed]
+    assert [each.hosts for each in encoded] == [each.hosts for each in streamed]
+    assert [each.transaction_id for each in encoded] == [each.transaction_id for each in streamed]
+    assert [each.first_offset for each in encoded] == [each.first_offset for each in streamed]
+    for own, other in zip(encoded, streamed, strict=True):
+        for event, like in zip(outbox.decode(own), outbox.decode(other), strict=True):
+            assert [event.text(name) for name in FIELDS] == [like.text(name) for name in FIELDS]
 
 
 def in_order(rows: Sequence[Printed]) -> list[Printed]:

@@ -14,7 +14,7 @@ from relay.config import sink_types
 from relay.faults import ConfigurationError, Rejected, Undelivered
 from relay.model.events import Transaction
 from relay.sinks import Alike, Own, SinkSettings
-from relay.testing import SinkContract
+from relay.testing import MemorySink, SinkContract
 from tests.packages import install
 
 
@@ -110,6 +110,37 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 class TestMemory(InMemory):
     """All of it holds."""
+
+
+class TestMemorySink(SinkContract):
+    """relay.testing.MemorySink, in the place of a broker: all of it holds."""
+
+    @pytest.fixture(autouse=True)
+    def memory(self) -> None:
+        self.sink = MemorySink()
+        self.restore()
+
+    def settings(self) -> dict[str, Any]:
+        return {"type": "redis", "url": "redis://nowhere", "topic": "orders"}
+
+    def received(self) -> list[str]:
+        ids = [str(event.id) for event in self.sink.events]
+        assert ids == [message.identity for message in self.sink.messages]
+        return ids
+
+    def interrupt(self) -> None:
+        self.sink.fail()
+
+    def restore(self) -> None:
+        self.sink.accept()
+        self.sink.refuse({"payload.refused": True})
+
+    def refused(self) -> dict[str, Any]:
+        return {"payload": {"refused": True}}
+
+    def _built(self, configured: Any) -> MemorySink:
+        self.sink.replace("contract", configured)
+        return self.sink
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ Source: PostgreSQL documentation, "Logical Replication Message Formats" (Message
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from datetime import datetime
+from collections.abc import Iterator, Mapping
 from struct import Struct
 from typing import Any
 from uuid import UUID, uuid5
 
 from relay.model import exact_json
-from relay.model.events import FIELDS, NOTE, microseconds, timestamp
+from relay.model.events import FIELDS, NOTE, timestamp
+from relay.model.printed import InvalidValue, printed
 from relay.model.transactions import Buffer
 from relay.model.tuples import ProtocolError
 from relay.source.decode.pgoutput import Begin, Column, LogicalMessage, Relation, encode_tuple
@@ -147,7 +147,7 @@ class Emitted:
                 row[name] = self._value(name, event, defaults)
             except (ValueError, OverflowError) as error:
                 row[name] = None
-                known = isinstance(error, _InvalidField)
+                known = isinstance(error, InvalidValue)
                 fault = str(error) if known else f"is not of type {self._types[name]}"
                 faults.append(f"{name} {fault}")
         return row, faults
@@ -164,13 +164,9 @@ class Emitted:
             if name in defaults and self._types[name] in ("uuid", "text", "timestamptz"):
                 return defaults[name]
             if name in _NEEDED or name in defaults:
-                raise _InvalidField("is missing")
+                raise InvalidValue("is missing")
             return None
-        text = _PRINTED[self._types[name]](value)
-        text.encode()
-        if "\0" in text:
-            raise _InvalidField("has a zero character, which PostgreSQL cannot store in text")
-        return text
+        return printed(self._types[name], value)
 
 
 def _events(text: str) -> tuple[list[Any], str | None]:
@@ -186,54 +182,3 @@ def _events(text: str) -> tuple[list[Any], str | None]:
         # Each would become a row that is hundreds of times as large as the event.
         return [None], f"most of its {len(events)} events are empty"
     return events, None
-
-
-class _InvalidField(ValueError):
-    """A field is invalid. The text does not contain its value."""
-
-
-def _uuid(value: Any) -> str:
-    if not isinstance(value, str):
-        raise _InvalidField("is not of type uuid")
-    return str(UUID(value))
-
-
-def _scalar(value: Any) -> str:
-    """The text of a value, as the operator ->> returns it."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, dict | list):
-        raise _InvalidField("is not text")
-    return exact_json.dumps(value, "")
-
-
-def _bigint(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise _InvalidField("is not a whole number")
-    number = int(value)
-    if not -(2**63) <= number < 2**63:
-        raise _InvalidField("is out of range")
-    return str(number)
-
-
-def _time(value: Any) -> str:
-    if not isinstance(value, str):
-        raise _InvalidField("is not a time")
-    try:
-        moment = datetime.fromisoformat(value)
-    except ValueError:
-        raise _InvalidField("is not a time such as 2026-11-01T00:00:00+00:00") from None
-    if moment.tzinfo is None:
-        raise _InvalidField("has no time zone")
-    return timestamp(microseconds(moment))
-
-
-_PRINTED: Mapping[str, Callable[[Any], str]] = {
-    "uuid": _uuid,
-    "text": _scalar,
-    "bigint": _bigint,
-    "int": _bigint,
-    "timestamptz": _time,
-    "jsonb": lambda value: exact_json.dumps(value, ""),
-}
-"""Print a JSON value as PostgreSQL prints each type. They raise ValueError or OverflowError for another value."""

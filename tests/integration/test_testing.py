@@ -1,0 +1,180 @@
+"""relay.testing runs handlers of every type against a real database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.rows import dict_row
+
+from relay import Delivery, Transaction
+from relay.faults import ConfigurationError, TransactionAborted
+from relay.testing import run
+from tests.outbox import Outbox
+
+SCHEMA = """
+    create schema shop;
+    create table shop.orders (
+        id text primary key, amount numeric check (amount > 0),
+        part_of text references shop.orders deferrable initially deferred
+    );
+    set search_path = shop
+"""
+
+
+@pytest.fixture
+def conn(database: str) -> Iterator[psycopg.Connection[Any]]:
+    """A connection of a test: its rows are dictionaries, and its path leads to the schema of the test."""
+    with psycopg.connect(database, autocommit=True, row_factory=dict_row) as made:
+        made.execute(SCHEMA)
+        yield made
+
+
+def insert(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    for event in transaction.events:
+        cursor.execute(
+            "insert into orders values (%s, %s) returning id",
+            (event.aggregate_id, event.payload["amount"]),
+        )
+        # As relay's own cursors have them.
+        assert cursor.fetchone() == (event.aggregate_id,)
+        if event.payload["amount"] == 13:
+            raise KeyError("thirteen")
+
+
+def ends(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    cursor.execute("rollback")
+
+
+def goes_on(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    with suppress(psycopg.Error):
+        cursor.execute("select 1 / 0")
+
+
+async def complete(delivery: Delivery) -> None:
+    async with delivery.transaction() as conn:
+        for event in delivery.events:
+            await conn.execute("insert into orders values (%s, 1)", (event.aggregate_id,))
+    if delivery.attempt == 2:
+        raise RuntimeError("too late: it is committed")
+
+
+def insert_first(delivery: Delivery) -> None:
+    with delivery.transaction() as conn:
+        for event in delivery.events:
+            conn.execute("insert into orders values (%s, 1)", (event.aggregate_id,))
+        if delivery.attempt == 2:
+            raise RuntimeError("nothing is committed")
+
+
+def handler(kind: str, **more: Any) -> dict[str, Any]:
+    return {
+        "handlers": {"orders": {"type": kind, **more}},
+        "routes": [{"handlers": ["orders"]}],
+    }
+
+
+def of_module(function: str) -> str:
+    return f"tests.integration.test_testing:{function}"
+
+
+VALUES = "(%(aggregate_id)s, (%(payload)s->>'amount')::numeric, %(payload)s->>'of')"
+KINDS = {
+    "event": handler("sql", statement=f"insert into orders values {VALUES}"),
+    "batch": handler(
+        "sql",
+        each="batch",
+        statement="insert into orders select aggregate_id, (payload->>'amount')::numeric, payload->>'of' from batch",
+    ),
+    "python": handler("python", callable=of_module("insert")),
+}
+
+
+def order(number: int, amount: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        "event_type": "order.placed",
+        "aggregate_id": str(number),
+        "payload": {"amount": amount, **more},
+    }
+
+
+def ids(conn: psycopg.Connection[Any]) -> list[str]:
+    return [row["id"] for row in conn.execute("select id from orders order by id")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("in_transaction", [False, True])
+def test_a_handler_writes_to_the_database(
+    kind: str, in_transaction: bool, conn: psycopg.Connection[Any]
+) -> None:
+    if in_transaction:
+        conn.execute("begin")
+    (got,) = run(KINDS[kind], "orders", order(1), order(2), conn=conn)
+    assert [event.aggregate_id for event in got.events] == ["1", "2"]
+    with pytest.raises(psycopg.errors.CheckViolation):
+        run(KINDS[kind], "orders", order(3), order(4, -1), conn=conn)
+    assert ids(conn) == ["1", "2"]
+    run(KINDS[kind], "orders", order(5), conn=conn)
+    if in_transaction:
+        conn.rollback()
+        assert ids(conn) == []
+    else:
+        assert ids(conn) == ["1", "2", "5"]
+
+
+def test_many_events_take_the_way_of_many(conn: psycopg.Connection[Any]) -> None:
+    for kind in ("event", "batch"):
+        run(KINDS[kind], "orders", *(order(number) for number in range(200)), conn=conn)
+        assert len(ids(conn)) == 200
+        conn.execute("delete from orders")
+
+
+def test_a_deferred_constraint_fails_at_once(conn: psycopg.Connection[Any]) -> None:
+    with conn.transaction(force_rollback=True):
+        run(KINDS["event"], "orders", order(1, of="2"), order(2), conn=conn)
+        with pytest.raises(psycopg.errors.ForeignKeyViolation):
+            run(KINDS["event"], "orders", order(3, of="9"), conn=conn)
+        assert ids(conn) == ["1", "2"]
+
+
+def test_what_python_must_not_do_is_refused_as_relay_does(conn: psycopg.Connection[Any]) -> None:
+    with pytest.raises(KeyError, match="thirteen"):
+        run(KINDS["python"], "orders", order(1, 13), conn=conn)
+    with pytest.raises(TransactionAborted):
+        run(handler("python", callable=of_module("goes_on")), "orders", order(1), conn=conn)
+    with pytest.raises(ConfigurationError, match="transaction"):
+        run(handler("python", callable=of_module("ends")), "orders", order(1), conn=conn)
+    assert ids(conn) == []
+
+
+@pytest.mark.parametrize("function", ["complete", "insert_first"])
+def test_a_function_writes_through_the_connection(
+    function: str, conn: psycopg.Connection[Any]
+) -> None:
+    config = handler("function", callable=of_module(function))
+    run(config, "orders", order(1), conn=conn)
+    assert ids(conn) == ["1"]
+    if function == "complete":
+        run(config, "orders", order(2), conn=conn, attempt=2)
+        assert ids(conn) == ["1", "2"]
+    else:
+        with pytest.raises(RuntimeError, match="nothing is committed"):
+            run(config, "orders", order(2), conn=conn, attempt=2)
+        assert ids(conn) == ["1"]
+    with pytest.raises(psycopg.errors.UniqueViolation):
+        run(config, "orders", order(1), conn=conn)
+
+
+def test_a_queue_gets_its_messages(outbox: Outbox) -> None:
+    config = outbox.config(**handler("queue", queue="mail"))
+    with pytest.raises(ConfigurationError, match="there is no queue 'mail'"):
+        run(config, "orders", order(1), conn=outbox.conn)
+    outbox.conn.execute("select relay.declare_queue('mail', key => 'host')")
+    run(config, "orders", order(1, 5), order(2, 6), conn=outbox.conn)
+    assert outbox.column("select payload->>'amount' from relay.queue_messages order by id") == [
+        "5",
+        "6",
+    ]
