@@ -13,18 +13,22 @@ from codecs import BOM_UTF8
 from collections import defaultdict
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Any
+from typing import Any, NoReturn
 
+from aiohttp import ClientResponse
 from pydantic_core import from_json
 
 from relay.faults import DestinationRefused, Rejected, Undelivered
 from relay.model.events import Transaction
 from relay.sinks import Again, cloudevents
-from relay.sinks.http import Http
+from relay.sinks.http import Destination, Http
 
 _ANSWER_BYTES = 2_000_000
 """The longest answer that is read: that is room for each id of the largest batch."""
 _FAILURES = "batchItemFailures"
+_TOO_MANY_REQUESTS = 429
+_LEAST_SECONDS = 0.1
+"""What an endpoint asks for that limits the rate and does not say for how long."""
 
 
 class HttpBatches(Http):
@@ -71,6 +75,15 @@ class HttpBatches(Http):
             for index in owners[name]:
                 results[index] = self._named(status)
         return results
+
+    def _refuse(self, to: Destination, response: ClientResponse, start: bytes) -> NoReturn:
+        try:
+            super()._refuse(to, response, start)
+        except Undelivered as fault:
+            if response.status == _TOO_MANY_REQUESTS and not fault.after:
+                # No event is the culprit, and halves of the request would be more requests.
+                fault.after = _LEAST_SECONDS
+            raise
 
     def _named(self, status: int | None) -> Exception:
         """What it means that the answer names an event, with a status of its own where it gives one."""

@@ -239,3 +239,30 @@ def test_an_answer_of_200_with_failures_loses_none(outbox: Outbox) -> None:
             wait_until(lambda: len(posted) == 3)
             wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
     assert posted == [[0, 1, 2, 3, 4], [2], [2]]
+
+
+def test_a_batch_that_is_refused_for_the_rate_waits_and_is_not_split(outbox: Outbox) -> None:
+    """next-moe/nextmoe-infra#53, #55: a 429 says nothing of the size, and halves are twice as many requests."""
+    posted: list[int] = []
+
+    def answers(headers: dict[str, str], body: bytes) -> Answer:
+        posted.append(len(json.loads(body)))
+        return Answer(429 if len(posted) < 4 else 200)
+
+    with Webhook(answers) as webhook:
+        handler = {
+            "type": "http",
+            "url": webhook.url,
+            "each": "batch",
+            "max_wait": 0.2,
+            "retry": {**QUICK, "defer_after": 5},
+        }
+        config: dict[str, Any] = {
+            "handlers": {"shop": handler},
+            "routes": [{"handlers": ["shop"]}],
+        }
+        with relaying(outbox.settings(**config)):
+            publish(outbox, *range(16))
+            wait_until(lambda: len(posted) == 4)
+            outbox.wait_drained()
+    assert posted == [16] * 4
