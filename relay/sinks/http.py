@@ -61,6 +61,8 @@ _OF_CREDENTIALS = frozenset({401, 403, 407})
 """Statuses that may speak of relay's credentials, where it has any."""
 _SHOWN_BYTES = 1_000
 """How much of a response is kept with a dead letter."""
+_LARGE_BYTES = 200_000
+"""A body of more bytes is compressed in a thread: here that takes some ten milliseconds."""
 _HEADER_BYTES = 65_536
 """The longest line of a response's head, such as a cookie of a proxy: a longer one would hide the status."""
 _SECRET_PREFIX = "whsec_"  # noqa: S105 what Standard Webhooks puts before a secret in base64
@@ -209,7 +211,12 @@ class Http:
             headers |= signatures(keys, identity, int(time.time()), body)
         limit = self._settings.compress_above
         if limit is not None and len(body) > limit:
-            body = gzip.compress(body, mtime=0)
+            # A large one would hold up the event loop, and so all sinks.
+            body = (
+                await asyncio.to_thread(gzip.compress, body, mtime=0)
+                if len(body) > _LARGE_BYTES
+                else gzip.compress(body, mtime=0)
+            )
             headers["content-encoding"] = "gzip"
         return await self._send(to, headers, body, credentials.tls)
 
