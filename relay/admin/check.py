@@ -57,6 +57,8 @@ from relay.store.session_settings import SessionKind, users_schemas
 
 log = logging.getLogger(__name__)
 
+_CLOSING_SECONDS = 5.0
+
 
 def examine(settings: Settings, accept_configuration: bool = False) -> Iterator[Finding]:
     """Check everything that a run needs; yields the findings in the order in which to correct them.
@@ -165,7 +167,8 @@ async def _close(built: Mapping[str, tuple[Sink, DeliveryHandler]]) -> None:
     """Close sinks that were not used. Raises ConfigurationError for one that cannot be closed."""
     for name, (sink, _) in built.items():
         try:
-            await sink.close()
+            async with asyncio.timeout(_CLOSING_SECONDS):
+                await sink.close()
         except Exception as error:
             raise ConfigurationError(
                 f"handlers.{name}: the sink cannot be closed before it was used: "

@@ -368,14 +368,14 @@ class Dispatcher:
     def _after_failure(
         self, delivery: Delivery, error: Exception, attempts: int, started: float, is_trial: bool
     ) -> float | None:
-        """Judge a failed attempt; returns the seconds until the retry in memory, None without one.
-
-        Raises `error` if no retry can repair it.
-        """
-        self._last_fault = describe(error)
+        """Judge a failed attempt; returns the seconds until the retry in memory, None without one."""
         action = action_for(error)
         if action is FaultAction.STOP:
-            raise error
+            # What would stop relay stops this sink, until somebody has acted.
+            error, cause = DestinationRefused(describe(error)), error
+            error.__cause__ = cause
+            action = FaultAction.RETRY
+        self._last_fault = describe(error)
         if action is not FaultAction.RETRY:
             self.breaker.succeeded(_key(delivery))
         elif not isinstance(error, EndpointFailed | NotTried) and self._is_down(delivery, error):

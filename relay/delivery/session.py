@@ -20,6 +20,7 @@ from relay.delivery.polling import FIRST_POLL_SECONDS, SinkPolling
 from relay.delivery.progress import SinkCommit, SinkProgress, commits_of
 from relay.delivery.queues import rests_of_partial_commits
 from relay.delivery.submission import Submission
+from relay.faults import Undelivered, describe
 from relay.model.dispositions import BLOCKED
 from relay.model.snapshots import full_xids
 from relay.model.transactions import Routed
@@ -107,7 +108,11 @@ class SinkSession:
 
     async def run(self, timeout: float) -> None:
         """Run until `stop`, or until the session leaves the sink; deliveries in flight then have `timeout` s to end."""
-        self._sink.resume(self._series)
+        try:
+            self._sink.resume(self._series)
+        except Exception as error:
+            # No event is to blame; the sink is interrupted until it can be resumed.
+            raise Undelivered(f"the sink cannot be resumed: {describe(error)}") from error
         if self.checkpoint.paused:
             self._dispatcher.pause()
         self._tasks = [

@@ -19,10 +19,8 @@ from relay.faults import (
     ConfigurationError,
     DestinationRefused,
     Fail,
-    FaultAction,
     NotTried,
     Undelivered,
-    action_for,
     describe,
 )
 from relay.logs import RepeatedLines
@@ -481,7 +479,7 @@ class Function:
             late = Undelivered(f"not done in {self.timeout:g} s")
             late.__cause__ = error
             return late
-        return as_own_fault(error)
+        return contained(error)
 
     def _refuse_work(self, returned: Any) -> None:
         if isinstance(returned, CoroutineType):
@@ -505,17 +503,6 @@ class Function:
             await self._calls.close(seconds)
         if self._sessions is not None:
             self._sessions.close()
-
-
-def as_own_fault(error: BaseException) -> Exception:
-    """What a function has raised, as a fault of its own sink: what would end relay stops the sink."""
-    found = contained(error)
-    if action_for(found) is not FaultAction.STOP:
-        return found
-    # Until somebody has acted.
-    refused = DestinationRefused(describe(found))
-    refused.__cause__ = found
-    return refused
 
 
 def _opening(key: str, path: str) -> Callable[[], Any]:

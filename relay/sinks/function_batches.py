@@ -19,12 +19,11 @@ from relay.sinks.function import (
     Delivery,
     Function,
     Logger,
-    as_own_fault,
     as_time,
     second_block,
     unfinished_block,
 )
-from relay.sinks.function_calls import Call
+from relay.sinks.function_calls import Call, contained
 from relay.sinks.function_transactions import (
     AlreadyCompleted,
     BlockState,
@@ -84,7 +83,7 @@ class Deliveries:
             raise RuntimeError(
                 "name what has failed before deliveries.transaction(), which completes the others"
             )
-        self._failed[delivery] = as_own_fault(error)
+        self._failed[delivery] = contained(error)
         if not isinstance(error, Drop):
             for key in delivery._attempt.keys:
                 self._failed_at[key] = min(index, self._failed_at.get(key, index))

@@ -203,3 +203,55 @@ def test_a_sink_that_cannot_be_closed_is_named_and_spoils_no_stop(
             outbox.publish(host(1), event(1))
             wait_until(lambda: outbox.value("select sum(confirmed) from relay.sink_activity") == 1)
         assert "a sink has failed to close its connections" in caplog.text
+
+
+def test_a_sink_that_does_not_end_its_close_is_named_by_check(
+    site: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise `relay check`, and each start, would wait for ever."""
+    source = MODULE.replace("close(self):\n        pass", "close(self):\n        await forever()")
+    source += "\n\nasync def forever():\n    await __import__('asyncio').sleep(60)\n"
+    install(site, "relay-pipe", {"pipe": "relay_pipe"}, {"relay_pipe": source})
+    monkeypatch.setattr(check, "_CLOSING_SECONDS", 0.05)
+    sinks = build_sinks(loaded(tmp_path, "{type: pipe, channel: a}").handlers)
+    with pytest.raises(
+        ConfigurationError, match=r"^handlers\.out: .* before it was used: TimeoutError"
+    ):
+        asyncio.run(check._close(sinks))
+
+
+def test_a_sink_that_cannot_be_resumed_waits_until_it_can(
+    outbox: Outbox,
+    site: Path,  # noqa: F811
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It ends neither relay nor the other sinks."""
+    state = tmp_path / "series"
+    source = MODULE.replace(
+        "resume(self, series):\n        pass",
+        f"resume(self, series):\n        open({str(state)!r})",
+    )
+    install(site, "relay-pipe", {"pipe": "relay_pipe"}, {"relay_pipe": source})
+    config: dict[str, Any] = {
+        "handlers": {
+            "out": {"type": "pipe", "channel": "a"},
+            "other": {"type": "function", "callable": "builtins:id"},
+        },
+        "routes": [{"handlers": ["out", "other"]}],
+    }
+
+    def delivered(sink: str) -> bool:
+        query = f"select coalesce(sum(confirmed), 0) from relay.sink_activity where sink = '{sink}'"
+        return bool(outbox.value(query) == 1)
+
+    with relaying(outbox.settings(**config)):
+        outbox.publish(host(1), event(1))
+        wait_until(lambda: delivered("other"))
+        assert [vars(each)["fault"] for each in caplog.records] == [
+            "Undelivered: the sink cannot be resumed: FileNotFoundError"
+        ]
+        state.touch()
+        wait_until(lambda: delivered("out"))
