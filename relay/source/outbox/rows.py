@@ -371,7 +371,14 @@ class OutboxRows(OutboxTable):
             array(wanted.positions.tolist()),
         ]
         names = [sql.Identifier("relay_key"), sql.Identifier("relay_position")]
-        matches = sql.SQL("{} = relay_key").format(self._offset if unmarked else xid)
+        key = self._offset if unmarked else xid
+        matches = sql.SQL("{} = relay_key").format(key)
+        if len(wanted.xids):
+            # Without statistics the planner joins the whole table.
+            ends = (str(end) for end in (wanted.xids.min(), wanted.xids.max()))
+            kind = sql.SQL("bigint" if unmarked else "xid8")
+            first, last = (sql.SQL("{}::{}").format(end, kind) for end in ends)
+            matches += sql.SQL(" and {} between {} and {}").format(key, first, last)
         if unmarked:
             matches += sql.SQL(" and {} is null").format(xid)
         if wanted.done is not None:
