@@ -28,6 +28,9 @@ _U64 = Struct(">Q")
 _I32 = Struct(">i")
 _ATTRIBUTE = Struct(">Ii")
 
+_HEADERS = [b"t" + _I32.pack(size) for size in range(1_024)]
+"""What precedes a value of so many bytes: to pack it takes as long as to copy the value."""
+
 UNCHANGED = ord("u")
 BINARY = ord("b")
 
@@ -182,10 +185,14 @@ def _values(data: bytes) -> tuple[bytes | None, ...]:
 
 def encode_tuple(values: Sequence[bytes | None]) -> bytes:
     """Encode values as TupleData, for rows that did not come through the WAL: the reverse of `decode_tuple`."""
-    parts = [_U16.pack(len(values))]
-    for value in values:
-        parts.append(b"n" if value is None else b"t" + _I32.pack(len(value)) + value)
-    return b"".join(parts)
+    most = len(_HEADERS)
+    cells = [
+        b"n"
+        if value is None
+        else (_HEADERS[len(value)] if len(value) < most else b"t" + _I32.pack(len(value))) + value
+        for value in values
+    ]
+    return _U16.pack(len(values)) + b"".join(cells)
 
 
 class MessageBuffer:

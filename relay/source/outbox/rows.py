@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from typing import NamedTuple
 import psycopg
 from psycopg import sql
 from psycopg.abc import Buffer
-from psycopg.adapt import Loader
 
 from relay.config.fields import JSON_FIELDS
 from relay.faults import (
@@ -46,6 +46,10 @@ _LONGEST = 16_384
 """How many times longer than its stored form a text can be, such as that of the number 1e131071."""
 _SHORTENED = 1_000
 """How many characters are read of each text of a row that is too large."""
+_BACKSLASH = ord("\\")
+_ESCAPED = re.compile(rb"\\(.)", re.DOTALL)
+_CONTROLS = {b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"}
+"""The characters that COPY TO escapes by a letter."""
 _TEXTS = frozenset({25, 1043})
 """The types whose values are shortened: text and varchar."""
 
@@ -69,13 +73,6 @@ class Wanted(NamedTuple):
     xids: Xids
     positions: Int64Array
     done: Sequence[str] | None = None
-
-
-class _Raw(Loader):
-    """Loads values as bytes, in the form that they have in the WAL."""
-
-    def load(self, data: Buffer) -> bytes:
-        return bytes(data)
 
 
 def prepare_reading(conn: Connection) -> None:
@@ -341,7 +338,7 @@ class OutboxRows(OutboxTable):
         size = 0
         ends: list[tuple[int, int]] = []
         statement = self._reading(described, wanted, unmarked, by_reference)
-        for inserted_by, *cells in self._read(conn, statement, len(columns), encoding):
+        for inserted_by, *cells in self._read(conn, statement, encoding):
             this = int(inserted_by or 0), None if index is None else cells[index]
             if last is not None and not _is_same_commit(last, this):
                 ends.append((len(rows), last[0]))
@@ -399,19 +396,18 @@ class OutboxRows(OutboxTable):
         )
 
     def _read(
-        self, conn: Connection, statement: sql.Composed, columns: int, encoding: Encoding | None
+        self, conn: Connection, statement: sql.Composed, encoding: Encoding | None
     ) -> Iterator[Sequence[bytes | None]]:
         text = statement.as_string(conn)
         with conn.cursor() as cursor:
-            cursor.adapters.register_loader("text", _Raw)
             try:
                 with (
                     self._refused(conn),
                     _as_stored(conn, encoding),
                     cursor.copy(text.encode(encoding.codec if encoding else "utf-8")) as copy,
                 ):
-                    copy.set_types(["text"] * (columns + 1))
-                    yield from copy.rows()
+                    # psycopg would call Python for each value.
+                    yield from map(_values_of, copy)
             except psycopg.Error as error:
                 if exceeds_limits(error):
                     raise TooLarge(first_line(error)) from None
@@ -474,6 +470,22 @@ def require_visible(conn: Connection, wanted: Snapshot | Xids) -> None:
         raise TransientFault(
             "source.dsn: its server lags: it does not show the transactions to be polled yet"
         )
+
+
+def _values_of(line: Buffer) -> list[bytes | None]:
+    """The values of a row as COPY TO sends it, in the form that they have in the WAL.
+
+    Source: PostgreSQL documentation, "COPY", text format; the server sends a message for each row.
+    """
+    cells = bytes(line)[:-1].split(b"\t")
+    return [
+        None if cell == b"\\N" else _ESCAPED.sub(_unescaped, cell) if _BACKSLASH in cell else cell
+        for cell in cells
+    ]
+
+
+def _unescaped(escape: re.Match[bytes]) -> bytes:
+    return _CONTROLS.get(escape[1], escape[1])
 
 
 def _share(
