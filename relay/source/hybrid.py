@@ -161,7 +161,7 @@ class StreamSource(Part):
         self._polls = settings.source.mode == "auto"
         self._interval = Interval(settings)
         recovery = Recovery(settings) if self._polls else None
-        self.receiver = Receiver(settings, recovery, self._interval.wake, Recognition(settings))
+        self.receiver = Receiver(settings, recovery, self._wake, Recognition(settings))
         self._poller = Poller(settings, self.heartbeat)
         self._stopping = Event()
         # Replaced as a whole, by the thread that takes the batches; others read it.
@@ -198,6 +198,11 @@ class StreamSource(Part):
         self.receiver.commits.stop()
         self._poller.stop()
         self._interval.wake()
+
+    def _wake(self) -> None:
+        """Take notice of the stream's state, which has changed. Safe in any thread."""
+        self._interval.wake()
+        self.receiver.commits.wake()
 
     def close(self) -> None:
         """Report the last position and leave the slot."""

@@ -100,6 +100,15 @@ def test_rows_older_than_the_slot_are_read_first(
     assert outbox.value("select count(*) from projection where transaction_id is not null") == 101
 
 
+def test_a_stream_that_has_begun_is_noticed_at_once(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows from before the slot, and the sinks, came only after the wait for a commit."""
+    monkeypatch.setattr(StreamSource, "_pause", lambda self: 60.0)
+    with relaying(outbox.settings()):
+        wait_until(lambda: mode(outbox) == "wal", 20)
+
+
 def test_rows_older_than_the_slot_come_although_nothing_is_published(outbox: Outbox) -> None:
     outbox.fill(20)
     settings = outbox.settings(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import threading
 import uuid
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from itertools import count
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import psycopg
 import pytest
 from psycopg import sql
@@ -22,15 +24,18 @@ from relay.admin.install import initialise
 from relay.admin.offsets import plan_seek, seek
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError
+from relay.model.snapshots import BEGINNING
+from relay.model.tuples import columns
 from relay.pipeline.apply import Applier
 from relay.pipeline.plan import Planner
 from relay.pipeline.runner import Pipeline
 from relay.source.outbox.differences import Difference, condition
 from relay.source.outbox.polling import Poller
-from relay.source.outbox.rows import OutboxRows, prepare_reading
+from relay.source.outbox.rows import OutboxRows, Wanted, prepare_reading
 from relay.source.server import current_position
 from relay.spark.engine import SparkEngine
 from relay.spark.session import Session
+from relay.store.positions.offsets import FIRST
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import running
 
@@ -344,6 +349,47 @@ def test_the_index_finds_the_rows_of_a_difference(outbox: Outbox) -> None:
     )
     assert "Scan using outbox_message_t_relay_c_xid" in plan
     assert len(rows.inserted(outbox.conn, between)[0].xids) == 10
+
+
+def test_the_rows_of_a_portion_are_read_without_statistics(outbox: Outbox) -> None:
+    """Each portion of a new table took the longer, the more rows it had: they were joined with the whole index."""
+    outbox.conn.execute("alter table outbox_message_t set (autovacuum_enabled = off)")
+    outbox.fill(8_000)
+    # Then the size is known, but nothing of the columns.
+    outbox.conn.execute("vacuum outbox_message_t")
+    prepare_reading(outbox.conn)
+    xids = outbox.column(
+        "select distinct c_xid::text::bigint as x from outbox_message_t order by x"
+    )
+    last = np.array(xids[-200:], np.int64)
+    rows = OutboxRows(outbox.settings())
+    reading = rows._reading(rows.columns(outbox.conn), Wanted(last, last), False, ())
+    query = reading.as_string(outbox.conn).removeprefix("copy (").removesuffix(") to stdout")
+    (plan,) = outbox.value(f"explain (analyze, format json) {query}")
+    read = [
+        each["Actual Rows"] * each["Actual Loops"]
+        for each in nodes(plan["Plan"])
+        if each.get("Relation Name") == "outbox_message_t"
+    ]
+    assert sum(read) == 1_000
+
+
+def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield plan
+    for each in plan.get("Plans", ()):
+        yield from nodes(each)
+
+
+@pytest.mark.parametrize("text", ["\b\f\n\r\t\v", "\\", "\\N", "\\t\\x41\\101", "a\\\nb\tü\\."])
+def test_a_text_is_polled_as_it_is(outbox: Outbox, text: str) -> None:
+    outbox.publish(host(1), event(1, aggregate_id=text))
+    rows = OutboxRows(outbox.settings())
+    between = Difference(BEGINNING, current_position(outbox.conn).snapshot)
+    (portion,) = rows.plan(outbox.conn, between, FIRST)
+    (share,) = portion.shares
+    (transactions,) = rows.commits(outbox.conn, Wanted(share.xids, share.positions))
+    index = transactions.columns.index("aggregate_id")
+    assert columns(transactions.rows, [index]) == [(text.encode(),)]
 
 
 @pytest.mark.parametrize("mode", ["poll", "auto"])

@@ -25,7 +25,7 @@ class CommitQueue:
         self._number = 0
         self._unapplied: deque[tuple[int, int]] = deque()
         self._error: BaseException | None = None
-        self._stopped = False
+        self._stopped = self._woken = False
 
     @property
     def empty(self) -> bool:
@@ -66,10 +66,16 @@ class CommitQueue:
         with self._changed:
             self._changed.notify_all()
 
+    def wake(self) -> None:
+        """Let the current or else the next `take` return at once."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
     def take(self, timeout: float) -> tuple[int, Transactions] | None:
         """Remove and return the next commits, within the limits of a batch, with the batch's number, from 1.
 
-        None after `timeout` seconds, or `stop()`. Raises the error that `fail` was given.
+        None after `timeout` seconds, `wake()` or `stop()`. Raises the error that `fail` was given.
         """
         commits = self._take(timeout)
         if not commits:
@@ -103,7 +109,10 @@ class CommitQueue:
 
     def _take(self, timeout: float) -> list[Transactions]:
         with self._changed:
-            self._changed.wait_for(lambda: self._commits or self._error or self._stopped, timeout)
+            self._changed.wait_for(
+                lambda: self._commits or self._error or self._stopped or self._woken, timeout
+            )
+            self._woken = False
             if self._stopped or not (self._commits or self._error):
                 return []
             if self._error is not None and not self._commits:
