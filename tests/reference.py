@@ -365,6 +365,7 @@ def columns(made: re.Match[str], whole: str) -> dict[str, str]:
 
 _SHOWN = {
     "relay.watermarks": "relay.completeness",
+    "relay.queue_figures": "relay.queue_figures",
     "relay.queue_items": "relay.queue_items",
 }
 """Whose columns a view shows, where that is not relay.positions."""

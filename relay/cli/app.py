@@ -21,6 +21,7 @@ from relay.cli.install import check, init, uninstall
 from relay.cli.offsets import offsets
 from relay.cli.options import fail, out
 from relay.cli.publish import publish
+from relay.cli.queues import queue
 from relay.cli.retention import erase, partition, restore
 from relay.cli.service import console, demo, run
 from relay.cli.sinks import sink
@@ -42,6 +43,7 @@ _ORDER = (
         "deferred",
         "sink",
         "endpoint",
+        "queue",
         "verify",
         "offsets",
         "console",
@@ -69,6 +71,7 @@ app.add_typer(dlq, name="dlq")
 app.add_typer(deferred, name="deferred")
 app.add_typer(sink, name="sink")
 app.add_typer(endpoint, name="endpoint")
+app.add_typer(queue, name="queue")
 app.add_typer(schema, name="schema")
 app.add_typer(spark, name="spark")
 app.add_typer(offsets, name="offsets")

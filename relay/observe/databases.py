@@ -29,10 +29,12 @@ from relay.store import (
     dead_letters,
     groups,
     presence,
+    queues,
 )
 from relay.store.connections import Connection, connect, require_writable_by_default
 from relay.store.deferred import selection as deferred_selection
 from relay.store.positions import sinks
+from relay.store.queues import QueueFigures
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +93,7 @@ class Counted:
     deferred: list[deferred_selection.DeferredCount] | None = None
     keys: Mapping[str, int] | None = None
     dead: Mapping[tuple[str, str], int] | None = None
+    queues: list[QueueFigures] | None = None
     at: datetime | None = None
     """When they were counted, by the target's clock."""
 
@@ -277,6 +280,7 @@ class Databases:
                 if_countable(deferred_selection.count_by_kind, target, group),
                 if_countable(deferred_selection.count_keys, target, group),
                 if_countable(dead_letters.count_by_handler, target, group),
+                if_countable(queues.figures, target, group),
                 clock.present(target),
             )
 

@@ -274,6 +274,25 @@ SERIES: Sequence[MetricFamily] = (
         "1 while the brake of a handler is on because too many transactions in a row failed.",
         "handler",
     ),
+    # Work queues
+    _gauge(
+        "relay_queue_messages",
+        "Messages of a queue, counted to 100,001 at most, by state: ready (also those that transactions have taken), "
+        "waiting, leased or dead.",
+        "queue",
+        "state",
+    ),
+    _gauge(
+        "relay_queue_oldest_seconds",
+        "How long the oldest message that can be taken has been in the queue, or due; 0 without one.",
+        "queue",
+    ),
+    _gauge(
+        "relay_queue_workers",
+        "Connections of workers in Python (relay.client.worker).",
+        "queue",
+    ),
+    _gauge("relay_queue_paused", "1 while nobody can take from the queue.", "queue"),
     # Spark
     _histogram(
         "relay_spark_job_duration_seconds",

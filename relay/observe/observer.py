@@ -183,6 +183,15 @@ class ServiceGauges:
                 gauges["relay_deferred_keys"][(sink,)] = counted.keys.get(sink, 0)
         if counted.dead is not None:
             gauges["relay_dead_letters"].update(_by_handler(counted.dead, handlers))
+        for each in counted.queues or ():
+            numbers = gauges["relay_queue_messages"]
+            numbers[(each.queue, "ready")] = each.ready
+            numbers[(each.queue, "waiting")] = each.waiting
+            numbers[(each.queue, "leased")] = each.leased
+            numbers[(each.queue, "dead")] = each.dead
+            gauges["relay_queue_oldest_seconds"][(each.queue,)] = each.oldest_seconds
+            gauges["relay_queue_workers"][(each.queue,)] = each.workers
+            gauges["relay_queue_paused"][(each.queue,)] = each.paused_at is not None
 
     def _sink_bytes(self, gauges: Gauges, end: Lsn | None) -> None:
         target = self._databases.target_readings

@@ -845,6 +845,51 @@ comment on view relay.queue_items is
 comment on column relay.queue_items.state is
     'enqueued (also while a transaction has taken it), scheduled, leased, retry or dead';
 
+-- A figure counts to 100,001 at most, so that reading it stays cheap. `workers` are the connections of relay.client.worker.
+create or replace view relay.queue_figures as
+select f.queue, f.group_id, f.paused_at, f.ready, f.waiting, f.leased, f.dead, f.oldest_seconds, f.workers
+  from (select q.name as queue, q.group_id, q.paused_at, ready.messages + due.messages as ready, waiting.messages as waiting,
+               leased.messages as leased, dead.messages as dead,
+               coalesce(extract(epoch from clock_timestamp() - least(oldest.enqueued_at, due.since))::float8, 0) as oldest_seconds,
+               (select count(*) from pg_stat_activity as a
+                 where a.datname = current_database() and a.application_name = left('relay worker ' || q.name, 63)) as workers
+          from relay.queues as q
+          left join lateral (select n.mark, n.due_mark from relay.queue_marks as n
+                              where n.queue_id = q.id order by n.mark desc, n.due_mark desc limit 1) as m on true
+          left join lateral (select i.enqueued_at from relay.queue_messages as i
+                              where i.queue_id = q.id and i.available_at is null and i.id >= coalesce(m.mark, 0)
+                              order by i.id limit 1) as oldest on true
+          cross join lateral (select count(*) as messages
+                                from (select from relay.queue_messages as i
+                                       where i.queue_id = q.id and i.available_at is null and i.id >= coalesce(m.mark, 0)
+                                       limit 100001) as c) as ready
+          cross join lateral (select count(*) as messages, min(c.available_at) as since
+                                from (select i.available_at from relay.queue_messages as i
+                                       where i.queue_id = q.id and i.available_at >= coalesce(m.due_mark, '-infinity')
+                                         and i.available_at <= clock_timestamp()
+                                       order by i.available_at limit 100001) as c) as due
+          cross join lateral (select count(*) as messages
+                                from (select from relay.queue_messages as i
+                                       where i.queue_id = q.id and i.available_at > clock_timestamp() and not i.leased
+                                       limit 100001) as c) as waiting
+          cross join lateral (select count(*) as messages
+                                from (select from relay.queue_messages as i
+                                       where i.queue_id = q.id and i.available_at > clock_timestamp() and i.leased
+                                       limit 100001) as c) as leased
+          cross join lateral (select count(*) as messages
+                                from (select from relay.queue_dead_letters as d where d.queue_id = q.id limit 100001) as c) as dead) as f;
+
+comment on view relay.queue_figures is
+    'for each queue, how many messages it has, and how long the oldest waits: for monitoring and scaling';
+comment on column relay.queue_figures.ready is
+    'messages that can be taken now, also those that transactions have taken';
+comment on column relay.queue_figures.waiting is
+    'messages that wait for their time or a retry';
+comment on column relay.queue_figures.oldest_seconds is
+    'how long the oldest message that can be taken has been in the queue, or due; 0 without one';
+comment on column relay.queue_figures.workers is
+    'connections of workers in Python, by the name that they give the server';
+
 -- Least privilege. relay_worker may declare queues and take from those of its roles; what it calls runs with the rights of the owner.
 
 do $$
@@ -879,6 +924,8 @@ do $$
 begin
     if to_regrole('relay_worker') is not null then
         grant usage on schema relay to relay_worker;
+        -- To scale with them.
+        grant select on relay.queue_figures to relay_worker;
         grant execute on function relay.take(text, int), relay.claim(text, int), relay.lease(text, int, interval),
             relay.complete(text, bigint, int), relay.extend(text, bigint, int, interval), relay.release(text, bigint, int),
             relay.retry(text, bigint, int, interval, text), relay.fail(text, bigint, int, text), relay.requeue(text, bigint[]),
@@ -887,7 +934,7 @@ begin
             relay.pause_queue(text, boolean), relay.purge_queue(text), relay.drop_queue(text) to relay_worker;
     end if;
     if to_regrole('relay') is not null then
-        grant select on relay.queues, relay.queue_revisions, relay.queue_items to relay;
+        grant select on relay.queues, relay.queue_revisions, relay.queue_items, relay.queue_figures to relay;
         -- To erase a host.
         grant select, delete on relay.queue_dead_letters to relay;
         grant select, insert, delete on relay.queue_messages to relay;

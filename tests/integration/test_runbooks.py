@@ -127,7 +127,7 @@ class Shop:
         printed = ""
         # What changes something is run once.
         once = re.search(
-            r"terminate|alter|checkpoint|relay (dlq replay|deferred run|endpoint enable)",
+            r"terminate|alter|checkpoint|relay (dlq replay|deferred run|endpoint enable|queue (resume|retry))",
             command.text,
         )
 
@@ -403,6 +403,40 @@ def test_relay_dead_letters(running_shop: Shop) -> None:
     )
 
 
+@contextmanager
+def queue_with_a_message(shop: Shop) -> Iterator[psycopg.Connection[tuple[object, ...]]]:
+    """The queue `mail` with an event, until the end."""
+    with psycopg.connect(shop.target, autocommit=True) as conn:
+        conn.execute("select relay.declare_queue('mail')")
+        shop.publish()
+        wait_until(lambda: shop.value(shop.target, "select ready from relay.queue_figures") == 1)
+        try:
+            yield conn
+        finally:
+            conn.execute("select relay.drop_queue('mail')")
+
+
+@pytest.mark.rare
+def test_relay_queue_old(running_shop: Shop) -> None:
+    with queue_with_a_message(running_shop) as conn:
+        conn.execute("select relay.pause_queue('mail')")
+        guide = runbook("RelayQueueOld")
+        for command in guide[:-1]:
+            running_shop.follow(command)
+        assert conn.execute("select event_type from relay.take('mail')").fetchone() is not None
+        running_shop.follow(guide[-1])
+
+
+@pytest.mark.rare
+def test_relay_queue_dead(running_shop: Shop) -> None:
+    with queue_with_a_message(running_shop) as conn:
+        conn.execute("select relay.retry('mail', id, attempts + 1) from relay.queue_items")
+        conn.execute(
+            "select relay.fail('mail', id, attempts + 1, 'no address') from relay.queue_items"
+        )
+        running_shop.run_book("RelayQueueDead")
+
+
 @pytest.mark.rare
 @pytest.mark.long
 def test_relay_deferred_old(running_shop: Shop) -> None:
@@ -551,6 +585,8 @@ def test_each_alert_has_its_runbook() -> None:
             "RelaySinkDown",
             "RelayEndpointDisabled",
             "RelayDeadLetters",
+            "RelayQueueOld",
+            "RelayQueueDead",
             "RelayDeferredOld",
             "RelayPolling",
             "RelayHandlerStopped",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -26,6 +28,7 @@ from tests.outbox import (
     wait_until,
     work_and_crash,
 )
+from tests.process import relay
 
 
 def enqueued(outbox: Outbox, queue: str = "mail") -> list[Any]:
@@ -478,3 +481,46 @@ def test_the_lock_of_somebody_who_looks_for_messages_loses_no_lease(outbox: Outb
             )
         thread.join(20)
     assert completed == [(True,)]
+
+
+def test_the_commands_on_queues(outbox: Outbox, tmp_path: Path) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml")
+
+    def run(*arguments: str, status: int = 0) -> str:
+        result = relay("queue", *arguments, "--config", str(config))
+        assert result.returncode == status, result.stdout + result.stderr
+        return result.stdout if status == 0 else result.stderr
+
+    first, second = queue(outbox, "a", "b", attempts=1)
+    assert "mail\t2\t0\t0\t0" in run("list")
+    assert run("pause", "mail", "--reason", "rest") == "queue mail is paused\n"
+    assert run("pause", "mail") == "queue mail was paused already\n"
+    assert ids(outbox.conn) == []
+    assert run("resume", "mail") == "queue mail is resumed\n"
+    assert outbox.value("select relay.fail('mail', %s, 1, 'no address')", (first,))
+    (figures,) = json.loads(run("list", "--json"))
+    assert (figures["ready"], figures["dead"]) == (1, 1)
+    assert 0 < figures["oldest_seconds"] < 600
+    shown = json.loads(run("show", "mail", "--state", "dead", "--json"))
+    assert [(each["id"], each["error"]) for each in shown["items"]] == [(first, "no address")]
+    assert run("retry", "mail", "--id", str(second)) == "0 messages are in the queue again\n"
+    assert run("retry", "mail") == "1 message is in the queue again\n"
+    assert run("purge", "mail", "--yes") == "2 messages deleted\n"
+    assert run("drop", "mail", "--yes") == "queue mail is dropped\n"
+    assert "there is no queue 'mail'" in run("show", "mail", status=2)
+    done = outbox.column("select action from relay.actions order by id")
+    assert done == ["queue pause", "queue resume", "queue retry", "queue purge", "queue drop"]
+
+
+def test_the_figures_of_a_queue(outbox: Outbox) -> None:
+    queue(outbox, *"abcdef")
+    with worker(outbox) as mine, mine.transaction():
+        mine.execute("select from relay.take('mail', 1)")
+        mine.execute("select from relay.lease('mail', 2)")
+    outbox.conn.execute("select relay.retry('mail', id, 1, '1 hour') from relay.claim('mail', 1)")
+    outbox.conn.execute("select relay.fail('mail', id, 1) from relay.claim('mail', 1)")
+    with psycopg.connect(outbox.dsn, application_name="relay worker mail"):
+        (row,) = outbox.conn.execute(
+            "select ready, waiting, leased, dead, workers from relay.queue_figures"
+        ).fetchall()
+    assert row == (1, 1, 2, 1, 1)

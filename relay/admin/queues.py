@@ -1,0 +1,114 @@
+"""Lists work queues and acts on them, while relay runs or not: `relay queue`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import psycopg
+
+from relay.admin.connections import reach_target
+from relay.config.settings import Settings
+from relay.faults import ConfigurationError
+from relay.store import actions, queues
+from relay.store.queues import QueueFigures, QueueItem
+
+Changed = TypeVar("Changed")
+
+
+def listed(settings: Settings) -> list[QueueFigures]:
+    """Read the figures of the group's queues. Raises ConfigurationError, psycopg.Error."""
+    with reach_target(settings) as target:
+        return queues.figures(target, settings.group)
+
+
+def shown(
+    settings: Settings, name: str, states: Collection[str], limit: int
+) -> tuple[QueueFigures, list[QueueItem]]:
+    """Read the figures of a queue, and at most `limit` of its items in some states, the oldest first.
+
+    Raises ConfigurationError if there is no such queue or state, psycopg.Error.
+    """
+    unknown = [each for each in states if each not in queues.ITEM_STATES]
+    if unknown:
+        raise ConfigurationError(
+            f"--state: {unknown[0]!r} is none of {', '.join(queues.ITEM_STATES)}"
+        )
+    with _found(settings, name) as (target, figures):
+        return figures, queues.items(target, name, states or queues.ITEM_STATES, limit)
+
+
+def pause(settings: Settings, name: str, paused: bool, reason: str | None) -> bool:
+    """Pause a queue or let it go on; returns whether that changed anything.
+
+    Raises ConfigurationError, psycopg.Error.
+    """
+    return _act(
+        settings,
+        name,
+        "queue pause" if paused else "queue resume",
+        reason,
+        lambda target: queues.pause(target, name, paused),
+    )
+
+
+def purge(settings: Settings, name: str, reason: str | None) -> int:
+    """Delete the messages of a queue that nobody has, and its dead letters; returns how many.
+
+    Raises ConfigurationError, psycopg.Error.
+    """
+    return _act(settings, name, "queue purge", reason, lambda target: queues.purge(target, name))
+
+
+def requeue(settings: Settings, name: str, ids: Sequence[int], reason: str | None) -> int:
+    """Put dead letters of a queue into it again, all or those with some ids; returns how many.
+
+    Raises ConfigurationError, psycopg.Error.
+    """
+    return _act(
+        settings,
+        name,
+        "queue retry",
+        reason,
+        lambda target: queues.requeue(target, name, ids or None),
+    )
+
+
+def drop(settings: Settings, name: str, reason: str | None) -> bool:
+    """Drop a queue with its messages. Raises ConfigurationError, psycopg.Error."""
+
+    def dropped(target: psycopg.Connection[Any]) -> bool:
+        queues.drop(target, name)
+        return True
+
+    return _act(settings, name, "queue drop", reason, dropped)
+
+
+def _act(
+    settings: Settings,
+    name: str,
+    action: str,
+    reason: str | None,
+    change: Callable[[psycopg.Connection[Any]], Changed],
+) -> Changed:
+    """Change a queue, and record the action where it has changed something."""
+    with _found(settings, name) as (target, _), target.transaction():
+        changed = change(target)
+        if changed:
+            detail = {"queue": name, "changed": changed}
+            actions.record(target, settings.group, "", action, reason, detail)
+        return changed
+
+
+@contextmanager
+def _found(settings: Settings, name: str) -> Iterator[tuple[psycopg.Connection[Any], QueueFigures]]:
+    with reach_target(settings) as target:
+        found = queues.figures(target, settings.group, name)
+        if not found:
+            known = ", ".join(each.queue for each in queues.figures(target, settings.group))
+            raise ConfigurationError(
+                f"there is no queue {name!r} that group {settings.group} fills (its queues: {known or 'none'}): "
+                "declare it with relay.declare_queue"
+            )
+        yield target, found[0]

@@ -1,0 +1,174 @@
+"""`relay queue`: the commands on work queues. No logic of their own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption
+from relay.cli.terminal import approve, print_table
+from relay.config.files import load
+from relay.model.json_fields import json_fields
+from relay.observe.phrases import counted, moment
+
+queue = typer.Typer(
+    help="Work queues: what is in them, and who works it.",
+    no_args_is_help=True,
+)
+
+QueueArgument = Annotated[str, typer.Argument(metavar="QUEUE", help="Its name.")]
+
+
+@queue.command("list")
+def queue_list(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """List the queues of the group; each figure counts to 100,001 at most."""
+    from relay.admin.queues import listed
+
+    found = listed(load(config))
+    if as_json:
+        print(json.dumps([json_fields(each) for each in found], indent=2))
+        return
+    if not found:
+        print("no queue is declared", file=sys.stderr)
+        return
+    print_table(
+        (
+            "queue",
+            "ready",
+            "waiting",
+            "leased",
+            "dead",
+            "oldest seconds",
+            "workers",
+            "paused since",
+        ),
+        (
+            (
+                each.queue,
+                f"{each.ready:,}",
+                f"{each.waiting:,}",
+                f"{each.leased:,}",
+                f"{each.dead:,}",
+                f"{each.oldest_seconds:,.0f}",
+                str(each.workers),
+                moment(each.paused_at),
+            )
+            for each in found
+        ),
+    )
+
+
+@queue.command("show")
+def queue_show(
+    name: QueueArgument,
+    config: ConfigOption = None,
+    state: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only those in this state: enqueued, scheduled, retry, leased or dead; repeatable."
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the messages of a queue that are not done, the oldest first."""
+    from relay.admin.queues import shown
+
+    figures, found = shown(load(config), name, state or (), limit)
+    if as_json:
+        print(
+            json.dumps({**json_fields(figures), "items": list(map(json_fields, found))}, indent=2)
+        )
+        return
+    if not found:
+        print("no such message", file=sys.stderr)
+        return
+    print_table(
+        ("id", "state", "event", "event type", "key", "attempts", "enqueued", "available", "error"),
+        (
+            (
+                str(each.id),
+                each.state,
+                each.event_id,
+                each.event_type,
+                each.key or "-",
+                str(each.attempts),
+                moment(each.enqueued_at),
+                moment(each.available_at),
+                each.error or "-",
+            )
+            for each in found
+        ),
+    )
+
+
+@queue.command("pause")
+def queue_pause(
+    name: QueueArgument, config: ConfigOption = None, reason: ReasonOption = None
+) -> None:
+    """Let nobody take from a queue; relay fills it all the same."""
+    from relay.admin.queues import pause
+
+    changed = pause(load(config), name, True, reason)
+    print(f"queue {name} {'is' if changed else 'was'} paused{'' if changed else ' already'}")
+
+
+@queue.command("resume")
+def queue_resume(
+    name: QueueArgument, config: ConfigOption = None, reason: ReasonOption = None
+) -> None:
+    """Let workers take from a paused queue again."""
+    from relay.admin.queues import pause
+
+    changed = pause(load(config), name, False, reason)
+    print(f"queue {name} {'is resumed' if changed else 'was not paused'}")
+
+
+@queue.command("retry")
+def queue_retry(
+    name: QueueArgument,
+    config: ConfigOption = None,
+    id_: Annotated[
+        list[int] | None, typer.Option("--id", help="Only this dead letter; repeatable.")
+    ] = None,
+    reason: ReasonOption = None,
+) -> None:
+    """Put the dead letters of a queue into it again, after the messages that are there."""
+    from relay.admin.queues import requeue
+
+    number = requeue(load(config), name, id_ or (), reason)
+    print(counted(number, "message is", "messages are"), "in the queue again")
+
+
+@queue.command("purge")
+def queue_purge(
+    name: QueueArgument,
+    config: ConfigOption = None,
+    reason: ReasonOption = None,
+    yes: YesOption = False,
+) -> None:
+    """Delete the messages of a queue but those that workers have, and its dead letters."""
+    from relay.admin.queues import purge
+
+    settings = load(config)
+    approve(yes, f"Delete all messages of the queue {name}?")
+    print(counted(purge(settings, name, reason), "message", "messages"), "deleted")
+
+
+@queue.command("drop")
+def queue_drop(
+    name: QueueArgument,
+    config: ConfigOption = None,
+    reason: ReasonOption = None,
+    yes: YesOption = False,
+) -> None:
+    """Drop a queue with its messages; a worker that declares it makes it again."""
+    from relay.admin.queues import drop
+
+    settings = load(config)
+    approve(yes, f"Drop the queue {name} with its messages?")
+    drop(settings, name, reason)
+    print(f"queue {name} is dropped")
