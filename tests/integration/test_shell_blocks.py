@@ -153,6 +153,7 @@ SITUATIONS: Mapping[str, Situation] = {
     "deferred.md": with_faults,
     "endpoints.md": with_endpoints,
     "install.md": installed,
+    "local-development.md": installed,
     "operations.md": with_faults,
     "several-outboxes.md": several,
     "tracing.md": installed,
