@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
 from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
@@ -14,11 +20,13 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import yaml
+from fastapi.testclient import TestClient
 
 from relay.spark import register
 from relay.spark.session import Session
 from tests.outbox import Outbox, event, host, wait_until
 from tests.process import ROOT, relay, running
+from tests.webhook import Answer, Webhook
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -163,3 +171,67 @@ def test_a_backfill_and_relay_meet_exactly(
          where (s.orders, s.amount) is distinct from (o.orders, o.amount)
     """
     assert outbox.value(differs) == 0
+
+
+def test_notifications(outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two dispatchers, one of which is killed: each valid notification is noted as sent once, and no other."""
+    folder = EXAMPLES / "notifications"
+    failed: set[str] = set()
+
+    def answers(headers: Mapping[str, str], body: bytes) -> Answer:
+        text = json.loads(body)["text"]
+        if text == "refused":
+            return Answer(400)
+        if text == "later" and headers["idempotency-key"] not in failed:
+            failed.add(headers["idempotency-key"])
+            return Answer(503)
+        return Answer()
+
+    outbox.conn.execute((folder / "tables.sql").read_bytes())
+    config = tmp_path / "relay.yaml"
+    config.write_text(yaml.safe_dump(configuration("notifications/relay.yaml", outbox)))
+    monkeypatch.setenv("DATABASE_URL", outbox.dsn)
+    with Webhook() as provider, ExitStack() as stack:
+        provider.answers = answers
+        for name in ("EMAIL_PROVIDER", "SMS_PROVIDER"):
+            monkeypatch.setenv(name, provider.url)
+        assert relay("init", "--config", str(config)).returncode == 0
+        monkeypatch.syspath_prepend(str(folder))
+        stack.callback(sys.modules.pop, "app", None)
+        client = stack.enter_context(TestClient(importlib.import_module("app").app))
+        service = stack.enter_context(running(config))
+        service.wait_said("streaming")
+        command = [sys.executable, "-m", "relay", "work", "dispatcher:worker"]
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+        dispatchers = [
+            stack.enter_context(subprocess.Popen(command, cwd=tmp_path, env=environment))
+            for _ in range(2)
+        ]
+        for each in dispatchers:
+            stack.callback(each.kill)
+        wait_until(lambda: outbox.value("select count(*) from relay.queues") == 1)
+
+        def post(text: str, **more: str) -> Any:
+            body = {"channel": "email", "to": "a@shop.example", "text": text, **more}
+            return client.post(f"/tenants/{host(1)}/notifications", json=body)
+
+        bad = post("text", channel="letter")
+        assert bad.status_code == 400
+        assert bad.json()["faults"][0]["field"] == "body.channel"
+        texts = ["sent"] * 60 + ["later", "refused"]
+        accepted = [post(text, channel="sms" if n % 2 else "email") for n, text in enumerate(texts)]
+        assert {each.status_code for each in accepted} == {202}
+        dispatchers[0].kill()
+        ids = [each.json()["id"] for each in accepted]
+
+        def states() -> list[str]:
+            return [client.get(f"/notifications/{each}").json()["state"] for each in ids]
+
+        wait_until(lambda: states() == ["sent"] * 61 + ["dead"], 60)
+        assert client.get(f"/notifications/{host(9)}").status_code == 404
+        dispatchers[1].terminate()
+        assert dispatchers[1].wait(20) == 0
+    assert sorted(map(str, outbox.column("select id from sent"))) == sorted(ids[:-1])
+    assert outbox.column("select error from relay.queue_items") == [
+        "Fail: the provider refuses the notification"
+    ]
