@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -55,7 +56,8 @@ class Effects:
         for name, handler in settings.handlers.items():
             given = handler.model_dump(include=keys_alike(type(handler)), exclude_defaults=True)
             for key, value in given.items():
-                values[f"handlers.{name}.{key}"] = _address(value) if key == "url" else value
+                plain = _address if key == "url" else _without_credentials
+                values[f"handlers.{name}.{key}"] = plain(value)
         return cls({key: _shown(value) for key, value in values.items() if not _omitted(value)})
 
     @property
@@ -161,14 +163,32 @@ def _is_secret(value: Any) -> bool:
 
 def _address(url: Any) -> Any:
     """An address without its credentials and its query, which may hold a token; a SecretStr is returned unchanged."""
-    if not isinstance(url, str):
-        return url
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+    text = _without_credentials(url)
+    return (
+        urlsplit(text)._replace(query="", fragment="").geturl() if isinstance(text, str) else text
+    )
+
+
+def _without_credentials(value: Any) -> Any:
+    """A text without the credentials of the address that it is; another value is returned unchanged."""
+    # pydantic's own types of addresses are no texts.
+    text = value.unicode_string() if hasattr(value, "unicode_string") else value
+    if not isinstance(text, str) or "@" not in text:
+        return text
+    with suppress(ValueError):
+        parts = urlsplit(text)
+        if "@" in parts.netloc:
+            return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    return text
+
+
+def _as_json(value: Any) -> Any:
+    """What JSON has no form for; sets in an order that is the same in each process."""
+    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
 def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=_as_json)
     return text if len(text) <= _LONGEST and not _is_digest(text) else f"sha256:{_digest(text)}"
 
 

@@ -5,6 +5,7 @@ apache/kafka#10549: of two plug-ins of one name any is used (tried in tests/unit
 dask/distributed#5958, PyO3/pyo3#3918: a task that raises a BaseException is never over.
 aio-libs/aiokafka#983, robinhood/faust#539: a task that nobody has cancelled ends as cancelled, in silence.
 grpc/grpc#21819: a client that is closed cancels the calls of others.
+logstash-plugins/logstash-input-http_poller#137, vatesfr/xen-orchestra#3665: plug-ins' credentials are shown.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from relay.admin import check
+from relay.config.effects import Effects
 from relay.delivery.dispatch import Dispatcher
 from relay.faults import ConfigurationError
 from relay.sinks import build_sinks
@@ -255,3 +257,28 @@ def test_a_sink_that_cannot_be_resumed_waits_until_it_can(
         ]
         state.touch()
         wait_until(lambda: delivered("out"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "stored"),
+    [
+        ("Alike[set[str]]", "[c, a, b]", '["a", "b", "c"]'),
+        ("Alike[AnyUrl]", "'http://me:hunter2@shop/a?b=c'", "http://shop/a?b=c"),
+        ("Alike[str]", "'amqp://me:hunter2@shop/a'", "amqp://shop/a"),
+        ("Alike[str]", "'me@shop http://[a'", "me@shop http://[a"),
+        ("Alike[SecretStr]", "hunter2", None),
+    ],
+)
+def test_what_is_stored_of_a_key_has_no_password_and_is_the_same_in_each_process(
+    site: Path,  # noqa: F811
+    tmp_path: Path,
+    key: str,
+    value: str,
+    stored: str | None,
+) -> None:
+    source = f"from pydantic import AnyUrl, SecretStr\n{MODULE}".replace(
+        "channel: Alike[str]", f"channel: {key}"
+    )
+    install(site, "relay-pipe", {"pipe": "relay_pipe"}, {"relay_pipe": source})
+    effects = Effects.of(loaded(tmp_path, f"{{type: pipe, channel: {value}}}"))
+    assert effects.values.get("handlers.out.channel") == stored
