@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +74,10 @@ class Aws:
         """Whether the answer does not mention an entry, which is not stored."""
         self.blames: Callable[[str], bool] = lambda code: code.startswith("Invalid")
         """Whether a code is a fault of the sender."""
+        self.delay = 0.0
+        """The seconds until a request is answered."""
+        self.forbidden = "forbidden.fifo"
+        """A queue or topic that nobody may use."""
         self.looked_up = 0
         """How often the address of the queue was asked for."""
         self.key = KEY
@@ -134,6 +139,7 @@ class Aws:
 
     def store(self, entries: list[Entry]) -> dict[str, str]:
         """Store entries of a request; returns the codes of those that failed, by their ids. Raises Refusal."""
+        time.sleep(self.delay)
         if self.refusal is not None:
             raise self.refusal
         if not 1 <= len(entries) <= 10:
@@ -209,6 +215,8 @@ def _sqs(aws: Aws, target: str, body: bytes) -> str:
         aws.looked_up += 1
         if aws.refusal is not None:
             raise aws.refusal
+        if given["QueueName"] == aws.forbidden:
+            raise Refusal("AccessDenied", 403)
         if given["QueueName"] != aws.name:
             raise Refusal("AWS.SimpleQueueService.NonExistentQueue")
         return json.dumps({"QueueUrl": f"{aws.url}/{ACCOUNT}/{aws.name}"})
@@ -243,6 +251,8 @@ def _sns(aws: Aws, body: bytes) -> str:
     """A request of SNS in its protocol of forms and XML."""
     given = dict(parse_qsl(body.decode(), keep_blank_values=True))
     assert given["Action"] == "PublishBatch"
+    if given["TopicArn"].endswith(f":{aws.forbidden}"):
+        raise Refusal("AuthorizationError", 403)
     if not given["TopicArn"].endswith(f":{aws.name}"):
         raise Refusal("InvalidParameter", message="Invalid parameter: TopicArn")
     prefix = "PublishBatchRequestEntries.member"
@@ -368,6 +378,10 @@ class PubSub:
         """What every request gets; None: as it is."""
         self.silent = threading.Event()
         """While it is set, nothing is answered."""
+        self.delay = 0.0
+        """The seconds until a request is answered."""
+        self.forbidden = self.TOPIC.replace("orders", "forbidden")
+        """A topic that nobody may use."""
         self.lacks = 0
         """How many ids an answer lacks."""
         self._lock = threading.Lock()
@@ -418,6 +432,9 @@ class PubSub:
             threading.Event().wait(0.05)
         if self.status is not None:
             context.abort(self.status, "as the test wants")
+        if request.topic == self.forbidden:
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, "nobody may")
+        time.sleep(self.delay)
         messages = list(request.messages)
         if len({each.ordering_key for each in messages}) > 1:
             context.abort(

@@ -25,7 +25,7 @@ from botocore.exceptions import (
 from relay.faults import DestinationRefused, Rejected, Unauthorized, Undelivered
 from relay.sinks import batching
 from relay.sinks.aws import LIMITS, OF_THE_EVENT, AwsSettings
-from relay.sinks.brokers import Shared
+from relay.sinks.brokers import Renewed
 
 _NO_CREDENTIALS = (
     CredentialRetrievalError,
@@ -48,39 +48,29 @@ class AwsClient:
         """`service` is its name in the SDK."""
         self._service = service
         self._settings = settings
-        self._link = Shared(self._open, lambda _: True)
-        self._closing: set[asyncio.Task[None]] = set()
+        self._clients = Renewed(self._open, _close)
 
     async def open(self) -> None:
         """Load the SDK's description of the service and open the client. Raises Undelivered."""
         try:
-            await self._link.get()
+            await self._clients.open()
         except Exception as error:
             raise _fault(error) from None
 
     async def close(self) -> None:
         """Close the connections."""
-        link = await self._link.close()
-        if link is not None:
-            await link.stack.aclose()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._clients.close()
 
     async def call(
         self, operation: str, parameters: dict[str, Any], *, has_entries: bool = True
     ) -> dict[str, Any]:
         """Send a request; returns the response. Raises Undelivered, and Rejected if one of its entries is at fault."""
         await self.open()
-        link = await self._link.get()
-        try:
-            response: dict[str, Any] = await getattr(link.client, operation)(**parameters)
-        except Exception as error:
-            fault = _fault(error, has_entries)
-            if isinstance(fault, Unauthorized) and self._link.forget(link):
-                # The SDK does not read again what it has read once, such as a file with keys.
-                closing = asyncio.create_task(link.stack.aclose())
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
-            raise fault from None
+        async with self._clients.use() as opened:
+            try:
+                response: dict[str, Any] = await getattr(opened.client, operation)(**parameters)
+            except Exception as error:
+                raise _fault(error, has_entries) from None
         return response
 
     async def _open(self) -> _OpenClient:
@@ -114,6 +104,10 @@ class _OpenClient:
     def __init__(self, client: Any, stack: AsyncExitStack) -> None:
         self.client = client
         self.stack = stack
+
+
+async def _close(opened: _OpenClient) -> None:
+    await opened.stack.aclose()
 
 
 def _fault(error: Exception, has_entries: bool = False) -> Exception:

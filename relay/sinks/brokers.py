@@ -6,20 +6,31 @@ The names of `__all__` are public: a sink of yours for a broker uses them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from contextlib import asynccontextmanager
 from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from relay.config.fields import Template
 from relay.config.handlers import BrokerHandler
-from relay.faults import Rejected, Undelivered
+from relay.faults import Rejected, Unauthorized, Undelivered
 from relay.model import trace_context
 from relay.model.events import Event, Transaction
 from relay.runtime.shielding import shielded
 from relay.sinks import cloudevents
 
-__all__ = ["Broker", "BrokerSettings", "Message", "Publishing", "Shared"]
+__all__ = ["Broker", "BrokerSettings", "Message", "Publishing", "Renewed", "Shared"]
 
 BrokerSettings = BrokerHandler
 
@@ -194,6 +205,72 @@ class Shared(Generic[Link]):
 
     def _holds(self, task: asyncio.Task[Link]) -> bool:
         return _succeeded(task) and self._is_usable(task.result())
+
+
+FRESH_SECONDS = 1.0
+"""A client that was opened less than this ago is not opened again: that costs more than a request."""
+
+
+class Renewed(Generic[Link]):
+    """A client that is opened again after its credentials were refused, since its library does not read them again.
+
+    A refusal may be of one destination among others. So the client that it has come to is closed after the calls that
+    use it, and not beneath them.
+    """
+
+    def __init__(
+        self,
+        open_client: Callable[[], Coroutine[Any, Any, Link]],
+        close_client: Callable[[Link], Coroutine[Any, Any, None]],
+    ) -> None:
+        self._shared = Shared(self._open, lambda _: True)
+        self._open_client = open_client
+        self._close_client = close_client
+        self._opened_at = 0.0
+        self._users: Counter[Link] = Counter()
+        self._refused: set[Link] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def _open(self) -> Link:
+        client = await self._open_client()
+        self._opened_at = time.monotonic()
+        return client
+
+    async def open(self) -> None:
+        """Open the client, unless it is open. Raises the errors of opening it."""
+        await self._shared.get()
+
+    @asynccontextmanager
+    async def use(self) -> AsyncIterator[Link]:
+        """The client, for one call. If the block raises Unauthorized, the next caller gets another one."""
+        client = await self._shared.get()
+        self._users[client] += 1
+        try:
+            yield client
+        except Unauthorized:
+            is_fresh = time.monotonic() - self._opened_at < FRESH_SECONDS
+            if not is_fresh and self._shared.forget(client):
+                self._refused.add(client)
+            raise
+        finally:
+            self._users[client] -= 1
+            if not self._users[client]:
+                del self._users[client]
+                if client in self._refused:
+                    self._refused.discard(client)
+                    self._close_soon(client)
+
+    def _close_soon(self, client: Link) -> None:
+        closing = asyncio.create_task(self._close_client(client))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Close the clients; calls have ended."""
+        client = await self._shared.close()
+        if client is not None:
+            await self._close_client(client)
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
 
 def _succeeded(task: asyncio.Task[Any]) -> bool:

@@ -26,7 +26,7 @@ from google.pubsub_v1.types import PubsubMessage
 
 from relay.faults import Rejected, Unauthorized, Undelivered
 from relay.sinks.batching import Outgoing, RequestLimits
-from relay.sinks.brokers import Message, Shared
+from relay.sinks.brokers import Message, Renewed
 from relay.sinks.pubsub import Settings
 
 _TOPIC = re.compile(r"projects/[^/]+/topics/[^/]+")
@@ -57,20 +57,18 @@ class PubSub:
     def __init__(self, settings: Settings) -> None:
         self._endpoint = settings.endpoint
         self._timeout = settings.timeout
-        self._client = Shared(self._open, lambda _: True)
+        self._clients = Renewed(self._open, _close)
 
     async def open(self) -> None:
         """Find the credentials and open the client. Raises Undelivered."""
         try:
-            await self._client.get()
+            await self._clients.open()
         except GoogleAuthError as error:
             raise _fault(error) from None
 
     async def close(self) -> None:
         """Close the connections."""
-        client = await self._client.close()
-        if client is not None:
-            await _close(client)
+        await self._clients.close()
 
     def outgoing(self, message: Message) -> Outgoing[PubsubMessage]:
         """The entry of a message. Raises Rejected for a topic that is none, or an ordering key that is too long."""
@@ -92,17 +90,13 @@ class PubSub:
     ) -> list[Exception | None]:
         """Publish entries in one request. Raises Undelivered or Rejected."""
         await self.open()
-        client = await self._client.get()
-        try:
-            response = await client.publish(
-                topic=group.topic, messages=list(entries), retry=None, timeout=self._timeout
-            )
-        except (GoogleAPICallError, GoogleAuthError, OSError) as error:
-            fault = _fault(error)
-            if isinstance(fault, Unauthorized) and self._client.forget(client):
-                # The library does not read again what it has read once, such as a file with a key.
-                await _close(client)
-            raise fault from None
+        async with self._clients.use() as client:
+            try:
+                response = await client.publish(
+                    topic=group.topic, messages=list(entries), retry=None, timeout=self._timeout
+                )
+            except (GoogleAPICallError, GoogleAuthError, OSError) as error:
+                raise _fault(error) from None
         if len(response.message_ids) != len(entries):
             raise Undelivered("the response has not one id for each message")
         return [None] * len(entries)

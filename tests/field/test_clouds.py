@@ -49,6 +49,11 @@ def _credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.fixture
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relay.sinks.brokers.FRESH_SECONDS", 0.0)
+
+
 @pytest.fixture(params=["sqs", "sns"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -310,6 +315,7 @@ def test_a_standard_queue_gets_neither_group_nor_identity(kind: str) -> None:
         assert [(each["group"], each["identity"]) for each in aws.messages] == [("", "")]
 
 
+@pytest.mark.usefixtures("_at_once")
 def test_credentials_that_expire_are_read_again(
     aws: Aws, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,6 +427,46 @@ def test_connections_that_the_service_closes_are_replaced(aws: Aws, kind: str) -
 
     using(of(aws, kind), deliver)
     assert amounts(aws.events()) == list(range(5))
+
+
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize("of_kind", ["sqs", "sns", "pubsub"])
+def test_a_destination_that_refuses_relay_disturbs_no_request_to_another(of_kind: str) -> None:
+    """Deliveries in flight go on while the client is opened again, since the credentials may be new."""
+
+    async def deliver(sink: Sink) -> None:
+        await sink.deliver(numbered(0, aggregate_id="orders"))
+        server.delay = 0.3
+        others = asyncio.create_task(
+            delivered(sink, *(numbered(each, host=each, aggregate_id="orders") for each in (1, 2)))
+        )
+        await asyncio.sleep(0.1)
+        with pytest.raises(Unauthorized):
+            await sink.deliver(numbered(3, host=3, aggregate_id="forbidden"))
+        assert await others == [None, None]
+        await sink.deliver(numbered(4, host=4, aggregate_id="orders"))
+
+    with PubSub() if of_kind == "pubsub" else Aws() as server:
+        settings = server.handler() if isinstance(server, PubSub) else of(server, of_kind)
+        topic = settings["topic"].replace("orders", "{aggregate_id}")
+        using({**settings, "topic": topic}, deliver)
+        assert [each["data"]["amount"] for each in server.events()] in ([0, 1, 2, 4], [0, 2, 1, 4])
+
+
+def test_a_destination_that_refuses_relay_opens_few_clients(aws: Aws) -> None:
+    async def deliver(sink: Sink) -> None:
+        results = []
+        for number in range(200):
+            results += await delivered(
+                sink,
+                numbered(number, aggregate_id="orders"),
+                numbered(number, host=2, aggregate_id="forbidden"),
+            )
+        assert {type(each) for each in results} == {type(None), Unauthorized}
+
+    using(aws.sqs(topic="{aggregate_id}.fifo"), deliver)
+    assert amounts(aws.events()) == list(range(200))
+    assert aws.connections < 20
 
 
 @pytest.fixture
