@@ -214,8 +214,7 @@ FRESH_SECONDS = 1.0
 class Renewed(Generic[Link]):
     """A client that is opened again after its credentials were refused, since its library does not read them again.
 
-    A refusal may be of one destination among others. So the client that it has come to is closed after the calls that
-    use it, and not beneath them.
+    A refusal may be of one destination among others: the former client is closed once no call uses it.
     """
 
     def __init__(
