@@ -38,6 +38,7 @@ import errno
 import re
 import socket
 import ssl
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from enum import Enum
@@ -552,7 +553,10 @@ def _message(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return a fault's text for a log: kind and SQLSTATE, and a message only if it cannot quote values."""
+    """Return a fault's text for a log: kind and SQLSTATE, and a message only if it cannot quote values.
+
+    For an error of users' code the line of theirs follows: the message of the dead letter may come an hour later.
+    """
     if isinstance(error, RelayError):
         return str(error)
     name = type(error).__name__
@@ -561,7 +565,7 @@ def describe(error: BaseException) -> str:
     ):
         return f"{name}: {error}"
     if not isinstance(error, psycopg.Error):
-        return name
+        return f"{name}{_raised_in(error)}"
     parts = [name]
     if error.sqlstate:
         parts.append(f"sqlstate {error.sqlstate}")
@@ -575,6 +579,15 @@ def describe(error: BaseException) -> str:
     elif error.diag.constraint_name:
         parts.append(f"constraint {error.diag.constraint_name}")
     return ": ".join(parts)
+
+
+def _raised_in(error: BaseException) -> str:
+    """Return file and line of a user's code in which an error was raised, or which called what raised it."""
+    frames = traceback.StackSummary.extract(
+        traceback.walk_tb(error.__traceback__), lookup_lines=False
+    )
+    of_users = [frame for frame in frames if not frame.filename.startswith(_NOT_USERS)]
+    return "".join(f" ({Path(each.filename).name}:{each.lineno})" for each in of_users[-1:])
 
 
 def kind_of(error: BaseException) -> str:
@@ -610,6 +623,8 @@ _LONGEST_MESSAGE = 10_000
 """A message may quote a payload, or all of a server's answer; a text of a gigabyte could not be stored."""
 _FRAMES = 5
 _RELAY = str(Path(__file__).parent)
+_NOT_USERS = (_RELAY, "<", *{sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib")})
+"""Where the code of relay, of Python and of installed packages is."""
 _DRIVER = str(Path(psycopg.__file__).parent)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gzip
+import json
 import pickle
 import smtplib
 import socket
@@ -451,3 +452,15 @@ def test_only_a_server_that_does_not_answer_is_to_be_started(
     with pytest.raises(RelayError) as raised, connections.reach("", "source.dsn"):
         pass
     assert str(raised.value).endswith(hint)
+
+
+def test_a_fault_of_users_code_is_described_with_their_line() -> None:
+    """Also where what it calls raises: the line in a library says nothing to its author."""
+    with pytest.raises(KeyError) as own:
+        raise KeyError(SECRET)
+    with pytest.raises(json.JSONDecodeError) as called:
+        json.loads(SECRET)
+    lines = [found.traceback[0].lineno + 1 for found in (own, called)]
+    assert describe(own.value) == f"KeyError (test_faults.py:{lines[0]})"
+    assert describe(called.value) == f"JSONDecodeError (test_faults.py:{lines[1]})"
+    assert describe(KeyError(SECRET)) == "KeyError"
