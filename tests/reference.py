@@ -9,23 +9,20 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import textwrap
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from importlib import import_module
 from itertools import pairwise
 from types import ModuleType
 from typing import Any, get_args, get_origin
 
 import typer
-from pydantic import BaseModel, SecretStr
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel
 
 from relay.cli.app import app
+from relay.config.description import DescribedKey, described, first_paragraph, keys, model_in
 from relay.config.handlers import KINDS, AnyHandler, BrokerHandler, DeliveryHandler, SinkHandler
 from relay.config.settings import EventTypeSettings, Settings
-from relay.config.types import written
 from tests.pages import DOCS
 from tests.process import ROOT
 from tests.sql_meanings import COLUMNS, FUNCTIONS, TABLES
@@ -65,117 +62,17 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 # Configuration
 
 
-def described(model: type[BaseModel]) -> dict[str, str]:
-    """The docstring below each field of a model, in its class or a base class."""
-    found: dict[str, str] = {}
-    for each in reversed(model.__mro__):
-        if not issubclass(each, BaseModel) or each.__module__.startswith("pydantic"):
-            continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for field, text in zip(body.body, body.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(text, ast.Expr)
-                and isinstance(text.value, ast.Constant)
-            ):
-                found[field.target.id] = inspect.cleandoc(str(text.value.value))
-    return found
-
-
-def type_of(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
-    """The description of a JSON schema, with its bounds."""
-    if "$ref" in schema:
-        return type_of(definitions[schema["$ref"].rpartition("/")[2]], definitions)
-    if alternatives := schema.get("anyOf") or schema.get("oneOf"):
-        # Null first: the bounds follow the other type.
-        ordered = sorted(alternatives, key=lambda each: each.get("type") != "null")
-        return " or ".join(dict.fromkeys(type_of(each, definitions) for each in ordered))
-    if "enum" in schema or "const" in schema:
-        return ", ".join(f"`{each}`" for each in schema.get("enum", [schema.get("const")]))
-    if schema.get("format") == "password":
-        return "[secret](../how-to/secrets.md)"
-    kind = schema.get("type", "any")
-    if kind == "array" and "prefixItems" in schema:
-        return "`host:port`"
-    if kind == "array":
-        return f"list of {type_of(schema['items'], definitions)}"
-    if kind == "object" and isinstance(schema.get("additionalProperties"), dict):
-        return f"mapping to {type_of(schema['additionalProperties'], definitions)}"
-    words = {
-        "object": "mapping",
-        "string": "path" if schema.get("format") == "path" else "text",
-        "boolean": "`true`, `false`",
-    }
-    name = "duration, such as `7d`" if schema.get("format") == "duration" else words.get(kind, kind)
-    return name + "".join(f", {bound}" for bound in bounds(schema))
-
-
-def bounds(schema: dict[str, Any]) -> Iterator[str]:
-    """The bounds of a value."""
-    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    for key, sign in signs.items():
-        if key in schema and abs(schema[key]) < 1e9:  # the technical bound of seconds is not shown
-            yield f"{sign} {schema[key]:g}"
-    if schema.get("maxLength"):
-        yield f"at most {schema['maxLength']} characters"
-    elif schema.get("minLength"):
-        yield "not empty"
-    if "pattern" in schema:
-        yield f"matching `{schema['pattern']}`"
-
-
-def default_of(field: FieldInfo) -> str:
-    """A default value in YAML."""
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True, validated_data={})
-    if isinstance(value, SecretStr):
-        value = value.get_secret_value()
-    if isinstance(value, timedelta):
-        value = written(value)
-    if isinstance(value, BaseModel):
-        return ""
-    plain = {None: "null", True: "true", False: "false", "": '""'}
-    text = plain[value] if isinstance(value, bool | str | None) and value in plain else str(value)
-    return f"`{text}`".replace("'", "")
-
-
-def model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model of a field that is a section; None for another field."""
-    parts = (annotation, *get_args(annotation))
-    sections = [each for each in parts if inspect.isclass(each) and issubclass(each, BaseModel)]
-    return sections[0] if len(sections) == 1 else None
-
-
-def keys(
-    model: type[BaseModel], above: str = "", only: set[str] | None = None
-) -> Iterator[tuple[str, ...]]:
-    """The rows of a model's table, with the keys of the sections in it."""
-    schema = model.model_json_schema()
-    texts = described(model)
-    for name, field in model.model_fields.items():
-        if only is not None and name not in only:
-            continue
-        key = above + (field.alias or name)
-        if (section := model_in(field.annotation)) is not None and "dict" not in str(
-            field.annotation
-        ):
-            if type(None) in get_args(field.annotation):
-                yield f"`{key}`", "null or a section", default_of(field), texts[name]
-            yield from keys(section, f"{key}.")
-            continue
-        of_key = schema["properties"][field.alias or name]
-        if least := [m.ge for m in field.metadata if isinstance(getattr(m, "ge", None), int)]:
-            # pydantic omits it beside another bound.
-            of_key = {**of_key, "minimum": least[-1]}
-            of_key.pop("exclusiveMinimum", None)
-        yield f"`{key}`", type_of(of_key, schema.get("$defs", {})), default_of(field), texts[name]
+def row(key: DescribedKey) -> tuple[str, ...]:
+    """The row of a key. Raises ValueError for one without a docstring."""
+    if not key.meaning:
+        raise ValueError(f"{key.name} has no docstring")
+    default = key.default if key.default in ("", "required") else f"`{key.default}`"
+    kind = re.sub(r"\bsecret\b", "[secret](../how-to/secrets.md)", key.type)
+    return f"`{key.name}`", kind, default, key.meaning
 
 
 def keys_table(model: type[BaseModel], only: set[str] | None = None) -> str:
-    return table(("key", "type", "default", "meaning"), list(keys(model, only=only)))
+    return table(("key", "type", "default", "meaning"), list(map(row, keys(model, only=only))))
 
 
 def own(model: type[BaseModel]) -> set[str]:
@@ -229,17 +126,13 @@ def settings() -> str:
             sections.append(f"## {name}\n\n{first_paragraph(section)}\n\n{keys_table(section)}")
         else:
             lone.append(name)
-    top = table(("key", "type", "default", "meaning"), list(keys(Settings, only=set(lone))))
+    top = keys_table(Settings, set(lone))
     return (
         f"# Configuration keys\n\n{_NOTE}\nEvery key with its type, bounds and default. "
         "[Configuration](configuration.md) describes how they work together, with examples; "
         "`config/relay.yaml` has them all in a file.\n\n"
         f"## Without a section\n\n{top}\n" + "\n".join(sections)
     )
-
-
-def first_paragraph(thing: Any) -> str:
-    return (inspect.getdoc(thing) or "").partition("\n\n")[0]
 
 
 # Commands

@@ -18,6 +18,7 @@ from relay.cli.dlq import dlq
 from relay.cli.endpoints import endpoint
 from relay.cli.export import schema, spark
 from relay.cli.install import check, init, uninstall
+from relay.cli.keys import keys
 from relay.cli.offsets import offsets
 from relay.cli.options import fail, out
 from relay.cli.publish import publish
@@ -48,7 +49,7 @@ _ORDER = (
         "offsets",
         "console",
     ),
-    *("partition", "erase", "restore", "schema", "spark", "demo", "uninstall"),
+    *("partition", "erase", "restore", "schema", "keys", "spark", "demo", "uninstall"),
 )
 
 
@@ -88,6 +89,7 @@ for command in (
     partition,
     erase,
     restore,
+    keys,
     demo,
     uninstall,
 ):

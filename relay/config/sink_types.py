@@ -28,6 +28,11 @@ def names() -> list[str]:
     return sorted(entry_points(group=GROUP).names)
 
 
+def packages() -> dict[str, str]:
+    """The package that brings each of the types `names`."""
+    return {each.name: _package(each) for each in entry_points(group=GROUP)}
+
+
 @cache
 def module_of(kind: str) -> ModuleType:
     """The module of one of the types `names`.

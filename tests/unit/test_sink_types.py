@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from relay.cli.keys import keys
 from relay.config import sink_types
 from relay.config.effects import Effects
 from relay.config.loading import load
@@ -193,3 +195,36 @@ def test_a_package_is_imported_only_where_a_handler_has_its_type(
     install(site, "relay-pipe", {"pipe": "relay_pipe"}, {"relay_pipe": MODULE})
     loaded(tmp_path, "{type: http, url: http://a}")
     assert "relay_pipe" not in sys.modules
+
+
+def test_the_keys_of_a_type_are_shown(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unusual = MODULE.replace("channel: Alike[str]", "channel: Alike[Callable[[], None]]")
+    unusual = unusual.replace("import Literal", "import Callable, Literal").replace("pipe", "odd")
+    install(site, "relay-pipe", {"pipe": "relay_pipe"}, {"relay_pipe": MODULE})
+    install(site, "relay-odd", {"odd": "relay_odd"}, {"relay_odd": unusual})
+    install(site, "relay-broken", {"broken": "nowhere"})
+    keys()
+    listed = dict(line.split("\t", 1) for line in capsys.readouterr().out.splitlines())
+    assert listed["pipe"] == "relay-pipe\tA pipe."
+    assert listed["broken"].startswith("relay-broken\tcannot be used: broken needs nowhere")
+    assert listed["http"] == "relay\tAn endpoint to which relay posts CloudEvents."
+    keys("pipe")
+    described = capsys.readouterr().out.splitlines()
+    assert described[0] == "key\ttype\tdefault\tmeaning"
+    assert described[-2:] == [
+        "channel\ttext\trequired\tWhere it leads.",
+        "token\tnull or secret\tnull\tWho may use it.",
+    ]
+    assert "retry.attempts\tnull or integer, > 0\tnull\tThe attempts after which" in "\n".join(
+        described
+    )
+    keys("odd", as_json=True)
+    *_, channel, _ = json.loads(capsys.readouterr().out)
+    assert channel == {
+        "name": "channel",
+        "type": "any",
+        "default": "required",
+        "meaning": "Where it leads.",
+    }
+    with pytest.raises(ConfigurationError, match=r"^type pipes: must be one of .*, pipe"):
+        keys("pipes")
