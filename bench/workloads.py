@@ -14,6 +14,7 @@ from bench import (
     live,
     memory,
     outage_workloads,
+    queues,
     sink_workloads,
 )
 from bench.backlog import STATEMENTS
@@ -360,6 +361,7 @@ WORKLOADS: dict[str, Callable[[Plan], Iterator[Workload]]] = {
     "scale-cluster": scale_cluster,
     "publish": publish,
     "client": client_publish,
+    "queues": queues.queues,
     "spark-read": spark_read,
     "delta": delta_table,
     "sinks-function": sink_workloads.sinks_function,
