@@ -61,18 +61,19 @@ def run(
 ) -> list[Transaction]:
     """Run a handler of a configuration once, with those of the events that the routes lead to it.
 
-    Returns the business transactions that it got. `sql`, `python` and `queue` handlers run in a database transaction of
-    `conn`, or in a savepoint if one is open; it is rolled back if the handler raises. A sink delivers to its
-    destination, or to `sink` in its place; `delivery.transaction()` of a function lends `conn`. `attempt` is the number
-    of the attempt.
+    `config` is the path of the configuration, or the mapping that its file would have. Returns the business
+    transactions that the handler got. `sql`, `python` and `queue` handlers run in a database transaction of `conn`, or
+    in a savepoint if one is open; it is rolled back if the handler raises. A sink delivers to its destination, or to
+    `sink` in its place; `delivery.transaction()` of a function lends `conn`. `attempt` is the number of the attempt.
 
     Raises what the handler raises, NotRouted if no route matches an event, ValueError if the handler gets none of the
-    events or cannot be run so, and ConfigurationError. Not for the thread of a running event loop.
+    events or cannot be run so, ConfigurationError, and RuntimeError for a sink in the thread of an event loop.
     """
     settings = _settings(config)
     handler = _handler(settings, name)
     own = _routed_to(settings, name, events, attempt)
     if isinstance(handler, DeliveryHandler):
+        _require_no_loop()
         built = _sink(settings, name, handler, conn, sink)
         asyncio.run(_deliver(built, name, handler, own))
     elif sink is not None:
@@ -101,6 +102,14 @@ def routed(config: Config, *events: GivenEvent) -> list[tuple[str, ...]]:
             handlers_of_events(rules, one, RowDecoder(one.columns, source.mapping)) for one in each
         )
     )
+
+
+def _require_no_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError("an event loop runs in this thread: await asyncio.to_thread(run, …)")
 
 
 def _settings(config: Config) -> Settings:

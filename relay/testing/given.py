@@ -6,6 +6,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from decimal import Decimal
+from math import isfinite
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -134,13 +136,46 @@ def _text(number: int, name: str, value: Any, source: SourceSettings) -> bytes |
     kind = source.sql_types.get(name, "text")
     try:
         # The fault of a document names the key in it.
-        text = exact_json.dumps(value, name) if name in JSON_FIELDS else printed(kind, value)
+        text = (
+            exact_json.dumps(_as_jsonb(value), name)
+            if name in JSON_FIELDS
+            else printed(kind, value)
+        )
     except (ValueError, OverflowError) as error:
         if name in JSON_FIELDS:
             raise ValueError(f"event {number}: {error}") from None
         fault = str(error) if isinstance(error, InvalidValue) else f"is not of type {kind}"
         raise ValueError(f"event {number}: {name} {fault}") from None
     return text.encode()
+
+
+def _as_jsonb(value: Any) -> Any:
+    """A document with the order of keys, and the form of numbers, in which jsonb is printed."""
+    try:
+        return _ordered(value)
+    except RecursionError:
+        # Nobody tests the order of keys in so many levels; or it contains itself, which is found when it is printed.
+        return value
+
+
+def _ordered(value: Any) -> Any:
+    if isinstance(value, dict):
+        keys = sorted(value, key=_order_of_key)
+        return {key: _ordered(value[key]) for key in keys}
+    if isinstance(value, list | tuple):
+        return [_ordered(each) for each in value]
+    if isinstance(value, float) and isfinite(value):
+        return exact_json.Number(format(Decimal(repr(value or 0.0)), "f"))
+    return value
+
+
+def _order_of_key(key: object) -> tuple[int, bytes]:
+    """Shorter keys first, and those of a length by their octets; what is no text is found when it is printed.
+
+    Source: PostgreSQL's `jsonb_util.c`, lengthCompareJsonbStringValue.
+    """
+    octets = str(key).encode("utf-8", "surrogatepass")
+    return len(octets), octets
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -260,7 +260,11 @@ def test_events_of_dictionaries_are_the_rows_that_the_stream_brings(outbox: Deco
         "aggregate_type": "Order",
         "event_type": "order.é",
         "event_ts": moment,
-        "payload": {"a": [1.50, -12, None, True], "bb": "ü\n\u2028", "ccc": {}},
+        "payload": {
+            "ccc": {"ü": 1, "b": 2, "zz": 3, "a": 4},
+            "a": [1.50, -12, None, True, 1e20, 1.5e-7, -0.0, 123456789.0123, 10**30, 5e-324],
+            "bb": "ü\n\u2028\x01",
+        },
         "metadata": [],
         "c_offset": 11,
         "transaction_id": uuid.UUID(int=4),
@@ -289,6 +293,27 @@ def test_events_of_dictionaries_are_the_rows_that_the_stream_brings(outbox: Deco
     for own, other in zip(encoded, streamed, strict=True):
         for event, like in zip(outbox.decode(own), outbox.decode(other), strict=True):
             assert [event.text(name) for name in FIELDS] == [like.text(name) for name in FIELDS]
+
+
+DOCUMENT = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT
+    | AWKWARD,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT | AWKWARD, inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(document=DOCUMENT.filter(lambda each: each is not None))
+def test_a_given_document_is_printed_as_jsonb_is(outbox: Decoded, document: Any) -> None:
+    (own,) = encode([{"payload": document}], outbox.settings.source)
+    (event,) = outbox.decode(own)
+    printed = outbox.conn.execute("select %s::jsonb::text", (json.dumps(document),)).fetchone()
+    assert (event.text("payload"),) == printed
 
 
 def in_order(rows: Sequence[Printed]) -> list[Printed]:

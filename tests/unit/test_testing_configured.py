@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -282,3 +283,14 @@ def test_a_table_of_the_user_has_the_columns_of_the_configuration() -> None:
     ):
         with pytest.raises(ValueError, match=error):
             run(config, "hook", given, sink=sink)
+
+
+def test_in_an_event_loop_it_says_what_to_do() -> None:
+    async def test() -> None:
+        with pytest.raises(RuntimeError, match="to_thread"):
+            run(CONFIG, "hook", HOOK, sink=MemorySink())
+        sink = MemorySink()
+        await asyncio.to_thread(run, CONFIG, "hook", HOOK, sink=sink)
+        assert len(sink.events) == 1
+
+    asyncio.run(test())
