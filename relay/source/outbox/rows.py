@@ -46,6 +46,8 @@ _LONGEST = 16_384
 """How many times longer than its stored form a text can be, such as that of the number 1e131071."""
 _SHORTENED = 1_000
 """How many characters are read of each text of a row that is too large."""
+_SHORT = frozenset({16, 20, 21, 23, 26, 700, 701, 1082, 1114, 1184, 2950, 5069})
+"""The types of fixed length, whose texts are short: numbers, times, uuid, xid8."""
 _BACKSLASH = ord("\\")
 _ESCAPED = re.compile(rb"\\(.)", re.DOTALL)
 _CONTROLS = {b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"}
@@ -243,7 +245,11 @@ class OutboxRows(OutboxTable):
 
     def large(self, conn: Connection, shares: Collection[Share]) -> list[int]:
         """The c_offsets of rows whose values exceed `source.max_event_bytes` as text, or cannot be made a text."""
-        columns = [sql.Identifier(name) for name, _ in self.columns(conn)]
+        columns = [
+            sql.Identifier(name) for name, type_oid in self.columns(conn) if type_oid not in _SHORT
+        ]
+        if not columns:
+            return []
         length = sql.SQL(" + ").join(
             sql.SQL("coalesce(octet_length({}::text)::bigint, 0)").format(column)
             for column in columns
