@@ -14,13 +14,14 @@ from relay.console import models
 from relay.console.charts import Series
 from relay.console.forms import CallerDep, GroupDep
 from relay.console.group import HISTORY_HOURS, MOST, PAGE, GroupView, Page, Partitions
-from relay.console.models import Changed, Count, Moved, Problem
+from relay.console.models import Changed, Count, MessageCount, Moved, Problem
 from relay.faults import ConfigurationError
 from relay.store.actions import Action
 from relay.store.brakes import BrakedHandler
 from relay.store.dead_letters.selection import ActedOnDead, DeadTransaction, Kind
 from relay.store.deferred.selection import Deferred
 from relay.store.endpoints import StoredEndpoint
+from relay.store.queues import QueueFigures
 
 DESCRIPTION = """
 Every action takes a `reason`, which is stored with the operator: the user that a reverse proxy names, or the header
@@ -121,6 +122,41 @@ def resume(group: GroupDep, caller: CallerDep, sink: str, act: models.Act) -> Ch
 def endpoints(group: GroupDep, sink: str, limit: Limit = MOST) -> list[StoredEndpoint]:
     """List endpoints of a sink, which data choose, that fail or are disabled, the disabled ones first."""
     return group.endpoints(sink, limit)
+
+
+@router.get(_GROUP + "/queues", tags=["queues"])
+def queues(group: GroupDep) -> list[QueueFigures]:
+    """List the work queues with their figures, each of which counts to 100,001 at most."""
+    return group.queues()
+
+
+@router.get(_GROUP + "/queues/{queue:path}/messages", tags=["queues"])
+def queue(
+    group: GroupDep, queue: str, limit: Limit = MOST, state: str | None = None
+) -> models.QueueAnswer:
+    """Read a queue and its messages that are not done, the oldest first; only those in a state if one is given."""
+    figures, items = group.queue(queue, state, limit)
+    return models.QueueAnswer(figures=figures, items=items)
+
+
+@router.post(_GROUP + "/queues/{queue:path}/pause", tags=["queues"])
+def pause_queue(group: GroupDep, caller: CallerDep, queue: str, act: models.Act) -> Changed:
+    """Let nobody take from a queue. relay fills it all the same."""
+    return Changed(changed=group.pause_queue(queue, True, caller.name, act.reason))
+
+
+@router.post(_GROUP + "/queues/{queue:path}/resume", tags=["queues"])
+def resume_queue(group: GroupDep, caller: CallerDep, queue: str, act: models.Act) -> Changed:
+    """Let workers take from a paused queue again."""
+    return Changed(changed=group.pause_queue(queue, False, caller.name, act.reason))
+
+
+@router.post(_GROUP + "/queues/{queue:path}/retry", tags=["queues"])
+def retry_queue(
+    group: GroupDep, caller: CallerDep, queue: str, act: models.QueueRetryAct
+) -> MessageCount:
+    """Put dead letters of a queue into it again, after the messages that are there."""
+    return MessageCount(messages=group.retry_queue(queue, act.ids, caller.name, act.reason))
 
 
 @router.post(_GROUP + "/sinks/{sink:path}/endpoints/disable", tags=["sinks"])

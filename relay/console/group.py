@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import psycopg
 
-from relay.admin import endpoints, sinks, status
+from relay.admin import endpoints, queues, sinks, status
 from relay.admin.connections import reach_target
 from relay.admin.dead_letters import DeadLetters, printed
 from relay.admin.deferred import DeferredTransactions
@@ -51,6 +51,7 @@ from relay.store.deferred import selection as deferred_selection
 from relay.store.deferred.selection import Deferred, DeferredSelection, FoundDeferred
 from relay.store.endpoints import StoredEndpoint
 from relay.store.positions import offsets
+from relay.store.queues import QueueFigures, QueueItem
 
 READ_SECONDS = 8.0
 """Longest time of a statement that only reads."""
@@ -346,6 +347,38 @@ class GroupView:
         """Enable an endpoint; return whether it was disabled."""
         with acting(by):
             return endpoints.set_disabled(self._settings, sink, endpoint, False, reason) is not None
+
+    def queues(self) -> list[QueueFigures]:
+        """Read the figures of the work queues."""
+        with reading():
+            return queues.listed(self._settings)
+
+    def queue(
+        self, name: str, state: str | None, limit: int = PAGE
+    ) -> tuple[QueueFigures, list[QueueItem]]:
+        """Read the figures of a queue and its items, the oldest first; only those in a state if one is given.
+
+        Raises Missing for a queue that is not declared.
+        """
+        with reading():
+            self._require_queue(name)
+            return queues.shown(self._settings, name, (state,) if state else (), limit)
+
+    def pause_queue(self, name: str, paused: bool, by: str, reason: str) -> bool:
+        """Pause a queue or let it go on; return whether that changed anything. Raises Missing."""
+        with acting(by):
+            self._require_queue(name)
+            return queues.pause(self._settings, name, paused, reason)
+
+    def retry_queue(self, name: str, ids: Sequence[int], by: str, reason: str) -> int:
+        """Put dead letters into their queue again, all or those with some ids; return how many. Raises Missing."""
+        with acting(by):
+            self._require_queue(name)
+            return queues.requeue(self._settings, name, ids, reason)
+
+    def _require_queue(self, name: str) -> None:
+        if all(each.queue != name for each in queues.listed(self._settings)):
+            raise Missing(f"the group has no queue {name!r}")
 
     def stopped_handlers(self) -> list[brakes.BrakedHandler]:
         """Read the handlers that the brake has stopped."""

@@ -21,6 +21,7 @@ from relay.faults import ConfigurationError
 from relay.store.dead_letters import DeadLetterAction
 from relay.store.dead_letters.selection import DeadLetterSelection
 from relay.store.deferred.selection import DeferredSelection
+from relay.store.queues import QueueFigures, QueueItem
 
 REASON_CHARACTERS = 1_000
 
@@ -118,6 +119,19 @@ class Act(Model):
     reason: ReasonText
 
 
+class QueueAnswer(Model):
+    """A queue, and messages of it that are not done, the oldest first."""
+
+    figures: QueueFigures
+    items: list[QueueItem]
+
+
+class QueueRetryAct(Act):
+    """Which dead letters of a queue are put into it again: all, or those with some ids."""
+
+    ids: list[int] = []
+
+
 class EndpointAct(Act):
     """An action on an endpoint, given by its id or its URL."""
 
@@ -184,6 +198,12 @@ class Count(BaseModel):
 
     transactions: int
     warnings: list[str] = []
+
+
+class MessageCount(BaseModel):
+    """How many messages of a queue the action concerned."""
+
+    messages: int
 
 
 class Moved(BaseModel):

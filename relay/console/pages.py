@@ -31,6 +31,7 @@ from relay.faults import ConfigurationError
 from relay.observe.phrases import counted
 from relay.store.dead_letters.selection import SHOWN_CHARACTERS
 from relay.store.deferred.selection import KINDS
+from relay.store.queues import ITEM_STATES
 
 router = APIRouter(include_in_schema=False)
 
@@ -222,6 +223,50 @@ def sink_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: 
         case _:
             raise HTTPException(404, f"there is no action {action!r} here")
     return views.done(request, to, text)
+
+
+@router.get("/groups/{group}/queues")
+def queues(request: Request, views: ViewsDep, group: GroupDep) -> Response:
+    """Show the work queues."""
+    old = group.kept("queues", lambda: {"queues": group.queues()})
+    return views.page(request, "queues.html", refresh=_OFTEN, old=old, **old.values)
+
+
+@router.get("/groups/{group}/queue")
+def queue(
+    request: Request, views: ViewsDep, group: GroupDep, name: str, state: str = ""
+) -> Response:
+    """Show the messages of a queue that are not done, and the forms of its actions."""
+
+    def read() -> dict[str, Any]:
+        figures, items = group.queue(name, state or None)
+        return {"queue": figures, "items": items}
+
+    old = group.kept(("queue", name, state), read)
+    return views.page(
+        request,
+        "queue.html",
+        old=old,
+        **old.values,
+        state=state,
+        states=ITEM_STATES,
+        refresh=_OFTEN,
+    )
+
+
+@router.post("/groups/{group}/queue/{action}")
+def queue_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: str) -> Response:
+    """Pause or resume a queue, or retry its dead letters."""
+    require_action(action, "pause", "resume", "retry")
+    name, operator, reason = sent.fields.get("name", ""), sent.operator, sent.reason
+    if action == "retry":
+        retried = sent.group.retry_queue(name, (), operator, reason)
+        text = f"{counted(retried, 'message is', 'messages are')} in the queue {name} again."
+    elif sent.group.pause_queue(name, action == "pause", operator, reason):
+        text = f"Queue {name} {'is paused' if action == 'pause' else 'goes on'}."
+    else:
+        text = f"Queue {name} was {'paused already' if action == 'pause' else 'not paused'}."
+    return views.done(request, address(sent.group.name, "queue", name=name), text)
 
 
 @router.get("/groups/{group}/deferred")

@@ -22,6 +22,7 @@ _FLASH_SECONDS = 60
 SECTIONS = (
     ("", "Overview"),
     ("sinks", "Sinks"),
+    ("queues", "Queues"),
     ("dead-letters", "Dead letters"),
     ("deferred", "Deferred"),
     ("partitions", "Partitions"),

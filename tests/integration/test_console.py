@@ -346,6 +346,41 @@ def test_endpoints_that_data_choose_are_disabled_and_enabled(outbox: Outbox) -> 
     ]
 
 
+def test_work_queues(outbox: Outbox) -> None:
+    """Their pages show what is in them; a queue is paused, and its dead letters are retried, there and by the API."""
+    outbox.conn.execute("select relay.declare_queue('a/b <i>', null)")
+    outbox.conn.execute(
+        "select relay.enqueue('a/b <i>', '{}', event_id => n) from unnest('{e1,e2}'::text[]) as n"
+    )
+    outbox.conn.execute(
+        "select relay.fail('a/b <i>', id, 1, 'no address') from relay.claim('a/b <i>')"
+    )
+    name = "a/b <i>"
+    with served(outbox.settings(observe=console_of())) as address:
+        api, visitor = Program(address), Visitor(address)
+        (figures,) = api.get("/queues")
+        assert (figures["queue"], figures["ready"], figures["dead"]) == (name, 1, 1)
+        assert "a/b &lt;i&gt;" in visitor.page(f"{G}/queues")
+        page = visitor.page(f"{G}/queue?name=a/b%20%3Ci%3E&state=dead")
+        assert "no address" in page
+        assert "e1" in page
+        assert "e2" not in page
+        visitor.send(f"{G}/queue/pause", name=name, reason="rest")
+        assert outbox.column("select event_id from relay.take('a/b <i>')") == []
+        path = "/queues/a%2Fb%20%3Ci%3E"
+        assert api.post(f"{path}/resume") == {"changed": True}
+        assert api.post(f"{path}/resume") == {"changed": False}
+        items = api.get(f"{path}/messages", state="enqueued")["items"]
+        assert [each["event_id"] for each in items] == ["e2"]
+        visitor.send(f"{G}/queue/retry", name=name, reason="mended")
+        assert api.post(f"{path}/retry") == {"messages": 0}
+        assert visitor.client.get(f"{G}/queue?name=other").status_code == 404
+    assert outbox.column("select event_id from relay.take('a/b <i>', 2)") == ["e2", "e1"]
+    assert [action for _, action, _, _ in acted(outbox)] == [
+        *("queue pause", "queue resume", "queue retry")
+    ]
+
+
 def test_the_api_does_the_same(outbox: Outbox) -> None:
     """Every action of the API has its effect, and its row among the actions."""
     with Webhook(lambda headers, body: Answer(503)) as hook:
@@ -442,7 +477,7 @@ def test_the_api_is_described(address: str) -> None:
         for path, item in document["paths"].items()
         for method, operation in item.items()
     ]
-    assert len(operations) == 28
+    assert len(operations) == 33
     for path, method, operation in operations:
         assert operation["summary"], path
         assert operation["description"], path
