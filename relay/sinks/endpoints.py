@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 READ_SECONDS = 2.0
 """How often it is read what operators have enabled or disabled, while there are deliveries."""
+FRESH_SECONDS = 0.1
+"""The same while there are deliveries for disabled endpoints: who enables one replays its dead letters next."""
 STORE_SECONDS = 60.0
 """After so long, a failing endpoint is stored, so that a restart goes on counting; each is a row written."""
 LONGEST_TURN_SECONDS = 1.0
@@ -162,12 +164,14 @@ class Endpoints:
             else:
                 self._known.move_to_end(digest)
 
-    async def refresh(self) -> None:
-        """Store what has become of endpoints, and read what operators want, at most every READ_SECONDS.
+    async def refresh(self, seconds: float = READ_SECONDS) -> None:
+        """Store what has become of endpoints, and read what operators want, unless that is known since `seconds` ago.
 
         Raises Undelivered if the target does not answer.
         """
-        if time.monotonic() - self._read_at >= READ_SECONDS:
+        least = time.monotonic() - seconds
+        while self._read_at <= least:
+            # One that has begun before comes too early.
             await asyncio.shield(self._begin_reading())
 
     async def _refresh(self) -> None:
@@ -190,6 +194,7 @@ class Endpoints:
             ended.exception()
 
     async def _read(self) -> None:
+        began = time.monotonic()
         unstored, self._unstored = self._unstored, _Unstored()
         if self._pool is None:
             session = session_settings.statements(SessionKind.OWN, {"lock_timeout": LOCK_TIMEOUT})
@@ -203,7 +208,7 @@ class Endpoints:
                 self._unstored.failing.setdefault(digest, each)
             self._unstored.works |= unstored.works - self._unstored.failing.keys()
             raise Undelivered(f"relay.endpoints cannot be read: {describe(error)}") from None
-        self._read_at, self._after = time.monotonic(), after
+        self._read_at, self._after = began, after
         for row in rows:
             self._note(row)
 

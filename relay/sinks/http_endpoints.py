@@ -24,7 +24,7 @@ from relay.faults import (
 from relay.model.events import Event, Transaction
 from relay.sinks import Target
 from relay.sinks.endpoint_lookup import Lookup
-from relay.sinks.endpoints import EndpointId, Endpoints
+from relay.sinks.endpoints import FRESH_SECONDS, EndpointId, Endpoints
 from relay.sinks.http import AddressNotPublic, Destination, Http, destination, key_of
 from relay.sinks.http_connections import Resolver
 
@@ -101,6 +101,8 @@ class HttpEndpoints(Http):
         posts = await self._chosen_posts(transaction)
         # Before the first one, since what is posted before a fault is posted again.
         for id in dict.fromkeys(each.id for each in posts):
+            if self._endpoints.of(id).disabled is not None:
+                await self._endpoints.refresh(FRESH_SECONDS)
             self._endpoints.require(self._endpoints.of(id))
         for each in posts:
             await self._deliver(each)
