@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import psycopg
 
@@ -56,8 +57,8 @@ def deliver(
 ) -> GivenDelivery:
     """Call a function of `type: function` once with a delivery of these events; returns the delivery.
 
-    An `async def` runs in an event loop of its own. `conn` is what `delivery.transaction()` lends, in a transaction
-    that commits as relay's does. Raises what the function raises.
+    An `async def` runs in an event loop of its own. `conn` is what `delivery.transaction()` lends, to an `async def` as
+    a connection for coroutines, in a transaction that commits as relay's does. Raises what the function raises.
     """
     delivery = GivenDelivery(
         transaction(*events, attempt=attempt, types=types), resource, timeout, conn
@@ -220,6 +221,9 @@ class _GivenTransaction:
             self._block.__exit__(kind, error, trace)
 
     async def __aenter__(self) -> Any:
+        if isinstance(self._conn, psycopg.Connection):
+            self.__enter__()
+            return asynchronous(self._conn)
         self._delivery._begin()
         await self._block.__aenter__()
         return self._conn
@@ -230,6 +234,9 @@ class _GivenTransaction:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if isinstance(self._conn, psycopg.Connection):
+            self.__exit__(kind, error, trace)
+            return
         with self._ending(kind):
             await self._block.__aexit__(kind, error, trace)
 
@@ -242,6 +249,19 @@ class _GivenTransaction:
                 ended = BlockState.COMMITTED
         finally:
             self._delivery._end(ended)
+
+
+_ASYNCHRONOUS: WeakKeyDictionary[psycopg.Connection[Any], psycopg.AsyncConnection[Any]] = (
+    WeakKeyDictionary()
+)
+
+
+def asynchronous(conn: psycopg.Connection[Any]) -> psycopg.AsyncConnection[Any]:
+    """The session of a connection for coroutines: one object, for as long as the connection, whose owner closes it."""
+    found = _ASYNCHRONOUS.get(conn)
+    if found is None:
+        found = _ASYNCHRONOUS[conn] = psycopg.AsyncConnection(conn.pgconn)
+    return found
 
 
 def _call(function: Callable[[Any], Any], argument: object) -> None:

@@ -44,6 +44,7 @@ from relay.sinks.function import Function
 from relay.sinks.function_transactions import Completing, TargetSessions
 from relay.store.handler_sessions import guarded
 from relay.store.positions.completions import Completion
+from relay.testing.calls import asynchronous
 from relay.testing.given import GivenEvent, encode
 from relay.testing.memory_sink import MemorySink
 
@@ -254,3 +255,7 @@ class _GivenSessions(TargetSessions):
             if delivery._is_over:
                 raise Undelivered("the attempt was given up")
             yield self._conn
+
+    def asynchronous(self, conn: psycopg.Connection[Any]) -> psycopg.AsyncConnection[Any]:
+        """The same session for coroutines."""
+        return asynchronous(conn)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
+from uuid import UUID
 
 import psycopg
 import pytest
 from psycopg.rows import dict_row
 
 from relay import Delivery, Transaction
-from relay.faults import ConfigurationError, TransactionAborted
-from relay.testing import run
-from tests.outbox import Outbox
+from relay.faults import ConfigurationError, Rejected, TransactionAborted
+from relay.testing import deliver, run
+from tests.webhook import Answer, Webhook
 
 SCHEMA = """
     create schema shop;
@@ -168,13 +170,30 @@ def test_a_function_writes_through_the_connection(
         run(config, "orders", order(1), conn=conn)
 
 
-def test_a_queue_gets_its_messages(outbox: Outbox) -> None:
-    config = outbox.config(**handler("queue", queue="mail"))
-    with pytest.raises(ConfigurationError, match="there is no queue 'mail'"):
-        run(config, "orders", order(1), conn=outbox.conn)
-    outbox.conn.execute("select relay.declare_queue('mail', key => 'host')")
-    run(config, "orders", order(1, 5), order(2, 6), conn=outbox.conn)
-    assert outbox.column("select payload->>'amount' from relay.queue_messages order by id") == [
-        "5",
-        "6",
-    ]
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("in_transaction", [False, True])
+def test_a_function_alone_writes_through_the_connection(
+    in_transaction: bool, conn: psycopg.Connection[Any]
+) -> None:
+    with conn.transaction() if in_transaction else nullcontext():
+        for number, function in enumerate((complete, insert_first)):
+            assert deliver(function, order(number), conn=conn).is_completed
+        with pytest.raises(RuntimeError, match="nothing is committed"):
+            deliver(insert_first, order(3), conn=conn, attempt=2)
+        with pytest.raises(psycopg.errors.UniqueViolation):
+            deliver(complete, order(1), conn=conn)
+        deliver(complete, order(4), conn=conn)
+    assert ids(conn) == ["0", "1", "4"]
+
+
+def test_a_webhook_gets_its_requests() -> None:
+    """An event each, then two business transactions at once."""
+    with Webhook() as webhook:
+        run(handler("http", url=webhook.url), "orders", order(1), order(2))
+        assert [each.event["subject"] for each in webhook.requests] == ["1", "2"]
+        both = [{**order(number), "transaction_id": UUID(int=number)} for number in (3, 4)]
+        run(handler("http", url=webhook.url, each="batch"), "orders", *both)
+        assert [each["subject"] for each in json.loads(webhook.requests[2].body)] == ["3", "4"]
+        webhook.answers = lambda headers, body: Answer(422)
+        with pytest.raises(Rejected):
+            run(handler("http", url=webhook.url), "orders", order(1))
