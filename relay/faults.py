@@ -41,9 +41,11 @@ import ssl
 import sysconfig
 import traceback
 from collections.abc import Sequence
+from datetime import timedelta
 from enum import Enum
 from itertools import dropwhile
 from pathlib import Path
+from typing import Any
 
 import psycopg
 from psycopg.pq.abc import PGresult
@@ -341,9 +343,17 @@ def action_for(error: BaseException) -> FaultAction:
 
 def asked_of(error: BaseException | None) -> float:
     """Return the seconds that a fault asks for before the next attempt, up to `LONGEST_ASKED_SECONDS`; 0 without."""
-    asked = error.after if isinstance(error, TransientFault) else None
+    asked = _seconds(error.after) if isinstance(error, TransientFault) else 0.0
     # An endpoint may ask for NaN, for which every comparison is false.
-    return min(asked, LONGEST_ASKED_SECONDS) if asked is not None and asked > 0 else 0.0
+    return min(asked, LONGEST_ASKED_SECONDS) if asked > 0 else 0.0
+
+
+def _seconds(after: Any) -> float:
+    """The seconds of a wait, as a sink of a package gives it: also the text of a header. 0 if it is no number."""
+    try:
+        return after.total_seconds() if isinstance(after, timedelta) else float(after)
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
 
 
 def is_final(error: BaseException) -> bool:
@@ -563,7 +573,8 @@ def describe(error: BaseException) -> str:
     if isinstance(
         error, Undelivered | Rejected | StatementTimeout | Braked | NotReceived | InvalidEvent
     ):
-        return f"{name}: {error}"
+        text = _storable(" ".join(_message(error)[:_LONGEST_LINE].split()))
+        return f"{name}: {text}" if text else name
     if not isinstance(error, psycopg.Error):
         return f"{name}{_raised_in(error)}"
     parts = [name]
@@ -609,16 +620,21 @@ def exception_text(error: BaseException) -> str:
     prefix = f"{type(error).__name__} [{state}]" if state else type(error).__name__
     lines = [f"{prefix}: {text}" if text else prefix]
     if isinstance(error, Undelivered | Rejected):
-        lines += [error.detail] if error.detail else []
+        lines += [str(error.detail)[:_LONGEST_MESSAGE]] if error.detail else []
     elif isinstance(error, InvalidEvent):
         lines += _last_frames(error.__cause__) if error.__cause__ else []
     else:
         lines += _last_frames(error)
-    whole = "\n".join(lines)
-    # PostgreSQL's text type cannot hold NUL, nor half of a surrogate pair.
-    return whole.replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode()
+    return _storable("\n".join(lines))
 
 
+def _storable(text: str) -> str:
+    """Escape what PostgreSQL's type text cannot hold: NUL, and half of a surrogate pair."""
+    return text.replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode()
+
+
+_LONGEST_LINE = 2_000
+"""A sink may quote all of a server's answer, and the line is in each log and row about the fault."""
 _LONGEST_MESSAGE = 10_000
 """A message may quote a payload, or all of a server's answer; a text of a gigabyte could not be stored."""
 _FRAMES = 5

@@ -1,0 +1,92 @@
+"""What sinks of packages raise, whose texts and numbers come from receivers and libraries.
+
+mldsveda/PyScrappy#143, IBM/mcp-context-forge#5674: Retry-After is a date, and what parses it as a number ends.
+fazer-ai/agents#243, multica-ai/multica#7098, firecrawl/firecrawl#4113, estuary/flow#1885: PostgreSQL refuses a NUL in
+the message of an error, so that the job is neither retried nor dead, or its worker ends.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relay.faults import asked_of, describe
+from relay.sinks import Rejected, Undelivered
+from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.packages import install
+from tests.unit.test_sink_types import MODULE, site  # noqa: F401
+
+
+class Unprintable:
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise ValueError("none")
+
+
+@pytest.mark.parametrize(
+    ("after", "seconds"),
+    [
+        (3, 3.0),
+        ("3", 3.0),
+        (" 0.5 ", 0.5),
+        (timedelta(seconds=3), 3.0),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
+        ([3], 0.0),
+        (float("nan"), 0.0),
+        (-1, 0.0),
+        (None, 0.0),
+    ],
+)
+def test_a_wait_that_is_no_number_is_none(after: Any, seconds: float) -> None:
+    assert asked_of(Undelivered("busy", after=after)) == seconds
+
+
+def test_a_fault_has_one_line_of_some_length_whatever_it_was_made_of() -> None:
+    assert describe(Undelivered(Unprintable())) == "Undelivered"
+    assert describe(Rejected("a\x00b\nc")) == "Rejected: a\\x00b c"
+    assert len(describe(Undelivered("x" * 1_000_000))) < 3_000
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        "Undelivered('busy', after='1')",
+        "Undelivered('a' * 1_000_000)",
+        "Undelivered('nul \\0')",
+        "Rejected('nul \\0', detail='\\0')",
+        "Rejected('a' * 3_000_000, detail='b' * 3_000_000)",
+        "Rejected('half \\ud800', detail='\\udcff')",
+        "Undelivered('half \\ud800')",
+        "ValueError('half \\ud800 \\0')",
+    ],
+)
+def test_what_a_sink_raises_concerns_its_event_only(
+    outbox: Outbox,
+    site: Path,  # noqa: F811
+    raised: str,
+) -> None:
+    source = MODULE.replace(
+        "deliver(self, transaction):\n        pass",
+        "deliver(self, transaction):\n        if next(iter(transaction.events)).payload['amount'] == 1:\n"
+        f"            raise {raised}",
+    ).replace("import Alike", "import Rejected, Undelivered, Alike")
+    install(site, "relay-pipe", {"pipe": "relay_pipe"}, {"relay_pipe": source})
+    config: dict[str, Any] = {
+        "handlers": {
+            "out": {
+                "type": "pipe",
+                "channel": "a",
+                "retry": {"attempts": 2, "wait": 0.1, "jitter": 0.01, "defer_after": 0},
+            }
+        },
+        "routes": [{"handlers": ["out"]}],
+    }
+    with relaying(outbox.settings(**config)):
+        for number in range(3):
+            outbox.publish(host(number), event(number))
+        wait_until(lambda: outbox.value("select count(*) from relay.dead_letter_queue") == 1, 20)
+        wait_until(lambda: outbox.value("select sum(confirmed) from relay.sink_activity") == 2, 20)
