@@ -33,6 +33,7 @@ def plain_source(events: Iterable[GivenEvent]) -> SourceSettings:
 
     It has the headers that the events have. Raises ValueError for an invalid name of one.
     """
+    _require_mappings(events)
     names = dict.fromkeys(name for each in events for name in each.get(headers.FIELD) or ())
     headers.require_names(names)
     return SourceSettings(
@@ -49,6 +50,7 @@ def encode(events: Sequence[GivenEvent], source: SourceSettings, attempt: int = 
     """
     if not events:
         raise ValueError("give at least one event")
+    _require_mappings(events)
     mapping = source.mapping
     columns = tuple(dict.fromkeys(filter(None, mapping.values())))
     rows = [encode_tuple([row.get(name) for name in columns]) for row in _rows(events, source)]
@@ -58,6 +60,17 @@ def encode(events: Sequence[GivenEvent], source: SourceSettings, attempt: int = 
     found = Transactions.joined(grouping.fetch())
     found.attempts = [attempt] * len(found)
     return found
+
+
+def _require_mappings(events: Iterable[object]) -> None:
+    for number, each in enumerate(events, 1):
+        if not isinstance(each, Mapping):
+            raise ValueError(f"event {number} is a {type(each).__name__}, and no mapping of fields")
+        of_headers = each.get(headers.FIELD)
+        if of_headers is not None and not isinstance(of_headers, Mapping):
+            raise ValueError(
+                f"event {number}: headers is a {type(of_headers).__name__}, and no mapping of texts"
+            )
 
 
 def _rows(events: Sequence[GivenEvent], source: SourceSettings) -> list[dict[str, bytes | None]]:

@@ -35,6 +35,10 @@ def test_a_transaction_has_what_is_given_and_what_is_left_out() -> None:
     assert (len(found), found.attempt) == (2, 2)
     with pytest.raises(ValueError, match="an event has no type; it has aggregate_id"):
         transaction({"type": "a"})
+    with pytest.raises(ValueError, match="event 1 is a list"):
+        transaction([{}])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="more than one transaction_id"):
+        transaction({"transaction_id": "a"}, {"transaction_id": "b"})
 
 
 def test_events_are_in_the_current_version() -> None:

@@ -243,10 +243,17 @@ def test_events_are_in_the_current_version() -> None:
         ("mail", {"payload": {"n": float("nan")}}, {}, "event 1: payload.n"),
         ("mail", {"headers": {"tier": "x"}}, {}, "source.headers has no column for headers.tier"),
         ("mail", {"kind": "x"}, {}, "an event has no kind; it has "),
+        ("mail", [PLACED], {}, "event 1 is a list, and no mapping of fields"),
+        (
+            "mail",
+            {"headers": ["region"]},
+            {},
+            "event 1: headers is a list, and no mapping of texts",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_one_line(
-    name: str, event: dict[str, Any], more: dict[str, Any], error: str
+    name: str, event: Any, more: dict[str, Any], error: str
 ) -> None:
     with pytest.raises(ValueError, match=error) as raised:
         run(CONFIG, name, event, **more)
