@@ -78,6 +78,10 @@ class SinkContract(ABC):
     def restore(self) -> None:
         """Make it reachable again."""
 
+    def silence(self) -> None:
+        """Make it take what is sent and answer nothing, until `restore`. Without this method, that is not tested."""
+        raise NotImplementedError
+
     def refused(self) -> Mapping[str, Any] | None:
         """The fields of an event that the destination never accepts, such as a payload; None if there is none."""
         return None
@@ -116,10 +120,17 @@ class SinkContract(ABC):
 
     def test_an_outage_is_retried_and_passes(self) -> None:
         """What is sent during an outage fails in time, by no fault of the event; afterwards the same sink delivers."""
+        self._pass_outage(self.interrupt)
 
+    def test_a_destination_that_answers_nothing_is_an_outage(self) -> None:
+        """The same: relay has no deadline for a delivery, and one that waits for ever holds its key as long."""
+        if type(self).silence is not SinkContract.silence:
+            self._pass_outage(self.silence)
+
+    def _pass_outage(self, begin: Callable[[], None]) -> None:
         async def deliver(sink: Sink) -> None:
             await _eventually(sink, events(1, 0, 2))
-            await asyncio.to_thread(self.interrupt)
+            await asyncio.to_thread(begin)
             # What is sent while the client has not noticed, what notices it, and what comes later.
             for first in (2, 4, 6):
                 began = time.monotonic()

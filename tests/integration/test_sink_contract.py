@@ -15,7 +15,15 @@ import pytest
 
 from relay import Delivery, Fail
 from relay.testing import SinkContract
-from tests.brokers import BROKERS, TYPE, Broker, started
+from tests.brokers import (
+    BROKERS,
+    TYPE,
+    Broker,
+    NatsServer,
+    RabbitmqServer,
+    RedisServer,
+    started,
+)
 from tests.clouds import CREDENTIALS, Aws, PubSub
 from tests.packages import install_guides
 from tests.process import ROOT
@@ -26,12 +34,12 @@ class TestHttp(SinkContract):
     @pytest.fixture(autouse=True)
     def _destination(self) -> Iterator[None]:
         with Webhook(self._answer) as self.webhook:
-            self.is_up = True
+            self.restore()
             yield
 
     def _answer(self, headers: dict[str, str], body: bytes) -> Answer:
         if not self.is_up:
-            return Answer(0)
+            return Answer(0, after=self.after)
         return Answer(422 if b"refused" in body else 204)
 
     def settings(self) -> dict[str, Any]:
@@ -45,8 +53,11 @@ class TestHttp(SinkContract):
     def interrupt(self) -> None:
         self.is_up = False
 
+    def silence(self) -> None:
+        self.is_up, self.after = False, 30.0
+
     def restore(self) -> None:
-        self.is_up = True
+        self.is_up, self.after = True, 0.0
 
     def refused(self) -> dict[str, Any]:
         return {"payload": "refused"}
@@ -56,12 +67,12 @@ class Called:
     """What the function of this module was called with."""
 
     ids: ClassVar[list[str]] = []
-    is_up = True
+    is_up = answers = True
 
 
 async def take(delivery: Delivery) -> None:
     """A function that a sink calls."""
-    await asyncio.sleep(0)
+    await asyncio.sleep(0 if Called.answers else 30)
     if not Called.is_up:
         raise ConnectionRefusedError
     if any(each.payload == "refused" for each in delivery.events):
@@ -72,7 +83,8 @@ async def take(delivery: Delivery) -> None:
 class TestFunction(SinkContract):
     @pytest.fixture(autouse=True)
     def _destination(self) -> None:
-        Called.ids, Called.is_up = [], True
+        Called.ids = []
+        self.restore()
 
     def settings(self) -> dict[str, Any]:
         return {"type": "function", "callable": f"{__name__}:take"}
@@ -83,8 +95,11 @@ class TestFunction(SinkContract):
     def interrupt(self) -> None:
         Called.is_up = False
 
+    def silence(self) -> None:
+        Called.answers = False
+
     def restore(self) -> None:
-        Called.is_up = True
+        Called.is_up = Called.answers = True
 
 
 class _OfServer(SinkContract):
@@ -114,18 +129,33 @@ class _OfBroker(_OfServer):
             yield
 
 
+class _OfProcess(_OfBroker):
+    broker: RedisServer | NatsServer | RabbitmqServer
+    is_frozen = False
+
+    def silence(self) -> None:
+        self.broker.freeze()
+        self.is_frozen = True
+
+    def restore(self) -> None:
+        if self.is_frozen:
+            self.broker.thaw()
+        else:
+            super().restore()
+
+
 @pytest.mark.brokers
-class TestRedis(_OfBroker):
+class TestRedis(_OfProcess):
     kind = "redis"
 
 
 @pytest.mark.brokers
-class TestNats(_OfBroker):
+class TestNats(_OfProcess):
     kind = "nats"
 
 
 @pytest.mark.brokers
-class TestRabbitmq(_OfBroker):
+class TestRabbitmq(_OfProcess):
     kind = "rabbitmq"
 
     def test_an_outage_is_retried_and_passes(self) -> None:
@@ -163,8 +193,14 @@ class _OfAws(SinkContract):
     def interrupt(self) -> None:
         self.aws.kill()
 
+    def silence(self) -> None:
+        self.aws.delay = 3.0
+
     def restore(self) -> None:
-        self.aws.start()
+        if self.aws.delay:
+            self.aws.delay = 0.0
+        else:
+            self.aws.start()
 
     def refused(self) -> dict[str, Any]:
         self.aws.fault = lambda entry: (
@@ -215,4 +251,4 @@ def test_the_sink_of_the_guide_keeps_the_contract(tmp_path: Path) -> None:
         check=False,
     )
     assert tested.returncode == 0, tested.stdout
-    assert "9 passed" in tested.stdout
+    assert "10 passed" in tested.stdout

@@ -30,6 +30,7 @@ class Destination:
 
     ids: list[str]
     is_up: bool
+    answers: bool
 
 
 HERE = Destination()
@@ -61,7 +62,7 @@ class Memory:
             await self._lock.acquire()
         await asyncio.sleep(0.001)
         if not HERE.is_up:
-            if self._fault == "hangs":
+            if self._fault == "hangs" or (self._fault == "waits" and not HERE.answers):
                 await asyncio.sleep(60)
             raise ValueError if self._fault == "outage" else Undelivered("away")
         if any("refused" in each for each in payloads):
@@ -91,8 +92,11 @@ class InMemory(SinkContract):
     def interrupt(self) -> None:
         HERE.is_up = False
 
+    def silence(self) -> None:
+        HERE.is_up = HERE.answers = False
+
     def restore(self) -> None:
-        HERE.is_up = True
+        HERE.is_up = HERE.answers = True
 
     def refused(self) -> dict[str, Any]:
         return {"payload": {"refused": True}}
@@ -103,7 +107,7 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     install(tmp_path, "relay-memory", {"memory": __name__})
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
-    HERE.ids, HERE.is_up = [], True
+    HERE.ids, HERE.is_up, HERE.answers = [], True, True
     yield
     sink_types.module_of.cache_clear()
 
@@ -151,6 +155,7 @@ class TestMemorySink(SinkContract):
         ("large", "test_a_large_transaction_arrives_whole_and_in_order"),
         ("outage", "test_an_outage_is_retried_and_passes"),
         ("hangs", "test_an_outage_is_retried_and_passes"),
+        ("waits", "test_a_destination_that_answers_nothing_is_an_outage"),
         ("refusal", "test_an_event_that_is_refused_concerns_no_other"),
         ("lock", "test_deliveries_that_are_cancelled_leave_nothing_broken"),
         ("resume", "test_what_is_delivered_again_is_there"),
