@@ -108,6 +108,11 @@ class BatchDispatcher(Dispatcher):
         super().pause()
         self._give_back()
 
+    def defer_new(self, on: bool) -> None:
+        """Turn the deferral of new deliveries on or off; those that wait for others are deferred too."""
+        self._give_back()
+        super().defer_new(on)
+
     async def wait_for_room(self) -> None:
         """Wait until there is room for another new delivery; a batch that is not full begins then."""
         self._has_no_room = self._new_count >= MOST_DELIVERIES or self._new_size > self._most_bytes

@@ -134,6 +134,26 @@ def test_a_batch_that_waits_to_be_full_delays_no_stop() -> None:
     asyncio.run(main())
 
 
+def test_what_waits_for_a_batch_is_deferred_while_another_one_hangs() -> None:
+    """In mode wal, where it would hold back WAL until the batch in flight ends."""
+
+    async def main() -> None:
+        async def hang(numbers: list[int]) -> Results:
+            await asyncio.sleep(60)
+            return []
+
+        found = Run(hang, concurrency=1)
+        for each in range(300):
+            found.dispatcher.submit(delivery(each, str(each)))
+        await asyncio.sleep(0.01)
+        found.dispatcher.defer_new(True)
+        await asyncio.sleep(0.05)
+        assert sorted(found.order) == list(range(100, 300))
+        await found.dispatcher.close()
+
+    asyncio.run(main())
+
+
 def test_a_batch_of_large_transactions_has_no_more_bytes_than_there_is_room() -> None:
     async def done(numbers: list[int]) -> Results:
         await asyncio.sleep(0)
