@@ -58,9 +58,11 @@ create table if not exists relay.queue_messages (
     transaction_id    text,
     payload           jsonb,
     metadata          jsonb,
-    error             text
+    error             text,
+    interruptions     int         not null default 0
 ) with (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_cost_delay = 0,
         autovacuum_vacuum_insert_scale_factor = 0.2, autovacuum_analyze_scale_factor = 0.5);
+alter table relay.queue_messages add column if not exists interruptions int not null default 0;
 create index if not exists queue_messages_ready on relay.queue_messages (queue_id, id) where available_at is null;
 create index if not exists queue_messages_ready_keys on relay.queue_messages (queue_id, key, id)
     where available_at is null and key is not null;
@@ -79,6 +81,9 @@ comment on column relay.queue_messages.leased is
     'a worker has it until available_at';
 comment on column relay.queue_messages.available_at is
     'from when on it can be taken; null: it can be taken now';
+
+comment on column relay.queue_messages.interruptions is
+    'how many transactions that had claimed it were aborted, as far as relay.claim has seen';
 
 -- Messages whose attempts are exhausted, and those that a worker has given up.
 create table if not exists relay.queue_dead_letters (
@@ -169,6 +174,16 @@ begin
         raise insufficient_privilege using
             message = format('only members of the role %I may take from the queue %L', role_of, asked);
     end if;
+    if due_mark > clock_timestamp() + interval '1 minute' then
+        -- The clock was ahead, and was set back: what is given a time now would be below the mark. A mark that is less far ahead
+        -- is the queue's present until the clock has reached it.
+        delete from relay.queue_marks where ctid = any (array(
+            select n.ctid from relay.queue_marks as n
+             where n.queue_id = queue_state.id and n.due_mark > clock_timestamp() + interval '1 minute' for update skip locked));
+        mark := 0;
+        due_mark := '-infinity';
+        noted_at := '-infinity';
+    end if;
     return next;
 end
 $$;
@@ -237,25 +252,50 @@ begin
 end
 $$;
 
+-- Whether a transaction was aborted, as far as the server still knows it. `locked_by` is the xmax of a row: 0 where nobody locked it.
+create or replace function relay.was_aborted(locked_by xid) returns boolean
+language plpgsql set search_path = pg_catalog, pg_temp
+as $$
+declare
+    next_id bigint;
+    full_id bigint;
+begin
+    if locked_by = '0' then
+        return false;
+    end if;
+    next_id := pg_snapshot_xmax(pg_current_snapshot())::text::bigint;
+    full_id := (next_id / 4294967296) * 4294967296 + locked_by::text::bigint;
+    if full_id >= next_id then
+        full_id := full_id - 4294967296;
+    end if;
+    return full_id > 2 and coalesce(pg_xact_status(full_id::text::xid8) = 'aborted', false);
+end
+$$;
+
+drop function if exists relay.lock_messages(bigint, boolean, int, bigint, timestamptz, int);
+
 -- Locks messages that can be taken, at most `most`, and returns where they are. Passes by what others have locked. Messages whose
--- last lease has expired become dead letters.
+-- last lease has expired become dead letters. `left_over` are those of them that a transaction had locked which was aborted: the id
+-- of who locked a row outlives the lock.
 create or replace function relay.lock_messages(
     the_queue bigint, keyed boolean, most_attempts int, low bigint, low_due timestamptz, most int,
-    out chosen tid[], out first_ready bigint, out due int
+    out chosen tid[], out first_ready bigint, out due int, out left_over tid[]
 )
 language plpgsql set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
 as $$
 declare
-    now_at    timestamptz := clock_timestamp();
+    now_at    timestamptz := greatest(clock_timestamp(), low_due);
     exhausted tid[];
     looked_at int;
     candidate tid;
+    locked_by xid;
 begin
     select coalesce(array_agg(m.ctid) filter (where m.attempts < most_attempts), '{}'),
-           array_agg(m.ctid) filter (where m.attempts >= most_attempts), count(*)
-      into chosen, exhausted, due
-      from (select n.ctid, n.attempts from relay.queue_messages as n
+           array_agg(m.ctid) filter (where m.attempts >= most_attempts), count(*),
+           coalesce(array_agg(m.ctid) filter (where m.attempts < most_attempts and m.locked_by <> '0' and relay.was_aborted(m.locked_by)), '{}')
+      into chosen, exhausted, due, left_over
+      from (select n.ctid, n.attempts, n.xmax as locked_by from relay.queue_messages as n
              where n.queue_id = the_queue and n.available_at >= low_due and n.available_at <= now_at
              order by n.available_at limit most for update skip locked) as m;
     if exhausted is not null then
@@ -265,8 +305,10 @@ begin
         return;
     end if;
     if not keyed then
-        select chosen || coalesce(array_agg(m.ctid), '{}'), min(m.id) into chosen, first_ready
-          from (select n.ctid, n.id from relay.queue_messages as n
+        select chosen || coalesce(array_agg(m.ctid), '{}'), min(m.id),
+               left_over || coalesce(array_agg(m.ctid) filter (where m.locked_by <> '0' and relay.was_aborted(m.locked_by)), '{}')
+          into chosen, first_ready, left_over
+          from (select n.ctid, n.id, n.xmax as locked_by from relay.queue_messages as n
                  where n.queue_id = the_queue and n.available_at is null and n.id >= low
                  order by n.id limit most - cardinality(chosen) for update skip locked) as m;
         return;
@@ -285,12 +327,13 @@ begin
            and not exists (select from relay.queue_messages as e
                             where e.queue_id = the_queue and e.key = o.key and e.available_at >= low_due)),
     locked as materialized (
-        select n.ctid, n.id from relay.queue_messages as n
+        select n.ctid, n.id, n.xmax as locked_by from relay.queue_messages as n
          where n.ctid = any (array(select f.ctid from firsts as f)) and n.available_at is null
          order by n.id limit most - cardinality(chosen) for update skip locked)
     select chosen || coalesce((select array_agg(l.ctid) from locked as l), '{}'), (select min(l.id) from locked as l),
-           (select count(*) from oldest)
-      into chosen, first_ready, looked_at;
+           (select count(*) from oldest),
+           left_over || coalesce((select array_agg(l.ctid) filter (where l.locked_by <> '0' and relay.was_aborted(l.locked_by)) from locked as l), '{}')
+      into chosen, first_ready, looked_at, left_over;
     if cardinality(chosen) > 0 or looked_at < 50 + 2 * most then
         return;
     end if;
@@ -309,10 +352,13 @@ begin
          where not exists (select from relay.queue_messages as e
                             where e.queue_id = the_queue and e.key = h.key and e.available_at >= low_due)
     loop
-        perform from relay.queue_messages as n
+        select n.xmax into locked_by from relay.queue_messages as n
           where n.ctid = candidate and n.available_at is null for update skip locked;
         if found then
             chosen := chosen || candidate;
+            if relay.was_aborted(locked_by) then
+                left_over := left_over || candidate;
+            end if;
             exit when cardinality(chosen) >= most;
         end if;
     end loop;
@@ -353,7 +399,8 @@ begin
     end if;
     if not q.keyed and not exists (
         select from relay.queue_messages as m
-         where m.queue_id = q.id and m.available_at >= q.due_mark and m.available_at <= clock_timestamp()) then
+         where m.queue_id = q.id and m.available_at >= q.due_mark
+           and m.available_at <= greatest(clock_timestamp(), q.due_mark)) then
         -- What relay.lock_messages does, in one statement.
         return query
             with oldest as materialized (
@@ -386,7 +433,9 @@ $$;
 
 -- Claims messages, at most `max`, for the caller's transaction: nobody else can take them before it ends. End each in it, with
 -- relay.complete or, once its effects are undone to a savepoint after the claim, with relay.retry or relay.fail: so nobody takes a
--- message between its failure and the end of the attempt. One that is not ended can be taken again after the transaction.
+-- message between its failure and the end of the attempt. One that is not ended can be taken again after the transaction. If that
+-- was aborted, relay.claim counts it and leaves the message to the next call; when it has happened as often as the queue has attempts,
+-- and three times at least, the message is a dead letter: it may be what kills its workers.
 create or replace function relay.claim(queue text, max int default 1)
 returns table (id bigint, attempt int, key text, event_id text, event_type text, host_id text, user_id text, aggregate_type text,
                aggregate_id text, aggregate_version bigint, event_ts timestamptz, transaction_id text, payload jsonb,
@@ -398,16 +447,25 @@ as $$
 declare
     q      record;
     locked record;
+    most   int;
 begin
     select * into q from relay.queue_state(claim.queue);
     if q.paused then
         return;
     end if;
     select * into locked from relay.lock_messages(q.id, q.keyed, q.attempts, q.mark, q.due_mark, greatest(claim.max, 1));
+    if locked.left_over <> '{}' then
+        most := greatest(q.attempts, 3);
+        perform relay.dead_letter_messages(
+                array(select m.ctid from relay.queue_messages as m
+                       where m.ctid = any (locked.left_over) and m.interruptions + 1 >= most),
+                format('%s transactions that had claimed the message were aborted: it may kill its workers', most));
+        update relay.queue_messages as m set interruptions = m.interruptions + 1 where m.ctid = any (locked.left_over);
+    end if;
     return query
         select id, attempts + 1, key, event_id, event_type, host_id, user_id, aggregate_type, aggregate_id, aggregate_version,
                event_ts, transaction_id, payload, metadata, enqueued_at, coalesce(first_taken_at, clock_timestamp())
-          from relay.queue_messages where ctid = any (locked.chosen) order by id;
+          from relay.queue_messages where ctid = any (locked.chosen) and ctid <> all (locked.left_over) order by id;
     if (locked.first_ready >= q.mark + 500 or locked.due > 0) and q.noted_at < clock_timestamp() - interval '1 second' then
         perform relay.move_marks(q.id, q.mark, q.due_mark);
     end if;
@@ -436,7 +494,8 @@ begin
     return query
         with held as (
             update relay.queue_messages as m
-               set leased = true, attempts = m.attempts + 1, available_at = clock_timestamp() + lease.duration,
+               set leased = true, attempts = m.attempts + 1,
+                   available_at = greatest(clock_timestamp(), q.due_mark) + greatest(lease.duration, '0 s'),
                    first_taken_at = coalesce(m.first_taken_at, clock_timestamp())
              where m.ctid = any (locked.chosen) returning m.*)
         select id, attempts, key, event_id, event_type, host_id, user_id, aggregate_type, aggregate_id, aggregate_version,
@@ -503,7 +562,8 @@ begin
     select * into q from relay.queue_state(queue);
     perform relay.begin_times();
     location := relay.lock_message(q.id, extend.id, extend.attempt, true);
-    update relay.queue_messages as m set available_at = clock_timestamp() + duration where m.ctid = location;
+    update relay.queue_messages as m set available_at = greatest(clock_timestamp(), q.due_mark) + greatest(duration, '0 s')
+     where m.ctid = location;
     return location is not null;
 end
 $$;
@@ -520,7 +580,8 @@ begin
     select * into q from relay.queue_state(queue);
     perform relay.begin_times();
     location := relay.lock_message(q.id, release.id, release.attempt, true);
-    update relay.queue_messages as m set leased = false, attempts = m.attempts - 1, available_at = clock_timestamp()
+    update relay.queue_messages as m
+       set leased = false, attempts = m.attempts - 1, available_at = greatest(clock_timestamp(), q.due_mark)
      where m.ctid = location;
     return location is not null;
 end
@@ -547,8 +608,8 @@ begin
     update relay.queue_messages as m
        set leased = false, attempts = retry.attempt, error = retry.error,
            first_taken_at = coalesce(m.first_taken_at, clock_timestamp()),
-           available_at = clock_timestamp() + coalesce(
-               pause, (0.5 + random() / 2) * least(q.max_backoff, q.backoff * 2 ^ least(retry.attempt - 1, 30)))
+           available_at = greatest(clock_timestamp(), q.due_mark) + greatest('0 s', coalesce(
+               pause, (0.5 + random() / 2) * least(q.max_backoff, q.backoff * 2 ^ least(retry.attempt - 1, 30))))
      where m.ctid = location
     returning m.ctid into location;
     if retry.attempt >= q.attempts then
@@ -640,7 +701,8 @@ begin
     end if;
     insert into relay.queue_messages (queue_id, key, available_at, event_id, event_type, host_id, payload, metadata)
     values (q.id, case when q.keyed then host || ' ' || within end,
-            case when deliver_at is not null then greatest(deliver_at, clock_timestamp()) end, coalesce(enqueue.event_id, gen_random_uuid()::text), enqueue.event_type,
+            case when deliver_at is not null then greatest(deliver_at, clock_timestamp(), q.due_mark) end,
+            coalesce(enqueue.event_id, gen_random_uuid()::text), enqueue.event_type,
             enqueue.host_id, enqueue.payload, enqueue.metadata)
     returning queue_messages.id into given;
     return given;
@@ -898,7 +960,7 @@ declare
 begin
     for each in select p.oid from pg_proc as p
                  where p.pronamespace = 'relay'::regnamespace
-                   and p.proname in ('calling_role', 'may_act_as', 'queue_state', 'begin_messages', 'begin_times', 'move_marks', 'lock_messages',
+                   and p.proname in ('calling_role', 'may_act_as', 'queue_state', 'begin_messages', 'begin_times', 'move_marks', 'was_aborted', 'lock_messages',
                                      'dead_letter_messages', 'take', 'claim', 'lease', 'lock_message', 'complete', 'extend', 'release',
                                      'retry', 'fail', 'requeue', 'enqueue', 'declare_queue', 'is_event_field', 'note_queues',
                                      'queues_revision', 'pause_queue', 'purge_queue', 'drop_queue') loop
@@ -961,7 +1023,7 @@ begin
         relay.queue_marks to relay_owner;
     grant select, usage on sequence relay.queue_message_ids to relay_owner;
     grant execute on function relay.calling_role(), relay.may_act_as(text), relay.queue_state(text), relay.begin_messages(), relay.begin_times(),
-        relay.move_marks(bigint, bigint, timestamptz), relay.lock_messages(bigint, boolean, int, bigint, timestamptz, int),
+        relay.move_marks(bigint, bigint, timestamptz), relay.was_aborted(xid), relay.lock_messages(bigint, boolean, int, bigint, timestamptz, int),
         relay.dead_letter_messages(tid[], text), relay.lock_message(bigint, bigint, int, boolean), relay.is_event_field(text),
         relay.note_queues(text) to relay_owner;
     grant create on schema relay to relay_owner;

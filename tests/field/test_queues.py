@@ -1,0 +1,261 @@
+"""Reports of users of job queues, tried on the functions of relay's work queues: who takes what, and when."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import psycopg
+import pytest
+
+from tests.outbox import Outbox, wait_until
+from tests.postgres import Server
+
+ID = "select id from relay."
+
+
+@pytest.fixture
+def queue(outbox: Outbox) -> Outbox:
+    """An outbox with the queue `mail` of direct messages in any order."""
+    declare(outbox)
+    return outbox
+
+
+def declare(outbox: Outbox, key: str = "none", attempts: int = 5, backoff: str = "1 s") -> None:
+    outbox.conn.execute(
+        "select relay.declare_queue('mail', null, key => %s, attempts => %s, backoff => %s::interval)",
+        (key, attempts, backoff),
+    )
+
+
+def enqueue(outbox: Outbox, *keys: str) -> list[int]:
+    """Enqueue a message for each key; returns their ids."""
+    return [
+        outbox.value("select relay.enqueue('mail', '{}', host_id => 'h', key => %s)", (key,))
+        for key in keys
+    ]
+
+
+@contextmanager
+def session(outbox: Outbox) -> Iterator[psycopg.Connection[Any]]:
+    with closing(psycopg.connect(outbox.dsn, autocommit=True)) as conn:
+        yield conn
+
+
+def ids(conn: psycopg.Connection[Any], call: str) -> list[int]:
+    return [row[0] for row in conn.execute(f"{ID}{call}".encode())]
+
+
+def items(outbox: Outbox) -> list[tuple[int, str, int]]:
+    rows = outbox.conn.execute("select id, state, attempts from relay.queue_items order by id")
+    return [(number, state, attempts) for number, state, attempts in rows]
+
+
+def mark_ahead(outbox: Outbox, interval: str) -> None:
+    """Make the newest mark of times one that was noted before the clock was set back."""
+    outbox.conn.execute(
+        "insert into relay.queue_marks (queue_id, mark, due_mark, noted_at)"
+        " select id, 0, clock_timestamp() + %s::interval, clock_timestamp() + %s::interval from relay.queues",
+        (interval, interval),
+    )
+
+
+@pytest.mark.parametrize("ahead", ["1 s", "1 year"])
+@pytest.mark.parametrize("how", ["release", "retry"])
+def test_a_clock_that_goes_back_hides_no_message(queue: Outbox, ahead: str, how: str) -> None:
+    """After a failover to a server whose clock is behind, what got a time was below the mark, and was never taken.
+
+    sidekiq-scheduler/sidekiq-scheduler#283, dbader/schedule#323: after the clock was set back, jobs never ran.
+    """
+    (number,) = enqueue(queue, "")
+    mark_ahead(queue, ahead)
+    assert ids(queue.conn, "lease('mail', 1, '1 hour')") == [number]
+    more = ", '0 s'" if how == "retry" else ""
+    assert queue.value(f"select relay.{how}('mail', %s, 1{more})::text", (number,)) in (
+        "true",
+        "retry",
+    )
+    wait_until(lambda: ids(queue.conn, "take('mail')") == [number], 10)
+
+
+def test_a_wait_that_is_over_already_hides_no_message(queue: Outbox) -> None:
+    """A retry with a negative wait, as of a deadline that has passed, was below the mark, and was never taken.
+
+    graphile/worker#449: jobs that wait for nothing, and that nobody takes.
+    """
+    numbers = enqueue(queue, "", "")
+    assert ids(queue.conn, "lease('mail', 2, '1 hour')") == numbers
+    mark_ahead(queue, "0 s")
+    assert queue.value("select relay.retry('mail', %s, 1, '-1 hour')", (numbers[0],)) == "retry"
+    assert queue.value("select relay.extend('mail', %s, 1, '-1 hour')", (numbers[1],))
+    assert sorted(ids(queue.conn, "take('mail', 2)")) == numbers
+
+
+@pytest.mark.parametrize("attempts", [1, 5])
+@pytest.mark.parametrize("key", ["none", "user"])
+def test_a_message_that_kills_its_workers_is_a_dead_letter_in_the_end(
+    outbox: Outbox, attempts: int, key: str
+) -> None:
+    """sidekiq/sidekiq#4069, #5300, activepieces/activepieces#15130, nilenso/goose#35: a kill counts nothing."""
+    declare(outbox, key, attempts)
+    poison, *_ = enqueue(outbox, "a", "b", "c")
+    killed = 0
+    for _ in range(50):
+        with session(outbox) as conn:
+            conn.execute("begin")
+            claimed = conn.execute("select id, attempt from relay.claim('mail')").fetchall()
+            if (poison, 1) in claimed:
+                killed += 1
+                continue  # The session ends with its transaction.
+            for number, attempt in claimed:
+                conn.execute("select relay.complete('mail', %s, %s)", (number, attempt))
+            conn.execute("commit")
+    assert killed == max(attempts, 3)
+    assert items(outbox) == [(poison, "dead", 0)]
+    assert "may kill its workers" in outbox.value("select error from relay.queue_items")
+
+
+def test_a_retry_and_a_given_back_message_are_no_interruptions(outbox: Outbox) -> None:
+    """A message that failed or was looked at by another is no poison: oban-bg/oban#430, solid_queue#589."""
+    declare(outbox, attempts=100, backoff="0 s")
+    (number,) = enqueue(outbox, "")
+    for attempt in range(1, 6):
+        outbox.conn.execute("begin")
+        assert ids(outbox.conn, "claim('mail')") == [number]
+        with session(outbox) as other:
+            assert ids(other, "claim('mail')") == []
+        outbox.conn.execute("select relay.retry('mail', %s, %s, '0 s')", (number, attempt))
+        outbox.conn.execute("commit")
+    assert outbox.value("select interruptions from relay.queue_messages") == 0
+
+
+def test_a_worker_whose_lease_is_over_ends_nothing_of_another(queue: Outbox) -> None:
+    """riverqueue/river#1302, rails/solid_queue#761, hardbyte/awa#102: what was done was rescued, or done twice."""
+    (number,) = enqueue(queue, "")
+    assert ids(queue.conn, "lease('mail', 1, '0 s')") == [number]
+    # Late, but nobody has taken it: it is done, and nothing brings it back.
+    with session(queue) as other:
+        queue.conn.execute("begin")
+        assert queue.value("select relay.complete('mail', %s, 1)", (number,))
+        assert ids(other, "lease('mail')") == []
+        queue.conn.execute("commit")
+        assert ids(other, "lease('mail')") == []
+    assert items(queue) == []
+
+
+def test_what_a_dead_worker_had_is_taken_by_any_other(queue: Outbox) -> None:
+    """riverqueue/river#1258, #773, janbjorge/pgqueuer#475, procrastinate#1518, #307: nobody had it or took it."""
+    (number,) = enqueue(queue, "")
+    assert ids(queue.conn, "lease('mail', 1, '50 ms')") == [number]
+    wait_until(lambda: ids(queue.conn, "lease('mail', 1, '1 hour')") == [number], 10)
+    assert items(queue) == [(number, "leased", 2)]
+
+
+def test_a_lease_of_hours_needs_no_long_deadline(queue: Outbox) -> None:
+    """riverqueue/river#682, celery/celery#5935, boringnode/queue#16: the deadline limited how long a job might take."""
+    (number,) = enqueue(queue, "")
+    assert ids(queue.conn, "lease('mail', 1, '200 ms')") == [number]
+    for _ in range(8):
+        assert queue.value("select relay.extend('mail', %s, 1, '200 ms')", (number,))
+        with session(queue) as other:
+            assert ids(other, "lease('mail')") == []
+            other.execute("select pg_sleep(0.05)")
+
+
+def test_an_exhausted_message_lets_its_key_go_on(outbox: Outbox) -> None:
+    """graphile/worker#254, triggerdotdev/trigger.dev#163: the last attempt left the queue locked."""
+    declare(outbox, "user", attempts=1)
+    first, second = enqueue(outbox, "a", "a")
+    assert ids(outbox.conn, "lease('mail', 1, '0 s')") == [first]
+    wait_until(lambda: ids(outbox.conn, "lease('mail', 1, '1 hour')") == [second], 10)
+    assert items(outbox)[0] == (first, "dead", 1)
+
+
+@pytest.mark.parametrize("how", ["take", "claim", "lease"])
+def test_the_messages_of_a_key_are_never_worked_side_by_side(outbox: Outbox, how: str) -> None:
+    """graphile/worker#621, rails/solid_queue#689: those that were fetched in advance ran at the same time."""
+    declare(outbox, "user")
+    numbers = enqueue(outbox, *"aaabbb")
+    with session(outbox) as first, session(outbox) as second:
+        first.execute("begin")
+        assert ids(first, f"{how}('mail', 10)") == [numbers[0], numbers[3]]
+        if how == "lease":
+            first.execute("commit")
+        assert ids(second, f"{how}('mail', 10)") == []
+
+
+def test_a_scheduled_message_blocks_nobody(outbox: Outbox) -> None:
+    """procrastinate-org/procrastinate#1599: a job for later stalled the ready jobs of its lock."""
+    declare(outbox)
+    with session(outbox) as conn:
+        later = outbox.value("select relay.enqueue('mail', '{}', deliver_at => now() + '1 hour')")
+        (ready,) = enqueue(outbox, "")
+        assert ids(conn, "take('mail', 10)") == [ready]
+    assert items(outbox) == [(later, "scheduled", 0)]
+    declare(outbox, "user")
+    with pytest.raises(psycopg.errors.FeatureNotSupported, match="ordered by a key"):
+        outbox.conn.execute("select relay.enqueue('mail', '{}', deliver_at => now() + '1 hour')")
+
+
+def test_thousands_of_retries_that_are_due_at_once_are_shared(queue: Outbox) -> None:
+    """bensheldon/good_job#720, riverqueue/river#785: each fetch sorted all that was due."""
+    queue.conn.execute("select relay.enqueue('mail', '{}') from generate_series(1, 10000)")
+    queue.conn.execute(
+        "select relay.retry('mail', id, attempt, '0 s') from relay.lease('mail', 10000, '1 hour')"
+    )
+    taken: list[list[int]] = [[] for _ in range(4)]
+
+    def work(mine: list[int]) -> None:
+        with session(queue) as conn:
+            while more := ids(conn, "take('mail', 100)"):
+                mine.extend(more)
+
+    threads = [threading.Thread(target=work, args=(each,)) for each in taken]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    numbers = [number for each in taken for number in each]
+    assert len(numbers) == len(set(numbers)) == 10000
+
+
+def test_dead_letters_do_not_come_back_with_a_queue_of_the_same_name(queue: Outbox) -> None:
+    """oban-bg/oban#1289, NikolayS/PgQue#208: what was left under a name belonged to whoever took the name."""
+    (number,) = enqueue(queue, "")
+    queue.conn.execute("select relay.fail('mail', id, attempt) from relay.claim('mail')")
+    assert items(queue) == [(number, "dead", 1)]
+    queue.conn.execute("select relay.drop_queue('mail')")
+    declare(queue)
+    assert items(queue) == []
+    assert queue.value("select relay.requeue('mail')") == 0
+
+
+def test_names_differ_in_case_length_and_quotes(outbox: Outbox) -> None:
+    """pgmq/pgmq#33, #114, NikolayS/PgQue#109, hibiken/asynq#294: names became identifiers, and were cut."""
+    names = ["mail", "Mail", "größe", "x" * 99, "x" * 100, "a'b\"c;--", "$1 %s"]
+    for name in names:
+        outbox.conn.execute("select relay.declare_queue(%s, null)", (name,))
+        outbox.conn.execute("select relay.enqueue(%s, to_jsonb(%s::text))", (name, name))
+    for name in names:
+        assert outbox.column("select payload from relay.take(%s, 10)", (name,)) == [name]
+
+
+def test_who_locked_a_row_is_known_after_a_crash_of_the_server(killable_server: Server) -> None:
+    """sidekiq/sidekiq#5300, oban-bg/oban#430: what a crash interrupts is taken again, and is counted."""
+    with Outbox(killable_server.create_database("crashed")) as outbox:
+        outbox.install()
+        declare(outbox, attempts=1)
+        (number,) = enqueue(outbox, "")
+        with session(outbox) as conn:
+            conn.execute("begin")
+            assert ids(conn, "claim('mail')") == [number]
+            # Whose commit flushes the WAL up to here.
+            outbox.conn.execute("create table flushed ()")
+            killable_server.stop("immediate")
+            killable_server.start()
+    with Outbox(killable_server.dsn("crashed")) as outbox:
+        assert ids(outbox.conn, "claim('mail')") == []
+        assert outbox.value("select interruptions from relay.queue_messages") == 1
+        assert ids(outbox.conn, "claim('mail')") == [number]
