@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 
 import psycopg
 
-from relay.config.handlers import CircuitBreakerSettings, HttpHandler
+from relay.config.handlers import HttpHandler
 from relay.faults import (
     EndpointBusy,
     EndpointDisabled,
@@ -119,7 +119,6 @@ class Endpoints:
         self._sink = sink
         self._target = target
         self._breaker = settings.circuit_breaker
-        self._cool_down = (settings.circuit_breaker or CircuitBreakerSettings()).cool_down
         self._rate = settings.rate_limit
         own = settings.endpoints_or_default
         self._concurrency = min(own.concurrency, settings.concurrency)

@@ -12,7 +12,6 @@ from uuid import UUID
 from pydantic import TypeAdapter
 
 from relay.config.handlers import HandlerSettings
-from relay.config.types import Mark
 from relay.faults import FaultAction, Rejected, action_for
 from relay.model.events import Transaction
 from relay.sinks import ATTEMPT, Attempt, Sink, build_sinks
@@ -85,16 +84,6 @@ class SinkContract(ABC):
     def refused(self) -> Mapping[str, Any] | None:
         """The fields of an event that the destination never accepts, such as a payload; None if there is none."""
         return None
-
-    def test_every_key_says_whether_instances_must_have_it_alike(self) -> None:
-        """`Alike` or `Own`."""
-        fields = type(self._configured()).model_fields
-        unmarked = [
-            name
-            for name, field in fields.items()
-            if not any(isinstance(each, Mark) for each in field.metadata)
-        ]
-        assert not unmarked, f"annotate {', '.join(unmarked)} with relay.sinks.Alike or Own"
 
     def test_transactions_of_many_hosts_arrive_at_once_and_in_order(self) -> None:
         """Of one host, events arrive in the order in which their transactions are delivered."""
