@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from relay import Deliveries, Delivery
+from relay.admin.dead_letters import DeadLetters
+from relay.store.dead_letters.selection import DeadLetterSelection
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.webhook import Answer, Webhook
 
@@ -266,3 +268,23 @@ def test_a_batch_that_is_refused_for_the_rate_waits_and_is_not_split(outbox: Out
             wait_until(lambda: len(posted) == 4)
             outbox.wait_drained()
     assert posted == [16] * 4
+
+
+def test_dead_members_of_batches_are_replayed_in_batches_and_once(
+    outbox: Outbox, calls: Calls
+) -> None:
+    """brefphp/symfony-messenger #67: what was handled beside a failed one is delivered again with it."""
+    dead = {3, 13, 7}
+    calls.behave = one_by_one(lambda each: amount_of(each) in dead)
+    settings = outbox.settings(**calling(retry={"attempts": 1}))
+    with relaying(settings):
+        publish(outbox, *range(20))
+        wait_until(lambda: outbox.value("select count(*) from relay.dead_letter_queue") == 3)
+        wait_until(lambda: len(calls.handled) == 17)
+        dead.clear()
+        dead_letters = DeadLetters(settings, outbox.conn)
+        assert len(dead_letters.replay(dead_letters.find(DeadLetterSelection()), None)) == 3
+        wait_until(lambda: len(calls.handled) == 20)
+        wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
+    assert Counter(calls.handled) == Counter(range(20))
+    assert calls.handled.index(3) < calls.handled.index(13)
