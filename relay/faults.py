@@ -551,7 +551,7 @@ def refused_for_good(error: psycopg.OperationalError) -> bool:
 def first_line(error: BaseException, default: str = "") -> str:
     """Return the first line of an error's message; if it has none, `default` or the name of its class."""
     lines = _message(error).splitlines()
-    return lines[0] if lines else default or type(error).__name__
+    return _storable(lines[0][:_LONGEST_MESSAGE]) if lines else default or type(error).__name__
 
 
 def _message(error: BaseException) -> str:

@@ -136,7 +136,7 @@ def mark(conn: Connection, group: str, braked: Braked) -> bool:
             "failed": braked.failed,
             "transaction": braked.transaction_id,
             "hosts": list(braked.hosts),
-            "exception": braked.exception and braked.exception.replace("\x00", ""),
+            "exception": braked.exception,
         },
     ).fetchone()
     return bool(row and row[0])

@@ -11,8 +11,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
+from relay import Transaction
 from relay.faults import asked_of, describe
 from relay.sinks import Rejected, Undelivered
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -90,3 +92,43 @@ def test_what_a_sink_raises_concerns_its_event_only(
             outbox.publish(host(number), event(number))
         wait_until(lambda: outbox.value("select count(*) from relay.dead_letter_queue") == 1, 20)
         wait_until(lambda: outbox.value("select sum(confirmed) from relay.sink_activity") == 2, 20)
+
+
+def test_a_handler_is_stopped_by_faults_whose_text_no_table_takes(
+    outbox: Outbox,
+    site: Path,  # noqa: F811
+) -> None:
+    source = MODULE.replace(
+        "deliver(self, transaction):\n        pass",
+        "deliver(self, transaction):\n        raise Rejected('nul \\0 half \\ud800' + 'a' * 1_000_000)",
+    ).replace("import Alike", "import Rejected, Alike")
+    install(site, "relay-pipe", {"pipe": "relay_pipe"}, {"relay_pipe": source})
+    config: dict[str, Any] = {
+        "handlers": {"out": {"type": "pipe", "channel": "a"}},
+        "routes": [{"handlers": ["out"]}],
+        "dead_letters": {"brake": 2},
+    }
+    with relaying(outbox.settings(**config)):
+        for number in range(4):
+            outbox.publish(host(number), event(number))
+        wait_until(lambda: outbox.value("select count(*) from relay.dead_letter_queue") == 2, 20)
+        wait_until(lambda: outbox.value("select count(*) from relay.brakes") == 1, 20)
+
+
+def fails(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Raise what no table takes."""
+    raise ValueError("half \ud800 nul \0" + "a" * 1_000_000)
+
+
+def test_a_python_handler_is_stopped_by_such_a_fault_too(outbox: Outbox) -> None:
+    config: dict[str, Any] = {
+        "handlers": {"out": {"type": "python", "callable": f"{__name__}:fails"}},
+        "routes": [{"handlers": ["out"]}],
+        "dead_letters": {"brake": 1},
+    }
+    with relaying(outbox.settings(**config)):
+        for number in range(4):
+            outbox.publish(host(number), event(number))
+        query = "select length(sample_exception) from relay.brakes where braked_at is not null"
+        wait_until(lambda: outbox.column(query) != [], 20)
+        assert 30 < outbox.column(query)[0] < 20_000
