@@ -97,7 +97,7 @@ def _contained(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
         except Exception:
             raise
         except BaseException as error:
-            raise as_exception(error).with_traceback(error.__traceback__) from error
+            raise as_exception(error) from error
         if isinstance(returned, WORK):
             if isinstance(returned, CoroutineType):
                 # Otherwise Python warns that it was never awaited.
@@ -113,9 +113,10 @@ def _contained(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def as_exception(error: BaseException) -> Exception:
     """The Exception for an error of a user's function that would end the thread of relay that has called it."""
+    text = f"the function raised {type(error).__name__}"
     if isinstance(error, SystemExit):
-        return RuntimeError(f"the function called sys.exit({error.code!r})")
-    return RuntimeError(f"the function raised {type(error).__name__}")
+        text = f"the function called sys.exit({error.code!r})"
+    return RuntimeError(text).with_traceback(error.__traceback__)
 
 
 def find(key: str, path: str) -> Any:

@@ -9,6 +9,7 @@ import pickle
 import smtplib
 import socket
 import ssl
+import sys
 import urllib.error
 from email.message import Message
 from typing import Any
@@ -20,6 +21,7 @@ from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
 
 import relay
 from relay.admin import connections
+from relay.config.imports import as_exception
 from relay.faults import (
     ConfigurationError,
     FaultAction,
@@ -464,3 +466,11 @@ def test_a_fault_of_users_code_is_described_with_their_line() -> None:
     assert describe(own.value) == f"KeyError (test_faults.py:{lines[0]})"
     assert describe(called.value) == f"JSONDecodeError (test_faults.py:{lines[1]})"
     assert describe(KeyError(SECRET)) == "KeyError"
+
+
+def test_what_would_end_a_thread_keeps_the_line_of_users_code() -> None:
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(3)
+    error = as_exception(ended.value)
+    assert describe(error).startswith("RuntimeError (test_faults.py:")
+    assert "test_faults.py" in exception_text(error)
