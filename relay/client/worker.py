@@ -330,7 +330,7 @@ class _Idle:
         self._is_watched = True
         try:
             # Idle workers do not poll in step.
-            await _either(stopping, self._pause * random.uniform(0.5, 1))  # noqa: S311
+            await _either(stopping, self._pause * random.uniform(0.75, 1.25))  # noqa: S311
         finally:
             self._is_watched = False
         self._pause = min(self._pause * 2, self._longest)

@@ -189,13 +189,18 @@ end
 $$;
 
 -- Says that this transaction will insert messages: no mark passes the ids that it takes from the sequence afterwards. The lock
--- carries the last id that was given before, whose low 31 bits are part of its key.
+-- carries the last id that was given before, whose low 31 bits are part of its key. One lock is enough for the transaction: each more
+-- would take shared memory. The setting that says so is undone with the lock, also by a rollback to a savepoint.
 create or replace function relay.begin_messages() returns void
 language plpgsql set search_path = pg_catalog, pg_temp
 as $$
 begin
+    if current_setting('relay.inserts_messages', true) = 'yes' then
+        return;
+    end if;
     perform pg_advisory_xact_lock_shared(x'71696473'::int, (s.last_value % 2147483648)::int)
        from relay.queue_message_ids as s;
+    perform set_config('relay.inserts_messages', 'yes', true);
 end
 $$;
 
@@ -527,9 +532,11 @@ begin
            for update skip locked;
     end if;
     if location is null then
-        -- Whoever looked for messages while this one was leased may have its lock for a moment, though not the message.
+        -- Whoever looked for messages while this one was leased may have its lock for a moment, though not the message: only one whose
+        -- lease is over can be another's.
         select m.ctid into location from relay.queue_messages as m
-         where m.queue_id = the_queue and m.id = the_id and m.available_at is not null and m.leased and m.attempts = attempt
+         where m.queue_id = the_queue and m.id = the_id and m.available_at > clock_timestamp() and m.leased
+           and m.attempts = attempt
            for update;
     end if;
     return location;

@@ -524,3 +524,22 @@ def test_the_figures_of_a_queue(outbox: Outbox) -> None:
             "select ready, waiting, leased, dead, workers from relay.queue_figures"
         ).fetchall()
     assert row == (1, 1, 2, 1, 1)
+
+
+def test_a_transaction_that_enqueues_many_messages_holds_one_lock_for_them(outbox: Outbox) -> None:
+    """Each lock takes shared memory of the server, and a rollback to a savepoint releases those taken since."""
+    queue(outbox)
+    held = "select count(*) from pg_locks where locktype = 'advisory' and pid = pg_backend_pid()"
+    many = "select relay.enqueue('mail', '{}') from generate_series(1, 20)"
+    with worker(outbox) as mine:
+        with mine.transaction():
+            mine.execute("savepoint before")
+            mine.execute(many)
+            mine.execute("rollback to savepoint before")
+            assert mine.execute(held).fetchone() == (0,)
+            mine.execute(many)
+            assert mine.execute(held).fetchone() == (1,)
+        with mine.transaction():
+            mine.execute(many)
+            assert mine.execute(held).fetchone() == (1,)
+    assert len(ids(outbox.conn)) == 40
