@@ -29,6 +29,7 @@ from relay.pipeline.deferral import rekey
 from relay.pipeline.listeners import Listeners, Meter
 from relay.pipeline.retries import RetryWorker
 from relay.pipeline.runner import Pipeline
+from relay.queues.configured import ConfiguredQueues
 from relay.retention.schedule import Schedule
 from relay.runtime.parts import Condition, Part, faults
 from relay.source.hybrid import Source, open_source
@@ -105,6 +106,7 @@ class Service:
             traces,
             RefusalWatch([settings.source_dsn, dsn], self.stop),
             presence,
+            ConfiguredQueues(settings) if settings.queues else None,
             catch_up,
             summary,
             engines,

@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from relay.cli.app import app
 from relay.config.description import DescribedKey, described, first_paragraph, keys, model_in
 from relay.config.handlers import KINDS, AnyHandler, BrokerHandler, DeliveryHandler, SinkHandler
-from relay.config.settings import EventTypeSettings, Settings
+from relay.config.settings import EventTypeSettings, QueueSettings, Settings
 from tests.pages import DOCS
 from tests.process import ROOT
 from tests.sql_meanings import COLUMNS, FUNCTIONS, TABLES
@@ -119,6 +119,8 @@ def settings() -> str:
             sections.append(f"## handlers\n\n{texts[name]}\n\n" + "\n".join(handlers()))
         elif name == "events":
             sections.append(f"## events\n\n{texts[name]}\n\n{keys_table(EventTypeSettings)}")
+        elif name == "queues":
+            sections.append(f"## queues\n\n{texts[name]}\n\n{keys_table(QueueSettings)}")
         elif name == "routes":
             (route,) = get_args(field.annotation)
             sections.append(f"## routes\n\n{texts[name]}\n\n{keys_table(route)}")

@@ -21,7 +21,7 @@ from relay.admin.findings import Finding, Severity, finding_of, finding_of_error
 from relay.config.effects import Effects
 from relay.config.files import Configuration, observed
 from relay.config.handlers import DeliveryHandler, HttpHandler, PythonHandler
-from relay.config.settings import Address, Settings
+from relay.config.settings import Address, QueueSettings, Settings
 from relay.event_types.registry import registered
 from relay.faults import (
     ConfigurationError,
@@ -34,6 +34,7 @@ from relay.model.spool import require_writable
 from relay.observe.traces import require_exporter
 from relay.pipeline.retry_policy import RetryPolicy
 from relay.pipeline.routing import shadowed
+from relay.queues import configured
 from relay.retention.reader_positions import identity
 from relay.retention.schedule import require_not_given_up
 from relay.runtime.parts import SOON_SECONDS, Condition
@@ -231,6 +232,7 @@ def _target(
             yield from _position(conn, source, settings)
         yield from _former_handlers(conn, settings)
         yield from _sinks(conn, settings)
+        yield from _queues(conn, settings)
     yield from _lookups(conn, settings)
     if built:
         temporary = finding_of(
@@ -346,6 +348,34 @@ def _sinks(conn: Connection, settings: Settings) -> Iterator[Finding]:
             why = sinks.why_not_wal(each.sink, each.position, each.needs_outbox)
             if why is not None:
                 yield Finding(Severity.ERROR, "sinks", why)
+
+
+def _queues(conn: Connection, settings: Settings) -> Iterator[Finding]:
+    """Check that the configured queues can be declared, and find those that are no longer configured."""
+    for name, queue in settings.queues.items():
+        yield finding_of(
+            "queues", f"{name} can be declared", _require_declarable, conn, settings, name, queue
+        )
+    for name in configured.no_longer_configured(conn, settings.group, settings.queues):
+        yield Finding(
+            Severity.WARNING,
+            "queues",
+            f"queues.{name}: the queue is no longer configured, and is filled as before: put it back, or run "
+            f"`relay queue drop {name}`",
+        )
+
+
+def _require_declarable(
+    conn: Connection, settings: Settings, name: str, queue: QueueSettings
+) -> None:
+    """Raise ConfigurationError if the target refuses a queue, and Unreachable if that cannot be found out now."""
+    try:
+        with conn.transaction(force_rollback=True):
+            configured.declare(conn, settings.group, name, queue)
+    except psycopg.Error as error:
+        if conn.broken or not is_transient(error):
+            raise
+        raise Unreachable(f"queues.{name}: cannot be checked now: {first_line(error)}") from None
 
 
 def require_group(conn: Connection, settings: Settings) -> None:

@@ -36,7 +36,7 @@ def shown(
             f"--state: {unknown[0]!r} is none of {', '.join(queues.ITEM_STATES)}"
         )
     with _found(settings, name) as (target, figures):
-        return figures, queues.items(target, name, states or queues.ITEM_STATES, limit)
+        return figures, queues.items(target, name, states or queues.UNDONE_STATES, limit)
 
 
 def pause(settings: Settings, name: str, paused: bool, reason: str | None) -> bool:

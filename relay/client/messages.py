@@ -23,8 +23,9 @@ class Queue:
 
     `match` says which events of the log go into the queue, as in a route; None: direct messages only. `key` is what
     orders its messages: "none", "host", "user", "aggregate" or a path into payload or metadata. `backoff` and
-    `max_backoff` are in seconds. `workers` is the role whose members may take from it, `group_id` the group of relay
-    that fills it.
+    `max_backoff` are in seconds, and so is `keep_done`, for which done messages stay in `relay.queue_items`. `where` is
+    a path of SQL/JSON which the events that match must satisfy, such as `$.payload.amount >= $least`; `params` has its
+    variables. `workers` is the role whose members may take from it, `group_id` the group of relay that fills it.
     """
 
     name: str
@@ -33,6 +34,9 @@ class Queue:
     attempts: int | None = None
     backoff: float | None = None
     max_backoff: float | None = None
+    keep_done: float | None = None
+    where: str | None = None
+    params: Mapping[str, Any] | None = None
     workers: str | None = None
     group_id: str | None = None
 
@@ -42,7 +46,7 @@ class Queue:
         given = {
             name: value for name, value in values.items() if value is not None or name == "match"
         }
-        listed = ", ".join(f"{name} => {_DECLARED[name]}" for name in given)
+        listed = ", ".join(f'"{name}" => {_DECLARED[name]}' for name in given)
         before = f"select relay.declare_queue({listed})::text from (select cast(cast("  # noqa: S608
         return Statement(before, _AFTER + ") as p"), json.dumps(given)
 
@@ -54,6 +58,9 @@ _DECLARED = {
     "attempts": "(p.a->>'attempts')::int",
     "backoff": "make_interval(secs => (p.a->>'backoff')::float8)",
     "max_backoff": "make_interval(secs => (p.a->>'max_backoff')::float8)",
+    "keep_done": "make_interval(secs => (p.a->>'keep_done')::float8)",
+    "where": "p.a->>'where'",
+    "params": "(p.a->'params')::jsonb",
     "workers": "p.a->>'workers'",
     "group_id": "p.a->>'group_id'",
 }

@@ -29,7 +29,16 @@ from relay.config.fields import JSON_FIELDS, is_header, is_name, suggestion
 from relay.config.handlers import BatchHandler, HandlerSettings, SinkHandler, SparkHandler
 from relay.config.secrets import Secret, known_text
 from relay.config.source import SourceSettings
-from relay.config.types import Alike, Duration, Name, Number, Own, Seconds, Section
+from relay.config.types import (
+    Alike,
+    Duration,
+    Name,
+    Number,
+    Own,
+    Seconds,
+    SecondsOrZero,
+    Section,
+)
 
 ENV_PREFIX = "RELAY_"
 """The beginning of the variables that are settings."""
@@ -178,6 +187,17 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) else value
 
 
+def require_event_fields(match: dict[str, Any]) -> dict[str, Any]:
+    """Return what an event must match unchanged. Raises ValueError for a name that is no field of events."""
+    for name in match:
+        if not is_name(name):
+            raise ValueError(
+                f"{name!r} is neither a field of an event nor a path such as payload.customer.tier"
+                f"{suggestion(name)}"
+            )
+    return match
+
+
 class Route(Section):
     """Which events go to which handlers."""
 
@@ -191,15 +211,63 @@ class Route(Section):
     @field_validator("match")
     @classmethod
     def _known_names(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name in value:
-            if not is_name(name):
-                raise ValueError(
-                    f"{name!r} is neither a field of an event nor a path such as payload.customer.tier"
-                    f"{suggestion(name)}"
-                )
+        return require_event_fields(value)
+
+
+class QueueSettings(Section):
+    """A work queue that relay declares when it starts, as `relay.declare_queue` does."""
+
+    match: dict[str, Patterns] | None = Field(default_factory=dict)
+    """Which events of the log go into the queue, as in a route; null: none, only direct messages do."""
+    where: str | None = None
+    """A path of SQL/JSON which the events that match must satisfy, such as `$.payload.amount >= $least`; null: none."""
+    params: dict[str, Any] | None = None
+    """The variables of `where`."""
+    key: str = "none"
+    """What orders its messages: `none`, `host`, `user`, `aggregate`, or a path into payload or metadata."""
+    attempts: Annotated[PositiveInt, Number] = 5
+    """The failed attempts after which a message becomes a dead letter."""
+    backoff: SecondsOrZero = 1.0
+    """The seconds to wait after the first failed attempt; they double with each."""
+    max_backoff: SecondsOrZero = 300.0
+    """The longest wait, in seconds."""
+    keep_done: Duration | None = None
+    """How long done messages stay in `relay.queue_items`; null: not at all."""
+    workers: str = "relay_worker"
+    """The role whose members may take from the queue."""
+    paused: bool = False
+    """Whether nobody can take from the queue at first, until `relay.pause_queue(name, false)`."""
+
+    @field_validator("match")
+    @classmethod
+    def _known_names(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in value or ():
+            if is_header(name):
+                raise ValueError(f"{name!r}: queues match by fields and paths, not by headers")
+        return value if value is None else require_event_fields(value)
+
+    @field_validator("key")
+    @classmethod
+    def _orders(cls, value: str) -> str:
+        is_path = is_name(value) and value.partition(".")[0] in JSON_FIELDS
+        if value not in QUEUE_KEYS and (value in JSON_FIELDS or not is_path):
+            raise ValueError(
+                f"{value!r} is neither {', '.join(QUEUE_KEYS)} nor a path such as payload.customer.id"
+            )
         return value
 
+    @model_validator(mode="after")
+    def _can_be_declared(self) -> QueueSettings:
+        if self.max_backoff < self.backoff:
+            raise ValueError("max_backoff: is shorter than backoff")
+        if self.where is not None and self.match is None:
+            raise ValueError("where: without match, no events go into the queue")
+        return self
 
+
+LONGEST_QUEUE_NAME = 100
+QUEUE_KEYS = ("none", "host", "user", "aggregate")
+"""What can order the messages of a queue, beside a path."""
 VERSION_FROM = "metadata.version"
 """The default path of an event's version."""
 
@@ -382,6 +450,8 @@ class Settings(BaseSettings):
     """Event types with versions: a mapping of types, or `module:name` of a `relay.EventTypes`."""
     routes: Alike[list[Route]] = Field(default_factory=list)
     """Which events go to which handlers: a list, in which the first route that matches applies."""
+    queues: Alike[dict[str, QueueSettings]] = Field(default_factory=dict)
+    """Work queues that relay declares when it starts, by name; others are declared in SQL."""
     sinks: Own[SinksSettings] = Field(default_factory=SinksSettings)
     """How long relay keeps the WAL for a sink."""
     dead_letters: Own[DeadLetterLimits] = Field(default_factory=DeadLetterLimits)
@@ -404,6 +474,16 @@ class Settings(BaseSettings):
         if "" in value:
             # In relay's tables, "" stands for the target.
             raise ValueError("a handler has the name ''; give it another one")
+        return value
+
+    @field_validator("queues")
+    @classmethod
+    def _queues_have_names(cls, value: dict[str, QueueSettings]) -> dict[str, QueueSettings]:
+        for name in value:
+            if not 1 <= len(name) <= LONGEST_QUEUE_NAME or not name.isprintable():
+                raise ValueError(
+                    f"{name!r} is no name of a queue, which has 1 to {LONGEST_QUEUE_NAME} characters"
+                )
         return value
 
     @model_validator(mode="after")

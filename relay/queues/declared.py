@@ -26,11 +26,12 @@ Chooser = Callable[[Transactions, ColumnDecoder], Iterator[tuple[str, ...]]]
 
 
 class DeclaredQueue(NamedTuple):
-    """A queue, and what orders its messages."""
+    """A queue, what orders its messages, and whether the events that match must satisfy a condition, too."""
 
     id: int
     name: str
     key: str
+    is_conditional: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,9 @@ class Declared:
     choose: Chooser
 
 
-_READ = "select id, name, key, match from relay.queues where group_id = %s order by id"
+_READ = """
+    select id, name, key, condition is not null, match from relay.queues where group_id = %s order by id
+"""
 
 
 class DeclaredQueues:
@@ -80,8 +83,9 @@ class DeclaredQueues:
 
     def _read(self, conn: psycopg.Connection[Any], revision: int) -> Declared:
         queues, routes = {}, []
-        for number, name, key, match in conn.execute(_READ, (self._group,)):
-            queues[name] = DeclaredQueue(number, name, key)
+        for *of, match in conn.execute(_READ, (self._group,)):
+            queue = DeclaredQueue(*of)
+            queues[name := queue.name] = queue
             if match is not None:
                 route = {"match": match, "handlers": [name], "continue": True}
                 routes.append(Route.model_validate(route))

@@ -5,8 +5,8 @@ Messages are copied into `relay.queue_messages` in the order of the log.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain, islice, repeat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice, repeat
 
 import numpy as np
 from psycopg import sql
@@ -19,7 +19,7 @@ from relay.handlers import copy_binary
 from relay.model import exact_json
 from relay.model.keys import of_host, of_values
 from relay.model.transactions import Int64Array, Routed, Values, text
-from relay.queues.declared import Declared
+from relay.queues.declared import Declared, DeclaredQueue
 from relay.store.connections import Connection
 
 QUEUES = "relay.queues"
@@ -46,7 +46,32 @@ _KEY_FIELDS = {
     "aggregate": ("host_id", "aggregate_type", "aggregate_id"),
 }
 _BEGIN = "select relay.begin_messages()"
+_SATISFYING = sql.SQL(
+    """
+    with event as materialized (
+        select e.index, jsonb_build_object({pairs}) as message
+          from unnest(%(indices)s::int[], {columns}) as e (index, {names}))
+    select m.number
+      from unnest(%(numbers)s::int[], %(events)s::int[], %(queues)s::bigint[]) as m (number, index, queue_id)
+      join event as e on e.index = m.index join relay.queues as q on q.id = m.queue_id
+     where q.condition is null or relay.satisfies(e.message, q.condition, q.params)
+    """
+).format(
+    pairs=sql.SQL(", ").join(
+        sql.SQL("{}, {}::{}").format(sql.Literal(field), sql.Identifier("e", field), sql.SQL(kind))
+        for field, (_, kind) in _FIELDS.items()
+    ),
+    columns=sql.SQL(", ").join(
+        sql.SQL("{}::text[]").format(sql.Placeholder(field)) for field in _FIELDS
+    ),
+    names=sql.SQL(", ").join(map(sql.Identifier, _FIELDS)),
+)
+"""Of messages, by their number, those that satisfy the condition of their queue. The fields of events are text."""
 _COPY = sql.SQL("copy relay.queue_messages (queue_id, {}) from stdin (format {})")
+
+
+Message = tuple[int, DeclaredQueue]
+"""The index of an event among some rows, and a queue that it goes into."""
 
 
 class Filling:
@@ -94,23 +119,49 @@ class Filling:
         current = routed_as_current(routed, self._upcaster)
         begun = False
         for rows in routed.transactions.portions():
-            queues = [
-                [declared.queues[name] for name in names] for names in islice(chosen, len(rows))
+            messages = [
+                (index, declared.queues[name])
+                for index, names in enumerate(islice(chosen, len(rows)))
+                for name in names
             ]
-            events = [index for index, each in enumerate(queues) for _ in each]
-            if not events:
+            if not messages:
                 continue
+            values = dict(zip(fields, current.decoder.columns(rows, fields), strict=True))
+            if self._queue is None and any(queue.is_conditional for _, queue in messages):
+                messages = _satisfying(conn, messages, values)
+                if not messages:
+                    continue
             if not begun:
                 conn.execute(_BEGIN)
                 begun = True
-            values = dict(zip(fields, current.decoder.columns(rows, fields), strict=True))
-            messages = list(zip(events, chain.from_iterable(queues), strict=True))
             columns: dict[str, Values] = {
-                column: [values[field][index] for index in events]
+                column: [values[field][index] for index, _ in messages]
                 for field, (column, _) in _FIELDS.items()
             }
             columns["key"] = [_key(queue.key, values, index) for index, queue in messages]
             _copy(conn, np.array([queue.id for _, queue in messages], np.int64), columns)
+
+
+def _satisfying(
+    conn: Connection, messages: Sequence[Message], values: Mapping[str, Values]
+) -> list[Message]:
+    """Leave out the messages that do not satisfy the condition of their queue, which may be another one meanwhile."""
+    asked = [number for number, (_, queue) in enumerate(messages) if queue.is_conditional]
+    events = list(dict.fromkeys(messages[number][0] for number in asked))
+    given = {
+        field: [
+            None if (value := values[field][index]) is None else text(value) for index in events
+        ]
+        for field in _FIELDS
+    }
+    pairs = {
+        "numbers": asked,
+        "events": [messages[number][0] for number in asked],
+        "queues": [messages[number][1].id for number in asked],
+        "indices": events,
+    }
+    refused = set(asked) - {number for (number,) in conn.execute(_SATISFYING, given | pairs)}
+    return [message for number, message in enumerate(messages) if number not in refused]
 
 
 def _fields_of(key: str) -> tuple[str, ...]:

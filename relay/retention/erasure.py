@@ -130,7 +130,7 @@ def _erase_from_target(
             ).format(sql.Identifier("relay", table)),
             of,
         ).rowcount
-        for table in ("queue_messages", "queue_dead_letters")
+        for table in ("queue_messages", "queue_dead_letters", "queue_done")
     )
     report.removed["deferred transactions"] = target.execute(
         "delete from relay.deferred where group_id = %(group)s and hosts = array[%(host)s::text]",

@@ -27,6 +27,16 @@ NOTE_SECONDS = 5.0
 ROTATE_SECONDS = 60.0
 """The interval at which partitions are created and events removed."""
 _PRUNE_PORTION = 10_000
+_REMOVE_DONE = """
+    delete from relay.queue_done where ctid = any (array(
+        select d.ctid
+          from relay.queues as q
+          cross join lateral (
+               select o.ctid from relay.queue_done as o
+                where o.queue_id = q.id and o.done_at <= now() - coalesce(q.keep_done, '0 s')
+                order by o.done_at limit %s for update skip locked) as d
+         where q.group_id = %s))
+"""
 
 
 class Schedule(Recurring):
@@ -136,6 +146,8 @@ class Schedule(Recurring):
         self._faults = []
         with self._step("history", target):
             self._prune(target)
+        with self._step("done messages of queues", target):
+            self._remove_done(target)
         key = locks.retention(self._settings.source.table)
         if locks.try_lock(source, key):
             try:
@@ -231,6 +243,12 @@ class Schedule(Recurring):
         target.execute(
             "select relay.prune_history(%s, %s, %s)", (self._settings.group, before, _PRUNE_PORTION)
         )
+
+    def _remove_done(self, target: Connection) -> None:
+        """Remove the done messages of queues that are older than the queue's `keep_done`, in portions."""
+        removed = _PRUNE_PORTION
+        while removed >= _PRUNE_PORTION and not self.stopping.is_set():
+            removed = target.execute(_REMOVE_DONE, (_PRUNE_PORTION, self._settings.group)).rowcount
 
 
 def _is_standby(source: Connection) -> bool:

@@ -12,6 +12,7 @@ Every function raises psycopg.Error.
 | `completions` | target | a database transaction that completes a delivery, shared; one that moves the sink |
 | `chain` | target | the database transaction that changes the snapshots of a group |
 | those of `relay.begin_messages` and `begin_times` | target | who puts messages into queues, shared, to its commit |
+| `queues` | target | the database transaction that declares the queues of a group's configuration |
 | that of `relay.lock_streaks` in `sql/` | target | the database transaction that changes `relay.brakes` |
 | `retention` | source | the instance that creates and drops partitions of the outbox |
 
@@ -66,6 +67,11 @@ def completions(group: str, name: str) -> Key:
 def chain(group: str) -> Key:
     """The key of the snapshots of a group."""
     return Key(0x63686169, group)  # "chai"
+
+
+def queues(group: str) -> Key:
+    """The key of the queues in the configuration of a group."""
+    return Key(0x71756575, group)  # "queu"
 
 
 def retention(table: str) -> Key:

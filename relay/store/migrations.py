@@ -60,7 +60,11 @@ FORMER = {
     "target/004_queues.sql": frozenset(
         {
             "f8e9f79f7aed0cb35809b06731ef9a2c2f3156c97048f696f579448fe37dc3ed",  # other names of variables
+            "7d8f5e36f29317dcb73a8717c0875c6dd9ba9c6ca2f7d55961d3da115993c508",  # no claims
+            "5b5d5c0b2a2c469ae57b3da618a3a44271d61b3d3cb1134cd115e57729593974",  # no figures
             "aee5c090b1d9144ba1e15cc70990fceb38f2c61c6247b69bcb1099759eb3895f",  # times below a mark
+            "8e3fd459ec21a06d141ec60a4c46f41c4544eb71ba4ca4def227e2b2799ce20d",  # a lock for each message
+            "edb5d2839f38f14f6db821eb9ccdca8492af2b494c8dfa6b412b3a71ee3009db",  # no keep_done, no conditions
         }
     ),
 }

@@ -10,7 +10,8 @@ from typing import Any
 import psycopg
 from psycopg.rows import class_row
 
-ITEM_STATES = ("enqueued", "scheduled", "retry", "leased", "dead")
+UNDONE_STATES = ("enqueued", "scheduled", "retry", "leased", "dead")
+ITEM_STATES = (*UNDONE_STATES, "done")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class QueueFigures:
 
 @dataclass(frozen=True, slots=True)
 class QueueItem:
-    """A message of a queue that is not done."""
+    """A message of a queue."""
 
     id: int
     state: str

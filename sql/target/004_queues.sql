@@ -13,8 +13,15 @@ create table if not exists relay.queues (
     workers     text        not null,
     paused_at   timestamptz,
     paused_by   text,
-    declared_at timestamptz not null default clock_timestamp()
+    declared_at timestamptz not null default clock_timestamp(),
+    keep_done   interval,
+    condition   jsonpath,
+    params      jsonb,
+    configured  boolean     not null default false
 );
+alter table relay.queues
+    add column if not exists keep_done interval, add column if not exists condition jsonpath,
+    add column if not exists params jsonb, add column if not exists configured boolean not null default false;
 
 comment on table relay.queues is
     'the declared queues: relay.declare_queue writes them';
@@ -24,6 +31,14 @@ comment on column relay.queues.key is
     'what orders its messages: none, host, user, aggregate, or a path into payload or metadata, within a host';
 comment on column relay.queues.workers is
     'the role whose members may take from the queue';
+comment on column relay.queues.keep_done is
+    'how long its done messages stay in relay.queue_items; null: not at all';
+comment on column relay.queues.condition is
+    'where: of the events that match, those that satisfy this path go into the queue; null: all';
+comment on column relay.queues.params is
+    'the variables of the path';
+comment on column relay.queues.configured is
+    'relay declares the queue when it starts, as its configuration says';
 
 -- Counts the declarations of a group: each task reads it, and reads the queues again where it has changed.
 create table if not exists relay.queue_revisions (
@@ -114,6 +129,28 @@ comment on column relay.queue_dead_letters.error is
 comment on column relay.queue_dead_letters.dead_at is
     'when it was given up';
 
+-- What is left of the messages that are done, for the queue's keep_done.
+create table if not exists relay.queue_done (
+    id             bigint      not null,
+    queue_id       bigint      not null,
+    key            text,
+    attempts       int         not null,
+    enqueued_at    timestamptz not null,
+    first_taken_at timestamptz not null,
+    event_id       text        not null,
+    event_type     text        not null,
+    host_id        text,
+    error          text,
+    done_at        timestamptz not null default clock_timestamp()
+);
+create index if not exists queue_done_times on relay.queue_done (queue_id, done_at);
+create index if not exists queue_done_events on relay.queue_done (event_id);
+
+comment on column relay.queue_done.error is
+    'why the last attempt that failed did so';
+comment on column relay.queue_done.done_at is
+    'when its completion was called; it commits later';
+
 -- Lower bounds of what can be taken. Whoever takes starts there instead of at the left end of an index, where the entries of taken
 -- messages stay as long as somebody holds a snapshot. Bounds are appended, for the same reason; each of them stays true.
 create table if not exists relay.queue_marks (
@@ -150,19 +187,24 @@ begin
 end
 $$;
 
+-- Functions of former editions with other arguments or results.
+drop function if exists relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text);
+drop function if exists relay.queue_state(text);
+
 -- What the functions below need of a queue, if the caller may take from it.
 create or replace function relay.queue_state(asked text)
-returns table (id bigint, keyed boolean, key text, attempts int, backoff interval, max_backoff interval, paused boolean,
-               mark bigint, due_mark timestamptz, noted_at timestamptz)
+returns table (id bigint, keyed boolean, key text, attempts int, backoff interval, max_backoff interval, keeps boolean,
+               paused boolean, mark bigint, due_mark timestamptz, noted_at timestamptz)
 language plpgsql set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_column
 declare
     role_of text;
 begin
-    select q.id, q.key <> 'none', q.key, q.attempts, q.backoff, q.max_backoff, q.paused_at is not null, q.workers,
-           coalesce(m.mark, 0), coalesce(m.due_mark, '-infinity'), coalesce(m.noted_at, '-infinity')
-      into id, keyed, key, attempts, backoff, max_backoff, paused, role_of, mark, due_mark, noted_at
+    select q.id, q.key <> 'none', q.key, q.attempts, q.backoff, q.max_backoff, q.keep_done is not null,
+           q.paused_at is not null, q.workers, coalesce(m.mark, 0), coalesce(m.due_mark, '-infinity'),
+           coalesce(m.noted_at, '-infinity')
+      into id, keyed, key, attempts, backoff, max_backoff, keeps, paused, role_of, mark, due_mark, noted_at
       from relay.queues as q
       left join lateral (select n.mark, n.due_mark, n.noted_at from relay.queue_marks as n
                           where n.queue_id = q.id order by n.mark desc, n.due_mark desc limit 1) as m on true
@@ -383,6 +425,17 @@ as $$
       from gone
 $$;
 
+-- Keeps what is to be seen of locked messages that are done; `attempt` is the one that is, by default the next of each.
+create or replace function relay.keep_messages(these tid[], attempt int default null) returns void
+language sql set search_path = pg_catalog, pg_temp
+as $$
+    insert into relay.queue_done (
+        id, queue_id, key, attempts, enqueued_at, first_taken_at, event_id, event_type, host_id, error)
+    select id, queue_id, key, coalesce(attempt, attempts + 1), enqueued_at, coalesce(first_taken_at, clock_timestamp()), event_id,
+           event_type, host_id, error
+      from relay.queue_messages where ctid = any (these)
+$$;
+
 -- Takes messages, at most `max`: they are deleted, and so done when the caller's transaction commits. After a rollback, or when the
 -- session ends, they can be taken again at once. Nobody waits for messages that another has.
 create or replace function relay.take(queue text, max int default 1)
@@ -402,7 +455,7 @@ begin
     if q.paused then
         return;
     end if;
-    if not q.keyed and not exists (
+    if not q.keyed and not q.keeps and not exists (
         select from relay.queue_messages as m
          where m.queue_id = q.id and m.available_at >= q.due_mark
            and m.available_at <= greatest(clock_timestamp(), q.due_mark)) then
@@ -425,6 +478,9 @@ begin
         return;
     end if;
     select * into locked from relay.lock_messages(q.id, q.keyed, q.attempts, q.mark, q.due_mark, greatest(take.max, 1));
+    if q.keeps then
+        perform relay.keep_messages(locked.chosen);
+    end if;
     return query
         with gone as (delete from relay.queue_messages where ctid = any (locked.chosen) returning *)
         select id, attempts + 1, key, event_id, event_type, host_id, user_id, aggregate_type, aggregate_id, aggregate_version,
@@ -553,6 +609,9 @@ declare
 begin
     select * into q from relay.queue_state(queue);
     location := relay.lock_message(q.id, complete.id, complete.attempt, false);
+    if q.keeps and location is not null then
+        perform relay.keep_messages(array[location], complete.attempt);
+    end if;
     delete from relay.queue_messages as m where m.ctid = location;
     return location is not null;
 end
@@ -718,15 +777,20 @@ $$;
 
 -- Declares a queue: the events of the log that match go into it, from the first that is published after this transaction has
 -- committed. Returns whether anything changed; a second call with the same arguments changes nothing, and writes nothing. It does not
--- touch what is in the queue, nor whether it is paused.
+-- touch what is in the queue, nor whether it is paused. `where` is a path of SQL/JSON into a message, such as
+-- '$.payload.amount >= $least', with its variables in `params`; it is true where it yields anything but false or null first.
+-- Whoever calls it with `configured` is relay.
 create or replace function relay.declare_queue(
     name text, match jsonb default '{}', key text default 'none', attempts int default 5, backoff interval default '1 second',
     max_backoff interval default '5 minutes', workers text default null, paused boolean default false,
-    group_id text default null
+    group_id text default null, keep_done interval default null, "where" text default null, params jsonb default null,
+    configured boolean default false
 ) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
+    path   jsonpath;
+    unset  text;
     caller text := relay.calling_role();
     owner  text := coalesce(declare_queue.workers, caller);
     groups text[];
@@ -766,6 +830,29 @@ begin
         raise invalid_parameter_value using message = 'relay.declare_queue: attempts must be 1 or more, backoff 0 or longer, and '
             'max_backoff not shorter than backoff';
     end if;
+    if declare_queue.keep_done <= '0 s' then
+        raise invalid_parameter_value using message = 'relay.declare_queue: keep_done must be longer than 0, or null';
+    end if;
+    begin
+        path := declare_queue."where"::jsonpath;
+    exception when others then
+        raise invalid_parameter_value using message = 'relay.declare_queue: where is no path of SQL/JSON: ' || sqlerrm;
+    end;
+    if path is not null and declare_queue.match is null then
+        raise invalid_parameter_value using message = 'relay.declare_queue: where: without match, no events go into the queue';
+    end if;
+    if jsonb_typeof(declare_queue.params) <> 'object' then
+        raise invalid_parameter_value using message = 'relay.declare_queue: params must be an object, such as {"least": 100}';
+    end if;
+    -- What PostgreSQL prints of a path has its variables as $"least"; names and texts are in quotes, too.
+    select v.name into unset
+      from regexp_matches(path::text, '([$]?)("(?:[^"\\]|\\.)*")', 'g') as token,
+           lateral (select token[2]::jsonb #>> '{}') as v (name)
+     where token[1] = '$' and not coalesce(declare_queue.params ? v.name, false);
+    if found then
+        raise invalid_parameter_value using
+            message = format('relay.declare_queue: params: the variable %s of where is missing', unset);
+    end if;
     if not exists (select from pg_roles where rolname = owner) then
         raise undefined_object using message = format('relay.declare_queue: workers: there is no role %L', owner);
     end if;
@@ -783,9 +870,11 @@ begin
     loop
         select * into former from relay.queues as q where q.name = declare_queue.name;
         exit when found;
-        insert into relay.queues (group_id, name, match, key, attempts, backoff, max_backoff, workers, paused_at, paused_by)
+        insert into relay.queues (group_id, name, match, key, attempts, backoff, max_backoff, workers, paused_at, paused_by,
+                                  keep_done, condition, params, configured)
         values (whose, declare_queue.name, declare_queue.match, declare_queue.key, declare_queue.attempts, declare_queue.backoff,
-                declare_queue.max_backoff, owner, case when paused then clock_timestamp() end, case when paused then caller end)
+                declare_queue.max_backoff, owner, case when paused then clock_timestamp() end, case when paused then caller end,
+                declare_queue.keep_done, path, declare_queue.params, declare_queue.configured)
         on conflict do nothing;
         if found then
             perform relay.note_queues(whose);
@@ -801,17 +890,32 @@ begin
             message = format('relay.declare_queue: the queue %L is filled by the group %L: drop it first', former.name,
                              former.group_id);
     end if;
-    if (former.match, former.key, former.attempts, former.backoff, former.max_backoff, former.workers)
+    if (former.match, former.key, former.attempts, former.backoff, former.max_backoff, former.workers, former.keep_done,
+        former.condition::text, former.params, former.configured)
        is not distinct from (declare_queue.match, declare_queue.key, declare_queue.attempts, declare_queue.backoff,
-                             declare_queue.max_backoff, owner) then
+                             declare_queue.max_backoff, owner, declare_queue.keep_done, path::text, declare_queue.params,
+                             declare_queue.configured) then
         return false;
     end if;
     update relay.queues as q
        set match = declare_queue.match, key = declare_queue.key, attempts = declare_queue.attempts,
-           backoff = declare_queue.backoff, max_backoff = declare_queue.max_backoff, workers = owner
+           backoff = declare_queue.backoff, max_backoff = declare_queue.max_backoff, workers = owner,
+           keep_done = declare_queue.keep_done, condition = path, params = declare_queue.params,
+           configured = declare_queue.configured
      where q.id = former.id;
     perform relay.note_queues(whose);
     return true;
+end
+$$;
+
+-- Whether a message satisfies the condition of a queue. One that fails for the message, in whatever way, is not satisfied.
+create or replace function relay.satisfies(message jsonb, path jsonpath, params jsonb) returns boolean
+language plpgsql stable set search_path = pg_catalog, pg_temp set timezone = 'UTC'
+as $$
+begin
+    return coalesce(jsonb_path_query_first_tz(message, path, coalesce(params, '{}'), true) not in ('null', 'false'), false);
+exception when others then
+    return false;
 end
 $$;
 
@@ -893,6 +997,7 @@ begin
     perform from relay.group_partitions as p where p.group_id = whose order by p.partition_id for update;
     delete from relay.queue_messages as m where m.queue_id = q.id;
     delete from relay.queue_dead_letters as d where d.queue_id = q.id;
+    delete from relay.queue_done as d where d.queue_id = q.id;
     delete from relay.queue_marks as n where n.queue_id = q.id;
 end
 $$;
@@ -907,12 +1012,15 @@ select i.queue, i.id, i.event_id, i.event_type, i.state, i.attempts, i.key, i.en
           from relay.queues as q join relay.queue_messages as m on m.queue_id = q.id
         union all
         select q.name, d.id, d.event_id, d.event_type, 'dead', d.attempts, d.key, d.enqueued_at, d.first_taken_at, null, d.error
-          from relay.queues as q join relay.queue_dead_letters as d on d.queue_id = q.id) as i;
+          from relay.queues as q join relay.queue_dead_letters as d on d.queue_id = q.id
+        union all
+        select q.name, d.id, d.event_id, d.event_type, 'done', d.attempts, d.key, d.enqueued_at, d.first_taken_at, null, d.error
+          from relay.queues as q join relay.queue_done as d on d.queue_id = q.id and d.done_at > now() - q.keep_done) as i;
 
 comment on view relay.queue_items is
-    'the messages that are not done: enqueued, scheduled, leased, retry or dead';
+    'the messages of queues: enqueued, scheduled, leased, retry or dead, and done ones for the queue''s keep_done';
 comment on column relay.queue_items.state is
-    'enqueued (also while a transaction has taken it), scheduled, leased, retry or dead';
+    'enqueued (also while a transaction has taken it), scheduled, leased, retry, dead or done';
 
 -- A figure counts to 100,001 at most, so that reading it stays cheap. `workers` are the connections of relay.client.worker.
 create or replace view relay.queue_figures as
@@ -967,10 +1075,11 @@ declare
 begin
     for each in select p.oid from pg_proc as p
                  where p.pronamespace = 'relay'::regnamespace
-                   and p.proname in ('calling_role', 'may_act_as', 'queue_state', 'begin_messages', 'begin_times', 'move_marks', 'was_aborted', 'lock_messages',
-                                     'dead_letter_messages', 'take', 'claim', 'lease', 'lock_message', 'complete', 'extend', 'release',
-                                     'retry', 'fail', 'requeue', 'enqueue', 'declare_queue', 'is_event_field', 'note_queues',
-                                     'queues_revision', 'pause_queue', 'purge_queue', 'drop_queue') loop
+                   and p.proname in ('calling_role', 'may_act_as', 'queue_state', 'begin_messages', 'begin_times', 'move_marks',
+                                     'was_aborted', 'lock_messages', 'dead_letter_messages', 'keep_messages', 'take', 'claim',
+                                     'lease', 'lock_message', 'complete', 'extend', 'release', 'retry', 'fail', 'requeue', 'enqueue',
+                                     'declare_queue', 'satisfies', 'is_event_field', 'note_queues', 'queues_revision',
+                                     'pause_queue', 'purge_queue', 'drop_queue') loop
         execute format('revoke all on function %s from public', each);
     end loop;
 end
@@ -999,17 +1108,20 @@ begin
             relay.complete(text, bigint, int), relay.extend(text, bigint, int, interval), relay.release(text, bigint, int),
             relay.retry(text, bigint, int, interval, text), relay.fail(text, bigint, int, text), relay.requeue(text, bigint[]),
             relay.enqueue(text, jsonb, text, text, text, timestamptz, jsonb, text),
-            relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text),
+            relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text, interval, text, jsonb,
+                                boolean),
             relay.pause_queue(text, boolean), relay.purge_queue(text), relay.drop_queue(text) to relay_worker;
     end if;
     if to_regrole('relay') is not null then
         grant select on relay.queues, relay.queue_revisions, relay.queue_items, relay.queue_figures to relay;
-        -- To erase a host.
-        grant select, delete on relay.queue_dead_letters to relay;
+        -- To erase a host, and what is done.
+        grant select, delete on relay.queue_dead_letters, relay.queue_done to relay;
         grant select, insert, delete on relay.queue_messages to relay;
         grant select, usage on sequence relay.queue_message_ids to relay;
         grant execute on function relay.begin_messages(), relay.queues_revision(text) to relay;
-        grant execute on function relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text) to relay;
+        grant execute on function relay.satisfies(jsonb, jsonpath, jsonb) to relay;
+        grant execute on function relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text, interval, text,
+            jsonb, boolean) to relay;
         grant execute on function relay.pause_queue(text, boolean), relay.purge_queue(text), relay.drop_queue(text) to relay;
         grant execute on function relay.requeue(text, bigint[]) to relay;
     end if;
@@ -1027,11 +1139,12 @@ begin
     -- To lock its rows.
     grant select, update on relay.group_partitions to relay_owner;
     grant select, insert, update, delete on relay.queues, relay.queue_revisions, relay.queue_messages, relay.queue_dead_letters,
-        relay.queue_marks to relay_owner;
+        relay.queue_done, relay.queue_marks to relay_owner;
     grant select, usage on sequence relay.queue_message_ids to relay_owner;
     grant execute on function relay.calling_role(), relay.may_act_as(text), relay.queue_state(text), relay.begin_messages(), relay.begin_times(),
         relay.move_marks(bigint, bigint, timestamptz), relay.was_aborted(xid), relay.lock_messages(bigint, boolean, int, bigint, timestamptz, int),
-        relay.dead_letter_messages(tid[], text), relay.lock_message(bigint, bigint, int, boolean), relay.is_event_field(text),
+        relay.dead_letter_messages(tid[], text), relay.keep_messages(tid[], int), relay.lock_message(bigint, bigint, int, boolean),
+        relay.is_event_field(text),
         relay.note_queues(text) to relay_owner;
     grant create on schema relay to relay_owner;
     -- A function's new owner must have the right to create in its schema.

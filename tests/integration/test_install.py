@@ -306,7 +306,7 @@ def test_functions_run_as_a_role_that_can_do_just_what_they_do(outbox: Outbox) -
     assert outbox.column(
         "select proname::text from pg_proc where pronamespace = 'relay'::regnamespace and prosecdef order by 1"
     ) == [
-        *("complete", "declare_queue", "drop_queue", "enqueue", "extend", "fail", "lease"),
+        *("claim", "complete", "declare_queue", "drop_queue", "enqueue", "extend", "fail", "lease"),
         *("pause_queue", "prune_history", "publish", "purge_queue", "release", "requeue", "retry"),
         "take",
     ]

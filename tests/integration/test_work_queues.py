@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -13,10 +14,15 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from relay.admin.check import examine
 from relay.admin.dead_letters import DeadLetters
+from relay.admin.findings import Severity
 from relay.config.fields import is_header, is_name
+from relay.config.settings import Settings
 from relay.model.events import EVENT_FIELDS
+from relay.retention import schedule
 from relay.retention.erasure import erase
+from relay.retention.schedule import Schedule
 from relay.spark.session import Session
 from relay.store.dead_letters.selection import DeadLetterSelection
 from tests.outbox import (
@@ -45,7 +51,7 @@ def enqueued(outbox: Outbox, queue: str = "mail") -> list[Any]:
 def declare(outbox: Outbox, name: str = "mail", **more: Any) -> bool:
     """Declare a queue; returns whether anything changed."""
     given = {"name": name, **more}
-    arguments = ", ".join(f"{key} => %({key})s" for key in given)
+    arguments = ", ".join(f'"{key}" => %({key})s' for key in given)
     row = outbox.conn.execute(f"select relay.declare_queue({arguments})".encode(), given).fetchone()
     return row == (True,)
 
@@ -543,3 +549,235 @@ def test_a_transaction_that_enqueues_many_messages_holds_one_lock_for_them(outbo
             mine.execute(many)
             assert mine.execute(held).fetchone() == (1,)
     assert len(ids(outbox.conn)) == 40
+
+
+DONE = "select id, event_id, attempts from relay.queue_items where state = 'done' order by id"
+
+
+def test_done_messages_stay_for_keep_done_however_they_end(outbox: Outbox) -> None:
+    keys = ("a", "b", "c", "d")
+    numbers = queue(outbox, *keys, key="user", keep_done="1 hour", backoff="0 seconds")
+    events = outbox.column("select event_id from relay.queue_items order by id")
+    with worker(outbox) as conn:
+        with conn.transaction(force_rollback=True):
+            assert ids(conn) == numbers
+        assert conn.execute(DONE).fetchall() == []
+        assert ids(conn, 1) == numbers[:1]
+        with conn.transaction():
+            conn.execute("select from relay.claim('mail', 1)")
+            conn.execute("select relay.complete('mail', %s, 1)", (numbers[1],))
+        for attempt, end in enumerate(("retry", "complete"), 1):
+            conn.execute("select from relay.lease('mail', 1)")
+            conn.execute(f"select relay.{end}('mail', %s, %s)".encode(), (numbers[2], attempt))
+        assert conn.execute(DONE).fetchall() == [
+            (number, event_id, attempts)
+            for number, event_id, attempts in zip(numbers, events, (1, 1, 2), strict=False)
+        ]
+        assert not outbox.value("select relay.complete('mail', %s, 2)", (numbers[2],))
+        assert len(conn.execute(DONE).fetchall()) == 3
+        assert declare(outbox, match=None, key="user", backoff="0 seconds")
+        assert ids(conn, 1) == numbers[3:]
+        assert conn.execute(DONE).fetchall() == []
+        assert outbox.value("select count(*) from relay.queue_done") == 3
+
+
+def test_a_queue_without_keys_keeps_what_is_done(outbox: Outbox) -> None:
+    numbers = queue(outbox, "", "", keep_done="1 hour")
+    with worker(outbox) as conn:
+        assert ids(conn) == numbers
+        assert [row[0] for row in conn.execute(DONE)] == numbers
+
+
+def test_retention_removes_done_messages_in_time(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule, "_PRUNE_PORTION", 2)
+    numbers = queue(outbox, *["a"] * 7, keep_done="1 hour")
+    with worker(outbox) as conn:
+        ids(conn)
+    outbox.conn.execute(
+        "update relay.queue_done set done_at = done_at - interval '2 hours' where id <> %s",
+        (numbers[3],),
+    )
+    assert [row[0] for row in outbox.conn.execute(DONE)] == numbers[3:4]
+    settings = outbox.settings()
+    Schedule(settings, lambda: None).retain(outbox.conn, outbox.conn)
+    assert outbox.column("select id from relay.queue_done") == numbers[3:4]
+    declare(outbox, match=None)
+    Schedule(settings, lambda: None).retain(outbox.conn, outbox.conn)
+    assert outbox.column("select id from relay.queue_done") == []
+
+
+def test_what_is_done_is_erased_and_dropped_with_its_queue(outbox: Outbox) -> None:
+    declare(outbox, match=None, keep_done="1 hour")
+    for number in (1, 1, 2):
+        outbox.conn.execute(
+            "select relay.enqueue('mail', '{}', host_id => %s)", (str(host(number)),)
+        )
+    with worker(outbox) as conn:
+        ids(conn, 1)
+        report = erase(outbox.settings(), outbox.conn, outbox.conn, str(host(1)))
+        assert report.removed["messages of queues"] == 2
+        assert len(ids(conn)) == 1
+    assert outbox.column("select host_id from relay.queue_done") == [str(host(2))]
+    queue(outbox, "a", keep_done="1 hour")
+    with worker(outbox) as conn:
+        ids(conn)
+    outbox.conn.execute("select relay.drop_queue('mail')")
+    assert outbox.value("select count(*) from relay.queue_done") == 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"where": "$.payload.amount >"},
+        {"where": "$.payload.amount > $least"},
+        {"where": '$.payload ? (@.x == "$least").y == $"a b"', "params": '{"least": 1}'},
+        {"where": "$.payload.amount > $least", "params": "[1]"},
+        {"where": "$.payload.amount > 1", "match": None},
+        {"keep_done": "0 seconds"},
+    ],
+    ids=str,
+)
+def test_a_condition_that_could_not_be_evaluated_is_refused(
+    outbox: Outbox, more: dict[str, Any]
+) -> None:
+    with pytest.raises(psycopg.Error, match=rf"relay\.declare_queue: ({'|'.join(more)}|params)"):
+        declare(outbox, **more)
+
+
+CONDITIONS = {
+    "large": ("$.payload.amount >= $least", '{"least": 2}', [2, 3]),
+    "filter": ("$.payload ? (@.amount < 2)", None, [1]),
+    "of fields": ('$.host_id == $host && $.event_type starts with "order."', None, [1, 2, 3]),
+    "text": ('$.payload.amount == "$no" || $.payload.amount == 3', None, [3]),
+    # Each of these fails for every event, strictly so or in a way that SQL/JSON does not suppress.
+    "absent": ("strict $.payload.absent > 1", None, []),
+    "types": ("$.payload.amount.datetime() > 1", None, []),
+    "division": ("1 / ($.payload.amount - $.payload.amount) > 0", None, []),
+    "hard": ("$.** ? (@ like_regex $x)", None, None),
+    "deep": ("$.payload.amount.decimal(2000, 0) > 0", None, None),
+}
+
+
+def test_the_events_that_satisfy_its_condition_are_in_a_queue(outbox: Outbox) -> None:
+    declared = {}
+    for name, (where, params, expected) in CONDITIONS.items():
+        params = f'{{"host": "{host(1)}"}}' if name == "of fields" else params
+        try:
+            declare(outbox, name, match='{"event_type": "order.*"}', where=where, params=params)
+        except psycopg.Error:
+            assert expected is None, name
+        else:
+            declared[name] = expected or []
+    declare(outbox, "all")
+    with relaying(outbox.settings()):
+        outbox.publish(host(1), *(event(amount) for amount in (1, 2, 3)))
+        outbox.publish(host(1), event(5, "mail.sent"))
+        outbox.wait_handled()
+    assert {name: enqueued(outbox, name) for name in declared} == declared
+    assert enqueued(outbox, "all") == [1, 2, 3, 5]
+    outbox.assert_exact()
+
+
+def test_a_condition_that_changes_concerns_later_events(outbox: Outbox) -> None:
+    declare(outbox, where="$.payload.amount == 1")
+    with relaying(outbox.settings()):
+        outbox.publish(host(1), event(1), event(2))
+        outbox.wait_handled()
+        assert not declare(outbox, where="$.payload.amount==1")
+        assert declare(outbox, where="$.payload.amount == 2")
+        outbox.publish(host(1), event(1), event(2))
+        outbox.wait_handled()
+        assert declare(outbox)
+        outbox.publish(host(1), event(3))
+        outbox.wait_handled()
+    assert enqueued(outbox) == [1, 2, 3]
+
+
+def test_a_condition_sees_texts_of_any_kind(outbox: Outbox) -> None:
+    where = "$.payload.text == $text && $.metadata == null && $.id != null"
+    text = 'a "quoted\\, {text}\n NULL é'
+    declare(outbox, where=where, params=psycopg.types.json.Jsonb({"text": text}))
+    with relaying(outbox.settings()):
+        for each in (text, "NULL"):
+            plain = event(1)
+            outbox.publish(host(1), {**plain, "payload": {**plain["payload"], "text": each}})
+        outbox.wait_handled()
+    assert outbox.column("select payload ->> 'text' from relay.queue_messages") == [text]
+
+
+def findings(settings: Settings) -> list[str]:
+    """What `relay check` says of queues, but for what is in order."""
+    found = examine(settings, accept_configuration=True)
+    return [
+        each.text for each in found if each.subject == "queues" and each.level is not Severity.OK
+    ]
+
+
+def test_queues_of_the_configuration_are_declared_before_the_first_batch(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    mail = {"match": {"event_type": "order.*"}, "key": "payload.amount", "backoff": 0.5}
+    whole = {
+        "where": "$.payload.amount > $least",
+        "params": {"least": 1},
+        "keep_done": "7d",
+        "attempts": 3,
+        "paused": True,
+    }
+    outbox.publish(host(1), event(1), event(2))
+    settings = outbox.settings(queues={"mail": mail, "more": mail | whole})
+    assert findings(settings) == []
+    assert outbox.value("select count(*) from relay.queues") == 0
+    with relaying(settings):
+        outbox.wait_handled()
+    assert (enqueued(outbox), enqueued(outbox, "more")) == ([1, 2], [2])
+    of_more = outbox.conn.execute(
+        "select match, key, attempts, backoff::text, keep_done::text, workers, condition::text, params,"
+        " paused_at is null from relay.queues where name = 'more'"
+    )
+    match = {"event_type": ["order.*"]}
+    assert of_more.fetchone() == (
+        *(match, "payload.amount", 3, "00:00:00.5", "7 days", "relay_worker"),
+        *('($."payload"."amount" > $"least")', {"least": 1}, False),
+    )
+    revision = outbox.value("select relay.queues_revision('default')")
+    with relaying(settings):
+        pass
+    assert outbox.value("select relay.queues_revision('default')") == revision
+    declare(outbox, "other")
+    changed = outbox.settings(queues={"mail": {"match": {"event_type": "mail.*"}}})
+    with relaying(changed, accept_configuration=True):
+        outbox.publish(host(1), event(3), event(4, "mail.sent"))
+        outbox.wait_handled()
+    assert (enqueued(outbox), enqueued(outbox, "more")) == ([1, 2, 4], [2, 3])
+    assert [
+        vars(each)["queues"] for each in caplog.records if "no longer in the" in each.message
+    ] == ["more"]
+    for each in (changed, outbox.settings(queues={"mail": {}})):
+        (line,) = findings(each)
+        assert line.startswith("queues.more: the queue is no longer configured")
+        assert line.endswith("run `relay queue drop more`")
+    declare(outbox, "more")
+    assert findings(changed) == []
+
+
+@pytest.mark.parametrize(
+    ("queue", "line"),
+    [
+        ({"workers": "nobody"}, "queues.mail: workers: there is no role 'nobody'"),
+        ({"where": "$.a >"}, "queues.mail: where is no path of SQL/JSON: "),
+        ({"where": "$.a > $b"}, "queues.mail: params: the variable b of where is missing"),
+    ],
+    ids=str,
+)
+def test_a_queue_of_the_configuration_that_is_refused_stops_relay(
+    outbox: Outbox, queue: dict[str, Any], line: str
+) -> None:
+    settings = outbox.settings(queues={"mail": queue})
+    (found,) = findings(settings)
+    assert found.startswith(line)
+    with relaying_until_it_ends(settings, re.escape(line)):
+        pass
+    assert outbox.value("select count(*) from relay.queues") == 0

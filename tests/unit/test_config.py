@@ -231,6 +231,30 @@ def test_an_unknown_key_is_named(text: str, start: str) -> None:
     assert line.startswith(f"shop.yaml: {start}")
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("queues: {mail: {matc: {}}}", "queues.mail.matc: unknown key; did you mean match?"),
+        ("queues: {mail: {match: {event_typ: a}}}", "queues.mail.match: 'event_typ' is neither"),
+        ("queues: {mail: {match: {event_type: []}}}", "queues.mail.match.event_type: must be a"),
+        ("queues: {mail: {match: {headers.x: a}}}", "queues.mail.match: 'headers.x': queues match"),
+        ("queues: {mail: {key: tenant}}", "queues.mail.key: 'tenant' is neither none, host, user"),
+        ("queues: {mail: {key: payload}}", "queues.mail.key: 'payload' is neither none, host,"),
+        ("queues: {mail: {attempts: 0}}", "queues.mail.attempts: "),
+        ("queues: {mail: {backoff: 9, max_backoff: 8}}", "queues.mail: max_backoff: is shorter"),
+        ("queues: {mail: {where: '$.a', match: null}}", "queues.mail: where: without match"),
+        ("queues: {mail: {keep_done: 1y}}", "queues.mail.keep_done: must be a number of minutes"),
+        ("queues: {mail: {params: []}}", "queues.mail.params: must be a mapping"),
+        ("queues: {mail: null}", "queues.mail: must be a mapping"),
+        ("queues: {'': {}}", "queues: '' is no name of a queue"),
+        ("queues: [mail]", "queues: must be a mapping"),
+    ],
+)
+def test_what_is_wrong_in_a_queue_is_one_line_with_its_key(text: str, line: str) -> None:
+    (found,) = refused(text)
+    assert found.startswith(f"shop.yaml: {line}")
+
+
 def test_an_unknown_key_suggests_only_a_similar_one() -> None:
     assert "did you mean" not in "\n".join(refused("source: {xyzzy: x}"))
 
