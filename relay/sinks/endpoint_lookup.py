@@ -71,7 +71,9 @@ class Lookup:
                 raise ConfigurationError(
                     f"{self._key}: has no column {column}, which {key} needs (columns: {', '.join(found) or 'none'})"
                 )
-        statements.explain(conn, self._key, self._select, dict.fromkeys(self.names))
+        nulls = dict.fromkeys(self.names)
+        statements.explain(conn, self._key, self._select, nulls)
+        statements.require_read_only(conn, self._key, self._select, nulls)
 
     async def row(self, event: Event) -> Row | None:
         """The row of an event's endpoint; None without one.

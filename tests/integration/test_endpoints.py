@@ -370,7 +370,19 @@ def test_check_finds_what_a_lookup_lacks(outbox: Outbox) -> None:
     assert errors("select 'x' as address where %(payload.n)s = '1'") == [
         "handlers.hook.endpoints.select: has no column url, which url needs (columns: address)"
     ]
-    assert not errors("select 'http://a' as url where %(host_id)s is not null and 1 %% 2 = 1")
+    assert not errors("select 'http://a' as url where %(host_id)s is not null and 1 %% 2 = 1;")
+    assert not errors("select (1 / length(%(payload.n)s))::text as url -- a comment")
+    outbox.conn.execute(TABLE)
+    (unfilled,) = errors("select url from endpoint where host_id = $1")
+    assert "relay fills no parameter such as $1: write %(field)s" in unfilled
+    for writes in (
+        "delete from endpoint returning url",
+        "with gone as (delete from endpoint returning url) select url from gone",
+        "select url from endpoint for update",
+    ):
+        # It would run in a read-only transaction, and be an outage without an end.
+        (refused,) = errors(writes)
+        assert "it has to be a query that neither writes nor locks rows" in refused
 
 
 def test_what_one_tenants_events_lack_stops_no_other(outbox: Outbox, webhook: Webhook) -> None:
