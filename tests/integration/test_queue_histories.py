@@ -179,7 +179,11 @@ class History:
             {"id": number, "attempt": attempt, "after": after},
         ).fetchone()
         ended = row is not None and bool(row[0])
-        if how in ("retry", "fail") and each is not None and (not each.leased or each.until == DUE):
+        if (
+            how in ("retry", "fail", "complete")
+            and each is not None
+            and (not each.leased or each.until == DUE)
+        ):
             # One that was given back counts as the attempt after those that were counted.
             holds = holds or (each.holder is None and each.attempts == attempt - 1)
         assert ended == holds, (how, number, attempt, each)
