@@ -2,6 +2,9 @@
 
 What a worker is given is recognised by the names of its classes: no driver is imported that the caller has not
 imported. A connection string needs psycopg.
+
+All transactions are READ COMMITTED, whatever the default of the role is: those of two workers that take from one queue
+are no conflict.
 """
 
 from __future__ import annotations
@@ -58,6 +61,9 @@ class AsyncLink(Protocol):
         ...
 
 
+_ISOLATED = "set transaction isolation level read committed"
+
+
 def _block(session: Any) -> Any:
     """Return a savepoint of psycopg or asyncpg: a block of a connection that is in a transaction."""
     return session.transaction()
@@ -100,6 +106,7 @@ class _Psycopg:
             self._conn = psycopg.connect(
                 self._dsn, autocommit=True, prepare_threshold=None, **_named(self._dsn, self._name)
             )
+            self._conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
         # With a block of psycopg, a handler cannot commit by itself what the worker has to commit.
         with self._conn.transaction():
             yield self._conn
@@ -127,6 +134,7 @@ class _AsyncPsycopg:
             self._conn = await psycopg.AsyncConnection.connect(
                 self._dsn, autocommit=True, prepare_threshold=None, **_named(self._dsn, self._name)
             )
+            await self._conn.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
         async with self._conn.transaction():
             yield self._conn
 
@@ -169,8 +177,16 @@ class _AsyncPooled:
 class _PsycopgPool(_Pooled):
     @contextmanager
     def transaction(self) -> Iterator[Any]:
-        with self._pool.connection() as conn, conn.transaction():
-            yield conn
+        import psycopg
+
+        with self._pool.connection() as conn:
+            former = conn.isolation_level
+            conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+            try:
+                with conn.transaction():
+                    yield conn
+            finally:
+                conn.isolation_level = former
 
     savepoint = staticmethod(_block)
     fetch = staticmethod(_psycopg_fetch)
@@ -179,8 +195,16 @@ class _PsycopgPool(_Pooled):
 class _AsyncPsycopgPool(_AsyncPooled):
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Any]:
-        async with self._pool.connection() as conn, conn.transaction():
-            yield conn
+        import psycopg
+
+        async with self._pool.connection() as conn:
+            former = conn.isolation_level
+            await conn.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+            try:
+                async with conn.transaction():
+                    yield conn
+            finally:
+                await conn.set_isolation_level(former)
 
     savepoint = staticmethod(_block)
     fetch = staticmethod(_psycopg_fetch_async)
@@ -189,7 +213,7 @@ class _AsyncPsycopgPool(_AsyncPooled):
 class _Asyncpg(_AsyncPooled):
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Any]:
-        async with self._pool.acquire() as conn, conn.transaction():
+        async with self._pool.acquire() as conn, conn.transaction(isolation="read_committed"):
             yield conn
 
     savepoint = staticmethod(_block)
@@ -202,6 +226,9 @@ class _SQLAlchemy(_Pooled):
     @contextmanager
     def transaction(self) -> Iterator[Any]:
         with self._pool.begin() as session:
+            from sqlalchemy import text as clause
+
+            session.execute(clause(_ISOLATED))
             yield session
 
     savepoint = staticmethod(_nested)
@@ -217,6 +244,9 @@ class _AsyncSQLAlchemy(_AsyncPooled):
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Any]:
         async with self._pool.begin() as session:
+            from sqlalchemy import text as clause
+
+            await session.execute(clause(_ISOLATED))
             yield session
 
     savepoint = staticmethod(_nested)
@@ -239,6 +269,8 @@ class _Django(_Pooled):
         # As Django does between two requests: a lost connection is opened again.
         conn.close_if_unusable_or_obsolete()
         with transaction.atomic(using=conn.alias):
+            with conn.cursor() as cursor:
+                cursor.execute(_ISOLATED)
             yield conn
 
     def savepoint(self, session: Any) -> AbstractContextManager[Any]:
@@ -272,12 +304,14 @@ class Database:
     """What a worker was given as its database.
 
     `is_async` says whether its handlers have to be coroutine functions; None: either all or none of them.
+    `is_opened_here` says that the worker opens its connections itself, in any thread.
     """
 
     def __init__(self, given: Any, name: str) -> None:
         """`name` is that of connections which the worker opens itself. Raises TypeError for what is no database."""
         self._given, self._name = given, name
         self.is_async: bool | None = None
+        self.is_opened_here = isinstance(given, str)
         if isinstance(given, str):
             return
         names = [(each.__module__.partition(".")[0], each.__name__) for each in type(given).__mro__]

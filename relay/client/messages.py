@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
@@ -15,6 +17,8 @@ from relay.outcomes import Drop, Fail, RetryLater
 
 _LONGEST_ERROR = 4_000
 """In characters: what is stored of an error."""
+_LONGEST_WAIT = 366 * 86_400.0
+"""In seconds: how long a retry may be put off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,20 +183,46 @@ def values_of(row: str) -> dict[str, Any]:
     return values
 
 
-def end_of(message: Message, error: BaseException) -> tuple[Statement, dict[str, Any]]:
+_ATTEMPT = re.compile(r'\{"id":(\d+),"attempt":(\d+),')
+
+
+def attempt_of(row: str) -> dict[str, Any]:
+    """Return the id and the attempt of a row whose other values cannot be read, such as a number of 5,000 digits."""
+    found = _ATTEMPT.match(row)
+    if found is None:
+        raise ValueError("a row of a queue does not begin with its id and attempt")
+    return {"id": int(found[1]), "attempt": int(found[2])}
+
+
+def end_of(attempt: Mapping[str, Any], error: BaseException) -> tuple[Statement, dict[str, Any]]:
     """Return the statement, and its parameters, that ends an attempt which raised an error."""
     if isinstance(error, Drop):
-        return COMPLETE, message.of_attempt
-    told = message.of_attempt | {"error": text_of(error)}
+        return COMPLETE, {**attempt}
+    told = {**attempt, "error": text_of(error)}
     if isinstance(error, Fail):
         return FAIL, told
     after = error.after if isinstance(error, RetryLater) else None
-    return RETRY, told | {"seconds": after}
+    return RETRY, told | {"seconds": _wait(after)}
+
+
+def _wait(after: Any) -> float | None:
+    """Return the wait that a handler asks for, as PostgreSQL takes it; None where it is no number."""
+    try:
+        seconds = float(after)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return None if math.isnan(seconds) else min(max(seconds, 0.0), _LONGEST_WAIT)
 
 
 def text_of(error: BaseException) -> str:
     """Return an error's text for the message's row, which holds the payload anyway; not for a log."""
-    name, text = type(error).__name__, str(error)
+    name = type(error).__name__
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
     if error.__cause__ is not None and not text:
         return text_of(error.__cause__)
-    return (f"{name}: {text}" if text else name)[:_LONGEST_ERROR].replace("\0", "")
+    # PostgreSQL's type text holds neither NUL nor half of a surrogate pair.
+    cut = (f"{name}: {text}" if text else name)[:_LONGEST_ERROR].replace("\0", "\\x00")
+    return cut.encode("utf-8", "backslashreplace").decode()

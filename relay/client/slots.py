@@ -31,6 +31,7 @@ from relay.client.messages import (
     Lease,
     LeasedMessage,
     Message,
+    attempt_of,
     end_of,
     values_of,
 )
@@ -60,6 +61,8 @@ class Handling:
     deadline: float | None
     taken: Callable[[], object] = field(init=False)
     """What is called for each message that was taken, in the slot's thread."""
+    loop: asyncio.AbstractEventLoop = field(init=False)
+    """Where the slots run."""
     leased: dict[int, tuple[LeasedMessage, asyncio.Timeout | None]] = field(default_factory=dict)
     """The messages under a lease, whose handlers run."""
 
@@ -71,7 +74,7 @@ class Handling:
 
     def ending(self, message: Message, error: BaseException) -> tuple[Statement, str]:
         """Return the statement that ends an attempt which raised an error, and log the error without its text."""
-        statement, parameters = end_of(message, error)
+        statement, parameters = end_of(message.of_attempt, error)
         known = isinstance(error, Drop | RetryLater)
         log.log(
             logging.INFO if known else logging.WARNING,
@@ -86,15 +89,37 @@ class Handling:
         )
         return statement, json.dumps(parameters)
 
+    def unreadable(self, row: str, error: Exception) -> tuple[Statement, str]:
+        """Return the statement that ends the attempt of a message whose values Python cannot hold."""
+        attempt = attempt_of(row)
+        statement, parameters = end_of({"queue": self.queue, **attempt}, error)
+        log.warning(
+            "a message cannot be read",
+            extra={"queue": self.queue, **attempt, "error": type(error).__name__},
+        )
+        return statement, json.dumps(parameters)
+
+    def held(self) -> list[LeasedMessage]:
+        """The messages whose leases have to be prolonged: their handlers run, and are not past the deadline."""
+        now = self.loop.time()
+        return [
+            message
+            for message, limit in list(self.leased.values())
+            if limit is None or (when := limit.when()) is None or when > now
+        ]
+
     def lost(self, message: LeasedMessage) -> None:
-        """Note that another worker has a message, and end the call of its handler if that can be awaited."""
+        """Note, in any thread, that another worker has a message, and end the call of its handler if it is awaited."""
         message.lease.is_lost = True
-        _, limit = self.leased.get(message.id, (None, None))
-        if limit is not None:
-            limit.reschedule(asyncio.get_running_loop().time())
+        self.loop.call_soon_threadsafe(self._cancel, message.id)
         log.warning(
             "the lease of a message was lost", extra={"queue": self.queue, "id": message.id}
         )
+
+    def _cancel(self, number: int) -> None:
+        _, limit = self.leased.get(number, (None, None))
+        if limit is not None:
+            limit.reschedule(self.loop.time())
 
     def extension(self, message: LeasedMessage) -> tuple[Statement, str]:
         """Return the statement that prolongs a lease, and its parameter."""
@@ -123,18 +148,24 @@ class Slot:
 
     def _take(self) -> bool:
         message: Message | None = None
+        rows: Sequence[str] = ()
         try:
             with self._link.transaction() as session:
-                for row in self._link.fetch(session, *self._handling.asked()):
-                    message = Message(queue=self._handling.queue, **values_of(row))
+                rows = self._link.fetch(session, *self._handling.asked())
+                for row in rows:
                     self._handling.taken()
+                    try:
+                        message = Message(queue=self._handling.queue, **values_of(row))
+                    except Exception as error:
+                        self._link.fetch(session, *self._handling.unreadable(row, error))
+                        continue
                     self._link.fetch(session, *self._handle(message, session))
         except Exception as error:
             if message is None:
                 raise
             # The commit has failed, or the connection is lost.
             self.execute(*self._handling.ending(message, error))
-        return message is not None
+        return bool(rows)
 
     def _handle(self, message: Message, session: Any) -> tuple[Statement, str]:
         """Call the handler in a savepoint; returns the statement that ends the attempt, and its parameter."""
@@ -150,10 +181,14 @@ class Slot:
         with self._link.transaction() as session:
             rows = self._link.fetch(session, *self._handling.asked())
         for row in rows:
-            message = LeasedMessage(
-                queue=self._handling.queue, lease=Lease(self._completing), **values_of(row)
-            )
             self._handling.taken()
+            try:
+                message = LeasedMessage(
+                    queue=self._handling.queue, lease=Lease(self._completing), **values_of(row)
+                )
+            except Exception as error:
+                self.execute(*self._handling.unreadable(row, error))
+                continue
             self._handling.leased[message.id] = message, None
             try:
                 self._call(message)
@@ -194,7 +229,7 @@ class Slot:
 
     def extend(self) -> None:
         """Prolong the leases of the worker's messages."""
-        for message, _ in list(self._handling.leased.values()):
+        for message in self._handling.held():
             with self._link.transaction() as session:
                 extended = self._link.fetch(session, *self._handling.extension(message))
             if extended != ["true"] and message.id in self._handling.leased:
@@ -214,18 +249,24 @@ class AsyncSlot:
 
     async def _take(self) -> bool:
         message: Message | None = None
+        rows: Sequence[str] = ()
         try:
             async with self._link.transaction() as session:
-                for row in await self._link.fetch(session, *self._handling.asked()):
-                    message = Message(queue=self._handling.queue, **values_of(row))
+                rows = await self._link.fetch(session, *self._handling.asked())
+                for row in rows:
                     self._handling.taken()
+                    try:
+                        message = Message(queue=self._handling.queue, **values_of(row))
+                    except Exception as error:
+                        await self._link.fetch(session, *self._handling.unreadable(row, error))
+                        continue
                     await self._link.fetch(session, *await self._handle(message, session))
         except Exception as error:
             if message is None:
                 raise
             # The commit has failed, or the connection is lost.
             await self.execute(*self._handling.ending(message, error))
-        return message is not None
+        return bool(rows)
 
     async def _handle(self, message: Message, session: Any) -> tuple[Statement, str]:
         """Call the handler in a savepoint; returns the statement that ends the attempt, and its parameter."""
@@ -246,10 +287,14 @@ class AsyncSlot:
         async with self._link.transaction() as session:
             rows = await self._link.fetch(session, *self._handling.asked())
         for row in rows:
-            message = LeasedMessage(
-                queue=self._handling.queue, lease=Lease(self._completing), **values_of(row)
-            )
             self._handling.taken()
+            try:
+                message = LeasedMessage(
+                    queue=self._handling.queue, lease=Lease(self._completing), **values_of(row)
+                )
+            except Exception as error:
+                await self.execute(*self._handling.unreadable(row, error))
+                continue
             try:
                 async with asyncio.timeout(self._handling.deadline) as limit:
                     self._handling.leased[message.id] = message, limit
@@ -300,7 +345,7 @@ class AsyncSlot:
 
     async def extend(self) -> None:
         """Prolong the leases of the worker's messages."""
-        for message, _ in list(self._handling.leased.values()):
+        for message in self._handling.held():
             async with self._link.transaction() as session:
                 extended = await self._link.fetch(session, *self._handling.extension(message))
             if extended != ["true"] and message.id in self._handling.leased:

@@ -11,11 +11,13 @@ import logging
 import os
 import random
 import signal
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
+from threading import Thread
 from typing import Any, TypeVar
 
 from relay.client.databases import Database
@@ -148,7 +150,7 @@ class Worker:
         """
         if not self._handlers:
             raise WorkerError(f"queue {self.queue}: the worker has no handlers")
-        self._loop = asyncio.get_running_loop()
+        self._loop = self._handling.loop = asyncio.get_running_loop()
         if not self._database.is_async:
             # One more prolongs the leases.
             self._threads = ThreadPoolExecutor(self._concurrency + 1, f"worker {self.queue}")
@@ -156,23 +158,34 @@ class Worker:
         await self._declare()
         slots = [asyncio.create_task(self._work()) for _ in range(self._concurrency)]
         others: list[asyncio.Task[Any]] = [asyncio.create_task(self._stopping.wait())]
-        if self._handling.lease is not None:
-            others.append(asyncio.create_task(self._prolong(self._handling.lease)))
+        ended = threading.Event()
+        lease = self._handling.lease
+        if lease is not None and self._database.is_opened_here:
+            Thread(target=self._prolong_in_thread, args=(lease, ended), daemon=True).start()
+        elif lease is not None:
+            others.append(asyncio.create_task(self._prolong(lease)))
         log.info("the worker is running", extra={"queue": self.queue})
         try:
             await asyncio.wait([*slots, *others], return_when=asyncio.FIRST_COMPLETED)
+            is_stopped = self._stopping.is_set()
         finally:
             self._stopping.set()
             self._idle.wake_all()
             await self._end(slots)
+            ended.set()
             for each in others:
                 each.cancel()
+            await asyncio.wait(others, timeout=_CANCEL_SECONDS)
             if self._threads is not None:
                 self._threads.shutdown(wait=False)
-        ended = [each for each in (*slots, *others) if each.done() and not each.cancelled()]
-        for error in [each.exception() for each in ended]:
+        tasks = [each for each in (*slots, *others) if each.done() and not each.cancelled()]
+        for error in [each.exception() for each in tasks]:
             if error is not None:
                 raise error
+        if not is_stopped:
+            raise WorkerError(
+                f"queue {self.queue}: a handler has cancelled the task that called it"
+            )
         log.info("the worker has stopped", extra={"queue": self.queue})
 
     async def _end(self, slots: Sequence[asyncio.Task[None]]) -> None:
@@ -220,7 +233,7 @@ class Worker:
         run, close = self._opened()
         statement, text = self._declared.declaration()
         try:
-            await self._persist(partial(run, "execute", statement, text))
+            await self._persist(partial(run, "execute", statement, text), close)
         finally:
             await close()
 
@@ -229,7 +242,7 @@ class Worker:
         run, close = self._opened()
         try:
             while not self._stopping.is_set():
-                if await self._persist(partial(run, "attempt")) is False:
+                if await self._persist(partial(run, "attempt"), close) is False:
                     await self._idle.wait(self._stopping)
         finally:
             await close()
@@ -241,12 +254,32 @@ class Worker:
             while True:
                 await asyncio.sleep(lease / _EXTENSIONS)
                 if self._handling.leased:
-                    await self._persist(partial(run, "extend"))
+                    await self._persist(partial(run, "extend"), close)
         finally:
             await close()
 
-    async def _persist(self, call: Callable[[], Awaitable[_Result]]) -> _Result | None:
-        """Repeat a call while the database is down, until the worker is stopped. Raises WorkerError."""
+    def _prolong_in_thread(self, lease: float, ended: threading.Event) -> None:
+        """Prolong the leases also while a handler blocks the event loop, up to its deadline."""
+        link = self._database.link()
+        slot = Slot(self._handling, link)
+        while not ended.wait(lease / _EXTENSIONS):
+            try:
+                slot.extend()
+            except Exception as error:
+                log.warning(
+                    "the leases could not be prolonged",
+                    extra={"queue": self.queue, "error": type(error).__name__},
+                )
+                link.close()
+        link.close()
+
+    async def _persist(
+        self, call: Callable[[], Awaitable[_Result]], close: Callable[[], Awaitable[None]]
+    ) -> _Result | None:
+        """Repeat a call while the database is down, until the worker is stopped. Raises WorkerError.
+
+        Each time on a new connection, if it is the slot's own: the former may be to a server that is a standby now.
+        """
         pause = _FIRST_OUTAGE_SECONDS
         while not self._stopping.is_set():
             try:
@@ -259,6 +292,8 @@ class Worker:
                     "the database does not answer",
                     extra={"queue": self.queue, "error": type(error).__name__},
                 )
+            with suppress(Exception):
+                await close()
             # Another slot looks for messages meanwhile.
             self._idle.wake()
             await _either(self._stopping, pause * random.uniform(0.5, 1))  # noqa: S311

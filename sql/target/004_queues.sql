@@ -98,7 +98,7 @@ comment on column relay.queue_messages.available_at is
     'from when on it can be taken; null: it can be taken now';
 
 comment on column relay.queue_messages.interruptions is
-    'how many transactions that had claimed it were aborted, as far as relay.claim has seen';
+    'how many transactions that had claimed it were aborted since its last retry, as far as relay.claim has seen';
 
 -- Messages whose attempts are exhausted, and those that a worker has given up.
 create table if not exists relay.queue_dead_letters (
@@ -672,7 +672,7 @@ begin
         return null;
     end if;
     update relay.queue_messages as m
-       set leased = false, attempts = retry.attempt, error = retry.error,
+       set leased = false, attempts = retry.attempt, error = retry.error, interruptions = 0,
            first_taken_at = coalesce(m.first_taken_at, clock_timestamp()),
            available_at = greatest(clock_timestamp(), q.due_mark) + greatest('0 s', coalesce(
                pause, (0.5 + random() / 2) * least(q.max_backoff, q.backoff * 2 ^ least(retry.attempt - 1, 30))))
