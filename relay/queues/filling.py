@@ -20,6 +20,7 @@ from relay.model import exact_json
 from relay.model.keys import of_host, of_values
 from relay.model.transactions import Int64Array, Routed, Values, text
 from relay.queues.declared import Declared, DeclaredQueue
+from relay.store import literals
 from relay.store.connections import Connection
 
 QUEUES = "relay.queues"
@@ -149,16 +150,16 @@ def _satisfying(
     asked = [number for number, (_, queue) in enumerate(messages) if queue.is_conditional]
     events = list(dict.fromkeys(messages[number][0] for number in asked))
     given = {
-        field: [
+        field: literals.of_values(
             None if (value := values[field][index]) is None else text(value) for index in events
-        ]
+        )
         for field in _FIELDS
     }
     pairs = {
-        "numbers": asked,
-        "events": [messages[number][0] for number in asked],
-        "queues": [messages[number][1].id for number in asked],
-        "indices": events,
+        "numbers": literals.of_numbers(asked),
+        "events": literals.of_numbers(messages[number][0] for number in asked),
+        "queues": literals.of_numbers(messages[number][1].id for number in asked),
+        "indices": literals.of_numbers(events),
     }
     refused = set(asked) - {number for (number,) in conn.execute(_SATISFYING, given | pairs)}
     return [message for number, message in enumerate(messages) if number not in refused]

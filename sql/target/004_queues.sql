@@ -427,13 +427,16 @@ $$;
 
 -- Keeps what is to be seen of locked messages that are done; `attempt` is the one that is, by default the next of each.
 create or replace function relay.keep_messages(these tid[], attempt int default null) returns void
-language sql set search_path = pg_catalog, pg_temp
+language plpgsql set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set plan_cache_mode = force_generic_plan
 as $$
+begin
     insert into relay.queue_done (
         id, queue_id, key, attempts, enqueued_at, first_taken_at, event_id, event_type, host_id, error)
     select id, queue_id, key, coalesce(attempt, attempts + 1), enqueued_at, coalesce(first_taken_at, clock_timestamp()), event_id,
            event_type, host_id, error
-      from relay.queue_messages where ctid = any (these)
+      from relay.queue_messages where ctid = any (these);
+end
 $$;
 
 -- Takes messages, at most `max`: they are deleted, and so done when the caller's transaction commits. After a rollback, or when the

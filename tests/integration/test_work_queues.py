@@ -655,27 +655,21 @@ CONDITIONS = {
     "absent": ("strict $.payload.absent > 1", None, []),
     "types": ("$.payload.amount.datetime() > 1", None, []),
     "division": ("1 / ($.payload.amount - $.payload.amount) > 0", None, []),
-    "hard": ("$.** ? (@ like_regex $x)", None, None),
-    "deep": ("$.payload.amount.decimal(2000, 0) > 0", None, None),
+    "time": ('$.event_type.datetime("aaa!") == 1', None, []),
 }
 
 
 def test_the_events_that_satisfy_its_condition_are_in_a_queue(outbox: Outbox) -> None:
-    declared = {}
-    for name, (where, params, expected) in CONDITIONS.items():
-        params = f'{{"host": "{host(1)}"}}' if name == "of fields" else params
-        try:
-            declare(outbox, name, match='{"event_type": "order.*"}', where=where, params=params)
-        except psycopg.Error:
-            assert expected is None, name
-        else:
-            declared[name] = expected or []
+    for name, (where, params, _) in CONDITIONS.items():
+        given = f'{{"host": "{host(1)}"}}' if name == "of fields" else params
+        declare(outbox, name, match='{"event_type": "order.*"}', where=where, params=given)
     declare(outbox, "all")
     with relaying(outbox.settings()):
         outbox.publish(host(1), *(event(amount) for amount in (1, 2, 3)))
         outbox.publish(host(1), event(5, "mail.sent"))
         outbox.wait_handled()
-    assert {name: enqueued(outbox, name) for name in declared} == declared
+    for name, (*_, expected) in CONDITIONS.items():
+        assert enqueued(outbox, name) == expected, name
     assert enqueued(outbox, "all") == [1, 2, 3, 5]
     outbox.assert_exact()
 
