@@ -6,12 +6,13 @@ The tables are `relay.sink_activity` and `relay.engines`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from datetime import datetime
 
 from psycopg.rows import class_row
 
 from relay.store.connections import Connection
+from relay.store.literals import storable
 
 MINUTES = 5
 """How many minutes commands look back."""
@@ -67,9 +68,11 @@ def add_attempts(
     """
     # Sorted, so that two instances do not deadlock.
     sinks = sorted(attempts)
-    columns = zip(
-        *((*astuple(attempts[sink][0]), attempts[sink][1]) for sink in sinks), strict=True
+    rows = (
+        (*astuple(replace(done, fault=storable(conn, done.fault))), polled)
+        for done, polled in map(attempts.__getitem__, sinks)
     )
+    columns = zip(*rows, strict=True)
     conn.execute(
         """
         with old as (

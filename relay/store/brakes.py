@@ -14,6 +14,7 @@ from psycopg.rows import class_row
 
 from relay.faults import Braked
 from relay.store.connections import Connection
+from relay.store.literals import storable
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ def mark(conn: Connection, group: str, braked: Braked) -> bool:
             "failed": braked.failed,
             "transaction": braked.transaction_id,
             "hosts": list(braked.hosts),
-            "exception": braked.exception,
+            "exception": storable(conn, braked.exception),
         },
     ).fetchone()
     return bool(row and row[0])

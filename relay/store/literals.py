@@ -64,3 +64,8 @@ def codec_of(conn: psycopg.Connection[Any]) -> str | None:
 def writable(text: str, codec: str | None) -> str:
     """Return the text with escapes for the characters that an encoding lacks; the same text gives the same result."""
     return text if codec is None else text.encode(codec, "backslashreplace").decode(codec)
+
+
+def storable(conn: psycopg.Connection[Any], text: str | None) -> str | None:
+    """Return a text with escapes for the characters that the encoding of the database lacks."""
+    return None if text is None else writable(text, codec_of(conn))

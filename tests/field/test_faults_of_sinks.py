@@ -8,6 +8,7 @@ the message of an error, so that the job is neither retried nor dead, or its wor
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from relay.faults import asked_of, describe
 from relay.sinks import Rejected, Undelivered
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.packages import install
+from tests.postgres import Server
 from tests.unit.test_sink_types import MODULE, site  # noqa: F401
 
 
@@ -115,9 +117,60 @@ def test_a_handler_is_stopped_by_faults_whose_text_no_table_takes(
         wait_until(lambda: outbox.value("select count(*) from relay.brakes") == 1, 20)
 
 
+@pytest.mark.parametrize(
+    ("handler", "queries"),
+    [
+        (
+            {"type": "pipe", "channel": "a"},
+            [
+                "select count(*) = 1 from relay.dead_letter_queue",
+                "select strpos(max(fault), 'u65e5') > 0 and sum(confirmed) = 2 from relay.sink_activity",
+            ],
+        ),
+        (
+            {"type": "python", "callable": f"{__name__}:fails"},
+            ["select strpos(max(sample_exception), 'u65e5') > 0 from relay.brakes"],
+        ),
+    ],
+    ids=["sink", "python"],
+)
+def test_a_target_takes_what_its_encoding_lacks(
+    outbox: Outbox,
+    server: Server,
+    site: Path,  # noqa: F811
+    handler: dict[str, Any],
+    queries: list[str],
+) -> None:
+    source = MODULE.replace(
+        "deliver(self, transaction):\n        pass",
+        "deliver(self, transaction):\n        if next(iter(transaction.events)).payload['amount'] == 1:\n"
+        "            raise Undelivered('\\u65e5\\u672c')",
+    ).replace("import Alike", "import Undelivered, Alike")
+    install(site, "relay-pipe", {"pipe": "relay_pipe"}, {"relay_pipe": source})
+    retry = {"attempts": 3, "wait": 0.1, "max_wait": 0.2, "jitter": 0.01}
+    config: dict[str, Any] = {
+        "handlers": {"out": {**handler, "retry": {**retry, "defer_after": 0}}},
+        "routes": [{"handlers": ["out"]}],
+        "dead_letters": {"brake": 1},
+    }
+    name = f"{outbox.slot}_latin"
+    server.create_database(name, "template template0 encoding 'LATIN1' locale 'C'")
+    try:
+        with Outbox(server.dsn(name)) as target:
+            settings = outbox.settings(target={"dsn": target.dsn}, **config)
+            outbox.install_again(settings)
+            with relaying(settings):
+                for number in range(3):
+                    outbox.publish(host(number), event(number))
+                for query in queries:
+                    wait_until(partial(target.value, query), 20)
+    finally:
+        server.drop_database(name)
+
+
 def fails(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
     """Raise what no table takes."""
-    raise ValueError("half \ud800 nul \0" + "a" * 1_000_000)
+    raise ValueError("half \ud800 nul \0 \u65e5" + "a" * 1_000_000)
 
 
 def test_a_python_handler_is_stopped_by_such_a_fault_too(outbox: Outbox) -> None:

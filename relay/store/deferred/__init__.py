@@ -25,7 +25,7 @@ from relay.model.events import Tuples, microseconds
 from relay.model.transactions import Rows, Undecoded
 from relay.store import literals, locks
 from relay.store.connections import Connection
-from relay.store.literals import codec_of, writable
+from relay.store.literals import codec_of, storable, writable
 
 _DEFERRED_AT_ONCE = 5_000
 
@@ -371,7 +371,7 @@ def defer_again(conn: Connection, deferrals: Collection[tuple[int, Deferral]]) -
         prepare=False,
     )
     columns = zip(
-        *(_deferred_again(number, deferral) for number, deferral in deferrals), strict=True
+        *(_deferred_again(conn, number, deferral) for number, deferral in deferrals), strict=True
     )
     with conn.cursor(row_factory=scalar_row) as cursor:
         cursor.execute(
@@ -394,7 +394,7 @@ def defer_again(conn: Connection, deferrals: Collection[tuple[int, Deferral]]) -
         return set(cursor)
 
 
-def _deferred_again(number: int, deferral: Deferral) -> tuple[object, ...]:
+def _deferred_again(conn: Connection, number: int, deferral: Deferral) -> tuple[object, ...]:
     """The values for the row of a transaction that failed again."""
     return (
         number,
@@ -404,7 +404,7 @@ def _deferred_again(number: int, deferral: Deferral) -> tuple[object, ...]:
         deferral.attempts,
         deferral.failing_seconds,
         deferral.handler,
-        deferral.reason,
+        storable(conn, deferral.reason),
         deferral.dead_transaction,
     )
 

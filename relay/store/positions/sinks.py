@@ -241,7 +241,7 @@ def note_fault(conn: Connection, group: str, sink: str, fault: str | None) -> No
                fault_since = case when %(fault)s is not null then coalesce(fault_since, now()) end
          where group_id = %(group)s and sink = %(sink)s and fault is distinct from %(fault)s
         """,
-        {"group": group, "sink": sink, "fault": fault},
+        {"group": group, "sink": sink, "fault": literals.storable(conn, fault)},
     )
 
 
@@ -330,7 +330,7 @@ def store(
                 locked=sql.SQL("" if waits else "skip locked"),
                 fault=_FAULT if has_fault else sql.SQL(""),
             ),
-            (*_arrays(entries), group),
+            (*_arrays(entries), [literals.storable(conn, each.fault) for each in entries], group),
         )
         stored = {sink: (paused, moved) for sink, paused, moved in cursor}
         kept = [each for each in entries if each.sink in stored]
@@ -346,7 +346,7 @@ _FAULT = sql.SQL(
 
 
 def _arrays(entries: Sequence[SinkEntry]) -> Iterator[list[Any]]:
-    """The values of entries, one array a column."""
+    """The values of entries but for the fault, one array a column."""
     yield [each.sink for each in entries]
     yield [each.claim for each in entries]
     yield [each.epoch for each in entries]
@@ -354,7 +354,6 @@ def _arrays(entries: Sequence[SinkEntry]) -> Iterator[list[Any]]:
     for name in ("snapshot", "following", "polled", "applied", "delivered"):
         yield [each[name] for each in columns]
     yield [each.state for each in entries]
-    yield [each.fault for each in entries]
 
 
 def _forget(cursor: psycopg.Cursor[Any], group: str, entries: Sequence[SinkEntry]) -> None:
