@@ -17,6 +17,7 @@ from psycopg.conninfo import make_conninfo
 from relay.admin.check import examine
 from relay.admin.dead_letters import DeadLetters
 from relay.admin.findings import Severity
+from relay.client.worker import Queue
 from relay.config.fields import is_header, is_name
 from relay.config.settings import Settings
 from relay.model.events import EVENT_FIELDS
@@ -551,6 +552,22 @@ def test_a_transaction_that_enqueues_many_messages_holds_one_lock_for_them(outbo
     assert len(ids(outbox.conn)) == 40
 
 
+def test_a_queue_that_a_worker_declares_has_what_the_worker_says(outbox: Outbox) -> None:
+    of_worker = Queue(
+        name="mail",
+        where="$.payload.amount >= $least",
+        params={"least": 'a "b"'},
+        keep_done=90.5,
+    )
+    statement, text = of_worker.declaration()
+    declaration = statement.with_parameter("%s")
+    assert outbox.value(declaration, (text,)) == "true"
+    assert outbox.value(declaration, (text,)) == "false"
+    assert outbox.conn.execute(
+        "select condition::text, params, keep_done::text from relay.queues"
+    ).fetchall() == [('($."payload"."amount" >= $"least")', {"least": 'a "b"'}, "00:01:30.5")]
+
+
 DONE = "select id, event_id, attempts from relay.queue_items where state = 'done' order by id"
 
 
@@ -775,3 +792,12 @@ def test_a_queue_of_the_configuration_that_is_refused_stops_relay(
     with relaying_until_it_ends(settings, re.escape(line)):
         pass
     assert outbox.value("select count(*) from relay.queues") == 0
+
+
+def test_commands_show_what_is_done_where_they_are_asked(outbox: Outbox, tmp_path: Path) -> None:
+    done, left = queue(outbox, "", "", keep_done="1 hour")
+    assert ids(outbox.conn, 1) == [done]
+    config = str(outbox.config_file(tmp_path / "relay.yaml"))
+    for more, expected in (((), [left]), (("--state", "done"), [done])):
+        result = relay("queue", "show", "mail", "--json", "--config", config, *more)
+        assert [each["id"] for each in json.loads(result.stdout)["items"]] == expected
