@@ -111,6 +111,7 @@ class Service:
             summary,
             engines,
             LongTasks(dsn, applier.active_jobs),
+            self._sinks.watch(),
             _GroupRun(settings, [self._pipeline, self._source, retry_worker]),
             _SparkSession(session, own_session is not None) if settings.needs_spark else None,
             self._pipeline,

@@ -7,23 +7,28 @@ were moved or paused, or have deferred transactions that are due.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import psycopg
 
+import relay
 from relay.config.settings import Settings
 from relay.delivery import checkpoint
 from relay.delivery.checkpoint import Checkpoint, Progress
 from relay.delivery.connections import Connections
 from relay.faults import RelayError, TaskFault, is_transient, spoils_session
-from relay.runtime.parts import Due, Heartbeat
-from relay.runtime.threads import Thread, pool
+from relay.runtime.parts import Condition, Due, Heartbeat, Recurring
+from relay.runtime.threads import Thread, pool, position_of
 from relay.store import activity
 from relay.store.positions.sinks import SinkState
+
+log = logging.getLogger(__name__)
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -32,8 +37,12 @@ CHECK_SECONDS = 0.2
 """How often it is checked whether sinks lag."""
 WATCH_SECONDS = 0.5
 """How often due transactions are queried while a sink has deferred ones; otherwise that is done with each store."""
+BLOCKED_SECONDS = 10.0
+"""After how long it is logged that a call holds up all sinks."""
 _ASIDE = 4
 """How many threads there are for calls that may block, beside two for each sink: they are started when needed."""
+_CALLERS = (str(Path(relay.__file__).parent), str(Path(asyncio.__file__).parent))
+"""What calls the code of a sink: relay and asyncio."""
 
 
 class Member(Protocol):
@@ -93,6 +102,13 @@ class SinkLoop:
     def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
+
+    @property
+    def blocked(self) -> str | None:
+        """In which line a call holds up the thread, and with it all sinks; None while it goes on."""
+        if not self.is_alive or time.monotonic() - self.heartbeat.at < BLOCKED_SECONDS:
+            return None
+        return f"a call does not return{position_of(self._thread.ident, _CALLERS)}"
 
     @property
     def connections(self) -> Connections:
@@ -308,3 +324,30 @@ class SinkLoop:
             if attempts:
                 activity.add_attempts(claims.conn, self._settings.group, attempts)
         return dict.fromkeys(stored)
+
+
+class LoopWatch(Recurring):
+    """A thread that tells what holds up the loop of the sinks."""
+
+    def __init__(self, loop: SinkLoop) -> None:
+        self._loop = loop
+        super().__init__(
+            Condition(
+                "sinks",
+                log,
+                "all sinks wait for a call of one of them",
+                "the sinks go on",
+                remind_seconds=60.0,
+                # The thread may have been started just now.
+                least_attempts=2,
+            )
+        )
+
+    def turn(self) -> float:
+        """Report whether the loop goes on."""
+        blocked = self._loop.blocked
+        if blocked is None:
+            self.condition.works()
+        else:
+            self.condition.fails(blocked)
+        return BLOCKED_SECONDS / 2

@@ -15,7 +15,7 @@ import psycopg
 from relay.config.handlers import DeliveryHandler
 from relay.config.settings import Settings
 from relay.delivery.feed import Feed, JoinPoint, Streamed, WalHold
-from relay.delivery.loop import SinkLoop
+from relay.delivery.loop import LoopWatch, SinkLoop
 from relay.delivery.worker import SinkWorker
 from relay.event_types.registry import registered
 from relay.event_types.upcasting import Upcasting
@@ -157,6 +157,10 @@ class Sinks(Part):
         self._loop.join(self._settings.shutdown_timeout)
         for spark in self._spark:
             spark.join(max(0.0, ends - time.monotonic()))
+
+    def watch(self) -> LoopWatch | None:
+        """What tells what holds up all sinks; None without sinks in a loop."""
+        return LoopWatch(self._loop) if self._workers else None
 
     @property
     def workers(self) -> Sequence[SinkWorker]:

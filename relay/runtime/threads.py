@@ -11,10 +11,12 @@ import select
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import Context, copy_context
+from itertools import takewhile
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,21 @@ def pool(workers: int, prefix: str) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(
         workers, thread_name_prefix=prefix, initializer=_enter, initargs=(copy_context(),)
     )
+
+
+def position_of(ident: int | None, callers: tuple[str, ...] = ()) -> str:
+    """Where a thread is, as ` at FILE:LINE in FUNCTION`, without values; empty if that is not known.
+
+    With `callers`, folders, it is not the innermost frame but the one that code of these folders has called.
+    """
+    frame = None if ident is None else sys._current_frames().get(ident)
+    if frame is None:
+        return ""
+    frames = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+    shown = frames[0]
+    if callers:
+        *_, shown = shown, *takewhile(lambda each: not each.filename.startswith(callers), frames)
+    return f" at {shown.filename}:{shown.lineno} in {shown.name}"
 
 
 def _enter(context: Context) -> None:

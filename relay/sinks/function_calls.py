@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
-import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -22,7 +20,7 @@ from typing import Any, Protocol
 from relay.config.imports import as_exception
 from relay.faults import describe
 from relay.runtime.shielding import shielded
-from relay.runtime.threads import Thread
+from relay.runtime.threads import Thread, position_of
 
 log = logging.getLogger(__name__)
 
@@ -240,7 +238,7 @@ class LoopCalls:
     def where(self, call: Call) -> str:
         """What a call does that has not ended: its loop is blocked, or it suppresses its cancellation."""
         if not call.knows_end:
-            return f"its event loop is blocked{_stack_of(self._thread.ident)}"
+            return f"its event loop is blocked{position_of(self._thread.ident)}"
         return "it suppresses its cancellation"
 
     async def enter(self, opens: Callable[[], Any]) -> Held:
@@ -293,7 +291,7 @@ class LoopCalls:
         except TimeoutError:
             log.warning(
                 "a function does not end, and goes on while relay ends",
-                extra={"fault": f"its event loop is blocked{_stack_of(self._thread.ident)}"},
+                extra={"fault": f"its event loop is blocked{position_of(self._thread.ident)}"},
             )
 
     async def _end(self, seconds: float) -> None:
@@ -364,7 +362,7 @@ class ThreadCalls:
     def where(self, call: Call) -> str:
         """What a call does that has not ended."""
         ident = self._idents.get(call)
-        return "it waits for a thread" if ident is None else f"its thread{_stack_of(ident)}"
+        return "it waits for a thread" if ident is None else f"its thread{position_of(ident)}"
 
     async def enter(self, opens: Callable[[], Any]) -> Held:
         """Enter the context manager in a thread that leaves it too. Raises its errors.
@@ -405,14 +403,3 @@ def _hold(opens: Callable[[], Any], held: Held, leaving: Event) -> None:
         held.failed(error)
     finally:
         held.left.set_result(None)
-
-
-def _stack_of(ident: int | None) -> str:
-    """Where a thread is, as file, line and function, without values; empty if that is not known."""
-    frame = None if ident is None else sys._current_frames().get(ident)
-    if frame is None:
-        return ""
-    (innermost,) = traceback.StackSummary.extract(
-        traceback.walk_stack(frame), limit=1, lookup_lines=False
-    )
-    return f" at {innermost.filename}:{innermost.lineno} in {innermost.name}"
