@@ -68,13 +68,13 @@ def queue_show(
     state: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only those in this state: enqueued, scheduled, retry, leased or dead; repeatable."
+            help="Only those in this state: enqueued, scheduled, retry, leased, dead or done; repeatable."
         ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 20,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the messages of a queue that are not done, the oldest first."""
+    """Show the messages of a queue, the oldest first; done ones, which `keep_done` keeps, with --state done only."""
     from relay.admin.queues import shown
 
     figures, found = shown(load(config), name, state or (), limit)
