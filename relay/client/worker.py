@@ -106,7 +106,7 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
         self._threads: ThreadPoolExecutor | None = None
-        self._calls = 0
+        self._calls: set[object] = set()
         self._gave_up = False
 
     def handles(self, *event_types: str) -> Callable[[_Handler], _Handler]:
@@ -200,7 +200,7 @@ class Worker:
         for each in running:
             each.cancel()
         _, running = await asyncio.wait(running, timeout=_CANCEL_SECONDS)
-        self._gave_up = bool(running) or self._calls > 0
+        self._gave_up = bool(running) or bool(self._calls)
 
     def stop(self) -> None:
         """Make `run` return: no message is taken any more. Safe in any thread and in a signal handler."""
@@ -315,14 +315,16 @@ class Worker:
         return run, partial(self._in_thread, plain.close)
 
     async def _in_thread(self, call: Callable[[], _Result]) -> _Result:
-        def counted() -> _Result:
+        token = object()
+
+        def noted() -> _Result:
             try:
                 return call()
             finally:
-                self._calls -= 1
+                self._calls.discard(token)
 
-        self._calls += 1
-        return await asyncio.get_running_loop().run_in_executor(self._threads, counted)
+        self._calls.add(token)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, noted)
 
 
 class _Idle:
