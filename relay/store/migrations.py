@@ -66,6 +66,7 @@ FORMER = {
             "8e3fd459ec21a06d141ec60a4c46f41c4544eb71ba4ca4def227e2b2799ce20d",  # a lock for each message
             "edb5d2839f38f14f6db821eb9ccdca8492af2b494c8dfa6b412b3a71ee3009db",  # no keep_done, no conditions
             "acd417dd3b89b1f7122bb5e417a26ac5cff518f84432b9f05c27f522c1d7a195",  # counted failed commits
+            "1dc5933409d1ee9d8b7e2c3c4d078c53afd1d42aa120ece16dffe49519b7e489",  # read all that waits
             "a51fb54667c6f8c185ba81097e3c4e95e764a61a89cb15b79bdc0118ed5139fc",  # a plan for each done message
         }
     ),

@@ -360,7 +360,8 @@ begin
                  order by n.id limit most - cardinality(chosen) for update skip locked) as m;
         return;
     end if;
-    -- The oldest messages that are the first of their keys. A window, since a key may have any number of messages.
+    -- The oldest messages that are the first of their keys. A window, since a key may have any number of messages. Without "offset 0"
+    -- the planner may read all messages that wait; without the cast to text, all of a partial index instead of the rows by their ctid.
     with oldest as materialized (
         select n.ctid, n.id, n.key from relay.queue_messages as n
          where n.queue_id = the_queue and n.available_at is null and n.id >= low
@@ -372,10 +373,10 @@ begin
                             where e.queue_id = the_queue and e.available_at is null and e.key = o.key
                               and e.id >= low and e.id < o.id)
            and not exists (select from relay.queue_messages as e
-                            where e.queue_id = the_queue and e.key = o.key and e.available_at >= low_due)),
+                            where e.queue_id = the_queue and e.key = o.key and e.available_at >= low_due offset 0)),
     locked as materialized (
         select n.ctid, n.id, n.xmax as locked_by from relay.queue_messages as n
-         where n.ctid = any (array(select f.ctid from firsts as f)) and n.available_at is null
+         where n.ctid = any (array(select f.ctid from firsts as f)) and n.available_at::text is null
          order by n.id limit most - cardinality(chosen) for update skip locked)
     select chosen || coalesce((select array_agg(l.ctid) from locked as l), '{}'), (select min(l.id) from locked as l),
            (select count(*) from oldest),
@@ -397,7 +398,7 @@ begin
                     order by n.key, n.id limit 1) as next)
         select h.ctid from heads as h
          where not exists (select from relay.queue_messages as e
-                            where e.queue_id = the_queue and e.key = h.key and e.available_at >= low_due)
+                            where e.queue_id = the_queue and e.key = h.key and e.available_at >= low_due offset 0)
     loop
         select n.xmax into locked_by from relay.queue_messages as n
           where n.ctid = candidate and n.available_at is null for update skip locked;

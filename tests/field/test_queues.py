@@ -14,6 +14,7 @@ from tests.outbox import Outbox, wait_until
 from tests.postgres import Server
 
 ID = "select id from relay."
+FILL = "select relay.enqueue('mail', '{}', key => n::text) from generate_series(1, %s) as n"
 
 
 @pytest.fixture
@@ -259,3 +260,52 @@ def test_who_locked_a_row_is_known_after_a_crash_of_the_server(killable_server: 
         assert ids(outbox.conn, "claim('mail')") == []
         assert outbox.value("select interruptions from relay.queue_messages") == 1
         assert ids(outbox.conn, "claim('mail')") == [number]
+
+
+def pages_of_a_claim(conn: psycopg.Connection[Any]) -> int:
+    """How many pages a claim of one message touches, in a session that has planned its statements; nothing is ended."""
+    ids(conn, "claim('mail')")
+    claim = "explain (analyze, buffers, format json) select from relay.claim('mail')"
+    ((plans,),) = conn.execute(claim.encode()).fetchall()
+    plan = plans[0]["Plan"]
+    assert plan["Actual Rows"] == 1
+    return int(plan["Shared Hit Blocks"]) + int(plan["Shared Read Blocks"])
+
+
+def test_claims_of_a_queue_with_keys_are_flat_under_a_held_snapshot(outbox: Outbox) -> None:
+    """NikolayS/PgQue#61, #80, hardbyte/awa#169, riverqueue/river#59: dead rows slowed fetches."""
+    declare(outbox, "user")
+    outbox.conn.execute("alter table relay.queue_messages set (autovacuum_enabled = off)")
+    figures = []
+    with session(outbox) as worker, psycopg.connect(outbox.dsn) as holder:
+        holder.execute("set transaction isolation level repeatable read")
+        holder.execute("select from relay.queues")
+        # Planned while there is nothing, as in a worker's session that begins before its messages.
+        enqueue(outbox, "")
+        pages_of_a_claim(worker)
+        for _ in range(3):
+            outbox.conn.execute(FILL, (6000,))
+            while ids(outbox.conn, "take('mail', 300)"):
+                pass
+            outbox.conn.execute(FILL, (10,))
+            outbox.conn.execute(
+                "select relay.move_marks(q.id, s.mark, s.due_mark)"
+                " from relay.queues as q, relay.queue_state(q.name) as s"
+            )
+            figures.append(pages_of_a_claim(worker))
+            outbox.conn.execute("select relay.purge_queue('mail')")
+    assert figures[-1] <= figures[0] * 1.1, figures
+
+
+def test_messages_that_wait_cost_those_of_other_keys_nothing(outbox: Outbox) -> None:
+    """riverqueue/river#785, bensheldon/good_job#720: each fetch read all jobs that were scheduled or waited."""
+    declare(outbox, "user")
+    with session(outbox) as worker:
+        enqueue(outbox, "first")
+        before = pages_of_a_claim(worker)
+        outbox.conn.execute(FILL, (5000,))
+        outbox.conn.execute(
+            "select relay.retry('mail', id, attempt, '1 hour') from relay.lease('mail', 5001, '1 hour')"
+        )
+        enqueue(outbox, "another")
+        assert pages_of_a_claim(worker) <= before + 10
