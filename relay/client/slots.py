@@ -89,6 +89,14 @@ class Handling:
         )
         return statement, json.dumps(parameters)
 
+    def again(
+        self, message: Message, ending: tuple[Statement, str] | None, error: Exception
+    ) -> tuple[Statement, str]:
+        """Return what ends an attempt whose transaction was lost: as its handler had failed, or else with the error."""
+        if ending is None or ending[0] is COMPLETE:
+            return self.ending(message, error)
+        return ending
+
     def unreadable(self, row: str, error: Exception) -> tuple[Statement, str]:
         """Return the statement that ends the attempt of a message whose values Python cannot hold."""
         attempt = attempt_of(row)
@@ -148,6 +156,7 @@ class Slot:
 
     def _take(self) -> bool:
         message: Message | None = None
+        ending: tuple[Statement, str] | None = None
         rows: Sequence[str] = ()
         try:
             with self._link.transaction() as session:
@@ -159,12 +168,12 @@ class Slot:
                     except Exception as error:
                         self._link.fetch(session, *self._handling.unreadable(row, error))
                         continue
-                    self._link.fetch(session, *self._handle(message, session))
+                    ending = self._handle(message, session)
+                    self._link.fetch(session, *ending)
         except Exception as error:
             if message is None:
                 raise
-            # The commit has failed, or the connection is lost.
-            self.execute(*self._handling.ending(message, error))
+            self.execute(*self._handling.again(message, ending, error))
         return bool(rows)
 
     def _handle(self, message: Message, session: Any) -> tuple[Statement, str]:
@@ -249,6 +258,7 @@ class AsyncSlot:
 
     async def _take(self) -> bool:
         message: Message | None = None
+        ending: tuple[Statement, str] | None = None
         rows: Sequence[str] = ()
         try:
             async with self._link.transaction() as session:
@@ -260,12 +270,12 @@ class AsyncSlot:
                     except Exception as error:
                         await self._link.fetch(session, *self._handling.unreadable(row, error))
                         continue
-                    await self._link.fetch(session, *await self._handle(message, session))
+                    ending = await self._handle(message, session)
+                    await self._link.fetch(session, *ending)
         except Exception as error:
             if message is None:
                 raise
-            # The commit has failed, or the connection is lost.
-            await self.execute(*self._handling.ending(message, error))
+            await self.execute(*self._handling.again(message, ending, error))
         return bool(rows)
 
     async def _handle(self, message: Message, session: Any) -> tuple[Statement, str]:

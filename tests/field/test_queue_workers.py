@@ -13,7 +13,7 @@ import asyncpg
 import psycopg
 import pytest
 
-from relay import Drop, RetryLater
+from relay import Drop, Fail, RetryLater
 from relay.client.worker import LeasedMessage, Message, Queue, Worker, WorkerError
 from tests.client_sessions import parameters
 from tests.outbox import Outbox, wait_until
@@ -370,7 +370,7 @@ def test_asyncpg_through_a_pooler_of_transactions(outbox: Outbox) -> None:
 
 
 def test_a_role_with_timeouts_ends_what_exceeds_them(outbox: Outbox) -> None:
-    """que-rb/que#142: work froze without an end. A session that the server ends is a failed attempt."""
+    """que-rb/que#142: work froze without an end. A session that the server ends is a failed attempt, which says why."""
     fill(outbox, "1", "2")
     set_default(outbox, "set idle_in_transaction_session_timeout = '200ms'")
     set_default(outbox, "set statement_timeout = '200ms'")
@@ -385,6 +385,9 @@ def test_a_role_with_timeouts_ends_what_exceeds_them(outbox: Outbox) -> None:
     with working(worker):
         wait_until(lambda: [state[:2] for state in states(outbox)] == [("dead", 3)], 20)
     assert outbox.column("select payload from done") == [2]
+    ((*_, error),) = states(outbox)
+    assert error is not None
+    assert "idle-in-transaction" in error
 
 
 def test_a_large_message_and_many_attempts(outbox: Outbox) -> None:
@@ -401,3 +404,17 @@ def test_a_large_message_and_many_attempts(outbox: Outbox) -> None:
     with working(worker):
         wait_until(lambda: is_empty(outbox), 30)
     assert sizes == [20_000_000]
+
+
+def test_what_a_handler_has_said_counts_also_where_its_connection_is_lost(outbox: Outbox) -> None:
+    """jobrunr/jobrunr#1264, activepieces/activepieces#15130: the end of a job was forgotten with its connection."""
+    fill(outbox, "1", queue=SLOW)
+    worker = Worker(outbox.dsn, "mail", concurrency=1, poll=0.02)
+
+    @worker.handles()
+    async def handle(message: Message, conn: psycopg.AsyncConnection[Any]) -> None:
+        outbox.conn.execute("select pg_terminate_backend(%s)", (conn.info.backend_pid,))
+        raise Fail("no such address")
+
+    with working(worker):
+        wait_until(lambda: states(outbox) == [("dead", 1, "Fail: no such address")], 20)
