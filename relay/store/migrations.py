@@ -68,6 +68,7 @@ FORMER = {
             "acd417dd3b89b1f7122bb5e417a26ac5cff518f84432b9f05c27f522c1d7a195",  # counted failed commits
             "1dc5933409d1ee9d8b7e2c3c4d078c53afd1d42aa120ece16dffe49519b7e489",  # read all that waits
             "a51fb54667c6f8c185ba81097e3c4e95e764a61a89cb15b79bdc0118ed5139fc",  # a plan for each done message
+            "c68ff3086a7f0958b0e5b27aa328309f0811986e45dcf3f9f09b5ade19f98121",  # from key to key behind failing
         }
     ),
 }

@@ -385,7 +385,31 @@ begin
     if cardinality(chosen) > 0 or looked_at < 50 + 2 * most then
         return;
     end if;
-    -- All of the window is blocked: from key to key, the first message of each.
+    -- All of the window is blocked. A larger one, unless more keys are held than can be compared at once: its first message of a key is
+    -- the first of that key.
+    with held as materialized (
+        select e.key from relay.queue_messages as e
+         where e.queue_id = the_queue and e.available_at >= low_due and e.key is not null limit 1001),
+    oldest as materialized (
+        select n.ctid, n.id, n.key from relay.queue_messages as n
+         where n.queue_id = the_queue and n.available_at is null and n.id >= low and (select count(*) from held) <= 1000
+         order by n.id limit 1000 + 2 * most),
+    firsts as materialized (
+        select f.ctid, f.id
+          from (select distinct on (o.key) o.ctid, o.id from oldest as o
+                 where o.key not in (select h.key from held as h) order by o.key, o.id) as f
+         order by f.id limit 100 + 2 * most),
+    locked as materialized (
+        select n.ctid, n.id, n.xmax as locked_by from relay.queue_messages as n
+         where n.ctid = any (array(select f.ctid from firsts as f)) and n.available_at::text is null
+         order by n.id limit most - cardinality(chosen) for update skip locked)
+    select chosen || coalesce((select array_agg(l.ctid) from locked as l), '{}'),
+           left_over || coalesce((select array_agg(l.ctid) filter (where l.locked_by <> '0' and relay.was_aborted(l.locked_by)) from locked as l), '{}')
+      into chosen, left_over;
+    if cardinality(chosen) > 0 then
+        return;
+    end if;
+    -- From key to key, the first message of each.
     for candidate in
         with recursive heads as (
             (select n.key, n.ctid from relay.queue_messages as n

@@ -309,3 +309,25 @@ def test_messages_that_wait_cost_those_of_other_keys_nothing(outbox: Outbox) -> 
         )
         enqueue(outbox, "another")
         assert pages_of_a_claim(worker) <= before + 10
+
+
+def test_failing_keys_with_messages_behind_them_cost_others_little(outbox: Outbox) -> None:
+    """bensheldon/good_job#896, rails/solid_queue#689: blocked jobs at the head of the queue were read by each fetch."""
+    declare(outbox, "user")
+    with session(outbox) as worker:
+        for _ in range(2):
+            outbox.conn.execute(FILL, (300,))
+        outbox.conn.execute(
+            "select relay.retry('mail', id, attempt, '1 hour') from relay.lease('mail', 300, '1 hour')"
+        )
+        assert ids(worker, "claim('mail')") == []
+        outbox.conn.execute(
+            "select relay.enqueue('mail', '{}', key => 'other ' || n) from generate_series(1, 500) as n"
+        )
+        first, second = enqueue(outbox, "a", "a")
+        assert pages_of_a_claim(worker) <= 600
+        taken = ids(worker, "take('mail', 1000)")
+        assert len(taken) == 501
+        assert first in taken
+        assert ids(worker, "take('mail', 1000)") == [second]
+        assert ids(worker, "take('mail', 1000)") == []
