@@ -40,7 +40,7 @@ def load(key: str, path: str, *parameters: str) -> Callable[..., Any]:
     A call raises RuntimeError for what the function raises that is no Exception, such as SystemExit or asyncio's
     CancelledError, and ConfigurationError if it returns a coroutine or a generator.
     """
-    return _contained(key, find_function(key, path, *parameters))
+    return contained(key, find_function(key, path, *parameters))
 
 
 def find_function(
@@ -89,7 +89,9 @@ def unfinished_kind(function: Callable[..., Any]) -> str | None:
     return None
 
 
-def _contained(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def contained(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function; a call raises RuntimeError and ConfigurationError as that of a function of `load`."""
+
     @wraps(function)
     def call(*arguments: Any) -> Any:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
@@ -43,30 +44,40 @@ class Python:
             for transaction in routed:
                 if cursor.closed:
                     cursor = conn.cursor()
-                self._call(conn, transaction, cursor)
+                call(self.name, self._function, conn, transaction, cursor)
         finally:
             cursor.close()
             # relay runs its own statements on the same connection.
             conn.row_factory, conn.cursor_factory = factories
 
-    def _call(
-        self, conn: Connection, transaction: Transaction, cursor: psycopg.Cursor[Any]
-    ) -> None:
-        try:
-            self._function(transaction, cursor)
-        except Exception as error:
-            if _is_ended(conn) or _is_another(conn):
-                raise transaction_ended([self.name]) from error
-            raise
-        if conn.pgconn.transaction_status == TransactionStatus.INTRANS:
-            return
-        if _is_ended(conn):
-            raise transaction_ended([self.name])
-        if conn.info.transaction_status == TransactionStatus.INERROR:
-            raise TransactionAborted(
-                "the function caught a database error and continued, but the error aborted the transaction: do not "
-                "catch it, or run what may fail inside `with cursor.connection.transaction():`"
-            )
+
+def call(
+    name: str,
+    function: Callable[[Transaction, psycopg.Cursor[Any]], Any],
+    conn: Connection,
+    transaction: Transaction,
+    cursor: psycopg.Cursor[Any],
+) -> None:
+    """Call the function of the handler `name` once, in an open database transaction.
+
+    Raises what it raises, TransactionAborted if it continued after a database error, and ConfigurationError if it ended
+    the transaction.
+    """
+    try:
+        function(transaction, cursor)
+    except Exception as error:
+        if _is_ended(conn) or _is_another(conn):
+            raise transaction_ended([name]) from error
+        raise
+    if conn.pgconn.transaction_status == TransactionStatus.INTRANS:
+        return
+    if _is_ended(conn):
+        raise transaction_ended([name])
+    if conn.info.transaction_status == TransactionStatus.INERROR:
+        raise TransactionAborted(
+            "the function caught a database error and continued, but the error aborted the transaction: do not "
+            "catch it, or run what may fail inside `with cursor.connection.transaction():`"
+        )
 
 
 def _is_ended(conn: Connection) -> bool:

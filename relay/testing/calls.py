@@ -7,15 +7,19 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
+from types import CoroutineType, TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import psycopg
+from psycopg.rows import tuple_row
 
+from relay.config.imports import WORK, contained
 from relay.event_types.current_version import as_current
 from relay.event_types.registry import EventTypes
 from relay.event_types.upcasting import Upcasting
+from relay.faults import ConfigurationError
+from relay.handlers.python import call
 from relay.model.events import Transaction
 from relay.model.transactions import Routed
 from relay.model.tuples import RowDecoder
@@ -23,6 +27,7 @@ from relay.sinks import Attempt
 from relay.sinks.function import Delivery
 from relay.sinks.function_batches import Deliveries
 from relay.sinks.function_transactions import BlockState, Completing
+from relay.store.handler_sessions import guarded
 from relay.testing.given import GivenEvent, encode, plain_source
 
 
@@ -60,10 +65,12 @@ def deliver(
     An `async def` runs in an event loop of its own. `conn` is what `delivery.transaction()` lends, to an `async def` as
     a connection for coroutines, in a transaction that commits as relay's does. Raises what the function raises.
     """
+    if conn is not None:
+        require_connection(conn)
     delivery = GivenDelivery(
         transaction(*events, attempt=attempt, types=types), resource, timeout, conn
     )
-    _call(function, delivery)
+    _call(function, delivery, "deliver_async(…)")
     return delivery
 
 
@@ -80,7 +87,10 @@ async def deliver_async(
     delivery = GivenDelivery(
         transaction(*events, attempt=attempt, types=types), resource, timeout, conn
     )
-    await function(delivery)
+    returned = function(delivery)
+    if not inspect.isawaitable(returned):
+        raise RuntimeError("the function is no async def: call it with deliver")
+    _require_done(await returned)
     return delivery
 
 
@@ -98,6 +108,10 @@ def deliver_batch(
     Each transaction is given by its events, or by one event. Their key of order is the host of the first event. An
     `async def` runs in an event loop of its own. Raises what the function raises.
     """
+    if conn is not None:
+        require_connection(conn)
+    if not transactions:
+        raise ValueError("give at least one transaction")
     given = [[each] if isinstance(each, Mapping) else each for each in transactions]
     deliveries = GivenDeliveries(
         [
@@ -108,7 +122,7 @@ def deliver_batch(
         timeout,
         conn,
     )
-    _call(function, deliveries)
+    _call(function, deliveries, "asyncio.to_thread(deliver_batch, …)")
     return deliveries
 
 
@@ -121,11 +135,13 @@ def handle(
 ) -> Transaction:
     """Call a function of `type: python` once, in a database transaction that is rolled back if it raises.
 
-    Returns the business transaction. Raises what the function raises.
+    Returns the business transaction. Raises what the function raises, and what relay raises for a function that goes on
+    after a database error, that ends the transaction, or that has only returned a coroutine or a generator.
     """
     found = transaction(*events, attempt=attempt, types=types)
-    with conn.transaction(), conn.cursor() as cursor:
-        function(found, cursor)
+    require_connection(conn)
+    with in_target(conn), conn.cursor() as cursor:
+        call("test", contained("callable", function), conn, found, cursor)
     return found
 
 
@@ -203,7 +219,8 @@ class _Given:
 class _GivenTransaction:
     def __init__(self, conn: Any, delivery: Completing) -> None:
         self._conn = conn
-        self._block = conn.transaction()
+        is_async = isinstance(conn, psycopg.AsyncConnection)
+        self._block: Any = conn.transaction() if is_async else lent(conn)
         self._delivery = delivery
 
     def __enter__(self) -> Any:
@@ -264,12 +281,77 @@ def asynchronous(conn: psycopg.Connection[Any]) -> psycopg.AsyncConnection[Any]:
     return found
 
 
-def _call(function: Callable[[Any], Any], argument: object) -> None:
+def require_connection(conn: object) -> None:
+    """Raise ValueError for a connection that cannot be lent."""
+    if isinstance(conn, psycopg.AsyncConnection) or not hasattr(conn, "transaction"):
+        raise ValueError(f"conn is of type {type(conn).__name__}: give a psycopg.Connection")
+
+
+def require_no_loop(instead: str) -> None:
+    """Raise RuntimeError in a thread in which an event loop runs; `instead` is what to await there."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError(f"an event loop runs in this thread: await {instead}")
+
+
+@contextmanager
+def in_target(conn: psycopg.Connection[Any]) -> Iterator[None]:
+    """A database transaction, or a savepoint if one is open, as a task of relay has it.
+
+    Deferred constraints are checked at its end, since a test rarely commits.
+    """
+    with lent(conn), guarded(conn):
+        conn.execute("set constraints all deferred")
+        yield
+        conn.execute("set constraints all immediate; set constraints all deferred")
+
+
+@contextmanager
+def lent(conn: psycopg.Connection[Any]) -> Iterator[None]:
+    """A database transaction, or a savepoint, with cursors as relay's own have them, whatever the owner has chosen."""
+    if not hasattr(conn, "row_factory"):
+        # A stand-in of a test.
+        with conn.transaction():
+            yield
+        return
+    factories = conn.row_factory, conn.cursor_factory
+    conn.row_factory, conn.cursor_factory = tuple_row, psycopg.Cursor
+    try:
+        with conn.transaction():
+            yield
+    finally:
+        conn.row_factory, conn.cursor_factory = factories
+
+
+def _call(function: Callable[[Any], Any], argument: object, instead: str) -> None:
     """Call a function; if it is an `async def`, in an event loop of its own."""
     returned = function(argument)
     if inspect.isawaitable(returned):
-        asyncio.run(_whole(returned))
+        try:
+            require_no_loop(instead)
+        except RuntimeError:
+            _close(returned)
+            raise
+        returned = asyncio.run(_whole(returned))
+    _require_done(returned)
 
 
-async def _whole(returned: Awaitable[Any]) -> None:
-    await returned
+def _require_done(returned: object) -> None:
+    if isinstance(returned, WORK):
+        _close(returned)
+        raise ConfigurationError(
+            f"the function returned a {type(returned).__name__}, which nobody runs, so that nothing was done: return "
+            "when all is done"
+        )
+
+
+def _close(returned: object) -> None:
+    if isinstance(returned, CoroutineType):
+        # Otherwise Python warns that it was never awaited.
+        returned.close()
+
+
+async def _whole(returned: Awaitable[Any]) -> Any:
+    return await returned

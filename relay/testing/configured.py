@@ -12,11 +12,16 @@ from secrets import token_hex
 from typing import Any, cast
 
 import psycopg
-from psycopg.rows import tuple_row
 
 from relay.config import loading
 from relay.config.fields import nearest
-from relay.config.handlers import AnyHandler, BatchHandler, DeliveryHandler, QueueHandler
+from relay.config.handlers import (
+    AnyHandler,
+    BatchHandler,
+    DeliveryHandler,
+    FunctionHandler,
+    QueueHandler,
+)
 from relay.config.settings import Settings
 from relay.event_types.current_version import routed_as_current
 from relay.event_types.registry import registered
@@ -42,9 +47,8 @@ from relay.sinks import (
 )
 from relay.sinks.function import Function
 from relay.sinks.function_transactions import Completing, TargetSessions
-from relay.store.handler_sessions import guarded
 from relay.store.positions.completions import Completion
-from relay.testing.calls import asynchronous
+from relay.testing.calls import asynchronous, in_target, lent, require_connection, require_no_loop
 from relay.testing.given import GivenEvent, encode
 from relay.testing.memory_sink import MemorySink
 
@@ -70,11 +74,21 @@ def run(
     Raises what the handler raises, NotRouted if no route matches an event, ValueError if the handler gets none of the
     events or cannot be run so, ConfigurationError, and RuntimeError for a sink in the thread of an event loop.
     """
+    if conn is not None:
+        require_connection(conn)
     settings = _settings(config)
     handler = _handler(settings, name)
     own = _routed_to(settings, name, events, attempt)
     if isinstance(handler, DeliveryHandler):
-        _require_no_loop()
+        if sink is not None and not isinstance(sink, MemorySink):
+            raise ValueError(
+                f"sink is a {type(sink).__name__}, and no MemorySink, such as MemorySink()"
+            )
+        if conn is not None and not isinstance(handler, FunctionHandler):
+            raise ValueError(
+                f"handlers.{name}: is of type {handler.type}, which does not use a connection"
+            )
+        require_no_loop("asyncio.to_thread(run, …)")
         built = _sink(settings, name, handler, conn, sink)
         asyncio.run(_deliver(built, name, handler, own))
     elif sink is not None:
@@ -105,14 +119,6 @@ def routed(config: Config, *events: GivenEvent) -> list[tuple[str, ...]]:
     )
 
 
-def _require_no_loop() -> None:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise RuntimeError("an event loop runs in this thread: await asyncio.to_thread(run, …)")
-
-
 def _settings(config: Config) -> Settings:
     return loading.of_mapping(config) if isinstance(config, Mapping) else loading.load(Path(config))
 
@@ -123,7 +129,8 @@ def _handler(settings: Settings, name: str) -> AnyHandler:
     if handler is None:
         meant = nearest(name, settings.handlers)
         raise ValueError(
-            f"there is no handler {name!r}" + (f"; did you mean {meant}?" if meant else "")
+            f"there is no handler {name!r}; "
+            + (f"did you mean {meant}?" if meant else f"there are {', '.join(settings.handlers)}")
         )
     if name in settings.spark_handlers:
         raise ValueError(
@@ -162,25 +169,16 @@ def _apply(
     queues = DeclaredQueues(settings.group, chooser)
     alone = settings.model_copy(update={"handlers": {name: handler}, "events": {}})
     built = build(alone, queues)[name]
-    with _plain_cursors(conn), conn.transaction(), guarded(conn):
+    with in_target(conn):
         if isinstance(handler, QueueHandler):
-            queues.current(conn)
+            try:
+                queues.current(conn)
+            except psycopg.errors.InvalidSchemaName:
+                raise ValueError(
+                    f"handlers.{name}: the database has no tables of relay: create them with `relay init`"
+                ) from None
         built.configure(conn)
-        conn.execute("set constraints all deferred")
         built.apply(conn, own)
-        # Here, since a test rarely commits.
-        conn.execute("set constraints all immediate; set constraints all deferred")
-
-
-@contextmanager
-def _plain_cursors(conn: psycopg.Connection[Any]) -> Iterator[None]:
-    """Let the cursors of a connection be those of relay's own, whatever its owner has chosen."""
-    factories = conn.row_factory, conn.cursor_factory
-    conn.row_factory, conn.cursor_factory = tuple_row, psycopg.Cursor
-    try:
-        yield
-    finally:
-        conn.row_factory, conn.cursor_factory = factories
 
 
 # Sinks
@@ -251,7 +249,7 @@ class _GivenSessions(TargetSessions):
         """Run a transaction, or a savepoint. Raises RuntimeError without a connection, Undelivered if it is late."""
         if self._conn is None:
             raise RuntimeError("give the connection that delivery.transaction() is to lend: conn=…")
-        with self._conn.transaction():
+        with lent(self._conn):
             if delivery._is_over:
                 raise Undelivered("the attempt was given up")
             yield self._conn

@@ -11,7 +11,7 @@ from math import isfinite
 from typing import Any
 from uuid import UUID, uuid4
 
-from relay.config.fields import JSON_FIELDS
+from relay.config.fields import JSON_FIELDS, nearest
 from relay.config.source import SourceSettings
 from relay.model import exact_json, headers
 from relay.model.events import FIELDS, ID_FIELDS, NEEDED_FIELDS
@@ -50,6 +50,8 @@ def encode(events: Sequence[GivenEvent], source: SourceSettings, attempt: int = 
     """
     if not events:
         raise ValueError("give at least one event")
+    if attempt < 1:
+        raise ValueError(f"attempt is {attempt}, and the first one is 1")
     _require_mappings(events)
     mapping = source.mapping
     columns = tuple(dict.fromkeys(filter(None, mapping.values())))
@@ -119,7 +121,7 @@ def _given(number: int, event: GivenEvent, source: SourceSettings) -> dict[str, 
     unknown = event.keys() - {*FIELDS, headers.FIELD}
     if unknown:
         raise ValueError(
-            f"an event has no {_listed(unknown)}; it has {_listed([*FIELDS, headers.FIELD])}"
+            f"an event has no {_listed(unknown)}; it has {_listed([*FIELDS, headers.FIELD])}{_meant(unknown)}"
         )
     of_headers = event.get(headers.FIELD) or {}
     values = {name: event[name] for name in FIELDS if name in event}
@@ -191,5 +193,11 @@ def _order_of_key(key: object) -> tuple[int, bytes]:
     return len(octets), octets
 
 
+def _meant(unknown: Iterable[str]) -> str:
+    found = (nearest(str(name), [*FIELDS, headers.FIELD]) for name in sorted(unknown, key=str))
+    names = ", ".join(filter(None, found))
+    return f"; did you mean {names}?" if names else ""
+
+
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
+    return ", ".join(sorted(map(str, names)))

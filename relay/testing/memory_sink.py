@@ -91,6 +91,10 @@ class MemorySink:
         times: int | None = None,
     ) -> None:
         """Raise what `error` returns; `match` and `times` are as for `refuse`. What was said later comes first."""
+        if not callable(error):
+            raise ValueError(
+                f"error is a {type(error).__name__}: give a function that returns the exception"
+            )
         self._rules.insert(0, _Rule(error, _matching(match or {}), times))
 
     def accept(self) -> None:
@@ -165,6 +169,10 @@ class _Collecting:
 
 def _matching(match: Mapping[str, Any]) -> Callable[[Event], object]:
     """What says whether an event matches, as a route does. Raises ValueError."""
+    if not isinstance(match, Mapping):
+        raise ValueError(
+            f"match is a {type(match).__name__}, and no mapping such as {{'event_type': 'order.*'}}"
+        )
     try:
         route = Route(match=dict(match), handlers=["memory"])
     except ValidationError as error:

@@ -14,7 +14,7 @@ from psycopg.rows import dict_row
 
 from relay import Delivery, Transaction
 from relay.faults import ConfigurationError, Rejected, TransactionAborted
-from relay.testing import deliver, run
+from relay.testing import deliver, handle, run
 from tests.webhook import Answer, Webhook
 
 SCHEMA = """
@@ -54,6 +54,22 @@ def ends(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
 def goes_on(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
     with suppress(psycopg.Error):
         cursor.execute("select 1 / 0")
+
+
+async def waits(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Do nothing."""
+
+
+def insert_part(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    for event in transaction.events:
+        cursor.execute(
+            "insert into orders values (%s, 1, %s)", (event.aggregate_id, event.payload["of"])
+        )
+
+
+def rows_are_relays(delivery: Delivery) -> None:
+    with delivery.transaction() as conn:
+        assert conn.execute("select 1").fetchone() == (1,)
 
 
 async def complete(delivery: Delivery) -> None:
@@ -150,6 +166,33 @@ def test_what_python_must_not_do_is_refused_as_relay_does(conn: psycopg.Connecti
     with pytest.raises(ConfigurationError, match="transaction"):
         run(handler("python", callable=of_module("ends")), "orders", order(1), conn=conn)
     assert ids(conn) == []
+
+
+def test_a_python_handler_alone_is_called_as_relay_does(conn: psycopg.Connection[Any]) -> None:
+    """Its cursor has relay's rows, and a function that relay would refuse fails the test."""
+    assert len(handle(insert, conn, order(1), order(2))) == 2
+    with pytest.raises(KeyError, match="thirteen"):
+        handle(insert, conn, order(3, 13))
+    with pytest.raises(TransactionAborted):
+        handle(goes_on, conn, order(4))
+    with pytest.raises(ConfigurationError, match="transaction"):
+        handle(ends, conn, order(4))
+    with pytest.raises(ConfigurationError, match="a coroutine, which nobody runs"):
+        handle(waits, conn, order(4))
+    with conn.transaction(force_rollback=True), pytest.raises(psycopg.errors.ForeignKeyViolation):
+        handle(insert_part, conn, order(5, of="9"))
+    assert ids(conn) == ["1", "2"]
+
+
+def test_a_lent_connection_has_the_rows_of_relay(conn: psycopg.Connection[Any]) -> None:
+    deliver(rows_are_relays, order(1), conn=conn)
+    run(handler("function", callable=of_module("rows_are_relays")), "orders", order(1), conn=conn)
+    assert ids(conn) == []
+
+
+def test_a_queue_needs_relays_tables(conn: psycopg.Connection[Any]) -> None:
+    with pytest.raises(ValueError, match="no tables of relay: create them with `relay init`"):
+        run(handler("queue"), "orders", order(1), conn=conn)
 
 
 @pytest.mark.parametrize("function", ["complete", "insert_first"])

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
-import psycopg
 import pytest
 from pydantic import BaseModel
 
-from relay import Deliveries, Delivery, EventTypes, Fail, Transaction
-from relay.faults import InvalidEvent
+from relay import Deliveries, Delivery, EventTypes, Fail
+from relay.faults import ConfigurationError, InvalidEvent
 from relay.testing import deliver, deliver_async, deliver_batch, handle, transaction
 
 
@@ -121,12 +121,57 @@ def test_handlers_run_in_transactions() -> None:
         deliver(write, {}, conn=conn, attempt=2)
     assert conn.notes == ["begin", "commit", "begin", "rollback"]
 
-    def apply(found: Transaction, cursor: psycopg.Cursor[Any]) -> None:
-        raise Fail(str(len(found)))
 
-    with pytest.raises(Fail, match="2"):
-        handle(apply, conn, {}, {})
-    assert conn.notes[-1] == "rollback"
+NONE: Any = "dbname=shop"
+"""No connection."""
+
+
+def plain(*_: Any) -> None:
+    """Do nothing."""
+
+
+def generates(delivery: Delivery) -> Any:
+    yield delivery
+
+
+async def returns_work(delivery: Any) -> Any:
+    return awaited(delivery)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: deliver(generates, {}), "returned a generator, which nobody runs"),
+        (lambda: deliver(returns_work, {}), "returned a coroutine, which nobody runs"),
+        (lambda: deliver(plain, {"payloud": 1}), "did you mean payload"),
+        (lambda: deliver(plain, {}, attempt=0), "attempt is 0, and the first one is 1"),
+        (lambda: deliver(plain, {}, conn=NONE), "conn is of type str: give a psycopg.Connection"),
+        (lambda: deliver_batch(plain, {}, conn=NONE), "conn is of type str: give a psycopg.Conn"),
+        (lambda: handle(plain, NONE, {}), "conn is of type str: give a psycopg.Connection"),
+        (lambda: deliver_batch(plain), "give at least one transaction"),
+    ],
+)
+def test_a_call_that_would_test_nothing_is_refused_in_one_line(
+    call: Callable[[], object], error: str
+) -> None:
+    with pytest.raises((ValueError, ConfigurationError), match=error) as raised:
+        call()
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.filterwarnings("error")
+def test_in_an_event_loop_a_call_says_what_to_do() -> None:
+    async def test() -> None:
+        deliver(plain, {})
+        with pytest.raises(RuntimeError, match=r"await deliver_async\("):
+            deliver(awaited, {})
+        with pytest.raises(RuntimeError, match=r"await asyncio.to_thread\(deliver_batch"):
+            deliver_batch(returns_work, {})
+        with pytest.raises(RuntimeError, match="no async def: call it with deliver"):
+            await deliver_async(plain, {})  # type: ignore[arg-type]
+
+    asyncio.run(test())
 
 
 def test_a_batch_has_what_is_named_and_what_is_completed() -> None:

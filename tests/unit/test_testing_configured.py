@@ -207,6 +207,14 @@ def test_a_memory_sink_answers_as_it_is_told() -> None:
         sink.refuse({"tier": "gold"})
 
 
+def test_what_a_memory_sink_is_told_is_checked() -> None:
+    sink = MemorySink()
+    with pytest.raises(ValueError, match="match is a str, and no mapping such as"):
+        sink.refuse("order.placed")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="error is a KeyError: give a function"):
+        sink.answer(KeyError("x"))  # type: ignore[arg-type]
+
+
 def test_a_real_sink_delivers() -> None:
     with pytest.raises(Undelivered):
         run(CONFIG, "hook", HOOK)
@@ -228,6 +236,10 @@ def test_events_are_in_the_current_version() -> None:
     ("name", "event", "more", "error"),
     [
         ("order", PLACED, {}, "there is no handler 'order'; did you mean orders?"),
+        ("ledger", PLACED, {}, "there is no handler 'ledger'; there are "),
+        ("orders", PLACED, {"conn": "dbname=x"}, "conn is of type str: give a psycopg.Connection"),
+        ("hook", HOOK, {"sink": MemorySink}, "sink is a type, and no MemorySink"),
+        ("hook", HOOK, {"conn": Connection()}, "is of type http, which does not use a connection"),
         ("lake", HOOK, {}, "handlers.lake: is of type spark, which reads the outbox by itself"),
         ("orders", PLACED, {}, "handlers.orders: is of type sql, which writes to the target"),
         ("orders", PLACED, {"sink": MemorySink()}, "a sink takes no place of it"),
