@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from types import CoroutineType, TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,13 +18,13 @@ from relay.config.imports import WORK, contained
 from relay.event_types.current_version import as_current
 from relay.event_types.registry import EventTypes
 from relay.event_types.upcasting import Upcasting
-from relay.faults import ConfigurationError
+from relay.faults import ConfigurationError, transaction_ended
 from relay.handlers.python import call
 from relay.model.events import Transaction
 from relay.model.transactions import Routed
 from relay.model.tuples import RowDecoder
 from relay.sinks import Attempt
-from relay.sinks.function import Delivery
+from relay.sinks.function import Delivery, second_block, unfinished_block
 from relay.sinks.function_batches import Deliveries
 from relay.sinks.function_transactions import BlockState, Completing
 from relay.store.handler_sessions import guarded
@@ -71,6 +71,7 @@ def deliver(
         transaction(*events, attempt=attempt, types=types), resource, timeout, conn
     )
     _call(function, delivery, "deliver_async(…)")
+    _require_one_block(delivery)
     return delivery
 
 
@@ -91,6 +92,7 @@ async def deliver_async(
     if not inspect.isawaitable(returned):
         raise RuntimeError("the function is no async def: call it with deliver")
     _require_done(await returned)
+    _require_one_block(delivery)
     return delivery
 
 
@@ -123,6 +125,8 @@ def deliver_batch(
         conn,
     )
     _call(function, deliveries, "asyncio.to_thread(deliver_batch, …)")
+    for each in deliveries._members:
+        _require_one_block(each)
     return deliveries
 
 
@@ -220,7 +224,7 @@ class _GivenTransaction:
     def __init__(self, conn: Any, delivery: Completing) -> None:
         self._conn = conn
         is_async = isinstance(conn, psycopg.AsyncConnection)
-        self._block: Any = conn.transaction() if is_async else lent(conn)
+        self._block: Any = _lent_to_coroutines(conn) if is_async else lent(conn)
         self._delivery = delivery
 
     def __enter__(self) -> Any:
@@ -302,15 +306,26 @@ def in_target(conn: psycopg.Connection[Any]) -> Iterator[None]:
 
     Deferred constraints are checked at its end, since a test rarely commits.
     """
-    with lent(conn), guarded(conn):
+    with lent(conn):
         conn.execute("set constraints all deferred")
         yield
         conn.execute("set constraints all immediate; set constraints all deferred")
 
 
+@asynccontextmanager
+async def _lent_to_coroutines(conn: psycopg.AsyncConnection[Any]) -> AsyncIterator[None]:
+    async with conn.transaction():
+        yield
+        # Fails if the block went on after a database error.
+        await conn.execute("select 1")
+
+
 @contextmanager
 def lent(conn: psycopg.Connection[Any]) -> Iterator[None]:
-    """A database transaction, or a savepoint, with cursors as relay's own have them, whatever the owner has chosen."""
+    """A database transaction, or a savepoint, with cursors as relay's own have them, whatever the owner has chosen.
+
+    Raises ConfigurationError if the block ended it, and psycopg.Error if it went on after a database error.
+    """
     if not hasattr(conn, "row_factory"):
         # A stand-in of a test.
         with conn.transaction():
@@ -319,8 +334,10 @@ def lent(conn: psycopg.Connection[Any]) -> Iterator[None]:
     factories = conn.row_factory, conn.cursor_factory
     conn.row_factory, conn.cursor_factory = tuple_row, psycopg.Cursor
     try:
-        with conn.transaction():
+        with conn.transaction(), guarded(conn):
             yield
+    except psycopg.errors.InvalidCursorName:
+        raise transaction_ended(["test"]) from None
     finally:
         conn.row_factory, conn.cursor_factory = factories
 
@@ -345,6 +362,14 @@ def _require_done(returned: object) -> None:
             f"the function returned a {type(returned).__name__}, which nobody runs, so that nothing was done: return "
             "when all is done"
         )
+
+
+def _require_one_block(delivery: Delivery) -> None:
+    """Raise what relay raises if the function has suppressed the fault of a second block, or left one open."""
+    if delivery._is_misused:
+        raise second_block()
+    if delivery._state is BlockState.OPEN:
+        raise unfinished_block()
 
 
 def _close(returned: object) -> None:

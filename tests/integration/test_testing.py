@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
@@ -12,9 +13,9 @@ import psycopg
 import pytest
 from psycopg.rows import dict_row
 
-from relay import Delivery, Transaction
+from relay import Delivery, Fail, Transaction
 from relay.faults import ConfigurationError, Rejected, TransactionAborted
-from relay.testing import deliver, handle, run
+from relay.testing import deliver, deliver_async, handle, run
 from tests.webhook import Answer, Webhook
 
 SCHEMA = """
@@ -65,6 +66,23 @@ def insert_part(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
         cursor.execute(
             "insert into orders values (%s, 1, %s)", (event.aggregate_id, event.payload["of"])
         )
+
+
+def goes_on_in_block(delivery: Delivery) -> None:
+    with delivery.transaction() as conn, suppress(psycopg.Error):
+        conn.execute("select 1 / 0")
+
+
+def ends_block(delivery: Delivery) -> None:
+    with delivery.transaction() as conn:
+        conn.execute("rollback")
+
+
+def enters_two_blocks(delivery: Delivery) -> None:
+    with delivery.transaction():
+        pass
+    with suppress(Fail), delivery.transaction():
+        pass
 
 
 def rows_are_relays(delivery: Delivery) -> None:
@@ -188,6 +206,43 @@ def test_a_lent_connection_has_the_rows_of_relay(conn: psycopg.Connection[Any]) 
     deliver(rows_are_relays, order(1), conn=conn)
     run(handler("function", callable=of_module("rows_are_relays")), "orders", order(1), conn=conn)
     assert ids(conn) == []
+
+
+@pytest.mark.parametrize("in_transaction", [False, True])
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        ("goes_on_in_block", psycopg.errors.InFailedSqlTransaction),
+        ("ends_block", ConfigurationError),
+        ("enters_two_blocks", Fail),
+    ],
+)
+def test_a_block_that_relay_would_not_commit_fails_the_test(
+    function: str, error: type[Exception], in_transaction: bool, conn: psycopg.Connection[Any]
+) -> None:
+    config = handler("function", callable=of_module(function))
+    for call in (
+        lambda: deliver(globals()[function], order(1), conn=conn),
+        lambda: run(config, "orders", order(1), conn=conn),
+    ):
+        outer = conn.transaction(force_rollback=True) if in_transaction else nullcontext()
+        with outer, pytest.raises(error):
+            call()
+
+
+def test_so_does_a_block_of_a_coroutine(database: str) -> None:
+    async def function(delivery: Delivery) -> None:
+        async with delivery.transaction() as conn:
+            with suppress(psycopg.Error):
+                await conn.execute("select 1 / 0")
+
+    async def test() -> None:
+        async with await psycopg.AsyncConnection.connect(database) as conn:
+            with pytest.raises(psycopg.errors.InFailedSqlTransaction):
+                await deliver_async(function, order(1), conn=conn)
+            await conn.rollback()
+
+    asyncio.run(test())
 
 
 def test_a_queue_needs_relays_tables(conn: psycopg.Connection[Any]) -> None:
