@@ -222,8 +222,12 @@ class FunctionOfBatches(Function):
     def _refuse_returned(self, returned: Any) -> None:
         if isinstance(returned, WORK):
             self._refuse_work(returned)
-        raise DestinationRefused(
-            f"handlers.{self.name}.callable: the function returned a {type(returned).__name__}, and relay does not "
-            "know whether it names deliveries that have failed: name them with deliveries.fail(delivery, error), and "
-            "return nothing"
-        )
+        raise value_returned(self.name, returned)
+
+
+def value_returned(name: str, returned: object) -> DestinationRefused:
+    """The fault of a function of batches, of the handler `name`, that returns a value."""
+    return DestinationRefused(
+        f"handlers.{name}.callable: the function returned a {type(returned).__name__}, and relay does not know whether "
+        "it names deliveries that have failed: name them with deliveries.fail(delivery, error), and return nothing"
+    )

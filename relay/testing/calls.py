@@ -25,7 +25,7 @@ from relay.model.transactions import Routed
 from relay.model.tuples import RowDecoder
 from relay.sinks import Attempt
 from relay.sinks.function import Delivery, second_block, unfinished_block
-from relay.sinks.function_batches import Deliveries
+from relay.sinks.function_batches import Deliveries, value_returned
 from relay.sinks.function_transactions import BlockState, Completing
 from relay.store.handler_sessions import guarded
 from relay.testing.given import GivenEvent, encode, plain_source
@@ -124,7 +124,9 @@ def deliver_batch(
         timeout,
         conn,
     )
-    _call(function, deliveries, "asyncio.to_thread(deliver_batch, …)")
+    returned = _call(function, deliveries, "asyncio.to_thread(deliver_batch, …)")
+    if returned is not None:
+        raise value_returned("test", returned)
     for each in deliveries._members:
         _require_one_block(each)
     return deliveries
@@ -342,8 +344,8 @@ def lent(conn: psycopg.Connection[Any]) -> Iterator[None]:
         conn.row_factory, conn.cursor_factory = factories
 
 
-def _call(function: Callable[[Any], Any], argument: object, instead: str) -> None:
-    """Call a function; if it is an `async def`, in an event loop of its own."""
+def _call(function: Callable[[Any], Any], argument: object, instead: str) -> Any:
+    """Call a function; if it is an `async def`, in an event loop of its own. Returns what it returns."""
     returned = function(argument)
     if inspect.isawaitable(returned):
         try:
@@ -353,6 +355,7 @@ def _call(function: Callable[[Any], Any], argument: object, instead: str) -> Non
             raise
         returned = asyncio.run(_whole(returned))
     _require_done(returned)
+    return returned
 
 
 def _require_done(returned: object) -> None:

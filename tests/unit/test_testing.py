@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from relay import Deliveries, Delivery, EventTypes, Fail
-from relay.faults import ConfigurationError, InvalidEvent
+from relay.faults import ConfigurationError, DestinationRefused, InvalidEvent
 from relay.testing import deliver, deliver_async, deliver_batch, handle, transaction
 
 
@@ -149,13 +149,14 @@ async def returns_work(delivery: Any) -> Any:
         (lambda: deliver(plain, {}, conn=NONE), "conn is of type str: give a psycopg.Connection"),
         (lambda: deliver_batch(plain, {}, conn=NONE), "conn is of type str: give a psycopg.Conn"),
         (lambda: handle(plain, NONE, {}), "conn is of type str: give a psycopg.Connection"),
+        (lambda: deliver_batch(list, {}), "returned a list, and relay does not know whether"),
         (lambda: deliver_batch(plain), "give at least one transaction"),
     ],
 )
 def test_a_call_that_would_test_nothing_is_refused_in_one_line(
     call: Callable[[], object], error: str
 ) -> None:
-    with pytest.raises((ValueError, ConfigurationError), match=error) as raised:
+    with pytest.raises((ValueError, ConfigurationError, DestinationRefused), match=error) as raised:
         call()
     assert "\n" not in str(raised.value)
 
