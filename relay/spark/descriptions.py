@@ -60,9 +60,10 @@ def of_function(key: str) -> Iterator[None]:
     except RelayError:
         raise
     except Exception as error:
-        raise RelayError(
-            f"{key}: {safe_description(error, quoted=False)}{_where(error)}"
-        ) from error
+        text = safe_description(error, quoted=False)
+        # Of an error that is not Spark's, the text names the line.
+        where = "" if text == describe(error) else _where(error)
+        raise RelayError(f"{key}: {text}{where}") from error
 
 
 def _spark_error(error: Any) -> str:

@@ -88,7 +88,10 @@ def test_what_spark_raises_is_a_line_of_relay_verify() -> None:
     ):
         raise AnalysisException("[UNRESOLVED_COLUMN] no such column: amount\nJVM stacktrace: …")
     with (
-        pytest.raises(ConfigurationError, match=r"lake: it cannot be compared: ValueError$"),
+        pytest.raises(
+            ConfigurationError,
+            match=r"lake: it cannot be compared: ValueError \(test_damaged_tables\.py:\d+\)$",
+        ),
         verification.one_line("lake", quoted=False),
     ):
         raise ValueError("a payload")
