@@ -764,7 +764,7 @@ def test_queues_of_the_configuration_are_declared_before_the_first_batch(
         outbox.wait_handled()
     assert (enqueued(outbox), enqueued(outbox, "more")) == ([1, 2, 4], [2, 3])
     assert [
-        vars(each)["queues"] for each in caplog.records if "no longer in the" in each.message
+        vars(each)["queues"] for each in caplog.records if "no longer in the" in each.getMessage()
     ] == ["more"]
     for each in (changed, outbox.settings(queues={"mail": {}})):
         (line,) = findings(each)

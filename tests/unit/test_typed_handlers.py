@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,16 @@ def test_nothing_of_a_transaction_is_read_before_all_of_it_is_valid(
     assert [event.payload["currency"] for event in sink.events] == ["EUR"] * 3
 
 
+@pytest.fixture
+def short_turns() -> Iterator[None]:
+    """Let the threads of this process change more often than a fast machine validates 1,000 events."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(0.0001)
+    yield
+    sys.setswitchinterval(usual)
+
+
+@pytest.mark.usefixtures("short_turns")
 def test_other_deliveries_get_their_turn_while_a_large_transaction_is_validated() -> None:
     valid: Row = ("order.placed", '{"amount": 1}', None)
     turns = 0
