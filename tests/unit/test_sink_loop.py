@@ -59,7 +59,9 @@ def test_a_call_that_blocks_all_sinks_is_logged_with_its_line(
     assert fault is not None
     assert fault.fault.startswith(f"a call does not return at {__file__}:")
     assert fault.fault.endswith(" in run")
-    assert [each.getMessage() for each in caplog.records] == ["all sinks wait for a call of one of them"]
+    assert [each.getMessage() for each in caplog.records] == [
+        "all sinks wait for a call of one of them"
+    ]
     sinks.join(10)
     with caplog.at_level(logging.INFO):
         watch.turn()
