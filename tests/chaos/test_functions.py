@@ -111,9 +111,9 @@ def disturb(
             if kind == "kill":
                 victim.kill()
             elif kind == "stop" and victim.process.poll() is None:
-                # Or else in mode wal its sink was interrupted, or another one has replaced its configuration.
+                # Or else in mode wal its sink was interrupted (1), or another one has replaced its configuration (2).
                 may_end = operate is not None or parts["source"]["mode"] == "wal"
-                assert victim.terminate() in ((0, 2) if may_end else (0,))
+                assert victim.terminate() in ((0, 1, 2) if may_end else (0,))
             elif kind == "cut":
                 outbox.conn.execute(CUT, (chance.random(),))
             elif kind.startswith("cut"):
