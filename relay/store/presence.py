@@ -19,7 +19,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from relay.config.effects import Effects
-from relay.faults import describe
+from relay.faults import ConfigurationError, describe
 from relay.runtime.parts import SOON_SECONDS, Condition, PartFault, Recurring
 from relay.store import admission, locks
 from relay.store.connections import Connection, Dsn, connect, require_writable
@@ -28,7 +28,7 @@ from relay.store.groups import APPLICATION_NAME, INSTANCE, PREFIX
 log = logging.getLogger(__name__)
 
 
-ENDING_SECONDS = 0.5
+ENDING_SECONDS = 2.0
 """How long the server may take to release the locks of an instance that has just ended."""
 CHECK_SECONDS = 5.0
 """How often the connection that holds the locks is checked."""
@@ -117,13 +117,24 @@ class Presence(Recurring):
             if self._admitted:
                 admission.require_current(self._conn, self._group, self._effects)
             else:
-                admission.admit(self._conn, self._group, self._effects, self._accept, self._changed)
+                self._admit(self._conn)
                 self._admitted = True
         except psycopg.Error:
             self._drop()
             raise
         self.condition.works()
         return True
+
+    def _admit(self, conn: Connection) -> None:
+        """Admit this instance, also where the session of one that has just ended is still there for a moment."""
+        ends = time.monotonic() + ENDING_SECONDS
+        while True:
+            try:
+                admission.admit(conn, self._group, self._effects, self._accept, self._changed)
+                return
+            except ConfigurationError:
+                if time.monotonic() >= ends or self._ending.wait(0.05):
+                    raise
 
     def _store_faults(self) -> None:
         """Store the faults of this instance's parts if they have changed."""

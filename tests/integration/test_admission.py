@@ -6,14 +6,17 @@ import json
 import logging
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
 
+from relay.config.effects import Effects
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.service import Service
-from relay.store import presence
+from relay.store import admission, presence
+from relay.store.connections import connect
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.process import relay, running
 
@@ -143,3 +146,20 @@ def test_who_waits_for_the_lock_of_the_group_says_so(
     outbox.publish(host(1), event(1))
     outbox.wait_handled()
     running.close()
+
+
+def test_an_instance_waits_for_the_session_of_one_that_has_just_ended(outbox: Outbox) -> None:
+    """The server may need a moment to see that a connection was closed, and holds its locks until then."""
+    with relaying(outbox.settings()):
+        outbox.wait_drained()
+    former = Effects.of(outbox.settings())
+    changed = outbox.settings(unrouted="ignore")
+    with connect(outbox.dsn) as ending:
+        admission.hold(ending, "default", former)
+        closing = Timer(0.5, ending.close)
+        closing.start()
+        with relaying(changed):
+            outbox.publish(host(1), event(1))
+            outbox.wait_drained()
+        closing.join()
+    assert outbox.value("select count(*) from projection") == 1
