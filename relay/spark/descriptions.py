@@ -113,7 +113,7 @@ def _in_worker(text: str) -> list[str]:
     if not match:
         return []
     kind = match["kind"].rstrip(".")
-    if kind.startswith("relay.faults."):
+    if kind.startswith(("relay.faults.", "relay.outcomes.")):
         return [match["line"][:_LINE_LENGTH]]
     frames = _FRAME.findall(match["frames"])
     return [f"{kind} ({frames[-1][0]}:{frames[-1][1]})"] if frames else [kind]

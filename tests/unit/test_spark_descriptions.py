@@ -83,6 +83,10 @@ REASON = "ExecutorLostFailure (executor 2 exited) Reason: Command exited with co
             PythonException(TRACEBACK.format(line="relay.faults.RelayError: table: no t")),
             "PythonException: relay.faults.RelayError: table: no t",
         ),
+        (
+            PythonException(TRACEBACK.format(line="relay.outcomes.TransientFault: it lags")),
+            "PythonException: relay.outcomes.TransientFault: it lags",
+        ),
         (PySparkException(LOST.format(REASON)), f"PySparkException: {REASON}"),
         (
             PySparkException(LOST.format(f"java.io.IOException: {SECRET} ExecutorLostFailure ")),
