@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import psycopg
@@ -17,6 +16,10 @@ from relay.store.queues import QueueFigures, QueueItem
 Changed = TypeVar("Changed")
 
 
+class UnknownQueue(ConfigurationError):
+    """The group fills no queue of this name."""
+
+
 def listed(settings: Settings) -> list[QueueFigures]:
     """Read the figures of the group's queues. Raises ConfigurationError, psycopg.Error."""
     with reach_target(settings) as target:
@@ -28,15 +31,18 @@ def shown(
 ) -> tuple[QueueFigures, list[QueueItem]]:
     """Read the figures of a queue, and at most `limit` of its items in some states, the oldest first.
 
-    Raises ConfigurationError if there is no such queue or state, psycopg.Error.
+    Raises UnknownQueue, ConfigurationError if there is no such state, psycopg.Error.
     """
     unknown = [each for each in states if each not in queues.ITEM_STATES]
     if unknown:
         raise ConfigurationError(
             f"--state: {unknown[0]!r} is none of {', '.join(queues.ITEM_STATES)}"
         )
-    with _found(settings, name) as (target, figures):
-        return figures, queues.items(target, name, states or queues.UNDONE_STATES, limit)
+    with reach_target(settings) as target:
+        found = queues.figures(target, settings.group, name)
+        if not found:
+            raise _unknown(target, settings, name)
+        return found[0], queues.items(target, name, states or queues.UNDONE_STATES, limit)
 
 
 def pause(settings: Settings, name: str, paused: bool, reason: str | None) -> bool:
@@ -92,8 +98,10 @@ def _act(
     reason: str | None,
     change: Callable[[psycopg.Connection[Any]], Changed],
 ) -> Changed:
-    """Change a queue, and record the action where it has changed something."""
-    with _found(settings, name) as (target, _), target.transaction():
+    """Change a queue, and record the action where it has changed something. Raises UnknownQueue."""
+    with reach_target(settings) as target, target.transaction():
+        if name not in queues.names(target, settings.group):
+            raise _unknown(target, settings, name)
         changed = change(target)
         if changed:
             detail = {"queue": name, "changed": changed}
@@ -101,14 +109,9 @@ def _act(
         return changed
 
 
-@contextmanager
-def _found(settings: Settings, name: str) -> Iterator[tuple[psycopg.Connection[Any], QueueFigures]]:
-    with reach_target(settings) as target:
-        found = queues.figures(target, settings.group, name)
-        if not found:
-            known = ", ".join(each.queue for each in queues.figures(target, settings.group))
-            raise ConfigurationError(
-                f"there is no queue {name!r} that group {settings.group} fills (its queues: {known or 'none'}): "
-                "declare it with relay.declare_queue"
-            )
-        yield target, found[0]
+def _unknown(conn: psycopg.Connection[Any], settings: Settings, name: str) -> UnknownQueue:
+    known = ", ".join(queues.names(conn, settings.group))
+    return UnknownQueue(
+        f"there is no queue {name!r} that group {settings.group} fills (its queues: {known or 'none'}): "
+        "declare it with relay.declare_queue"
+    )

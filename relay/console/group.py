@@ -121,6 +121,15 @@ class Missing(ConfigurationError):
     """The requested group, sink or dead letter does not exist."""
 
 
+@contextmanager
+def _known_queue() -> Iterator[None]:
+    """Raise Missing for a queue that the group does not fill."""
+    try:
+        yield
+    except queues.UnknownQueue as error:
+        raise Missing(str(error)) from None
+
+
 @dataclass(frozen=True, slots=True)
 class Page(Generic[Row]):
     """Rows of a list, and the key after which the following ones come; None at the end."""
@@ -360,25 +369,18 @@ class GroupView:
 
         Raises Missing for a queue that is not declared.
         """
-        with reading():
-            self._require_queue(name)
+        with reading(), _known_queue():
             return queues.shown(self._settings, name, (state,) if state else (), limit)
 
     def pause_queue(self, name: str, paused: bool, by: str, reason: str) -> bool:
         """Pause a queue or let it go on; return whether that changed anything. Raises Missing."""
-        with acting(by):
-            self._require_queue(name)
+        with acting(by), _known_queue():
             return queues.pause(self._settings, name, paused, reason)
 
     def retry_queue(self, name: str, ids: Sequence[int], by: str, reason: str) -> int:
         """Put dead letters into their queue again, all or those with some ids; return how many. Raises Missing."""
-        with acting(by):
-            self._require_queue(name)
+        with acting(by), _known_queue():
             return queues.requeue(self._settings, name, ids, reason)
-
-    def _require_queue(self, name: str) -> None:
-        if all(each.queue != name for each in queues.listed(self._settings)):
-            raise Missing(f"the group has no queue {name!r}")
 
     def stopped_handlers(self) -> list[brakes.BrakedHandler]:
         """Read the handlers that the brake has stopped."""

@@ -47,6 +47,14 @@ class QueueItem:
     error: str | None
 
 
+def names(conn: psycopg.Connection[Any], group: str) -> list[str]:
+    """Read the names of a group's queues, in order. Raises psycopg.Error."""
+    found = conn.execute(
+        "select name from relay.queues where group_id = %s order by name", (group,)
+    )
+    return [name for (name,) in found]
+
+
 def figures(
     conn: psycopg.Connection[Any], group: str, name: str | None = None
 ) -> list[QueueFigures]:
