@@ -68,7 +68,7 @@ def purge(settings: Settings, name: str, reason: str | None) -> int:
 
 
 def requeue(settings: Settings, name: str, ids: Sequence[int], reason: str | None) -> int:
-    """Put dead letters of a queue into it again, all or those with some ids; returns how many.
+    """Enqueue dead letters of a queue again, all or those with some ids; returns how many.
 
     Raises ConfigurationError, psycopg.Error.
     """

@@ -136,7 +136,7 @@ def queue_retry(
     ] = None,
     reason: ReasonOption = None,
 ) -> None:
-    """Put the dead letters of a queue into it again, after the messages that are there."""
+    """Enqueue the dead letters of a queue again, after the messages that are there."""
     from relay.admin.queues import requeue
 
     number = requeue(load(config), name, id_ or (), reason)

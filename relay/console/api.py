@@ -155,7 +155,7 @@ def resume_queue(group: GroupDep, caller: CallerDep, queue: str, act: models.Act
 def retry_queue(
     group: GroupDep, caller: CallerDep, queue: str, act: models.QueueRetryAct
 ) -> MessageCount:
-    """Put dead letters of a queue into it again, after the messages that are there."""
+    """Enqueue dead letters of a queue again, after the messages that are there."""
     return MessageCount(messages=group.retry_queue(queue, act.ids, caller.name, act.reason))
 
 

@@ -127,7 +127,7 @@ class QueueAnswer(Model):
 
 
 class QueueRetryAct(Act):
-    """Which dead letters of a queue are put into it again: all, or those with some ids."""
+    """Which dead letters of a queue are enqueued again: all, or those with some ids."""
 
     ids: list[int] = []
 

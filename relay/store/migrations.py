@@ -61,14 +61,6 @@ FORMER = {
         {
             "f8e9f79f7aed0cb35809b06731ef9a2c2f3156c97048f696f579448fe37dc3ed",  # other names of variables
             "7d8f5e36f29317dcb73a8717c0875c6dd9ba9c6ca2f7d55961d3da115993c508",  # no claims
-            "5b5d5c0b2a2c469ae57b3da618a3a44271d61b3d3cb1134cd115e57729593974",  # no figures
-            "aee5c090b1d9144ba1e15cc70990fceb38f2c61c6247b69bcb1099759eb3895f",  # times below a mark
-            "8e3fd459ec21a06d141ec60a4c46f41c4544eb71ba4ca4def227e2b2799ce20d",  # a lock for each message
-            "edb5d2839f38f14f6db821eb9ccdca8492af2b494c8dfa6b412b3a71ee3009db",  # no keep_done, no conditions
-            "acd417dd3b89b1f7122bb5e417a26ac5cff518f84432b9f05c27f522c1d7a195",  # counted failed commits
-            "1dc5933409d1ee9d8b7e2c3c4d078c53afd1d42aa120ece16dffe49519b7e489",  # read all that waits
-            "a51fb54667c6f8c185ba81097e3c4e95e764a61a89cb15b79bdc0118ed5139fc",  # a plan for each done message
-            "c68ff3086a7f0958b0e5b27aa328309f0811986e45dcf3f9f09b5ade19f98121",  # from key to key behind failing
         }
     ),
 }

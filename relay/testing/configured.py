@@ -69,7 +69,7 @@ def run(
     `config` is the path of the configuration, or the mapping that its file would have. Returns the business
     transactions that the handler got. `sql`, `python` and `queue` handlers run in a database transaction of `conn`, or
     in a savepoint if one is open; it is rolled back if the handler raises. A sink delivers to its destination, or to
-    `sink` in its place; `delivery.transaction()` of a function lends `conn`. `attempt` is the number of the attempt.
+    `sink` instead; `delivery.transaction()` of a function lends `conn`. `attempt` is the number of the attempt.
 
     Raises what the handler raises, NotRouted if no route matches an event, ValueError if the handler gets none of the
     events or cannot be run so, ConfigurationError, and RuntimeError for a sink in the thread of an event loop.

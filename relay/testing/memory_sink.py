@@ -1,4 +1,4 @@
-"""A sink that keeps what is delivered: it takes the place of a configured one in tests."""
+"""A sink that keeps what is delivered, and replaces a configured one in tests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MemoryAttempt:
 class MemorySink:
     """Keeps the transactions that are delivered, and fails as it is told to.
 
-    It takes the place of a sink of the configuration in `relay.testing.run`. In that of a broker, it has the messages
+    It replaces a sink of the configuration in `relay.testing.run`. Where that is a broker's, it has the messages
     that the broker would get.
     """
 
@@ -59,7 +59,7 @@ class MemorySink:
 
     @property
     def messages(self) -> list[Message]:
-        """The messages of the events that were delivered, in order, where the sink is in the place of a broker."""
+        """The messages of the events that were delivered, in order, where the sink replaces that of a broker."""
         return [message for each in self._delivered for message in each.messages]
 
     @property
@@ -102,7 +102,7 @@ class MemorySink:
         self._rules.clear()
 
     def replace(self, name: str, settings: DeliveryHandler) -> None:
-        """Take the place of a handler: what is delivered from now on is for it."""
+        """Replace the sink of a handler: what is delivered from now on is for it."""
         self.name = name
         self._publishing = None
         if isinstance(settings, BrokerHandler):

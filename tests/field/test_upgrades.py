@@ -17,7 +17,7 @@ LANDED = {
     "source/002_retention.sql": "e6b35ad582ad24fe597d01fa7d5f2d1ac433fbcce9a0da6b1d02d91726e92332",
     "outbox/001_outbox.sql": "49c831b682c4b6cd0d373bb56e3767b54ae543b3f7622b26610eb87a5b44a555",
     "target/001_target.sql": "7c2557aef5538db0b8547381d0d499dc558f468f0a6fc84c9da0b9bf8669a3ed",
-    "target/004_queues.sql": "c68ff3086a7f0958b0e5b27aa328309f0811986e45dcf3f9f09b5ade19f98121",
+    "target/004_queues.sql": "7d8f5e36f29317dcb73a8717c0875c6dd9ba9c6ca2f7d55961d3da115993c508",
 }
 """The editions of the files in the relay that landed before, each of which has changed since."""
 
