@@ -298,6 +298,7 @@ def test_nothing_is_named_after_the_transaction_was_entered(outbox: Outbox, seen
     ]
 
 
+@pytest.mark.rare
 def test_a_returned_value_is_refused_since_it_may_name_failures(outbox: Outbox, seen: Seen) -> None:
     """Lambda's batchItemFailures is returned; relay would take the batch for done."""
     seen.behave = lambda deliveries: returned({"batchItemFailures": []})

@@ -239,6 +239,7 @@ class TestPubSub(SinkContract):
         return {"payload": "x" * 10_100_000}
 
 
+@pytest.mark.rare
 def test_the_sink_of_the_guide_keeps_the_contract(tmp_path: Path) -> None:
     """Without pip: with the metadata that it would write."""
     install_guides(tmp_path)

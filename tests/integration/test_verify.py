@@ -111,6 +111,7 @@ def test_what_was_written_is_equal_also_beside_what_comes_later(
     assert "payload" in whole.result.columns
 
 
+@pytest.mark.rare
 def test_each_kind_of_difference_is_named_with_its_ids(
     outbox: Outbox, spark_session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
