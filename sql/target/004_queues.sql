@@ -166,67 +166,57 @@ comment on column relay.queue_marks.mark is
 comment on column relay.queue_marks.due_mark is
     'no message of the queue becomes available before this time';
 
+-- The functions that nobody else may call have no settings of their own, which would cost as much as a statement: those that call
+-- them set the search path and how statements are planned.
+
 -- The role that called a function: SECURITY DEFINER hides it from current_user, but not from the setting.
 create or replace function relay.calling_role() returns name
-language plpgsql stable set search_path = pg_catalog, pg_temp
+language sql stable
 as $$
-begin
-    return case current_setting('role') when 'none' then session_user else current_setting('role') end;
-end
+    select case current_setting('role') when 'none' then session_user else current_setting('role')::name end
 $$;
 
 -- Whether the caller is a member of a role, or of relay, which has the rights to the tables.
 create or replace function relay.may_act_as(name text) returns boolean
-language plpgsql stable set search_path = pg_catalog, pg_temp
+language sql stable
 as $$
-declare
-    caller name := case current_setting('role') when 'none' then session_user else current_setting('role') end;
-begin
-    return pg_has_role(caller, name, 'member')
-           or to_regrole('relay') is not null and pg_has_role(caller, 'relay', 'member');
-end
+    select pg_has_role(relay.calling_role(), name, 'member')
+           or to_regrole('relay') is not null and pg_has_role(relay.calling_role(), 'relay', 'member')
 $$;
 
 -- Functions of former editions with other arguments or results.
 drop function if exists relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text);
 drop function if exists relay.queue_state(text);
 
--- What the functions below need of a queue, if the caller may take from it.
+-- What the functions below need of a queue; no row unless it is declared and the caller may take from it. A mark whose time is far ahead
+-- was noted before the clock was set back, and does not count; one less far ahead is the queue's present until the clock has reached it.
 create or replace function relay.queue_state(asked text)
 returns table (id bigint, keyed boolean, key text, attempts int, backoff interval, max_backoff interval, keeps boolean,
                paused boolean, mark bigint, due_mark timestamptz, noted_at timestamptz)
-language plpgsql set search_path = pg_catalog, pg_temp
+language sql stable
 as $$
-#variable_conflict use_column
-declare
-    role_of text;
-begin
     select q.id, q.key <> 'none', q.key, q.attempts, q.backoff, q.max_backoff, q.keep_done is not null,
-           q.paused_at is not null, q.workers, coalesce(m.mark, 0), coalesce(m.due_mark, '-infinity'),
-           coalesce(m.noted_at, '-infinity')
-      into id, keyed, key, attempts, backoff, max_backoff, keeps, paused, role_of, mark, due_mark, noted_at
+           q.paused_at is not null, coalesce(m.mark, 0), coalesce(m.due_mark, '-infinity'), coalesce(m.noted_at, '-infinity')
       from relay.queues as q
       left join lateral (select n.mark, n.due_mark, n.noted_at from relay.queue_marks as n
-                          where n.queue_id = q.id order by n.mark desc, n.due_mark desc limit 1) as m on true
-     where q.name = asked;
+                          where n.queue_id = q.id and n.due_mark <= statement_timestamp() + interval '1 minute'
+                          order by n.mark desc, n.due_mark desc limit 1) as m on true
+     where q.name = asked and relay.may_act_as(q.workers)
+$$;
+
+-- Raises what is wrong with a queue of which there is no state.
+create or replace function relay.refuse_queue(asked text) returns void
+language plpgsql
+as $$
+declare
+    workers text;
+begin
+    select q.workers into workers from relay.queues as q where q.name = asked;
     if not found then
         raise undefined_object using message = format('there is no queue %L: declare it with relay.declare_queue', asked);
     end if;
-    if not relay.may_act_as(role_of) then
-        raise insufficient_privilege using
-            message = format('only members of the role %I may take from the queue %L', role_of, asked);
-    end if;
-    if due_mark > clock_timestamp() + interval '1 minute' then
-        -- The clock was ahead, and was set back: what is given a time now would be below the mark. A mark that is less far ahead
-        -- is the queue's present until the clock has reached it.
-        delete from relay.queue_marks where ctid = any (array(
-            select n.ctid from relay.queue_marks as n
-             where n.queue_id = queue_state.id and n.due_mark > clock_timestamp() + interval '1 minute' for update skip locked));
-        mark := 0;
-        due_mark := '-infinity';
-        noted_at := '-infinity';
-    end if;
-    return next;
+    raise insufficient_privilege using
+        message = format('only members of the role %I may take from the queue %L', workers, asked);
 end
 $$;
 
@@ -248,7 +238,7 @@ $$;
 
 -- Says that this transaction will give messages a time: no mark of times passes the current one before it has ended.
 create or replace function relay.begin_times() returns void
-language plpgsql set search_path = pg_catalog, pg_temp
+language plpgsql
 as $$
 begin
     perform pg_advisory_xact_lock_shared(
@@ -256,12 +246,12 @@ begin
 end
 $$;
 
--- Moves the marks of a queue to what can be taken first. Its statements have to see what was committed meanwhile, in this order:
+-- Moves the marks of a queue to what can be taken first, unless that was done within a second. Its statements have to see what was committed meanwhile, in this order:
 -- ids and times that are given later need no lock; those that were given before are held by a lock, or their transactions have
 -- ended and the last statements see what they have left.
-create or replace function relay.move_marks(the_queue bigint, former bigint, former_due timestamptz) returns void
-language plpgsql set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
+create or replace function relay.move_marks(the_queue bigint, former bigint, former_due timestamptz, noted_at timestamptz)
+returns void
+language plpgsql
 as $$
 declare
     newest    bigint;
@@ -271,7 +261,7 @@ declare
     first     bigint;
     first_due timestamptz;
 begin
-    if current_setting('transaction_isolation') <> 'read committed' then
+    if noted_at >= clock_timestamp() - interval '1 second' or current_setting('transaction_isolation') <> 'read committed' then
         return;
     end if;
     select s.last_value into newest from relay.queue_message_ids as s;
@@ -294,14 +284,15 @@ begin
             greatest(former_due, least(first_due, begun_at, now_at)));
     delete from relay.queue_marks where ctid = any (array(
         select n.ctid from relay.queue_marks as n
-         where n.queue_id = the_queue and n.noted_at < now_at - interval '10 seconds'
+         where n.queue_id = the_queue
+           and (n.noted_at < now_at - interval '10 seconds' or n.due_mark > now_at + interval '1 minute')
          order by n.mark, n.due_mark limit 100 for update skip locked));
 end
 $$;
 
 -- Whether a transaction was aborted, as far as the server still knows it. `locked_by` is the xmax of a row: 0 where nobody locked it.
 create or replace function relay.was_aborted(locked_by xid) returns boolean
-language plpgsql set search_path = pg_catalog, pg_temp
+language plpgsql
 as $$
 declare
     next_id bigint;
@@ -328,8 +319,7 @@ create or replace function relay.lock_messages(
     the_queue bigint, keyed boolean, most_attempts int, low bigint, low_due timestamptz, most int,
     out chosen tid[], out first_ready bigint, out due int, out left_over tid[]
 )
-language plpgsql set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
+language plpgsql
 as $$
 declare
     now_at    timestamptz := greatest(clock_timestamp(), low_due);
@@ -439,7 +429,7 @@ $$;
 
 -- Moves locked messages to the dead letters.
 create or replace function relay.dead_letter_messages(these tid[], why text) returns void
-language sql set search_path = pg_catalog, pg_temp
+language sql
 as $$
     with gone as (delete from relay.queue_messages where ctid = any (these) returning *)
     insert into relay.queue_dead_letters (
@@ -452,8 +442,7 @@ $$;
 
 -- Keeps what is to be seen of locked messages that are done; `attempt` is the one that is, by default the next of each.
 create or replace function relay.keep_messages(these tid[], attempt int default null) returns void
-language plpgsql set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set plan_cache_mode = force_generic_plan
+language plpgsql
 as $$
 begin
     insert into relay.queue_done (
@@ -475,11 +464,14 @@ set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force
 as $$
 #variable_conflict use_column
 declare
-    q       record;
-    locked  record;
-    counted bigint;
+    q      record;
+    locked record;
+    taken  bigint;
 begin
     select * into q from relay.queue_state(take.queue);
+    if not found then
+        perform relay.refuse_queue(take.queue);
+    end if;
     if q.paused then
         return;
     end if;
@@ -489,19 +481,17 @@ begin
            and m.available_at <= greatest(clock_timestamp(), q.due_mark)) then
         -- What relay.lock_messages does, in one statement.
         return query
-            with oldest as materialized (
-                select m.ctid from relay.queue_messages as m
-                 where m.queue_id = q.id and m.available_at is null and m.id >= q.mark
-                 order by m.id limit greatest(take.max, 1) for update skip locked),
-            gone as (
-                delete from relay.queue_messages as m where m.ctid = any (array(select o.ctid from oldest as o)) returning m.*)
+            with gone as (
+                delete from relay.queue_messages as m where m.ctid = any (array(
+                    select m.ctid from relay.queue_messages as m
+                     where m.queue_id = q.id and m.available_at is null and m.id >= q.mark
+                     order by m.id limit greatest(take.max, 1) for update skip locked)) returning m.*)
             select id, attempts + 1, key, event_id, event_type, host_id, user_id, aggregate_type, aggregate_id,
                    aggregate_version, event_ts, transaction_id, payload, metadata, enqueued_at, clock_timestamp()
               from gone order by id;
-        get diagnostics counted = row_count;
-        if counted > 0 and q.noted_at < clock_timestamp() - interval '1 second'
-           and (select s.last_value from relay.queue_message_ids as s) >= q.mark + 500 then
-            perform relay.move_marks(q.id, q.mark, q.due_mark);
+        get diagnostics taken = row_count;
+        if random() < taken / 250.0 then -- seldom, since the statement does not say how far it had to look
+            perform relay.move_marks(q.id, q.mark, q.due_mark, q.noted_at);
         end if;
         return;
     end if;
@@ -514,8 +504,8 @@ begin
         select id, attempts + 1, key, event_id, event_type, host_id, user_id, aggregate_type, aggregate_id, aggregate_version,
                event_ts, transaction_id, payload, metadata, enqueued_at, coalesce(first_taken_at, clock_timestamp())
           from gone order by id;
-    if (locked.first_ready >= q.mark + 500 or locked.due > 0) and q.noted_at < clock_timestamp() - interval '1 second' then
-        perform relay.move_marks(q.id, q.mark, q.due_mark);
+    if locked.first_ready >= q.mark + 500 or locked.due > 0 then
+        perform relay.move_marks(q.id, q.mark, q.due_mark, q.noted_at);
     end if;
 end
 $$;
@@ -539,6 +529,9 @@ declare
     most   int;
 begin
     select * into q from relay.queue_state(claim.queue);
+    if not found then
+        perform relay.refuse_queue(claim.queue);
+    end if;
     if q.paused then
         return;
     end if;
@@ -555,8 +548,8 @@ begin
         select id, attempts + 1, key, event_id, event_type, host_id, user_id, aggregate_type, aggregate_id, aggregate_version,
                event_ts, transaction_id, payload, metadata, enqueued_at, coalesce(first_taken_at, clock_timestamp())
           from relay.queue_messages where ctid = any (locked.chosen) and ctid <> all (locked.left_over) order by id;
-    if (locked.first_ready >= q.mark + 500 or locked.due > 0) and q.noted_at < clock_timestamp() - interval '1 second' then
-        perform relay.move_marks(q.id, q.mark, q.due_mark);
+    if locked.first_ready >= q.mark + 500 or locked.due > 0 then
+        perform relay.move_marks(q.id, q.mark, q.due_mark, q.noted_at);
     end if;
 end
 $$;
@@ -568,6 +561,7 @@ returns table (id bigint, attempt int, key text, event_id text, event_type text,
                aggregate_id text, aggregate_version bigint, event_ts timestamptz, transaction_id text, payload jsonb,
                metadata jsonb, enqueued_at timestamptz, first_taken_at timestamptz)
 language plpgsql security definer set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
 as $$
 #variable_conflict use_column
 declare
@@ -575,6 +569,9 @@ declare
     locked record;
 begin
     select * into q from relay.queue_state(lease.queue);
+    if not found then
+        perform relay.refuse_queue(lease.queue);
+    end if;
     if q.paused then
         return;
     end if;
@@ -590,8 +587,8 @@ begin
         select id, attempts, key, event_id, event_type, host_id, user_id, aggregate_type, aggregate_id, aggregate_version,
                event_ts, transaction_id, payload, metadata, enqueued_at, first_taken_at
           from held order by id;
-    if (locked.first_ready >= q.mark + 500 or locked.due > 0) and q.noted_at < clock_timestamp() - interval '1 second' then
-        perform relay.move_marks(q.id, q.mark, q.due_mark);
+    if locked.first_ready >= q.mark + 500 or locked.due > 0 then
+        perform relay.move_marks(q.id, q.mark, q.due_mark, q.noted_at);
     end if;
 end
 $$;
@@ -599,8 +596,7 @@ $$;
 -- Locks the message that a worker has in an attempt: under a lease, or given back by a rollback and not taken by another since.
 -- Returns null where it is another's, or gone.
 create or replace function relay.lock_message(the_queue bigint, the_id bigint, attempt int, only_leased boolean) returns tid
-language plpgsql set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
+language plpgsql
 as $$
 declare
     location tid;
@@ -630,12 +626,16 @@ $$;
 -- Ends a message that was leased or claimed: it is done. Returns whether it was still this worker's.
 create or replace function relay.complete(queue text, id bigint, attempt int) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
 as $$
 declare
     q     record;
     location tid;
 begin
     select * into q from relay.queue_state(queue);
+    if not found then
+        perform relay.refuse_queue(queue);
+    end if;
     location := relay.lock_message(q.id, complete.id, complete.attempt, false);
     if q.keeps and location is not null then
         perform relay.keep_messages(array[location], complete.attempt);
@@ -648,12 +648,16 @@ $$;
 -- Prolongs a lease: it ends after an interval from now. Returns whether the message was still this worker's.
 create or replace function relay.extend(queue text, id bigint, attempt int, duration interval default '1 minute') returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
 as $$
 declare
     q     record;
     location tid;
 begin
     select * into q from relay.queue_state(queue);
+    if not found then
+        perform relay.refuse_queue(queue);
+    end if;
     perform relay.begin_times();
     location := relay.lock_message(q.id, extend.id, extend.attempt, true);
     update relay.queue_messages as m set available_at = greatest(clock_timestamp(), q.due_mark) + greatest(duration, '0 s')
@@ -666,12 +670,16 @@ $$;
 -- whether it was still this worker's.
 create or replace function relay.release(queue text, id bigint, attempt int) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
 as $$
 declare
     q     record;
     location tid;
 begin
     select * into q from relay.queue_state(queue);
+    if not found then
+        perform relay.refuse_queue(queue);
+    end if;
     perform relay.begin_times();
     location := relay.lock_message(q.id, release.id, release.attempt, true);
     update relay.queue_messages as m
@@ -687,6 +695,7 @@ $$;
 create or replace function relay.retry(queue text, id bigint, attempt int, after interval default null, error text default null)
 returns text
 language plpgsql security definer set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
 as $$
 declare
     q     record;
@@ -694,6 +703,9 @@ declare
     pause interval := after;
 begin
     select * into q from relay.queue_state(queue);
+    if not found then
+        perform relay.refuse_queue(queue);
+    end if;
     perform relay.begin_times();
     location := relay.lock_message(q.id, retry.id, retry.attempt, false);
     if location is null then
@@ -718,12 +730,16 @@ $$;
 -- it was still this worker's.
 create or replace function relay.fail(queue text, id bigint, attempt int, error text default null) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
 as $$
 declare
     q     record;
     location tid;
 begin
     select * into q from relay.queue_state(queue);
+    if not found then
+        perform relay.refuse_queue(queue);
+    end if;
     location := relay.lock_message(q.id, fail.id, fail.attempt, false);
     if location is null then
         return false;
@@ -744,6 +760,9 @@ declare
     counted bigint;
 begin
     select * into q from relay.queue_state(queue);
+    if not found then
+        perform relay.refuse_queue(queue);
+    end if;
     perform relay.begin_messages();
     with gone as (
         delete from relay.queue_dead_letters as d
@@ -778,6 +797,9 @@ declare
     given  bigint;
 begin
     select * into q from relay.queue_state(queue);
+    if not found then
+        perform relay.refuse_queue(queue);
+    end if;
     if q.keyed and deliver_at is not null then
         raise feature_not_supported using
             message = format('the messages of the queue %L are ordered by a key: publish an event with deliver_at instead', queue);
@@ -983,6 +1005,9 @@ declare
     q record;
 begin
     select * into q from relay.queue_state(name);
+    if not found then
+        perform relay.refuse_queue(name);
+    end if;
     update relay.queues as u
        set paused_at = case when paused then clock_timestamp() end, paused_by = case when paused then relay.calling_role() end
      where u.id = q.id and (u.paused_at is not null) <> paused;
@@ -1000,6 +1025,9 @@ declare
     dead    bigint;
 begin
     select * into q from relay.queue_state(name);
+    if not found then
+        perform relay.refuse_queue(name);
+    end if;
     delete from relay.queue_messages as m
      where m.ctid = any (array(select n.ctid from relay.queue_messages as n
                                 where n.queue_id = q.id and not n.leased for update skip locked));
@@ -1019,6 +1047,9 @@ declare
     whose text;
 begin
     select * into q from relay.queue_state(name);
+    if not found then
+        perform relay.refuse_queue(name);
+    end if;
     delete from relay.queues as u where u.id = q.id returning u.group_id into whose;
     perform relay.note_queues(whose);
     -- A task that read the queues before has the lock of its partitions until its messages are there.
@@ -1103,7 +1134,7 @@ declare
 begin
     for each in select p.oid from pg_proc as p
                  where p.pronamespace = 'relay'::regnamespace
-                   and p.proname in ('calling_role', 'may_act_as', 'queue_state', 'begin_messages', 'begin_times', 'move_marks',
+                   and p.proname in ('calling_role', 'may_act_as', 'queue_state', 'refuse_queue', 'begin_messages', 'begin_times', 'move_marks',
                                      'was_aborted', 'lock_messages', 'dead_letter_messages', 'keep_messages', 'take', 'claim',
                                      'lease', 'lock_message', 'complete', 'extend', 'release', 'retry', 'fail', 'requeue', 'enqueue',
                                      'declare_queue', 'satisfies', 'is_event_field', 'note_queues', 'queues_revision',
@@ -1169,8 +1200,9 @@ begin
     grant select, insert, update, delete on relay.queues, relay.queue_revisions, relay.queue_messages, relay.queue_dead_letters,
         relay.queue_done, relay.queue_marks to relay_owner;
     grant select, usage on sequence relay.queue_message_ids to relay_owner;
-    grant execute on function relay.calling_role(), relay.may_act_as(text), relay.queue_state(text), relay.begin_messages(), relay.begin_times(),
-        relay.move_marks(bigint, bigint, timestamptz), relay.was_aborted(xid), relay.lock_messages(bigint, boolean, int, bigint, timestamptz, int),
+    grant execute on function relay.calling_role(), relay.may_act_as(text), relay.queue_state(text), relay.refuse_queue(text),
+        relay.begin_messages(), relay.begin_times(),
+        relay.move_marks(bigint, bigint, timestamptz, timestamptz), relay.was_aborted(xid), relay.lock_messages(bigint, boolean, int, bigint, timestamptz, int),
         relay.dead_letter_messages(tid[], text), relay.keep_messages(tid[], int), relay.lock_message(bigint, bigint, int, boolean),
         relay.is_event_field(text),
         relay.note_queues(text) to relay_owner;

@@ -95,7 +95,7 @@ def ids(conn: psycopg.Connection[Any], most: int = 100) -> list[int]:
 def move_marks(outbox: Outbox) -> None:
     """Move the marks of all queues as far as they may go."""
     outbox.conn.execute(
-        "select relay.move_marks(q.id, s.mark, s.due_mark)"
+        "select relay.move_marks(q.id, s.mark, s.due_mark, '-infinity')"
         " from relay.queues as q, relay.queue_state(q.name) as s"
     )
 
