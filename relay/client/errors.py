@@ -54,6 +54,10 @@ class LeaseLost(Exception):
     """Another worker has the message meanwhile. What the block has changed is undone."""
 
 
+class NoHandler(LookupError):
+    """The worker has no handler for an event type."""
+
+
 _INVALID = {
     "22P02": "a value has the wrong format for its column, such as a host_id that is not a UUID",
     "22P05": "a text has a character that is not in the database's encoding",

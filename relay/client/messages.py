@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -19,6 +20,16 @@ _LONGEST_ERROR = 4_000
 """In characters: what is stored of an error."""
 _LONGEST_WAIT = 366 * 86_400.0
 """In seconds: how long a retry may be put off."""
+
+
+def application_name(queue: str) -> str:
+    """Return the name that connections of a queue's workers give the server, which keeps 63 characters of ASCII.
+
+    The view `relay.queue_figures` counts them by it.
+    """
+    is_kept = len(queue) <= 50 and queue.isascii() and queue.isprintable()
+    named = queue if is_kept else hashlib.sha256(queue.encode()).hexdigest()
+    return f"relay worker {named}"[:63]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +97,7 @@ CLAIM = _call("relay.claim", "p.a->>'queue'")
 LEASE = _call("relay.lease", "p.a->>'queue'", "1", _SECONDS)
 EXTEND = _call("relay.extend", *_OF_ATTEMPT, _SECONDS)
 COMPLETE = _call("relay.complete", *_OF_ATTEMPT)
-RELEASE = _call("relay.release", *_OF_ATTEMPT)
+RELEASE = _call("relay.release", *_OF_ATTEMPT, _SECONDS)
 RETRY = _call("relay.retry", *_OF_ATTEMPT, _SECONDS, "p.a->>'error'")
 FAIL = _call("relay.fail", *_OF_ATTEMPT, "p.a->>'error'")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
@@ -18,10 +19,11 @@ from contextlib import (
     contextmanager,
 )
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from relay.client.databases import AsyncLink, Link
-from relay.client.errors import LeaseLost
+from relay.client.errors import LeaseLost, NoHandler
 from relay.client.messages import (
     CLAIM,
     COMPLETE,
@@ -45,11 +47,17 @@ Around = Callable[[Message], AbstractContextManager[Any] | AbstractAsyncContextM
 """Returns a context manager that a handler's call runs in: it sees what the handler raises, and may raise another."""
 
 
+_NO_HANDLER_SECONDS = 600.0
+"""How long after it was first taken a message without a handler is left to workers that may have one."""
+_GIVEN_BACK_SECONDS = 5.0
+"""How long at most such a message waits before the next worker sees it."""
+
+
 @dataclass
 class Handling:
     """How the messages of a queue are handled.
 
-    `choose` returns the handler of a message, and raises LookupError if there is none. `lease` and `deadline` are in
+    `choose` returns the handler of a message, and raises NoHandler if there is none. `lease` and `deadline` are in
     seconds.
     """
 
@@ -75,6 +83,9 @@ class Handling:
     def ending(self, message: Message, error: BaseException) -> tuple[Statement, str]:
         """Return the statement that ends an attempt which raised an error, and log the error without its text."""
         statement, parameters = end_of(message.of_attempt, error)
+        if isinstance(error, NoHandler) and _age(message) < _NO_HANDLER_SECONDS:
+            seconds = _GIVEN_BACK_SECONDS * random.uniform(0.5, 1)  # noqa: S311
+            statement, parameters = RELEASE, message.of_attempt | {"seconds": seconds}
         known = isinstance(error, Drop | RetryLater)
         log.log(
             logging.INFO if known else logging.WARNING,
@@ -132,6 +143,11 @@ class Handling:
     def extension(self, message: LeasedMessage) -> tuple[Statement, str]:
         """Return the statement that prolongs a lease, and its parameter."""
         return EXTEND, json.dumps(message.of_attempt | {"seconds": self.lease})
+
+
+def _age(message: Message) -> float:
+    """Return the seconds since a message was first taken."""
+    return (datetime.now(UTC) - message.first_taken_at).total_seconds()
 
 
 def _parameter(message: Message) -> str:
@@ -213,11 +229,12 @@ class Slot:
         return bool(rows)
 
     def _call(self, message: Message, *session: Any) -> None:
+        handler = self._handling.choose(message)
         with ExitStack() as stack:
             for each in self._handling.around:
                 entered: Any = each(message)
                 stack.enter_context(entered)
-            self._handling.choose(message)(message, *session)
+            handler(message, *session)
 
     @contextmanager
     def _completing(self, message: LeasedMessage) -> Iterator[Any]:
@@ -325,6 +342,7 @@ class AsyncSlot:
         return bool(rows)
 
     async def _call(self, message: Message, *session: Any) -> None:
+        handler = self._handling.choose(message)
         async with AsyncExitStack() as stack:
             for each in self._handling.around:
                 entered: Any = each(message)
@@ -332,7 +350,7 @@ class AsyncSlot:
                     await stack.enter_async_context(entered)
                 else:
                     stack.enter_context(entered)
-            await self._handling.choose(message)(message, *session)
+            await handler(message, *session)
 
     @asynccontextmanager
     async def _completing(self, message: LeasedMessage) -> AsyncIterator[Any]:

@@ -21,8 +21,8 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from relay.client.databases import Database
-from relay.client.errors import LeaseLost, WorkerError, worker_error
-from relay.client.messages import LeasedMessage, Message, Queue
+from relay.client.errors import LeaseLost, NoHandler, WorkerError, worker_error
+from relay.client.messages import LeasedMessage, Message, Queue, application_name
 from relay.client.outbox import Outbox
 from relay.client.slots import Around, AsyncSlot, Handling, Slot
 
@@ -95,7 +95,7 @@ class Worker:
             if seconds is not None and seconds <= 0:
                 raise ValueError(f"{what}: must be more than 0 seconds")
         self.queue = name
-        self._database = Database(database, f"relay worker {name}")
+        self._database = Database(database, application_name(name))
         self._handling = Handling(
             name, self._handler_of, around, outbox or Outbox(), lease, deadline
         )
@@ -112,8 +112,9 @@ class Worker:
     def handles(self, *event_types: str) -> Callable[[_Handler], _Handler]:
         """Return a decorator for the handler of event types, or of patterns such as `order.*`; without any, of all.
 
-        The first handler whose type or pattern fits is called. All handlers of a worker are coroutine functions, or
-        none is. Raises ValueError otherwise.
+        The first handler whose type or pattern fits is called. A message without one is given back, for workers of
+        another version; after ten minutes, that is a failed attempt. All handlers of a worker are coroutine functions,
+        or none is. Raises ValueError otherwise.
         """
 
         def register(handler: _Handler) -> _Handler:
@@ -140,7 +141,7 @@ class Worker:
         for pattern, handler in self._handlers:
             if fnmatchcase(message.event_type, pattern):
                 return handler
-        raise LookupError(f"the worker has no handler for {message.event_type}")
+        raise NoHandler(f"the worker has no handler for {message.event_type}")
 
     async def run(self) -> None:
         """Work until `stop`, or until the task is cancelled.

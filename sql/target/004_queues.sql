@@ -187,6 +187,7 @@ $$;
 -- Functions of former editions with other arguments or results.
 drop function if exists relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text);
 drop function if exists relay.queue_state(text);
+drop function if exists relay.release(text, bigint, int);
 
 -- What the functions below need of a queue; no row unless it is declared and the caller may take from it. A mark whose time is far ahead
 -- was noted before the clock was set back, and does not count; one less far ahead is the queue's present until the clock has reached it.
@@ -666,9 +667,9 @@ begin
 end
 $$;
 
--- Gives a leased message back before its lease ends: another worker can take it at once, and the attempt does not count. Returns
--- whether it was still this worker's.
-create or replace function relay.release(queue text, id bigint, attempt int) returns boolean
+-- Gives back a message that was leased or claimed: another worker can take it after an interval, by default at once, and the attempt
+-- does not count. It keeps its key meanwhile. Returns whether it was still this worker's.
+create or replace function relay.release(queue text, id bigint, attempt int, after interval default '0 s') returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
 as $$
@@ -681,9 +682,11 @@ begin
         perform relay.refuse_queue(queue);
     end if;
     perform relay.begin_times();
-    location := relay.lock_message(q.id, release.id, release.attempt, true);
+    location := relay.lock_message(q.id, release.id, release.attempt, false);
     update relay.queue_messages as m
-       set leased = false, attempts = m.attempts - 1, available_at = greatest(clock_timestamp(), q.due_mark)
+       set leased = false, attempts = release.attempt - 1,
+           first_taken_at = coalesce(m.first_taken_at, clock_timestamp()),
+           available_at = greatest(clock_timestamp(), q.due_mark) + greatest(release.after, '0 s')
      where m.ctid = location;
     return location is not null;
 end
@@ -1088,7 +1091,9 @@ select f.queue, f.group_id, f.paused_at, f.ready, f.waiting, f.leased, f.dead, f
                leased.messages as leased, dead.messages as dead,
                coalesce(extract(epoch from clock_timestamp() - least(oldest.enqueued_at, due.since))::float8, 0) as oldest_seconds,
                (select count(*) from pg_stat_activity as a
-                 where a.datname = current_database() and a.application_name = left('relay worker ' || q.name, 63)) as workers
+                 where a.datname = current_database() and a.application_name = left('relay worker ' || case
+                           when q.name collate "C" ~ '^[ -~]{1,50}$' then q.name
+                           else encode(sha256(convert_to(q.name, 'UTF8')), 'hex') end, 63)) as workers
           from relay.queues as q
           left join lateral (select n.mark, n.due_mark from relay.queue_marks as n
                               where n.queue_id = q.id order by n.mark desc, n.due_mark desc limit 1) as m on true
@@ -1164,7 +1169,7 @@ begin
         -- To scale with them.
         grant select on relay.queue_figures to relay_worker;
         grant execute on function relay.take(text, int), relay.claim(text, int), relay.lease(text, int, interval),
-            relay.complete(text, bigint, int), relay.extend(text, bigint, int, interval), relay.release(text, bigint, int),
+            relay.complete(text, bigint, int), relay.extend(text, bigint, int, interval), relay.release(text, bigint, int, interval),
             relay.retry(text, bigint, int, interval, text), relay.fail(text, bigint, int, text), relay.requeue(text, bigint[]),
             relay.enqueue(text, jsonb, text, text, text, timestamptz, jsonb, text),
             relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text, interval, text, jsonb,

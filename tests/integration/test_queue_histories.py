@@ -180,7 +180,7 @@ class History:
         ).fetchone()
         ended = row is not None and bool(row[0])
         if (
-            how in ("retry", "fail", "complete")
+            how in ("release", "retry", "fail", "complete")
             and each is not None
             and (not each.leased or each.until == DUE)
         ):

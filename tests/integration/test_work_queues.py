@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -17,10 +18,12 @@ from psycopg.conninfo import make_conninfo
 from relay.admin.check import examine
 from relay.admin.dead_letters import DeadLetters
 from relay.admin.findings import Severity
+from relay.client.messages import application_name
 from relay.client.worker import Queue
 from relay.config.fields import is_header, is_name
 from relay.config.settings import Settings
 from relay.model.events import EVENT_FIELDS
+from relay.queues.configured import ConfiguredQueues
 from relay.retention import schedule
 from relay.retention.erasure import erase
 from relay.retention.schedule import Schedule
@@ -526,11 +529,47 @@ def test_the_figures_of_a_queue(outbox: Outbox) -> None:
         mine.execute("select from relay.lease('mail', 2)")
     outbox.conn.execute("select relay.retry('mail', id, 1, '1 hour') from relay.claim('mail', 1)")
     outbox.conn.execute("select relay.fail('mail', id, 1) from relay.claim('mail', 1)")
-    with psycopg.connect(outbox.dsn, application_name="relay worker mail"):
-        (row,) = outbox.conn.execute(
-            "select ready, waiting, leased, dead, workers from relay.queue_figures"
-        ).fetchall()
-    assert row == (1, 1, 2, 1, 1)
+    (row,) = outbox.conn.execute(
+        "select ready, waiting, leased, dead, workers from relay.queue_figures"
+    ).fetchall()
+    assert row == (1, 1, 2, 1, 0)
+
+
+def test_connections_of_workers_are_counted_whatever_the_name_of_the_queue(outbox: Outbox) -> None:
+    """The server keeps 63 characters of ASCII of a connection's name."""
+    names = ["mail", 'Größe "1"', "m" * 60, "m" * 61, "é" * 100]
+    for name in names:
+        outbox.conn.execute("select relay.declare_queue(%s)", (name,))
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(
+                psycopg.connect(outbox.dsn, application_name=application_name(name))
+            )
+        found = outbox.conn.execute("select queue, workers from relay.queue_figures").fetchall()
+    assert sorted(found) == sorted((name, 1) for name in names)
+
+
+def test_instances_that_declare_the_same_queues_at_once_declare_each_once(outbox: Outbox) -> None:
+    settings = outbox.settings(queues={"mail": {}, "more": {"keep_done": "1d"}})
+    instances = [ConfiguredQueues(settings) for _ in range(6)]
+    with ThreadPoolExecutor(len(instances)) as threads:
+        for started in [threads.submit(each.start) for each in instances]:
+            started.result(timeout=60)
+    assert outbox.column("select name from relay.queues order by name") == ["mail", "more"]
+    # One raise for each queue: what the others declared was nothing new.
+    assert outbox.value("select relay.queues_revision('default')") == 2
+
+
+def test_a_claimed_message_that_is_given_back_counts_no_attempt(outbox: Outbox) -> None:
+    (number,) = queue(outbox, "", attempts=1)
+    release = "select relay.release('mail', id, attempt%s) from relay.claim('mail')"
+    for _ in range(3):
+        assert outbox.column(release % "") == [True]
+    assert outbox.column(release % ", '1 hour'") == [True]
+    assert outbox.conn.execute("select id, state, attempts from relay.queue_items").fetchall() == [
+        (number, "scheduled", 0)
+    ]
+    assert ids(outbox.conn) == []
 
 
 def test_a_transaction_that_enqueues_many_messages_holds_one_lock_for_them(outbox: Outbox) -> None:

@@ -18,7 +18,7 @@ import psycopg
 import pytest
 
 from relay import Drop, Fail, RetryLater
-from relay.client import Event
+from relay.client import Event, slots
 from relay.client.middleware import backoff, limit, timing
 from relay.client.worker import LeasedMessage, Message, Queue, Worker, WorkerError
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -131,7 +131,8 @@ def test_what_a_handler_raises_ends_its_message(outbox: Outbox) -> None:
     assert done(outbox) == []
 
 
-def test_handlers_are_chosen_by_event_type(outbox: Outbox) -> None:
+def test_handlers_are_chosen_by_event_type(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "_NO_HANDLER_SECONDS", 0)
     worker = Worker(outbox.dsn, Queue(name="mail", attempts=1), poll=0.05)
     handled: list[tuple[str, str]] = []
 
@@ -153,7 +154,38 @@ def test_handlers_are_chosen_by_event_type(outbox: Outbox) -> None:
         ("exactly", "order.placed"),
         ("others", "order.sent"),
     ]
-    assert states(outbox) == [("dead", 1, "LookupError: the worker has no handler for mail.sent")]
+    assert states(outbox) == [("dead", 1, "NoHandler: the worker has no handler for mail.sent")]
+
+
+@pytest.mark.parametrize("lease", [None, 5.0], ids=["taken", "leased"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
+def test_a_message_without_a_handler_is_left_to_workers_of_another_version(
+    outbox: Outbox, is_async: bool, lease: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message has one attempt, which no worker may use up that cannot handle it, whatever runs around the call."""
+    monkeypatch.setattr(slots, "_GIVEN_BACK_SECONDS", 0.05)
+    fill(outbox, 1, queue=Queue(name="mail", match=None, attempts=1), event_type="mail.new")
+    handled: list[int] = []
+
+    def handle(message: Message, *session: object) -> None:
+        handled.append(message.attempt)
+
+    async def handle_async(message: Message, *session: object) -> None:
+        handled.append(message.attempt)
+
+    def work(event_type: str) -> Worker:
+        worker = Worker(outbox.dsn, "mail", lease=lease, poll=0.05, around=[limit(1)])
+        worker.handles(event_type)(handle_async if is_async else handle)
+        return worker
+
+    given_back = (
+        "select count(*) from relay.queue_messages where first_taken_at is not null and not leased"
+    )
+    with working(work("mail.old")):
+        wait_until(lambda: outbox.value(given_back) == 1)
+    with working(work("mail.new")):
+        wait_until(lambda: is_empty(outbox))
+    assert handled == [1]
 
 
 @pytest.mark.parametrize("lease", [None, 5.0], ids=["taken", "leased"])
