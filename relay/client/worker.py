@@ -22,9 +22,11 @@ from typing import Any, TypeVar
 
 from relay.client.databases import Database
 from relay.client.errors import LeaseLost, NoHandler, WorkerError, worker_error
+from relay.client.idle import Idle, either
 from relay.client.messages import LeasedMessage, Message, Queue, application_name
 from relay.client.outbox import Outbox
 from relay.client.slots import Around, AsyncSlot, Handling, Slot
+from relay.client.wakeups import listen
 
 __all__ = ["LeaseLost", "LeasedMessage", "Message", "Queue", "Worker", "WorkerError"]
 
@@ -33,8 +35,6 @@ log = logging.getLogger("relay.worker")
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
 
-_FIRST_PAUSE_SECONDS = 0.005
-"""How long an idle worker waits before it asks again; the pause doubles each time, up to `poll`."""
 _FIRST_OUTAGE_SECONDS, _LONGEST_OUTAGE_SECONDS = 0.2, 30.0
 _CANCEL_SECONDS = 5.0
 """How long a cancelled handler may take to end."""
@@ -73,6 +73,7 @@ class Worker:
         around: Sequence[Around] = (),
         outbox: Outbox | None = None,
         poll: float = 2.0,
+        listen: str | bool = True,
         grace: float = 10.0,
     ) -> None:
         """Set up a worker, which connects when it runs.
@@ -82,8 +83,9 @@ class Worker:
         is that of a queue which exists. At most `concurrency` handlers run at once, each with a connection. A coroutine
         is cancelled after `deadline` seconds, which is a failed attempt. `around` are context
         managers that its call runs in, see `relay.client.middleware`. `outbox` is where replies are published. An idle
-        worker looks for messages every `poll` seconds. When it is stopped, it lets its handlers run for up to `grace`
-        seconds.
+        worker looks for messages every `poll` seconds, and is woken when there are some: it listens on one more
+        connection, where `database` is a connection string, or on that of another connection string `listen`, which
+        needs psycopg; False: it polls only. When it is stopped, it lets its handlers run for up to `grace` seconds.
 
         Raises TypeError for a database of an unknown kind, and ValueError for a number that makes no sense.
         """
@@ -101,7 +103,8 @@ class Worker:
         )
         self._concurrency = concurrency
         self._grace = grace
-        self._idle = _Idle(poll)
+        self._idle = Idle(poll)
+        self._listens_at = database if listen is True else listen
         self._handlers: list[tuple[str, Callable[..., Any]]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
@@ -165,6 +168,9 @@ class Worker:
             Thread(target=self._prolong_in_thread, args=(lease, ended), daemon=True).start()
         elif lease is not None:
             others.append(asyncio.create_task(self._prolong(lease)))
+        listening: list[asyncio.Task[None]] = []
+        if isinstance(self._listens_at, str):
+            listening = [asyncio.create_task(listen(self._listens_at, self.queue, self._idle))]
         log.info("the worker is running", extra={"queue": self.queue})
         try:
             await asyncio.wait([*slots, *others], return_when=asyncio.FIRST_COMPLETED)
@@ -174,12 +180,14 @@ class Worker:
             self._idle.wake_all()
             await self._end(slots)
             ended.set()
-            for each in others:
+            for each in (*others, *listening):
                 each.cancel()
-            await asyncio.wait(others, timeout=_CANCEL_SECONDS)
+            await asyncio.wait([*others, *listening], timeout=_CANCEL_SECONDS)
             if self._threads is not None:
                 self._threads.shutdown(wait=False)
-        tasks = [each for each in (*slots, *others) if each.done() and not each.cancelled()]
+        tasks = [
+            each for each in (*slots, *others, *listening) if each.done() and not each.cancelled()
+        ]
         for error in [each.exception() for each in tasks]:
             if error is not None:
                 raise error
@@ -297,7 +305,7 @@ class Worker:
                 await close()
             # Another slot looks for messages meanwhile.
             self._idle.wake()
-            await _either(self._stopping, pause * random.uniform(0.5, 1))  # noqa: S311
+            await either(self._stopping, pause * random.uniform(0.5, 1))  # noqa: S311
             pause = min(pause * 2, _LONGEST_OUTAGE_SECONDS)
         return None
 
@@ -326,56 +334,3 @@ class Worker:
 
         self._calls.add(token)
         return await asyncio.get_running_loop().run_in_executor(self._threads, noted)
-
-
-class _Idle:
-    """Lets one idle slot look for messages, from time to time; the others sleep until it has found one."""
-
-    def __init__(self, longest: float) -> None:
-        """`longest` is the most seconds between two polls."""
-        self._longest = longest
-        self._pause = min(_FIRST_PAUSE_SECONDS, longest)
-        self._is_watched = False
-        self._sleeping: list[asyncio.Future[None]] = []
-
-    def found(self) -> None:
-        """Note that there was a message: where one was, there may be more."""
-        self._pause = min(_FIRST_PAUSE_SECONDS, self._longest)
-        self.wake()
-
-    def wake(self) -> None:
-        """Wake a sleeping slot."""
-        while self._sleeping:
-            future = self._sleeping.pop()
-            if not future.done():
-                future.set_result(None)
-                return
-
-    def wake_all(self) -> None:
-        """Wake all slots."""
-        while self._sleeping:
-            self.wake()
-
-    async def wait(self, stopping: asyncio.Event) -> None:
-        """Return when the slot should look for messages again, and at once when the worker is stopping."""
-        if stopping.is_set():
-            return
-        if self._is_watched:
-            future = asyncio.get_running_loop().create_future()
-            self._sleeping.append(future)
-            await future
-            return
-        self._is_watched = True
-        try:
-            # Idle workers do not poll in step.
-            await _either(stopping, self._pause * random.uniform(0.75, 1.25))  # noqa: S311
-        finally:
-            self._is_watched = False
-        self._pause = min(self._pause * 2, self._longest)
-
-
-async def _either(event: asyncio.Event, seconds: float) -> None:
-    """Wait until an event is set, or for some seconds."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()

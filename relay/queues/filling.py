@@ -47,6 +47,7 @@ _KEY_FIELDS = {
     "aggregate": ("host_id", "aggregate_type", "aggregate_id"),
 }
 _BEGIN = "select relay.begin_messages()"
+_WAKE = "select relay.wake_workers(n) from unnest(%s::bigint[]) as n"
 _SATISFYING = sql.SQL(
     """
     with event as materialized (
@@ -118,7 +119,7 @@ class Filling:
         keyed = {field for each in declared.queues.values() for field in _fields_of(each.key)}
         fields = tuple(dict.fromkeys((*_FIELDS, *keyed)))
         current = routed_as_current(routed, self._upcaster)
-        begun = False
+        filled: set[int] = set()
         for rows in routed.transactions.portions():
             messages = [
                 (index, declared.queues[name])
@@ -132,15 +133,17 @@ class Filling:
                 messages = _satisfying(conn, messages, values)
                 if not messages:
                     continue
-            if not begun:
+            if not filled:
                 conn.execute(_BEGIN)
-                begun = True
+            filled |= {queue.id for _, queue in messages}
             columns: dict[str, Values] = {
                 column: [values[field][index] for index, _ in messages]
                 for field, (column, _) in _FIELDS.items()
             }
             columns["key"] = [_key(queue.key, values, index) for index, queue in messages]
             _copy(conn, np.array([queue.id for _, queue in messages], np.int64), columns)
+        if filled:
+            conn.execute(_WAKE, (literals.of_numbers(filled),))
 
 
 def _satisfying(

@@ -454,6 +454,41 @@ begin
 end
 $$;
 
+-- What idle workers are woken by: relay.watch_queue takes a lock for the session, and whoever puts a message into the queue sends a
+-- notification only where somebody has that lock: NOTIFY makes commits take turns, so nobody who is at work asks for it. Nothing
+-- depends on it: a notification may be lost, or nobody may listen, and whoever looks for messages from time to time finds them.
+create or replace function relay.wake_workers(the_queue bigint) returns void
+language plpgsql set search_path = pg_catalog, pg_temp
+as $$
+declare
+    number int := the_queue % 2147483648;
+begin
+    if pg_try_advisory_lock(x'7169776b'::int, number) then
+        perform pg_advisory_unlock(x'7169776b'::int, number);
+    elsif pg_notification_queue_usage() < 0.5 then
+        -- A full queue would abort the transaction.
+        perform pg_notify('relay_queue_' || the_queue, '');
+    end if;
+end
+$$;
+
+-- Says that this session waits for messages of a queue, and returns the channel that they are notified on. Then listen there, take
+-- what has come meanwhile, and wait. pg_advisory_unlock_all() says that the session no longer waits.
+create or replace function relay.watch_queue(queue text) returns text
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q record;
+begin
+    select * into q from relay.queue_state(queue);
+    if not found then
+        perform relay.refuse_queue(queue);
+    end if;
+    perform pg_advisory_lock_shared(x'7169776b'::int, (q.id % 2147483648)::int);
+    return 'relay_queue_' || q.id;
+end
+$$;
+
 -- Takes messages, at most `max`: they are deleted, and so done when the caller's transaction commits. After a rollback, or when the
 -- session ends, they can be taken again at once. Nobody waits for messages that another has.
 create or replace function relay.take(queue text, max int default 1)
@@ -688,6 +723,9 @@ begin
            first_taken_at = coalesce(m.first_taken_at, clock_timestamp()),
            available_at = greatest(clock_timestamp(), q.due_mark) + greatest(release.after, '0 s')
      where m.ctid = location;
+    if coalesce(release.after, '0 s') <= '0 s' then
+        perform relay.wake_workers(q.id);
+    end if;
     return location is not null;
 end
 $$;
@@ -780,6 +818,7 @@ begin
            g.aggregate_version, g.event_ts, g.transaction_id, g.payload, g.metadata
       from gone as g order by g.id;
     get diagnostics counted = row_count;
+    perform relay.wake_workers(q.id);
     return counted;
 end
 $$;
@@ -824,6 +863,7 @@ begin
             coalesce(enqueue.event_id, gen_random_uuid()::text), enqueue.event_type,
             enqueue.host_id, enqueue.payload, enqueue.metadata)
     returning queue_messages.id into given;
+    perform relay.wake_workers(q.id);
     return given;
 end
 $$;
@@ -1005,7 +1045,8 @@ create or replace function relay.pause_queue(name text, paused boolean default t
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q record;
+    q       record;
+    changed boolean;
 begin
     select * into q from relay.queue_state(name);
     if not found then
@@ -1014,7 +1055,9 @@ begin
     update relay.queues as u
        set paused_at = case when paused then clock_timestamp() end, paused_by = case when paused then relay.calling_role() end
      where u.id = q.id and (u.paused_at is not null) <> paused;
-    return found;
+    changed := found;
+    perform relay.wake_workers(q.id);
+    return changed;
 end
 $$;
 
@@ -1142,7 +1185,7 @@ begin
                    and p.proname in ('calling_role', 'may_act_as', 'queue_state', 'refuse_queue', 'begin_messages', 'begin_times', 'move_marks',
                                      'was_aborted', 'lock_messages', 'dead_letter_messages', 'keep_messages', 'take', 'claim',
                                      'lease', 'lock_message', 'complete', 'extend', 'release', 'retry', 'fail', 'requeue', 'enqueue',
-                                     'declare_queue', 'satisfies', 'is_event_field', 'note_queues', 'queues_revision',
+                                     'declare_queue', 'wake_workers', 'watch_queue', 'satisfies', 'is_event_field', 'note_queues', 'queues_revision',
                                      'pause_queue', 'purge_queue', 'drop_queue') loop
         execute format('revoke all on function %s from public', each);
     end loop;
@@ -1174,7 +1217,7 @@ begin
             relay.enqueue(text, jsonb, text, text, text, timestamptz, jsonb, text),
             relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text, interval, text, jsonb,
                                 boolean),
-            relay.pause_queue(text, boolean), relay.purge_queue(text), relay.drop_queue(text) to relay_worker;
+            relay.pause_queue(text, boolean), relay.purge_queue(text), relay.drop_queue(text), relay.watch_queue(text) to relay_worker;
     end if;
     if to_regrole('relay') is not null then
         grant select on relay.queues, relay.queue_revisions, relay.queue_items, relay.queue_figures to relay;
@@ -1182,7 +1225,7 @@ begin
         grant select, delete on relay.queue_dead_letters, relay.queue_done to relay;
         grant select, insert, delete on relay.queue_messages to relay;
         grant select, usage on sequence relay.queue_message_ids to relay;
-        grant execute on function relay.begin_messages(), relay.queues_revision(text) to relay;
+        grant execute on function relay.begin_messages(), relay.queues_revision(text), relay.wake_workers(bigint) to relay;
         grant execute on function relay.satisfies(jsonb, jsonpath, jsonb) to relay;
         grant execute on function relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text, interval, text,
             jsonb, boolean) to relay;
@@ -1209,13 +1252,13 @@ begin
         relay.begin_messages(), relay.begin_times(),
         relay.move_marks(bigint, bigint, timestamptz, timestamptz), relay.was_aborted(xid), relay.lock_messages(bigint, boolean, int, bigint, timestamptz, int),
         relay.dead_letter_messages(tid[], text), relay.keep_messages(tid[], int), relay.lock_message(bigint, bigint, int, boolean),
-        relay.is_event_field(text),
+        relay.is_event_field(text), relay.wake_workers(bigint),
         relay.note_queues(text) to relay_owner;
     grant create on schema relay to relay_owner;
     -- A function's new owner must have the right to create in its schema.
     for each in select p.oid from pg_proc as p where p.pronamespace = 'relay'::regnamespace and p.prosecdef
                    and p.proname in ('take', 'claim', 'lease', 'complete', 'extend', 'release', 'retry', 'fail', 'requeue', 'enqueue',
-                                     'declare_queue', 'pause_queue', 'purge_queue', 'drop_queue') loop
+                                     'declare_queue', 'pause_queue', 'purge_queue', 'drop_queue', 'watch_queue') loop
         execute format('alter function %s owner to relay_owner', each);
     end loop;
     revoke create on schema relay from relay_owner;

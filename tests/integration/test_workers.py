@@ -18,7 +18,7 @@ import psycopg
 import pytest
 
 from relay import Drop, Fail, RetryLater
-from relay.client import Event, slots
+from relay.client import Event, idle, slots
 from relay.client.middleware import backoff, limit, timing
 from relay.client.worker import LeasedMessage, Message, Queue, Worker, WorkerError
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -490,3 +490,89 @@ def test_a_process_that_ends_gives_its_message_back(
         process.send_signal(number)
         assert process.wait(20) == (1 if number is signal.SIGTERM else -number)
     wait_until(lambda: outbox.column("select payload from relay.take('mail')") == [1])
+
+
+LISTENERS = """
+    select a.pid from pg_stat_activity as a join pg_locks as l on l.pid = a.pid
+     where a.application_name = 'relay listener mail' and a.datname = current_database()
+       and l.locktype = 'advisory' and l.classid = x'7169776b'::int and l.granted and a.state = 'idle'
+"""
+
+
+@pytest.fixture
+def no_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle workers look for messages after a notification only."""
+    monkeypatch.setattr(idle, "_FIRST_PAUSE_SECONDS", 3600.0)
+
+
+def noting(outbox: Outbox, **more: Any) -> Worker:
+    worker = Worker(outbox.dsn, "mail", poll=3600, **more)
+
+    @worker.handles()
+    async def handle(message: Message, conn: psycopg.AsyncConnection[Any]) -> None:
+        await conn.execute("insert into done values (%s)", (json.dumps(message.payload),))
+
+    return worker
+
+
+def handled(outbox: Outbox) -> int:
+    return len(outbox.column("select payload from done"))
+
+
+def listeners(outbox: Outbox) -> list[int]:
+    return outbox.column(LISTENERS)
+
+
+@pytest.mark.usefixtures("no_polls")
+def test_an_idle_worker_is_woken(outbox: Outbox) -> None:
+    fill(outbox, queue=Queue(name="mail", backoff=0.01))
+    with working(noting(outbox)):
+        wait_until(lambda: len(listeners(outbox)) == 1)
+        fill(outbox, 1, queue=Queue(name="mail", backoff=0.01))
+        wait_until(lambda: done(outbox) == [1])
+        wait_until(lambda: len(listeners(outbox)) == 1)
+        outbox.publish(host(1), event(2))
+        with relaying(outbox.settings()):
+            wait_until(lambda: handled(outbox) == 2)
+        with psycopg.connect(outbox.dsn) as conn:
+            conn.execute("select relay.enqueue('mail', '0') from generate_series(3, 50)")
+        wait_until(lambda: handled(outbox) == 50)
+
+
+@pytest.mark.usefixtures("no_polls")
+def test_a_worker_whose_listening_connection_is_cut_is_woken_again(outbox: Outbox) -> None:
+    fill(outbox)
+    with working(noting(outbox, concurrency=2)):
+        wait_until(lambda: len(listeners(outbox)) == 1)
+        (former,) = listeners(outbox)
+        outbox.conn.execute("select pg_terminate_backend(%s)", (former,))
+        wait_until(lambda: listeners(outbox) not in ([], [former]))
+        fill(outbox, 1)
+        wait_until(lambda: done(outbox) == [1])
+
+
+def test_a_worker_behind_a_pooler_polls(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "relay.worker")
+    fill(outbox)
+    with pooled(outbox.dsn, sessions=2) as dsn:
+        worker = Worker(dsn, "mail", poll=0.05)
+        worker.handles()(lambda message, conn: None)
+        with working(worker):
+            wait_until(lambda: any("pooler" in each.getMessage() for each in caplog.records))
+            fill(outbox, 1)
+            wait_until(lambda: is_empty(outbox))
+
+
+def test_nobody_is_notified_while_nobody_waits(outbox: Outbox) -> None:
+    fill(outbox, 1)
+    with psycopg.connect(outbox.dsn, autocommit=True) as conn:
+        channel = conn.execute("select relay.watch_queue('mail')").fetchone()
+        assert channel is not None
+        conn.execute(f"listen {channel[0]}".encode())
+        fill(outbox, 2)
+        assert next(conn.notifies(timeout=30)).channel == channel[0]
+        conn.execute("select pg_advisory_unlock_all()")
+        fill(outbox, 3)
+        # The notifications of a session come in order, and this one after that which does not come.
+        outbox.conn.execute(f"notify {channel[0]}, 'mine'".encode())
+        assert next(conn.notifies(timeout=30)).payload == "mine"

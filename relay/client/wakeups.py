@@ -1,0 +1,102 @@
+"""Wakes the idle slots of a worker when messages come, by LISTEN on a connection of its own.
+
+Nothing depends on it: a worker polls all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import Any
+
+from relay.client.idle import Idle
+
+log = logging.getLogger("relay.worker")
+
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 30.0
+
+
+async def listen(dsn: str, queue: str, idle: Idle) -> None:
+    """Wake idle slots until the task is cancelled, or until it is known that no notification will come."""
+    import psycopg
+
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            conn = await psycopg.AsyncConnection.connect(
+                dsn,
+                autocommit=True,
+                prepare_threshold=None,
+                application_name=f"relay listener {queue}"[:63],
+            )
+            async with conn:
+                if await _is_pooled(conn):
+                    log.info(
+                        "a pooler is between the worker and the server: no notification wakes the worker, and it polls",
+                        extra={"queue": queue},
+                    )
+                    return
+                await _wake(conn, queue, idle)
+        except psycopg.ProgrammingError as error:
+            log.warning(
+                "no notification wakes the worker, and it polls",
+                extra={"queue": queue, "error": type(error).__name__},
+            )
+            return
+        except (psycopg.Error, OSError) as error:
+            log.warning(
+                "the connection that listens was lost",
+                extra={"queue": queue, "error": type(error).__name__},
+            )
+        if idle.was_woken:
+            pause, idle.was_woken = _FIRST_PAUSE_SECONDS, False
+        await asyncio.sleep(pause * random.uniform(0.5, 1))  # noqa: S311
+        pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
+
+
+async def _is_pooled(conn: Any) -> bool:
+    """Return whether a pooler is between, which has made up the process id that the client knows.
+
+    In transaction mode, PgBouncer passes LISTEN on and forgets the notifications.
+    """
+    cursor = await conn.execute("select pg_backend_pid()")
+    (number,) = await cursor.fetchone()
+    return bool(number != conn.info.backend_pid)
+
+
+async def _wake(conn: Any, queue: str, idle: Idle) -> None:
+    """Ask for notifications while a slot is idle, and pass them on. Raises psycopg.Error."""
+    from psycopg import sql
+
+    channel: str | None = None
+    while True:
+        await idle.is_watched.wait()
+        cursor = await conn.execute("select relay.watch_queue(%s)", (queue,))
+        (named,) = await cursor.fetchone()
+        if named != channel:
+            channel = named
+            await conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
+        idle.poll()
+        await _pass_on(conn, idle)
+        await conn.execute("select pg_advisory_unlock_all()")
+
+
+async def _pass_on(conn: Any, idle: Idle) -> None:
+    """Return after a notification that has found no slot idle: while all are at work, nobody should send any."""
+    # A wait of psycopg would wake the process ten times a second.
+    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+    socket = conn.pgconn.socket
+    loop.add_reader(socket, arrived.set)
+    try:
+        while True:
+            await arrived.wait()
+            arrived.clear()
+            conn.pgconn.consume_input()
+            found = False
+            while conn.pgconn.notifies() is not None:
+                found = True
+            if found and not idle.notify():
+                return
+    finally:
+        loop.remove_reader(socket)
