@@ -6,12 +6,13 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TextIO
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TextIO
 
 import psycopg
 import typer
@@ -31,6 +32,7 @@ from relay.cli.options import (
 from relay.cli.terminal import (
     DRY_RUN_SHOWS,
     ActionOptions,
+    approve,
     approved,
     print_facts,
     print_table,
@@ -38,6 +40,7 @@ from relay.cli.terminal import (
 )
 from relay.config.files import load
 from relay.faults import ConfigurationError
+from relay.model.json_fields import json_fields
 from relay.observe.phrases import counted, moment, printable, printable_json
 from relay.runtime.reporting import silent
 from relay.store.dead_letters import selection as dead_letter_selection
@@ -47,8 +50,13 @@ from relay.store.dead_letters.selection import (
     WholeDeadTransaction,
 )
 
+if TYPE_CHECKING:
+    from relay.config.settings import Settings
+    from relay.store.queues import DeadMessage
+
 dlq = typer.Typer(
-    help="Dead letters: transactions that could not be applied. Each command acts on whole transactions.",
+    help="Dead letters: transactions that could not be applied, on which each command acts as a whole; with --queue, "
+    "messages of a work queue that its workers have given up.",
     no_args_is_help=True,
 )
 
@@ -72,6 +80,9 @@ SinkOption = Annotated[
     str | None, typer.Option("--sink", help="The sink to which it belongs; '' for the target.")
 ]
 HandlerOption = Annotated[str | None, typer.Option("--handler", help="The handler that failed.")]
+QueueOption = Annotated[
+    str | None, typer.Option("--queue", help="The work queue whose messages are meant.")
+]
 TypeOption = Annotated[str | None, typer.Option("--type", help="Its event_type.")]
 SinceOption = Annotated[
     datetime | None,
@@ -108,6 +119,7 @@ class SelectionOptions:
     since: SinceOption = None
     until: UntilOption = None
     exception: ExceptionOption = None
+    queue: QueueOption = None
 
     def selection(self) -> DeadLetterSelection:
         """Return the filter."""
@@ -235,7 +247,10 @@ def dlq_list(
     limit: Annotated[int, typer.Option(min=1, help="The largest number of transactions.")] = 100,
     as_json: JsonOption = False,
 ) -> None:
-    """List dead transactions, newest first."""
+    """List dead transactions, or with --queue dead messages, newest first."""
+    if options.queue is not None:
+        _list_messages(options, options.queue, limit, as_json)
+        return
     with _opened(options) as opened:
         transactions = dead_letter_selection.listed(
             opened.conn, opened.group, opened.wanted, limit, WholeDeadTransaction
@@ -246,15 +261,117 @@ def dlq_list(
         _print(transactions)
     else:
         _print_none(opened)
+    from relay.admin.queues import with_dead
+
+    for name in with_dead(load(options.config)):
+        print(
+            f"queue {name} has dead letters: relay dlq list --queue {quote(name)}", file=sys.stderr
+        )
+
+
+def _chosen(options: SelectionOptions) -> tuple[Settings, DeadLetterSelection]:
+    """Return the configuration, and the filter on the dead letters of a queue. Raises ConfigurationError."""
+    from relay.admin.dead_letters import printed
+
+    for name in ("sink", "handler", "status"):
+        if getattr(options, name, None) is not None:
+            raise ConfigurationError(f"--{name}: cannot be given with --queue")
+    settings = load(options.config)
+    return settings, printed(settings, options.selection(), "--")
+
+
+def _list_messages(options: SelectionOptions, name: str, limit: int, as_json: bool) -> None:
+    from relay.admin import queues
+
+    settings, wanted = _chosen(options)
+    found = queues.dead(settings, name, wanted, limit)
+    if as_json:
+        print(json.dumps([json_fields(each) for each in found], indent=2))
+    elif found:
+        _print_messages(found)
+    else:
+        print(f"there is no such dead letter in queue {name!r}", file=sys.stderr)
+
+
+def _print_messages(found: Sequence[DeadMessage]) -> None:
+    print_table(
+        (
+            "id",
+            "transaction",
+            "host",
+            "event",
+            "event type",
+            "key",
+            "attempts",
+            "exception",
+            "since",
+        ),
+        (
+            (
+                str(each.id),
+                each.transaction_id or "-",
+                each.host_id or "-",
+                each.event_id,
+                each.event_type,
+                each.key or "-",
+                each.attempts,
+                _first_line(each.error or "-"),
+                moment(each.dead_at),
+            )
+            for each in found
+        ),
+    )
+
+
+def _act_on_messages(
+    options: SelectionOptions,
+    name: str,
+    action: ActionOptions,
+    what: str,
+    act: Callable[[Settings, str, Sequence[int], str | None], int],
+) -> int:
+    """Do something with the dead letters of a queue that the options select, once it is approved; returns how many."""
+    from relay.admin import queues
+
+    settings, wanted = _chosen(options)
+    if wanted == DeadLetterSelection() and not action.everything:
+        raise ConfigurationError(
+            "name the dead letters by a filter such as --id or --type, or give --all"
+        )
+    ids = queues.dead_ids(settings, name, wanted)
+    if not ids:
+        print(f"there is no such dead letter in queue {name!r}", file=sys.stderr)
+        return 0
+    print(counted(len(ids), "message", "messages"), what)
+    if action.dry_run:
+        _print_messages(queues.dead(settings, name, wanted, DRY_RUN_SHOWS))
+        return 0
+    approve(action.yes)
+    return act(settings, name, ids, action.reason)
 
 
 @dlq.command("show")
 def dlq_show(
     dead_letter_id: Annotated[int, typer.Argument(metavar="ID")],
     config: ConfigOption = None,
+    queue: QueueOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every event of the dead transaction to which dead letter ID belongs, and the actions on it."""
+    """Show every event of the dead transaction to which dead letter ID belongs, and the actions on it.
+
+    With --queue, show the dead letter ID of a work queue.
+    """
+    if queue is not None:
+        from relay.admin.queues import whole_dead
+
+        found = whole_dead(load(config), queue, dead_letter_id)
+        if as_json:
+            print(json.dumps(found, indent=2))
+        else:
+            print_facts(
+                (name, value if value is not None else "-") for name, value in found.items()
+            )
+        return
     from relay.store import dead_letters
 
     with _opened(SelectionOptions(config)) as opened:
@@ -311,7 +428,23 @@ def dlq_replay(
     ] = False,
     yes: YesOption = False,
 ) -> None:
-    """Queue dead transactions to be applied or delivered again, in order; later events of their keys are blocked."""
+    """Queue dead transactions to be applied or delivered again, in order; later events of their keys are blocked.
+
+    With --queue, put dead messages into their queue again, after those that are there.
+    """
+    if options.queue is not None:
+        for given, name in ((edit, "edit"), (wait, "wait")):
+            if given:
+                raise ConfigurationError(f"--{name}: cannot be given with --queue")
+        from relay.admin.queues import replay
+
+        action = ActionOptions(everything, reason, dry_run, yes)
+        replayed = _act_on_messages(
+            options, options.queue, action, "will be in the queue again", replay
+        )
+        if replayed:
+            print(counted(replayed, "message is", "messages are"), "in the queue again")
+        return
     with _opened(options) as opened:
         selected = _find(opened, everything, "transaction to be replayed")
         if not selected.transactions:
@@ -344,7 +477,17 @@ def _wait_for(dead_letters: Any, queued: Sequence[int], verb: str) -> None:
 @dlq.command("discard")
 @with_groups
 def dlq_discard(options: SelectionOptions, action: ActionOptions) -> None:
-    """Give dead transactions up: the keys that they hold are released; the dead letters stay."""
+    """Give dead transactions up: the keys that they hold are released; the dead letters stay.
+
+    With --queue, delete dead messages of a work queue.
+    """
+    if options.queue is not None:
+        from relay.admin.queues import discard
+
+        discarded = _act_on_messages(options, options.queue, action, "will be given up", discard)
+        if discarded:
+            print(counted(discarded, "message is", "messages are"), "discarded")
+        return
     with _opened(options) as opened:
         selected = _find(opened, action.everything, "transaction to be given up")
         if _approved(opened, selected, "will be given up", action.dry_run, action.yes):
@@ -365,6 +508,14 @@ def dlq_export(
     ] = None,
 ) -> None:
     """Write dead letters with their payloads, a JSON object on each line, in the order of publishing."""
+    if options.queue is not None:
+        from relay.admin.queues import exported_dead
+
+        with _private(file) if file else nullcontext(sys.stdout) as stream:
+            settings, wanted = _chosen(options)
+            for line in exported_dead(settings, options.queue, wanted):
+                print(line if file else printable_json(line), file=stream)
+        return
     with _opened(options) as opened:
         exported = dead_letter_selection.exported(opened.conn, opened.group, opened.wanted)
         written = 0
@@ -406,6 +557,8 @@ def _private(file: Path) -> Iterator[TextIO]:
 @with_groups
 def dlq_purge(options: SelectionOptions, action: ActionOptions) -> None:
     """Delete the dead letters of transactions that were replayed or discarded; the record of actions stays."""
+    if options.queue is not None:
+        raise ConfigurationError("--queue: a replayed or discarded message leaves no dead letter")
     with _opened(options) as opened:
         none = "replayed or discarded dead letter"
         selected = _find(opened, action.everything, none, ("replayed", "discarded"))

@@ -127,22 +127,6 @@ def queue_resume(
     print(f"queue {name} {'is resumed' if changed else 'was not paused'}")
 
 
-@queue.command("retry")
-def queue_retry(
-    name: QueueArgument,
-    config: ConfigOption = None,
-    id_: Annotated[
-        list[int] | None, typer.Option("--id", help="Only this dead letter; repeatable.")
-    ] = None,
-    reason: ReasonOption = None,
-) -> None:
-    """Enqueue the dead letters of a queue again, after the messages that are there."""
-    from relay.admin.queues import requeue
-
-    number = requeue(load(config), name, id_ or (), reason)
-    print(counted(number, "message is", "messages are"), "in the queue again")
-
-
 @queue.command("purge")
 def queue_purge(
     name: QueueArgument,
@@ -150,7 +134,7 @@ def queue_purge(
     reason: ReasonOption = None,
     yes: YesOption = False,
 ) -> None:
-    """Delete the messages of a queue but those that workers have, and its dead letters."""
+    """Delete the messages of a queue but those that workers have. Its dead letters stay: see `relay dlq discard`."""
     from relay.admin.queues import purge
 
     settings = load(config)

@@ -151,12 +151,12 @@ def resume_queue(group: GroupDep, caller: CallerDep, queue: str, act: models.Act
     return Changed(changed=group.pause_queue(queue, False, caller.name, act.reason))
 
 
-@router.post(_GROUP + "/queues/{queue:path}/retry", tags=["queues"])
-def retry_queue(
-    group: GroupDep, caller: CallerDep, queue: str, act: models.QueueRetryAct
+@router.post(_GROUP + "/queues/{queue:path}/replay", tags=["queues"])
+def replay_queue(
+    group: GroupDep, caller: CallerDep, queue: str, act: models.QueueReplayAct
 ) -> MessageCount:
     """Enqueue dead letters of a queue again, after the messages that are there."""
-    return MessageCount(messages=group.retry_queue(queue, act.ids, caller.name, act.reason))
+    return MessageCount(messages=group.replay_queue(queue, act.ids, caller.name, act.reason))
 
 
 @router.post(_GROUP + "/sinks/{sink:path}/endpoints/disable", tags=["sinks"])

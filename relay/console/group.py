@@ -377,10 +377,10 @@ class GroupView:
         with acting(by), _known_queue():
             return queues.pause(self._settings, name, paused, reason)
 
-    def retry_queue(self, name: str, ids: Sequence[int], by: str, reason: str) -> int:
+    def replay_queue(self, name: str, ids: Sequence[int], by: str, reason: str) -> int:
         """Put dead letters into their queue again, all or those with some ids; return how many. Raises Missing."""
         with acting(by), _known_queue():
-            return queues.requeue(self._settings, name, ids, reason)
+            return queues.replay(self._settings, name, ids, reason)
 
     def stopped_handlers(self) -> list[brakes.BrakedHandler]:
         """Read the handlers that the brake has stopped."""

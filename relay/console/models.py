@@ -126,7 +126,7 @@ class QueueAnswer(Model):
     items: list[QueueItem]
 
 
-class QueueRetryAct(Act):
+class QueueReplayAct(Act):
     """Which dead letters of a queue are enqueued again: all, or those with some ids."""
 
     ids: list[int] = []

@@ -256,12 +256,12 @@ def queue(
 
 @router.post("/groups/{group}/queue/{action}")
 def queue_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: str) -> Response:
-    """Pause or resume a queue, or retry its dead letters."""
-    require_action(action, "pause", "resume", "retry")
+    """Pause or resume a queue, or replay its dead letters."""
+    require_action(action, "pause", "resume", "replay")
     name, operator, reason = sent.fields.get("name", ""), sent.operator, sent.reason
-    if action == "retry":
-        retried = sent.group.retry_queue(name, (), operator, reason)
-        text = f"{counted(retried, 'message is', 'messages are')} in the queue {name} again."
+    if action == "replay":
+        replayed = sent.group.replay_queue(name, (), operator, reason)
+        text = f"{counted(replayed, 'message is', 'messages are')} in the queue {name} again."
     elif sent.group.pause_queue(name, action == "pause", operator, reason):
         text = f"Queue {name} {'is paused' if action == 'pause' else 'goes on'}."
     else:

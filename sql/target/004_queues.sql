@@ -1061,26 +1061,20 @@ begin
 end
 $$;
 
--- Deletes the messages of a queue but those that workers have, and its dead letters; returns how many.
+-- Deletes the messages of a queue but those that workers have; returns how many. Its dead letters stay.
 create or replace function relay.purge_queue(name text) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     q       record;
     counted bigint;
-    dead    bigint;
 begin
     select * into q from relay.queue_state(name);
-    if not found then
-        perform relay.refuse_queue(name);
-    end if;
     delete from relay.queue_messages as m
      where m.ctid = any (array(select n.ctid from relay.queue_messages as n
                                 where n.queue_id = q.id and not n.leased for update skip locked));
     get diagnostics counted = row_count;
-    delete from relay.queue_dead_letters as d where d.queue_id = q.id;
-    get diagnostics dead = row_count;
-    return counted + dead;
+    return counted;
 end
 $$;
 

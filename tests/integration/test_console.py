@@ -372,12 +372,12 @@ def test_work_queues(outbox: Outbox) -> None:
         assert api.post(f"{path}/resume") == {"changed": False}
         items = api.get(f"{path}/messages", state="enqueued")["items"]
         assert [each["event_id"] for each in items] == ["e2"]
-        visitor.send(f"{G}/queue/retry", name=name, reason="mended")
-        assert api.post(f"{path}/retry") == {"messages": 0}
+        visitor.send(f"{G}/queue/replay", name=name, reason="mended")
+        assert api.post(f"{path}/replay") == {"messages": 0}
         assert visitor.client.get(f"{G}/queue?name=other").status_code == 404
     assert outbox.column("select event_id from relay.take('a/b <i>', 2)") == ["e2", "e1"]
     assert [action for _, action, _, _ in acted(outbox)] == [
-        *("queue pause", "queue resume", "queue retry")
+        *("queue pause", "queue resume", "queue replay")
     ]
 
 

@@ -127,7 +127,7 @@ class Shop:
         printed = ""
         # What changes something is run once.
         once = re.search(
-            r"terminate|alter|checkpoint|relay (dlq replay|deferred run|endpoint enable|queue (resume|retry))",
+            r"terminate|alter|checkpoint|relay (dlq replay|deferred run|endpoint enable|queue resume)",
             command.text,
         )
 

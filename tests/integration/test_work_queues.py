@@ -501,7 +501,7 @@ def test_the_commands_on_queues(outbox: Outbox, tmp_path: Path) -> None:
         assert result.returncode == status, result.stdout + result.stderr
         return result.stdout if status == 0 else result.stderr
 
-    first, second = queue(outbox, "a", "b", attempts=1)
+    first, _ = queue(outbox, "a", "b", attempts=1)
     assert "mail\t2\t0\t0\t0" in run("list")
     assert run("pause", "mail", "--reason", "rest") == "queue mail is paused\n"
     assert run("pause", "mail") == "queue mail was paused already\n"
@@ -513,13 +513,63 @@ def test_the_commands_on_queues(outbox: Outbox, tmp_path: Path) -> None:
     assert 0 < figures["oldest_seconds"] < 600
     shown = json.loads(run("show", "mail", "--state", "dead", "--json"))
     assert [(each["id"], each["error"]) for each in shown["items"]] == [(first, "no address")]
-    assert run("retry", "mail", "--id", str(second)) == "0 messages are in the queue again\n"
-    assert run("retry", "mail") == "1 message is in the queue again\n"
-    assert run("purge", "mail", "--yes") == "2 messages deleted\n"
+    assert run("purge", "mail", "--yes") == "1 message deleted\n"
+    assert outbox.column("select state from relay.queue_items") == ["dead"]
     assert run("drop", "mail", "--yes") == "queue mail is dropped\n"
     assert "there is no queue 'mail'" in run("show", "mail", status=2)
     done = outbox.column("select action from relay.actions order by id")
-    assert done == ["queue pause", "queue resume", "queue retry", "queue purge", "queue drop"]
+    assert done == ["queue pause", "queue resume", "queue purge", "queue drop"]
+
+
+def test_the_commands_on_dead_letters_of_queues(outbox: Outbox, tmp_path: Path) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml")
+
+    def run(*arguments: str, status: int = 0) -> str:
+        result = relay("dlq", *arguments, "--config", str(config))
+        assert result.returncode == status, result.stdout + result.stderr
+        return result.stdout + result.stderr
+
+    numbers = queue(outbox, "a", "b", "c", "d")
+    for number, why in zip(numbers, ("no address", "closed", "closed", "closed"), strict=True):
+        assert outbox.value("select relay.fail('mail', %s, 1, %s)", (number, why))
+    assert "queue mail has dead letters: relay dlq list --queue mail" in run("list")
+    of = ("--queue", "mail")
+    listed = json.loads(run("list", *of, "--json"))
+    assert [each["id"] for each in listed] == numbers[::-1]
+    assert "no address" in run("list", *of, "--exception", "address")
+    shown = json.loads(run("show", str(numbers[0]), *of, "--json"))
+    assert (shown["queue"], shown["error"]) == ("mail", "no address")
+    exported = [json.loads(line) for line in run("export", *of).splitlines()]
+    assert [each["id"] for each in exported] == numbers
+    assert "name the dead letters by a filter" in run("replay", *of, status=2)
+    assert "--sink: cannot be given with --queue" in run("list", *of, "--sink", "x", status=2)
+    assert "--wait: cannot be given" in run("replay", *of, "--all", "--wait", status=2)
+    assert "a replayed or discarded message" in run("purge", *of, "--all", status=2)
+    assert "there is no queue 'other'" in run("list", "--queue", "other", status=2)
+    assert "no dead letter 99999 in queue 'mail'" in run("show", "99999", *of, status=2)
+    assert "2 messages will be" in run(
+        "replay",
+        *of,
+        "--exception",
+        "closed",
+        "--dry-run",
+        "--id",
+        str(numbers[1]),
+        "--id",
+        str(numbers[2]),
+    )
+    assert run("replay", *of, "--exception", "address", "--yes", "--reason", "mended") == (
+        "1 message will be in the queue again\n1 message is in the queue again\n"
+    )
+    assert "2 messages are discarded" in run(
+        *("discard", *of, "--id", str(numbers[1]), "--id", str(numbers[2]), "--yes")
+    )
+    left = "select id, state from relay.queue_items order by state"
+    assert [state for _, state in outbox.conn.execute(left.encode())] == ["dead", "enqueued"]
+    assert "1 message is in the queue again" in run("replay", *of, "--all", "--yes")
+    assert "there is no such dead letter in queue 'mail'" in run("discard", *of, "--all", "--yes")
+    done = outbox.column("select action from relay.actions order by id")
+    assert done == ["queue replay", "queue discard", "queue replay"]
 
 
 def test_the_figures_of_a_queue(outbox: Outbox) -> None:
