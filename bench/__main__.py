@@ -40,7 +40,10 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each contender.")] = 3,
     minutes: Annotated[
         float | None,
-        typer.Option(min=0.1, help="How long a row of endurance runs whose cost grows with time."),
+        typer.Option(
+            min=0.1,
+            help="How long a row of endurance, or queues-held, runs whose cost grows with time.",
+        ),
     ] = None,
 ) -> None:
     """Measure relay beside its peers. QUICK=1 in the environment measures less.

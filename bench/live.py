@@ -14,6 +14,7 @@ from bench.job import Job
 from bench.outbox import Outbox
 from bench.peers import Live
 from bench.results import Measurement
+from bench.workers.publisher import EVENTS
 
 Name = TypeVar("Name")
 
@@ -41,7 +42,12 @@ class Consumer(Protocol):
 
 
 def measure(
-    consumer: Consumer, outbox: Outbox, folder: Path, rate: int, seconds: float
+    consumer: Consumer,
+    outbox: Outbox,
+    folder: Path,
+    rate: int,
+    seconds: float,
+    events: int = EVENTS,
 ) -> Measurement:
     """Milliseconds from just before COMMIT to the handler and, if it has an effect, to the effect's commit."""
     arrivals, published = folder / "arrivals", folder / "published"
@@ -50,6 +56,7 @@ def measure(
     arrivals.write_bytes(b"")
     outbox.conn.execute("truncate projection")
     job = {"dsn": outbox.dsn, "style": consumer.style, "rate": rate, "seconds": seconds}
+    job["events"] = events
     # relay's publisher needs only psycopg, which the project's venv has.
     command = [sys.executable, "-m", PUBLISHER] if consumer.style == "relay" else None
     with consumer.consuming(Live(outbox, folder, arrivals)):

@@ -1,22 +1,29 @@
-"""Workers that take messages of a queue and do nothing with them, in pgbench: relay.take beside plain SKIP LOCKED."""
+"""Workers that take messages of a queue and do nothing with them: relay's beside plain SKIP LOCKED and its peers.
+
+What is SQL runs in pgbench. Workers in Python run in a process of their own, as their users start them.
+"""
 
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from bench.environment import variables
+from bench.environment import HOME, no_venv, variables
+from bench.job import Job
 from bench.outbox import Outbox
 from bench.plan import Plan
 from bench.results import Contender, Goal, Measurement, Workload
 from relay.demo.embedded import wheel_binaries
 
 PLAIN = "plain SKIP LOCKED, delete"
+TAKE, CLAIM = "relay.take", "relay.claim, relay.complete"
 KEYS = 1_000
 FIGURE = "events/s"
+WORKER = "bench.workers.queue_worker"
 CREATE = """
     create table plain_messages (like relay.queue_messages including defaults, primary key (id));
     select relay.declare_queue('unordered', null);
@@ -30,12 +37,23 @@ FILL = """
     select relay.enqueue(%s, '{"order": 1, "amount": 1}', 'order.placed', (n %% %s)::text)
       from generate_series(1, %s) as n
 """
-CLAIM = r"""
+FILL_PGMQ = """
+    select pgmq.send_batch('bench', array_agg('{"order": 1, "amount": 1}'::jsonb)) from generate_series(1, %s)
+"""
+PGMQ_READ = """
+select pgmq.delete('bench', array(select msg_id from pgmq.read('bench', 30, {})));
+"""
+CLAIMS = r"""
 begin;
 select id, attempt from relay.claim('unordered') \gset
 savepoint handled;
 release savepoint handled;
 select relay.complete('unordered', :id, :attempt);
+commit;
+"""
+CLAIMS_MANY = """
+begin;
+select relay.complete('unordered', c.id, c.attempt) from relay.claim('unordered', {}) as c;
 commit;
 """
 
@@ -44,6 +62,7 @@ commit;
 class Taking:
     """A number of workers that take messages in batches, as often as it needs for all of them."""
 
+    plan: Plan
     outbox: Outbox
     messages: int
     workers: int
@@ -69,10 +88,30 @@ class Taking:
         )
 
     def claim(self) -> Measurement:
-        """Claim and complete each message, with a savepoint, as workers in Python do."""
-        return self._measure(
-            CLAIM, FILL, ("unordered", KEYS, self.messages), "relay.queue_messages"
-        )
+        """Claim messages and complete each: one with a savepoint, as workers in Python do, or many in one statement."""
+        script = CLAIMS if self.batch == 1 else CLAIMS_MANY.format(self.batch)
+        parameters = ("unordered", KEYS, self.messages)
+        return self._measure(script, FILL, parameters, "relay.queue_messages")
+
+    def pgmq(self, script: str) -> Measurement:
+        """Call functions of pgmq."""
+        return self._measure(script.format(self.batch), FILL_PGMQ, (self.messages,), "pgmq.q_bench")
+
+    def in_python(self, kind: str) -> Measurement:
+        """Run workers in Python, from their first message to their last."""
+        given = {"kind": kind, "messages": self.messages, "workers": self.workers}
+        if kind == "relay":
+            self.outbox.conn.execute("truncate relay.queue_messages")
+            self.outbox.conn.execute(FILL.encode(), ("unordered", KEYS, self.messages))
+            self.outbox.conn.execute("vacuum analyze relay.queue_messages")
+        dsn = self.outbox.dsn if kind == "relay" else self._new_database(kind)
+        job = {**given, "dsn": dsn, "queue": "unordered", "batch": self.batch}
+        command = [sys.executable, "-m", WORKER] if kind == "relay" else None
+        with Job(WORKER, job, self.plan.folder, command) as process:
+            return {FIGURE: self.messages / float(process.answer("done")["seconds"])}
+
+    def _new_database(self, kind: str) -> str:
+        return self.plan.cluster.create_database(self.outbox.new_name() + f"_{kind}")
 
     def _measure(
         self, script: str, fill: str, parameters: tuple[object, ...], table: str
@@ -83,38 +122,68 @@ class Taking:
         conn.execute(f"vacuum analyze {table}".encode())
         conn.execute("checkpoint")
         each = self.messages // (self.workers * self.batch)
-        command = [
-            *(str(wheel_binaries() / "pgbench"), "--no-vacuum", "--protocol=prepared"),
-            *(f"--client={self.workers}", "--jobs=1", f"--transactions={each}", "--file=-"),
-            self.outbox.dsn,
-        ]
-        began = time.monotonic()
-        subprocess.run(
-            command, input=script, text=True, capture_output=True, check=True, env=variables()
-        )
-        seconds = time.monotonic() - began
+        seconds = pgbench(self.outbox.dsn, script, self.workers, f"--transactions={each}")
         # A worker gets fewer than it asks for where others have the first messages of the keys.
         left = self.outbox.value(f"select count(*) from {table}")
         return {FIGURE: (self.messages - left) / seconds}
 
 
+def pgbench(dsn: str, script: str, clients: int, *options: str) -> float:
+    """Run a script in sessions of pgbench; returns the seconds that it took."""
+    command = [
+        *(str(wheel_binaries() / "pgbench"), "--no-vacuum", "--protocol=prepared"),
+        *(f"--client={clients}", "--jobs=1", *options, "--file=-", dsn),
+    ]
+    began = time.monotonic()
+    subprocess.run(
+        command, input=script, text=True, capture_output=True, check=True, env=variables()
+    )
+    return time.monotonic() - began
+
+
+def _pgmq(outbox: Outbox) -> str | None:
+    """Install pgmq's functions, which its package for Python has as one file; returns why that is not possible."""
+    found = list((HOME / "venv").glob("lib/*/site-packages/pgmq/sql/pgmq.sql"))
+    if not found:
+        return "its package could not be installed"
+    outbox.conn.execute(found[0].read_bytes())
+    outbox.conn.execute("select pgmq.create('bench')")
+    return None
+
+
 def queues(plan: Plan) -> Iterator[Workload]:
-    """Throughput of workers by batch and number, beside plain SKIP LOCKED with delete."""
+    """Throughput of workers by batch and number, beside plain SKIP LOCKED with delete and the peers."""
     outbox = Outbox(plan.cluster, "queues")
     outbox.conn.execute(CREATE)
-    for batch, workers in ((1, 1), (1, 4), (1, 16), (10, 4), (100, 4)):
-        messages = (2_000 if plan.quick else 16_000) * (1 if batch == 1 else 5)
-        taking = Taking(outbox, messages, workers, batch)
-        rows: dict[str, Callable[[], Measurement]] = {
-            PLAIN: taking.plain,
-            "relay.take": partial(taking.take, "unordered"),
-            "relay.take, in the order of 1,000 keys": partial(taking.take, "ordered"),
-        }
-        if batch == 1:
-            rows["relay.claim, relay.complete"] = taking.claim
-        yield Workload(
-            f"queues-{batch}-{workers}",
-            f"{messages:,} messages, {batch} at a time, {workers} workers",
-            [Contender(name, measure, plan.rounds, PLAIN) for name, measure in rows.items()],
-            [Goal("relay.take", FIGURE, 0.9, PLAIN, at_least=True)],
-        )
+    unavailable = {"pgmq": _pgmq(outbox), "pgqueuer": no_venv(), "procrastinate": no_venv()}
+    for batch in (1, 10, 100):
+        for workers in (1, 4, 16):
+            messages = (2_000 if plan.quick else 16_000) * (1 if batch == 1 else 5)
+            taking = Taking(plan, outbox, messages, workers, batch)
+            few = Taking(plan, outbox, messages // 4, workers, batch)
+            rows: dict[str, Callable[[], Measurement]] = {
+                PLAIN: taking.plain,
+                TAKE: partial(taking.take, "unordered"),
+                "relay.take, in the order of 1,000 keys": partial(taking.take, "ordered"),
+                CLAIM: taking.claim,
+                "pgmq, pop": partial(taking.pgmq, "select * from pgmq.pop('bench', {});"),
+                "pgmq, read and delete": partial(taking.pgmq, PGMQ_READ),
+                "pgqueuer, a process": partial(few.in_python, "pgqueuer"),
+            }
+            if batch == 1:
+                rows["procrastinate, a process"] = partial(few.in_python, "procrastinate")
+                rows["relay's worker, a process"] = partial(few.in_python, "relay")
+            name = f"queues-{batch}-{workers}"
+            yield Workload(
+                name,
+                f"{messages:,} messages, {batch} at a time, {workers} workers",
+                [
+                    Contender(
+                        *(row, measure, plan.rounds, PLAIN),
+                        unavailable.get(row.partition(",")[0]),
+                    )
+                    for row, measure in rows.items()
+                    if plan.takes("queues", row) or row == PLAIN
+                ],
+                [Goal(TAKE, FIGURE, 0.9, PLAIN, at_least=True)],
+            )
