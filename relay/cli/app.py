@@ -16,6 +16,7 @@ from relay import __version__
 from relay.cli.deferred import deferred
 from relay.cli.dlq import dlq
 from relay.cli.endpoints import endpoint
+from relay.cli.events import event
 from relay.cli.export import schema, spark
 from relay.cli.install import check, init, uninstall
 from relay.cli.keys import keys
@@ -39,6 +40,7 @@ _ORDER = (
         "status",
         "top",
         "publish",
+        "event",
         "work",
         "dlq",
         "deferred",
@@ -83,6 +85,7 @@ for command in (
     status,
     top,
     publish,
+    event,
     work,
     verify,
     console,

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query, Security
 from fastapi.security import HTTPBearer
 from starlette.requests import Request
 
+from relay.admin.events import FoundEvent
 from relay.admin.offsets import OffsetsMove
 from relay.admin.sinks import SinkMove, SinkStatus
 from relay.console import models
@@ -122,6 +123,12 @@ def resume(group: GroupDep, caller: CallerDep, sink: str, act: models.Act) -> Ch
 def endpoints(group: GroupDep, sink: str, limit: Limit = MOST) -> list[StoredEndpoint]:
     """List endpoints of a sink, which data choose, that fail or are disabled, the disabled ones first."""
     return group.endpoints(sink, limit)
+
+
+@router.get(_GROUP + "/events/{event_id:path}", tags=["events"])
+def event(group: GroupDep, event_id: str) -> FoundEvent:
+    """Find an event by its id, with its state at the target, at each sink and in queues, by today's routes."""
+    return group.event(event_id)
 
 
 @router.get(_GROUP + "/queues", tags=["queues"])

@@ -16,10 +16,11 @@ from typing import Any, Generic, TypeVar
 
 import psycopg
 
-from relay.admin import endpoints, queues, sinks, status
+from relay.admin import endpoints, events, queues, sinks, status
 from relay.admin.connections import reach_target
 from relay.admin.dead_letters import DeadLetters, printed
 from relay.admin.deferred import DeferredTransactions
+from relay.admin.events import FoundEvent
 from relay.admin.offsets import OffsetsMove, PartitionStatus, plan_seek, positions, seek
 from relay.admin.sinks import SinkMove, SinkStatus
 from relay.admin.status import Status
@@ -356,6 +357,14 @@ class GroupView:
         """Enable an endpoint; return whether it was disabled."""
         with acting(by):
             return endpoints.set_disabled(self._settings, sink, endpoint, False, reason) is not None
+
+    def event(self, event_id: str) -> FoundEvent:
+        """Find an event, with its state at each destination. Raises Missing."""
+        with reading():
+            try:
+                return events.find(self._settings, event_id)
+            except events.UnknownEvent as error:
+                raise Missing(str(error)) from None
 
     def queues(self) -> list[QueueFigures]:
         """Read the figures of the work queues."""

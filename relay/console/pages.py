@@ -225,6 +225,17 @@ def sink_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: 
     return views.done(request, to, text)
 
 
+@router.get("/groups/{group}/event")
+def event(request: Request, views: ViewsDep, group: GroupDep, id: str = "") -> Response:
+    """Show where an event is, or a form that asks for its id."""
+    wanted = id.strip()
+    try:
+        found, missing = group.event(wanted) if wanted else None, None
+    except Missing as error:
+        found, missing = None, str(error)
+    return views.page(request, "event.html", id=wanted, event=found, missing=missing)
+
+
 @router.get("/groups/{group}/queues")
 def queues(request: Request, views: ViewsDep, group: GroupDep) -> Response:
     """Show the work queues."""

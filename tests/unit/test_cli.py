@@ -27,7 +27,7 @@ def test_the_command_line_is_light() -> None:
 def test_help_lists_the_commands_in_the_order_of_their_use() -> None:
     group = getattr(typer.main, "get_command")(app)  # noqa: B009
     listed = group.list_commands(None)
-    assert listed[:7] == ["init", "check", "run", "status", "top", "publish", "work"]
+    assert listed[:7] == ["init", "check", "run", "status", "top", "publish", "event"]
     assert listed[-1] == "uninstall"
 
 

@@ -15,7 +15,7 @@ from psycopg import sql
 
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, first_line, is_of_row_security
-from relay.model.events import INSERTED_BY
+from relay.model.events import EVENT_FIELDS, INSERTED_BY, Event
 from relay.model.keys import hashes
 from relay.store.connections import Connection
 
@@ -98,6 +98,27 @@ class OutboxTable:
         ).fetchone()
         # Above the range of bigint where a row has the greatest number.
         return int(row[0]) + 1 if row and row[0] is not None else 1
+
+    def event(self, conn: Connection, event_id: str) -> Event | None:
+        """The event with an id; None if there is no row of it, also where no id of this outbox can be the text."""
+        present = self._names(conn)
+        headers = self._settings.source.headers
+        names = [self._mapping.get(field) for field in EVENT_FIELDS]
+        values = [
+            sql.SQL("{}::text").format(sql.Identifier(name)) if name in present else sql.SQL("null")
+            for name in [*names, *headers.values()]
+        ]
+        query = sql.SQL("select {} from {} where {} = %s limit 1").format(
+            sql.SQL(", ").join(values), self._table, sql.Identifier(self._mapping["id"])
+        )
+        try:
+            row = conn.execute(query, (event_id,), prepare=False).fetchone()
+        except psycopg.DataError:
+            return None
+        if row is None:
+            return None
+        fields = len(EVENT_FIELDS)
+        return Event(row[:fields], dict(zip(headers, row[fields:], strict=True)))
 
     def split_at(self, conn: Connection, offset: int) -> list[int]:
         """The 32-bit xids of the transactions with rows both up to a c_offset and after it."""

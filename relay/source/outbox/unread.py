@@ -135,6 +135,36 @@ class UnreadRows(OutboxTable):
         """Count all unread rows."""
         return _joined(self.by_partition(conn, read).values())
 
+    def has_read(self, conn: Connection, read: ReadPosition, event_id: str) -> bool | None:
+        """Whether a reader has read the row of an event; None if there is no row, or only the WAL is read."""
+        if not read.positions:
+            return None
+        row = conn.execute(
+            sql.SQL(
+                """
+                select {applied}
+                  from (select {partition} as partition, coalesce({xid}, {unmarked}::xid8) as xid,
+                               case when {xid} is null then {row_position}
+                                    else (select max({row_position}) from {table} where {xid} = event.{xid})
+                                    end as position
+                          from {table} as event where {id} = %s limit 1) as row
+                  join {positions} using (partition)
+                """
+            ).format(
+                applied=_applied(read),
+                partition=self._partition_among(len(read.positions)),
+                xid=_XID,
+                unmarked=UNMARKED,
+                row_position=self._row_position,
+                table=self._table,
+                id=sql.Identifier(self._mapping["id"]),
+                positions=_table_of(read.positions),
+            ),
+            (event_id,),
+            prepare=False,
+        ).fetchone()
+        return None if row is None else bool(row[0])
+
     def estimate(self, conn: Connection, read: ReadPosition) -> Backlog:
         """Count the unread rows up to a limit: reads at most 2 × MOST_ROWS of them, along the index on c_xid."""
         newest, full = self._scanned(conn, read, "desc")

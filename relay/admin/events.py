@@ -1,0 +1,169 @@
+"""Says where an event is, while relay runs or not: `relay event`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from relay.admin.connections import reach_source, reach_target
+from relay.config.settings import Settings
+from relay.faults import ConfigurationError
+from relay.model.events import Event
+from relay.pipeline.routing import RouteRules
+from relay.source.outbox.unread import (
+    ReadPosition,
+    UnreadRows,
+    position_of_sink,
+    position_of_target,
+)
+from relay.store import event_states
+from relay.store.connections import Connection
+from relay.store.event_states import StoredState
+from relay.store.positions import sinks
+
+_SHOWN = (
+    "event_type",
+    "host_id",
+    "aggregate_type",
+    "aggregate_id",
+    "transaction_id",
+    "event_ts",
+    "deliver_at",
+)
+TARGET, SINK, QUEUE = "target", "sink", "queue"
+
+
+class UnknownEvent(ConfigurationError):
+    """Neither the outbox nor the target knows an event of this id."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventDestination:
+    """Where an event goes, and how far it is there.
+
+    `kind` is target, sink or queue, `name` that of the sink or queue; `handlers` are those of the target. `state` is
+    waiting, applied (target), delivered (sink), unrouted, deferred, dead, replaying, replayed, discarded or that of a
+    message of a queue; unknown for a sink that has never been worked. `reference` is the id of
+    its dead letter, deferred transaction or message, `until` when it is tried next.
+    """
+
+    kind: str
+    name: str
+    handlers: tuple[str, ...]
+    state: str
+    attempts: int | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+    reason: str | None = None
+    reference: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FoundEvent:
+    """An event, and its destinations. If the outbox has it no more, all fields but the id are None; times are texts."""
+
+    id: str
+    in_outbox: bool
+    event_type: str | None
+    host_id: str | None
+    aggregate_type: str | None
+    aggregate_id: str | None
+    transaction_id: str | None
+    event_ts: str | None
+    deliver_at: str | None
+    destinations: tuple[EventDestination, ...]
+
+
+def find(settings: Settings, event_id: str) -> FoundEvent:
+    """Find an event by its id, with its state at each destination that today's routes give it.
+
+    Raises UnknownEvent, ConfigurationError if a database cannot be reached, psycopg.Error.
+    """
+    if "\0" in event_id:
+        raise UnknownEvent("an id has no NUL character")
+    rows = UnreadRows(settings)
+    with reach_source(settings) as source, reach_target(settings) as target:
+        event = rows.event(source, event_id)
+        read = _positions(settings, target)
+        # After the positions: what has become of an event commits together with the position that passes it.
+        stored = event_states.of(
+            target,
+            settings.group,
+            event_id,
+            event.text("transaction_id") if event else None,
+            event.c_offset if event else None,
+        )
+        passed = (
+            {name: rows.has_read(source, at, event_id) for name, at in read.items()}
+            if event
+            else {}
+        )
+    if event is None and not stored:
+        raise UnknownEvent(
+            f"there is no event {event_id!r}: neither {settings.source.table} nor the dead letters and queues have it"
+        )
+    return FoundEvent(
+        id=event_id,
+        in_outbox=event is not None,
+        **{name: event.text(name) if event else None for name in _SHOWN},
+        destinations=tuple(_destinations(settings, event, stored, passed)),
+    )
+
+
+def _positions(settings: Settings, target: Connection) -> dict[str, ReadPosition]:
+    """What the target, with the name '', and each sink have read."""
+    group = settings.group
+    stored = sinks.read(target, group, settings.sink_handlers.keys())
+    return {
+        "": position_of_target(target, group),
+        **{each.sink: position_of_sink(target, group, each) for each in stored},
+    }
+
+
+def _destinations(
+    settings: Settings,
+    event: Event | None,
+    stored: Sequence[StoredState],
+    passed: Mapping[str, bool | None],
+) -> Iterator[EventDestination]:
+    handlers = RouteRules(settings.routes).handlers(event) if event else ()
+    own = tuple(name for name in handlers if name not in settings.sink_handlers)
+    kept = {each.name: each for each in reversed(stored) if each.found != "message"}
+    queued = [each for each in stored if each.found == "message"]
+    if own or "" in kept or (event and not handlers and not queued):
+        done = "applied" if own else "unrouted"
+        yield _destination(TARGET, "", own, done, kept.get(""), passed.get(""))
+    routed = [name for name in handlers if name in settings.sink_handlers]
+    for name in dict.fromkeys((*routed, *filter(None, kept))):
+        yield _destination(SINK, name, (), "delivered", kept.get(name), passed.get(name))
+    for each in queued:
+        yield _stored(QUEUE, each.name, (), each)
+
+
+def _destination(
+    kind: str,
+    name: str,
+    handlers: tuple[str, ...],
+    done: str,
+    kept: StoredState | None,
+    passed: bool | None,
+) -> EventDestination:
+    if kept is not None:
+        return _stored(kind, name, handlers, kept)
+    state = "unknown" if passed is None else done if passed else "waiting"
+    return EventDestination(kind, name, handlers, state)
+
+
+def _stored(kind: str, name: str, handlers: tuple[str, ...], kept: StoredState) -> EventDestination:
+    return EventDestination(
+        kind,
+        name,
+        handlers,
+        kept.state,
+        kept.attempts,
+        kept.since,
+        kept.until,
+        kept.reason,
+        kept.id,
+    )

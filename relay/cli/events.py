@@ -1,0 +1,58 @@
+"""`relay event`: where an event is. No logic of its own."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from relay.cli.options import ConfigOption, JsonOption
+from relay.cli.terminal import print_table
+from relay.config.files import load
+from relay.model.json_fields import json_fields
+from relay.observe.phrases import moment
+
+
+def event(
+    event_id: Annotated[str, typer.Argument(metavar="ID", help="The event's id.")],
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say where an event is: at the target, at each sink, and in queues, by today's routes."""
+    from relay.admin.events import find
+
+    found = find(load(config), event_id)
+    if as_json:
+        destinations = [json_fields(each) for each in found.destinations]
+        print(json.dumps({**json_fields(found), "destinations": destinations}, indent=2))
+        return
+    facts = {
+        "event": found.id,
+        "event type": found.event_type or "not in the outbox any more",
+        "host": found.host_id,
+        "aggregate": " ".join(filter(None, (found.aggregate_type, found.aggregate_id))),
+        "transaction": found.transaction_id,
+        "published": found.event_ts,
+        "deliver at": found.deliver_at,
+    }
+    for name, value in facts.items():
+        if value:
+            print(f"{name} {value}")
+    print_table(
+        ("destination", "name", "handlers", "state", "attempts", "since", "until", "id", "reason"),
+        (
+            (
+                each.kind,
+                each.name or "-",
+                ", ".join(each.handlers) or "-",
+                each.state,
+                "-" if each.attempts is None else str(each.attempts),
+                moment(each.since),
+                moment(each.until),
+                "-" if each.reference is None else str(each.reference),
+                (each.reason or "-").partition("\n")[0],
+            )
+            for each in found.destinations
+        ),
+    )

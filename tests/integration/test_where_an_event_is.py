@@ -1,0 +1,156 @@
+"""`relay event`: where an event is, at the target, at sinks and in queues, for commands, programs and browsers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from relay.admin.events import EventDestination, UnknownEvent, find
+from relay.config.settings import Settings
+from tests.console import TOKEN, console_of, served
+from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.process import relay
+from tests.webhook import Answer, Webhook
+
+LATER = "2999-01-01T00:00:00+00:00"
+
+
+@pytest.fixture
+def webhook() -> Any:
+    """An endpoint that refuses odd events for good."""
+
+    def answer(_: dict[str, str], body: bytes) -> Answer:
+        return Answer(400 if b"order.odd" in body else 204)
+
+    with Webhook(answer) as found:
+        yield found
+
+
+@pytest.fixture
+def settings(outbox: Outbox, webhook: Webhook) -> Settings:
+    """All events go to the projection, which refuses negative amounts, and to a sink."""
+    handlers = outbox.config()["handlers"] | {"hook": {"type": "http", "url": webhook.url}}
+    found = outbox.settings(
+        handlers=handlers,
+        routes=[{"handlers": ["projection", "hook"]}],
+        observe=console_of(),
+    )
+    outbox.install_again(found)
+    return found
+
+
+def publish(outbox: Outbox, *args: Any, **more: Any) -> str:
+    """Publish one event; returns its id."""
+    transaction = outbox.publish(host(1), event(*args, **more))
+    return str(
+        outbox.value("select id from outbox_message_t where transaction_id = %s", (transaction,))
+    )
+
+
+def states(settings: Settings, event_id: str) -> dict[str, str]:
+    """The state of an event at each destination."""
+    return {each.name or each.kind: each.state for each in find(settings, event_id).destinations}
+
+
+def test_it_is_applied_and_delivered_after_it_waited(outbox: Outbox, settings: Settings) -> None:
+    with relaying(settings):
+        first = publish(outbox)
+        wait_until(lambda: states(settings, first) == {"target": "applied", "hook": "delivered"})
+    second = publish(outbox)
+    assert states(settings, second) == {"target": "waiting", "hook": "waiting"}
+    found = find(settings, second)
+    assert (found.in_outbox, found.event_type, found.host_id) == (
+        True,
+        "order.placed",
+        str(host(1)),
+    )
+    assert found.destinations[0].handlers == ("projection",)
+
+
+def test_what_keeps_it_is_named(outbox: Outbox, settings: Settings) -> None:
+    with relaying(settings):
+        dead = publish(outbox, -1)
+        refused = publish(outbox, 1, "order.odd")
+        later = publish(outbox, deliver_at=LATER)
+        wait_until(lambda: states(settings, later) == {"target": "deferred", "hook": "deferred"})
+        wait_until(lambda: states(settings, dead) == {"target": "dead", "hook": "delivered"})
+        wait_until(lambda: states(settings, refused) == {"target": "applied", "hook": "dead"})
+    target, hook = find(settings, dead).destinations
+    assert target.reason is not None
+    assert "CheckViolation" in target.reason
+    assert target.reference in outbox.column(
+        "select id from relay.dead_letter_queue where event_id = %s", (dead,)
+    )
+    assert hook == EventDestination("sink", "hook", (), "delivered")
+    waiting = find(settings, later).destinations[0]
+    assert waiting.until is not None
+    assert waiting.until.year == 2999
+
+
+def test_queues_have_it_too(outbox: Outbox, settings: Settings) -> None:
+    outbox.conn.execute(
+        "select relay.declare_queue('mail', '{}'), relay.declare_queue('other', null)"
+    )
+    with relaying(settings):
+        number = publish(outbox)
+        wait_until(lambda: states(settings, number).get("mail") == "enqueued")
+    outbox.conn.execute("delete from outbox_message_t")
+    found = find(settings, number)
+    assert (found.in_outbox, found.event_type) == (False, None)
+    assert [each.kind for each in found.destinations] == ["queue"]
+
+
+def test_an_event_without_a_route_is_unrouted(outbox: Outbox) -> None:
+    settings = outbox.settings(
+        routes=[{"match": {"event_type": "else"}, "handlers": ["projection"]}], unrouted="ignore"
+    )
+    with relaying(settings):
+        number = publish(outbox)
+        wait_until(lambda: states(settings, number) == {"target": "unrouted"})
+
+
+def test_mode_wal_knows_it_too(outbox: Outbox) -> None:
+    settings = outbox.settings(source={**outbox.config()["source"], "mode": "wal"})
+    with relaying(settings):
+        number = publish(outbox)
+        wait_until(lambda: states(settings, number) == {"target": "applied"})
+
+
+@pytest.mark.parametrize("event_id", ["00000000-0000-4000-8000-000000000000", "no uuid", "\0"])
+def test_an_event_that_nobody_knows_is_refused_in_a_line(
+    outbox: Outbox, settings: Settings, event_id: str
+) -> None:
+    with pytest.raises(UnknownEvent, match=r"there is no event|no NUL"):
+        find(settings, event_id)
+
+
+def test_the_command_the_api_and_the_page_say_the_same(
+    outbox: Outbox, settings: Settings, tmp_path: Path
+) -> None:
+    number = publish(outbox)
+    config = outbox.config_file(
+        tmp_path / "relay.yaml", handlers=outbox.config()["handlers"], observe=console_of()
+    )
+    words = ("event", number, "--config", str(config))
+    lines = relay(*words).stdout.splitlines()
+    assert lines[:2] == [f"event {number}", "event type order.placed"]
+    assert lines[-1].split("\t")[:4] == ["target", "-", "projection", "waiting"]
+    printed = json.loads(relay(*words, "--json").stdout)
+    with served(settings) as address:
+        client = httpx.Client(base_url=address, headers={"Authorization": f"Bearer {TOKEN}"})
+        answer = client.get(f"/api/v1/groups/default/events/{number}")
+        assert answer.json()["destinations"][0] == printed["destinations"][0]
+        assert client.get("/api/v1/groups/default/events/odd").status_code == 404
+        page = client.get("/groups/default/event", params={"id": number})
+        assert "sink hook" in page.text
+        assert "waiting" in page.text
+        missing = client.get("/groups/default/event", params={"id": "odd<"})
+        assert missing.status_code == 200
+        assert "there is no event" in missing.text
+    refused = relay("event", "odd", "--config", str(config))
+    assert refused.returncode == 2
+    assert "there is no event 'odd'" in refused.stderr
