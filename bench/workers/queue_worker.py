@@ -67,7 +67,9 @@ async def procrastinate(job: dict[str, Any], count: Countdown) -> Awaitable[Any]
     """One worker with a concurrency, which deletes what is done."""
     from procrastinate import App, PsycopgConnector
 
-    app = App(connector=PsycopgConnector(conninfo=job["dsn"], max_size=job["workers"] + 2))
+    app = App(
+        connector=PsycopgConnector(conninfo=job["dsn"], min_size=1, max_size=job["workers"] + 2)
+    )
     await app.open_async()
     await app.schema_manager.apply_schema_async()
 
