@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import deltalake
+import psycopg
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -235,3 +236,39 @@ def test_notifications(outbox: Outbox, tmp_path: Path, monkeypatch: pytest.Monke
     assert outbox.column("select error from relay.queue_items") == [
         "Fail: the provider refuses the notification"
     ]
+
+
+def test_reminders(outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One event becomes a message for each customer, once; each is sent when its time has come, and not before."""
+    folder = EXAMPLES / "reminders"
+    outbox.conn.execute((folder / "tables.sql").read_bytes())
+    outbox.conn.execute(
+        "insert into customers (email, reminded_after) select 'a@shop.example', after::interval"
+        " from unnest('{0,0,1 second,1 hour}'::text[]) as after"
+    )
+    config = tmp_path / "relay.yaml"
+    config.write_text(yaml.safe_dump(configuration("reminders/relay.yaml", outbox)))
+    monkeypatch.setenv("DATABASE_URL", outbox.dsn)
+    assert relay("init", "--config", str(config)).returncode == 0
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    with ExitStack() as stack:
+        stack.enter_context(running(config)).wait_said("streaming")
+        for name in ("sender", "planner"):
+            command = [sys.executable, "-m", "relay", "work", f"reminders:{name}"]
+            worker = stack.enter_context(subprocess.Popen(command, cwd=tmp_path, env=environment))
+            stack.callback(worker.kill)
+        wait_until(lambda: outbox.value("select count(*) from relay.queues") == 2)
+        start = (folder / "start.sql").read_bytes()
+        outbox.conn.execute(start)
+        with pytest.raises(psycopg.errors.UniqueViolation):
+            outbox.conn.execute(start)
+        wait_until(lambda: outbox.value("select count(*) from reminded") == 3)
+    assert outbox.column("select customer from reminded order by customer") == [1, 2, 3]
+    assert outbox.value(
+        """
+        select bool_and(r.at >= (o.payload->>'started_at')::timestamptz + c.reminded_after)
+          from reminded as r join customers as c on c.id = r.customer cross join outbox_message_t as o
+        """
+    )
+    left = "select state, queue from relay.queue_items"
+    assert outbox.conn.execute(left).fetchall() == [("scheduled", "reminders")]
