@@ -325,7 +325,6 @@ as $$
 declare
     now_at    timestamptz := greatest(clock_timestamp(), low_due);
     exhausted tid[];
-    looked_at int;
     candidate tid;
     locked_by xid;
 begin
@@ -351,29 +350,29 @@ begin
                  order by n.id limit most - cardinality(chosen) for update skip locked) as m;
         return;
     end if;
-    -- The oldest messages that are the first of their keys. A window, since a key may have any number of messages. Without "offset 0"
-    -- the planner may read all messages that wait; without the cast to text, all of a partial index instead of the rows by their ctid.
-    with oldest as materialized (
-        select n.ctid, n.id, n.key from relay.queue_messages as n
-         where n.queue_id = the_queue and n.available_at is null and n.id >= low
-         order by n.id limit 50 + 2 * most),
-    firsts as materialized (
-        select o.ctid, o.id from oldest as o
-         where o.key is null
-            or not exists (select from relay.queue_messages as e
-                            where e.queue_id = the_queue and e.available_at is null and e.key = o.key
-                              and e.id >= low and e.id < o.id)
-           and not exists (select from relay.queue_messages as e
-                            where e.queue_id = the_queue and e.key = o.key and e.available_at >= low_due offset 0)),
-    locked as materialized (
-        select n.ctid, n.id, n.xmax as locked_by from relay.queue_messages as n
-         where n.ctid = any (array(select f.ctid from firsts as f)) and n.available_at::text is null
-         order by n.id limit most - cardinality(chosen) for update skip locked)
-    select chosen || coalesce((select array_agg(l.ctid) from locked as l), '{}'), (select min(l.id) from locked as l),
-           (select count(*) from oldest),
-           left_over || coalesce((select array_agg(l.ctid) filter (where l.locked_by <> '0' and relay.was_aborted(l.locked_by)) from locked as l), '{}')
-      into chosen, first_ready, looked_at, left_over;
-    if cardinality(chosen) > 0 or looked_at < 50 + 2 * most then
+    -- The oldest messages that are the first of their keys, read until there are enough. A window, since a key may have any number of
+    -- messages. Without "offset 0" the planner may read all messages that wait; without the cast to text, all of a partial index
+    -- instead of the rows by their ctid.
+    select chosen || coalesce(array_agg(m.ctid), '{}'), min(m.id),
+           left_over || coalesce(array_agg(m.ctid) filter (where m.locked_by <> '0' and relay.was_aborted(m.locked_by)), '{}')
+      into chosen, first_ready, left_over
+      from (select n.ctid, n.id, n.xmax as locked_by
+              from (select w.ctid, w.id, w.key from relay.queue_messages as w
+                     where w.queue_id = the_queue and w.available_at is null and w.id >= low
+                     order by w.id limit 50 + 2 * most) as o
+              join relay.queue_messages as n on n.ctid = o.ctid and n.available_at::text is null
+             where o.key is null
+                or not exists (select from relay.queue_messages as e
+                                where e.queue_id = the_queue and e.available_at is null and e.key = o.key
+                                  and e.id >= low and e.id < o.id offset 0)
+               and not exists (select from relay.queue_messages as e
+                                where e.queue_id = the_queue and e.key = o.key and e.available_at >= low_due offset 0)
+             order by o.id limit most - cardinality(chosen) for update of n skip locked) as m;
+    if cardinality(chosen) > 0
+       or (select count(*)
+             from (select from relay.queue_messages as n
+                    where n.queue_id = the_queue and n.available_at is null and n.id >= low
+                    order by n.id limit 50 + 2 * most) as w) < 50 + 2 * most then
         return;
     end if;
     -- All of the window is blocked. A larger one, unless more keys are held than can be compared at once: its first message of a key is
@@ -496,7 +495,7 @@ returns table (id bigint, attempt int, key text, event_id text, event_type text,
                aggregate_id text, aggregate_version bigint, event_ts timestamptz, transaction_id text, payload jsonb,
                metadata jsonb, enqueued_at timestamptz, first_taken_at timestamptz)
 language plpgsql security definer set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set plan_cache_mode = force_generic_plan
 as $$
 #variable_conflict use_column
 declare
@@ -511,20 +510,19 @@ begin
     if q.paused then
         return;
     end if;
-    if not q.keyed and not q.keeps and not exists (
-        select from relay.queue_messages as m
+    if not q.keyed and not q.keeps and (
+        select true from relay.queue_messages as m
          where m.queue_id = q.id and m.available_at >= q.due_mark
-           and m.available_at <= greatest(clock_timestamp(), q.due_mark)) then
-        -- What relay.lock_messages does, in one statement.
+           and m.available_at <= greatest(clock_timestamp(), q.due_mark) order by m.available_at limit 1) is null then
+        -- What relay.lock_messages does, in one statement. Each row is looked up by its ctid, in the order of the ids.
         return query
-            with gone as (
-                delete from relay.queue_messages as m where m.ctid = any (array(
-                    select m.ctid from relay.queue_messages as m
-                     where m.queue_id = q.id and m.available_at is null and m.id >= q.mark
-                     order by m.id limit greatest(take.max, 1) for update skip locked)) returning m.*)
-            select id, attempts + 1, key, event_id, event_type, host_id, user_id, aggregate_type, aggregate_id,
-                   aggregate_version, event_ts, transaction_id, payload, metadata, enqueued_at, clock_timestamp()
-              from gone order by id;
+            delete from relay.queue_messages as m
+             using (select n.ctid from relay.queue_messages as n
+                     where n.queue_id = q.id and n.available_at is null and n.id >= q.mark
+                     order by n.id limit greatest(take.max, 1) for update skip locked) as o
+             where m.ctid = o.ctid
+            returning m.id, m.attempts + 1, m.key, m.event_id, m.event_type, m.host_id, m.user_id, m.aggregate_type, m.aggregate_id,
+                      m.aggregate_version, m.event_ts, m.transaction_id, m.payload, m.metadata, m.enqueued_at, clock_timestamp();
         get diagnostics taken = row_count;
         if random() < taken / 250.0 then -- seldom, since the statement does not say how far it had to look
             perform relay.move_marks(q.id, q.mark, q.due_mark, q.noted_at);
@@ -556,7 +554,7 @@ returns table (id bigint, attempt int, key text, event_id text, event_type text,
                aggregate_id text, aggregate_version bigint, event_ts timestamptz, transaction_id text, payload jsonb,
                metadata jsonb, enqueued_at timestamptz, first_taken_at timestamptz)
 language plpgsql security definer set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set plan_cache_mode = force_generic_plan
 as $$
 #variable_conflict use_column
 declare
@@ -597,7 +595,7 @@ returns table (id bigint, attempt int, key text, event_id text, event_type text,
                aggregate_id text, aggregate_version bigint, event_ts timestamptz, transaction_id text, payload jsonb,
                metadata jsonb, enqueued_at timestamptz, first_taken_at timestamptz)
 language plpgsql security definer set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set plan_cache_mode = force_generic_plan
 as $$
 #variable_conflict use_column
 declare
@@ -637,14 +635,16 @@ as $$
 declare
     location tid;
 begin
-    select m.ctid into location from relay.queue_messages as m
-     where m.queue_id = the_queue and m.id = the_id and m.available_at is not null
-       and (m.leased and m.attempts = attempt
-            or not only_leased and m.attempts = attempt - 1 and (not m.leased or m.available_at <= clock_timestamp()))
-       for update skip locked;
-    if location is null and not only_leased then
+    if not only_leased then
         select m.ctid into location from relay.queue_messages as m
          where m.queue_id = the_queue and m.id = the_id and m.available_at is null and m.attempts = attempt - 1
+           for update skip locked;
+    end if;
+    if location is null then
+        select m.ctid into location from relay.queue_messages as m
+         where m.queue_id = the_queue and m.id = the_id and m.available_at is not null
+           and (m.leased and m.attempts = attempt
+                or not only_leased and m.attempts = attempt - 1 and (not m.leased or m.available_at <= clock_timestamp()))
            for update skip locked;
     end if;
     if location is null then
@@ -662,7 +662,7 @@ $$;
 -- Ends a message that was leased or claimed: it is done. Returns whether it was still this worker's.
 create or replace function relay.complete(queue text, id bigint, attempt int) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set plan_cache_mode = force_generic_plan
 as $$
 declare
     q     record;
@@ -671,6 +671,16 @@ begin
     select * into q from relay.queue_state(queue);
     if not found then
         perform relay.refuse_queue(queue);
+    end if;
+    if not q.keeps then
+        -- One that was claimed, in one statement.
+        delete from relay.queue_messages as m where m.ctid = any (array(
+            select n.ctid from relay.queue_messages as n
+             where n.queue_id = q.id and n.id = complete.id and n.available_at is null and n.attempts = complete.attempt - 1
+               for update skip locked));
+        if found then
+            return true;
+        end if;
     end if;
     location := relay.lock_message(q.id, complete.id, complete.attempt, false);
     if q.keeps and location is not null then
@@ -684,7 +694,7 @@ $$;
 -- Prolongs a lease: it ends after an interval from now. Returns whether the message was still this worker's.
 create or replace function relay.extend(queue text, id bigint, attempt int, duration interval default '1 minute') returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set plan_cache_mode = force_generic_plan
 as $$
 declare
     q     record;
@@ -706,7 +716,7 @@ $$;
 -- does not count. It keeps its key meanwhile. Returns whether it was still this worker's.
 create or replace function relay.release(queue text, id bigint, attempt int, after interval default '0 s') returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set plan_cache_mode = force_generic_plan
 as $$
 declare
     q     record;
@@ -736,7 +746,7 @@ $$;
 create or replace function relay.retry(queue text, id bigint, attempt int, after interval default null, error text default null)
 returns text
 language plpgsql security definer set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set plan_cache_mode = force_generic_plan
 as $$
 declare
     q     record;
@@ -771,7 +781,7 @@ $$;
 -- it was still this worker's.
 create or replace function relay.fail(queue text, id bigint, attempt int, error text default null) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set plan_cache_mode = force_generic_plan
 as $$
 declare
     q     record;

@@ -7,9 +7,10 @@ ahead of a message that is still to come hides it from the next one who takes.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -24,7 +25,10 @@ DUE, LATER = "0 seconds", "1 hour"
 
 @dataclass
 class Message:
-    """A committed message: who has it in a transaction, until when it waits, and how often it was tried."""
+    """A committed message: who has it in a transaction, until when it waits, and how often it was tried.
+
+    `aborted` says that the last transaction that had it was aborted, and `interruptions` how often a claim saw that.
+    """
 
     id: int
     key: str | None
@@ -32,11 +36,21 @@ class Message:
     holder: int | None = None
     until: str | None = None
     leased: bool = False
+    aborted: bool = False
+    interruptions: int = 0
 
     @property
     def exhausted(self) -> bool:
         """Whether the lease of its last attempt is over."""
         return self.until == DUE and self.attempts >= ATTEMPTS
+
+
+@dataclass
+class Claim:
+    """What a worker has claimed in its transaction: how each message ends if that commits."""
+
+    messages: list[Message] = field(default_factory=list)
+    ends: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass
@@ -51,6 +65,7 @@ class History:
     dead: set[int] = field(default_factory=set)
     begun: dict[int, list[Message]] = field(default_factory=dict)
     taken: dict[int, list[int]] = field(default_factory=dict)
+    claimed: dict[int, Claim] = field(default_factory=dict)
     leases: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -135,11 +150,84 @@ class History:
         """Note which messages became dead letters when somebody met their last lease."""
         for number in self.outbox.column("select id from relay.queue_dead_letters"):
             if number in self.messages:
-                each = self.messages.pop(number)
-                assert each.attempts >= ATTEMPTS
-                self.dead.add(number)
+                assert self.messages[number].attempts >= ATTEMPTS
+                self.bury(self.messages[number])
+
+    def bury(self, each: Message) -> None:
+        del self.messages[each.id]
+        self.dead.add(each.id)
+
+    def finish_one(self, each: Message) -> None:
+        del self.messages[each.id]
+        self.done.add(each.id)
+
+    def claim(self, who: int) -> None:
+        """Claim messages, and end some of them: in the same transaction, which may be aborted all the same."""
+        if who in self.claimed:
+            return  # it would get again what it has not ended
+        conn, most = self.sessions[who], self.chance.choice((1, 2, 3, 100))
+        counted = "select id, interruptions from relay.queue_messages"
+        before = dict(conn.execute(counted).fetchall())
+        rows = conn.execute("select id, attempt from relay.claim('q', %s)", (most,)).fetchall()
+        after = dict(conn.execute(counted).fetchall())
+        left = [
+            self.messages[number]
+            for number, count in before.items()
+            if after.get(number) != count and not self.messages[number].exhausted
+        ]
+        assert [number for number, _ in rows] == sorted({number for number, _ in rows})
+        self.received(sorted(rows + [(each.id, each.attempts + 1) for each in left]), most, who)
+        claim = self.claimed[who] = Claim()
+        for each in left:
+            assert each.aborted
+            claim.messages.append(each)
+            if each.interruptions + 1 >= ATTEMPTS:
+                assert each.id not in after
+                claim.ends.append(partial(self.bury, each))
+            else:
+                assert after[each.id] == each.interruptions + 1
+                claim.ends.append(partial(self.interrupt, each))
+        for number, attempt in rows:
+            each = self.messages[number]
+            assert not each.aborted
+            claim.messages.append(each)
+            self.end_claim(who, each, attempt)
+        for each in claim.messages:
+            each.holder = who
+
+    def end_claim(self, who: int, each: Message, attempt: int) -> None:
+        how = self.chance.choice(("complete", "retry", "fail", None))
+        if how is None:
+            return
+        after = self.chance.choice((DUE, LATER))
+        row = (
+            self.sessions[who]
+            .execute(
+                f"select relay.{how}('q', %s, %s{', %s' if how == 'retry' else ''})".encode(),
+                (each.id, attempt, after)[: 3 if how == "retry" else 2],
+            )
+            .fetchone()
+        )
+        dies = how == "fail" or (how == "retry" and attempt >= ATTEMPTS)
+        assert row == ({True: "dead", False: "retry"}[dies] if how == "retry" else True,)
+        self.claimed[who].ends.append(
+            partial(self.finish_one, each)
+            if how == "complete"
+            else partial(self.bury, each)
+            if dies
+            else partial(self.again, each, attempt, after)
+        )
+
+    def interrupt(self, each: Message) -> None:
+        each.interruptions += 1
+
+    def again(self, each: Message, attempt: int, until: str) -> None:
+        each.attempts, each.leased, each.until = attempt, False, until
+        each.aborted, each.interruptions = False, 0
 
     def take(self, who: int) -> None:
+        if who in self.claimed:
+            return
         most = self.chance.choice((1, 2, 3, 100))
         rows = (
             self.sessions[who].execute("select id, attempt from relay.take('q', %s)", (most,))
@@ -156,7 +244,7 @@ class History:
         ).fetchall()
         for each in self.received(rows, most):
             each.attempts += 1
-            each.leased, each.until = True, duration
+            each.leased, each.until, each.aborted = True, duration, False
             self.leases.append((each.id, each.attempts))
         self.find_dead()
 
@@ -190,17 +278,15 @@ class History:
         if not holds or each is None:
             return
         if how == "complete":
-            self.done.add(number)
-            del self.messages[number]
+            self.finish_one(each)
         elif how == "extend":
-            each.until = after
+            each.until, each.aborted = after, False
         elif how == "release":
-            each.attempts, each.leased, each.until = attempt - 1, False, DUE
+            each.attempts, each.leased, each.until, each.aborted = attempt - 1, False, DUE, False
         elif how == "fail" or attempt >= ATTEMPTS:
-            self.dead.add(number)
-            del self.messages[number]
+            self.bury(each)
         else:
-            each.attempts, each.leased, each.until = attempt, False, after
+            self.again(each, attempt, after)
 
     def give_up(self, who: int) -> None:
         """Roll back what a worker has taken, and end the attempt at one of the messages."""
@@ -212,12 +298,10 @@ class History:
             how = self.outbox.value(
                 "select relay.retry('q', %s, %s, %s)", (number, each.attempts + 1, after)
             )
-            each.attempts += 1
-            each.leased, each.until = False, after
+            self.again(each, each.attempts + 1, after)
             assert how == ("dead" if each.attempts >= ATTEMPTS else "retry")
             if how == "dead":
-                self.dead.add(number)
-                del self.messages[number]
+                self.bury(each)
 
     def requeue(self, _: int) -> None:
         # Or these would have enqueued messages of the same keys at the same time.
@@ -243,14 +327,19 @@ class History:
         for each in self.begun.pop(who, []):
             self.messages[each.id] = each
         for number in self.taken.pop(who, []):
-            del self.messages[number]
-            self.done.add(number)
+            self.finish_one(self.messages[number])
+        claim = self.claimed.pop(who, Claim())
+        for each in claim.messages:
+            each.holder, each.aborted = None, False
+        for end in claim.ends:
+            end()
         self.find_dead()
 
     def forget(self, who: int) -> None:
         self.begun.pop(who, None)
-        for number in self.taken.pop(who, []):
-            self.messages[number].holder = None
+        given_back = [self.messages[number] for number in self.taken.pop(who, [])]
+        for each in given_back + self.claimed.pop(who, Claim()).messages:
+            each.holder, each.aborted = None, True
 
     def roll_back(self, who: int) -> None:
         self.sessions[who].rollback()
@@ -273,12 +362,13 @@ class History:
     def run(self, steps: int) -> None:
         actions = [
             *[self.enqueue] * 5,
-            *[self.take] * 5,
+            *[self.take] * 4,
+            *[self.claim] * 3,
             *[self.commit] * 4,
             *[self.move_marks] * 4,
             *[self.lease] * 2,
             *[self.end_lease] * 3,
-            self.roll_back,
+            *[self.roll_back] * 2,
             self.give_up,
             self.requeue,
         ]
