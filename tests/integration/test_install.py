@@ -308,7 +308,7 @@ def test_functions_run_as_a_role_that_can_do_just_what_they_do(outbox: Outbox) -
     ) == [
         *("claim", "complete", "declare_queue", "drop_queue", "enqueue", "extend", "fail", "lease"),
         *("pause_queue", "prune_history", "publish", "purge_queue", "release", "requeue", "retry"),
-        "take",
+        *("take", "watch_queue"),
     ]
     assert outbox.column(
         "select distinct pg_get_userbyid(proowner)::text from pg_proc"
