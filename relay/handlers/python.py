@@ -16,6 +16,9 @@ from relay.model.transactions import Routed
 from relay.store.connections import Connection
 from relay.store.handler_sessions import is_open
 
+_SIGN_ENDS_SECONDS = 10.0
+"""How long a sign of life is waited for (relay/store/handler_sessions.py): the time of an empty query."""
+
 
 class Python:
     """Calls its function once for each transaction; changes through the cursor commit with the task."""
@@ -73,7 +76,7 @@ def call(
         return
     if _is_ended(conn):
         raise transaction_ended([name])
-    if conn.info.transaction_status == TransactionStatus.INERROR:
+    if _status(conn) == TransactionStatus.INERROR:
         raise TransactionAborted(
             "the function caught a database error and continued, but the error aborted the transaction: do not "
             "catch it, or run what may fail inside `with cursor.connection.transaction():`"
@@ -82,11 +85,24 @@ def call(
 
 def _is_ended(conn: Connection) -> bool:
     """Whether no database transaction is open although the connection is alive."""
-    status = conn.info.transaction_status
+    status = _status(conn)
     return not conn.broken and status not in (TransactionStatus.INTRANS, TransactionStatus.INERROR)
 
 
 def _is_another(conn: Connection) -> bool:
     """Whether a database transaction is open that relay did not begin."""
-    open_now = conn.info.transaction_status == TransactionStatus.INTRANS
+    open_now = _status(conn) == TransactionStatus.INTRANS
     return open_now and not is_open(conn)
+
+
+def _status(conn: Connection) -> TransactionStatus:
+    """The status when no sign of life is in flight, during which it is ACTIVE.
+
+    A function that left `cursor.stream` unfinished holds the lock for good.
+    """
+    locked = conn.lock.acquire(timeout=_SIGN_ENDS_SECONDS)
+    try:
+        return conn.info.transaction_status
+    finally:
+        if locked:
+            conn.lock.release()
