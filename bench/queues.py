@@ -20,6 +20,7 @@ from bench.results import Contender, Goal, Measurement, Workload
 from relay.demo.embedded import wheel_binaries
 
 PLAIN = "plain SKIP LOCKED, delete"
+PLAIN_CLAIM = "plain SKIP LOCKED, the statements of a claim"
 TAKE, CLAIM = "relay.take", "relay.claim, relay.complete"
 KEYS = 1_000
 FIGURE = "events/s"
@@ -51,6 +52,14 @@ release savepoint handled;
 select relay.complete('unordered', :id, :attempt);
 commit;
 """
+PLAIN_CLAIMS = r"""
+begin;
+select * from plain_messages order by id limit 1 for update skip locked \gset
+savepoint handled;
+release savepoint handled;
+delete from plain_messages where id = :id;
+commit;
+"""
 CLAIMS_MANY = """
 begin;
 select relay.complete('unordered', c.id, c.attempt) from relay.claim('unordered', {}) as c;
@@ -70,13 +79,17 @@ class Taking:
 
     def plain(self) -> Measurement:
         """Delete the oldest rows that nobody has locked."""
-        return self._measure(
+        return self._plain(
             "delete from plain_messages where id = any (array("
-            f"select id from plain_messages order by id limit {self.batch} for update skip locked)) returning *;",
-            FILL_PLAIN,
-            (KEYS, self.messages),
-            "plain_messages",
+            f"select id from plain_messages order by id limit {self.batch} for update skip locked)) returning *;"
         )
+
+    def plain_claim(self) -> Measurement:
+        """Lock a row and delete it, with the statements of `claim`."""
+        return self._plain(PLAIN_CLAIMS)
+
+    def _plain(self, script: str) -> Measurement:
+        return self._measure(script, FILL_PLAIN, (KEYS, self.messages), "plain_messages")
 
     def take(self, queue: str) -> Measurement:
         """Call `relay.take`."""
@@ -171,6 +184,7 @@ def queues(plan: Plan) -> Iterator[Workload]:
                 "pgqueuer, a process": partial(few.in_python, "pgqueuer"),
             }
             if batch == 1:
+                rows[PLAIN_CLAIM] = taking.plain_claim
                 rows["procrastinate, a process"] = partial(few.in_python, "procrastinate")
                 rows["relay's worker, a process"] = partial(few.in_python, "relay")
             name = f"queues-{batch}-{workers}"
