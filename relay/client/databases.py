@@ -9,7 +9,7 @@ are no conflict.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -154,6 +154,37 @@ def _named(dsn: str, name: str) -> dict[str, Any]:
     return {} if "application_name" in conninfo_to_dict(dsn) else {"application_name": name[:63]}
 
 
+def _is_read_only(error: BaseException | None) -> bool:
+    """Return whether a server refused to write, as seen through what SQLAlchemy and Django raise instead."""
+    while error is not None:
+        if "25006" in (getattr(error, "sqlstate", None), getattr(error, "pgcode", None)):
+            return True
+        error = getattr(error, "orig", None) or error.__cause__
+    return False
+
+
+@contextmanager
+def _leaving(discard: Callable[[], None]) -> Iterator[None]:
+    """Discard a pool's connection to a server that has become read-only: the pool then asks for the primary again."""
+    try:
+        yield
+    except Exception as error:
+        if _is_read_only(error):
+            discard()
+        raise
+
+
+@asynccontextmanager
+async def _leaving_async(discard: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """The asynchronous form of `_leaving`."""
+    try:
+        yield
+    except Exception as error:
+        if _is_read_only(error):
+            await discard()
+        raise
+
+
 class _Pooled:
     """What has no connection of its own: each transaction takes one of a pool, or of an engine."""
 
@@ -179,7 +210,7 @@ class _PsycopgPool(_Pooled):
     def transaction(self) -> Iterator[Any]:
         import psycopg
 
-        with self._pool.connection() as conn:
+        with self._pool.connection() as conn, _leaving(conn.close):
             former = conn.isolation_level
             conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
             try:
@@ -197,7 +228,7 @@ class _AsyncPsycopgPool(_AsyncPooled):
     async def transaction(self) -> AsyncIterator[Any]:
         import psycopg
 
-        async with self._pool.connection() as conn:
+        async with self._pool.connection() as conn, _leaving_async(conn.close):
             former = conn.isolation_level
             await conn.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
             try:
@@ -213,7 +244,11 @@ class _AsyncPsycopgPool(_AsyncPooled):
 class _Asyncpg(_AsyncPooled):
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Any]:
-        async with self._pool.acquire() as conn, conn.transaction(isolation="read_committed"):
+        async with (
+            self._pool.acquire() as conn,
+            _leaving_async(conn.close),
+            conn.transaction(isolation="read_committed"),
+        ):
             yield conn
 
     savepoint = staticmethod(_block)
@@ -225,7 +260,7 @@ class _Asyncpg(_AsyncPooled):
 class _SQLAlchemy(_Pooled):
     @contextmanager
     def transaction(self) -> Iterator[Any]:
-        with self._pool.begin() as session:
+        with self._pool.begin() as session, _leaving(session.invalidate):
             from sqlalchemy import text as clause
 
             session.execute(clause(_ISOLATED))
@@ -243,7 +278,7 @@ class _SQLAlchemy(_Pooled):
 class _AsyncSQLAlchemy(_AsyncPooled):
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Any]:
-        async with self._pool.begin() as session:
+        async with self._pool.begin() as session, _leaving_async(session.invalidate):
             from sqlalchemy import text as clause
 
             await session.execute(clause(_ISOLATED))
@@ -268,7 +303,7 @@ class _Django(_Pooled):
         conn = connections[self._pool.alias]
         # As Django does between two requests: a lost connection is opened again.
         conn.close_if_unusable_or_obsolete()
-        with transaction.atomic(using=conn.alias):
+        with _leaving(conn.close), transaction.atomic(using=conn.alias):
             with conn.cursor() as cursor:
                 cursor.execute(_ISOLATED)
             yield conn
