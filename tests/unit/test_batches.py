@@ -148,9 +148,9 @@ def test_a_batch_that_is_full_does_not_wait() -> None:
 
 def test_a_batch_waits_for_max_wait_and_no_longer() -> None:
     async def main() -> Run:
-        found = Run(done, max_batch=100, max_wait=0.1)
+        found = Run(done, max_batch=100, max_wait=1)
         found.dispatcher.submit(delivery(0, "a"))
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(0.01)
         assert not found.sink.calls
         await found.all([delivery(1, "a"), delivery(2, "b")])
         return found
