@@ -32,6 +32,7 @@ from relay.pipeline.runner import Pipeline
 from relay.queues.configured import ConfiguredQueues
 from relay.retention.schedule import Schedule
 from relay.runtime.parts import Condition, Part, faults
+from relay.schedules.ticking import Ticker
 from relay.source.hybrid import Source, open_source
 from relay.spark.engine import SparkEngine
 from relay.spark.session import Session
@@ -117,6 +118,7 @@ class Service:
             self._pipeline,
             retry_worker,
             Schedule(settings, self.stop),
+            Ticker(settings, self.stop) if settings.source.owns_table else None,
             self._source,
             # Closed before the source, to which they confirm.
             self._sinks,

@@ -22,7 +22,13 @@ from pydantic import BaseModel
 from relay.cli.app import app
 from relay.config.description import DescribedKey, described, first_paragraph, keys, model_in
 from relay.config.handlers import KINDS, AnyHandler, BrokerHandler, DeliveryHandler, SinkHandler
-from relay.config.settings import EventTypeSettings, QueueSettings, Settings
+from relay.config.settings import (
+    EventTypeSettings,
+    QueueSettings,
+    ScheduledEvent,
+    ScheduleSettings,
+    Settings,
+)
 from tests.pages import DOCS
 from tests.process import ROOT
 from tests.sql_meanings import COLUMNS, FUNCTIONS, TABLES
@@ -35,6 +41,7 @@ MODULES = (
     "relay.sinks.batching",
     "relay.sinks.cloudevents",
     "relay.client",
+    "relay.client.schedule",
     "relay.client.worker",
     "relay.client.middleware",
     "relay.client.testing",
@@ -121,6 +128,11 @@ def settings() -> str:
             sections.append(f"## events\n\n{texts[name]}\n\n{keys_table(EventTypeSettings)}")
         elif name == "queues":
             sections.append(f"## queues\n\n{texts[name]}\n\n{keys_table(QueueSettings)}")
+        elif name == "schedules":
+            sections.append(
+                f"## schedules\n\n{texts[name]}\n\n{keys_table(ScheduleSettings)}"
+                f"\n### schedules: publish\n\n{keys_table(ScheduledEvent)}"
+            )
         elif name == "routes":
             (route,) = get_args(field.annotation)
             sections.append(f"## routes\n\n{texts[name]}\n\n{keys_table(route)}")

@@ -16,6 +16,7 @@ from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError, Unreachable, first_line, refused_for_good
 from relay.model.events import FIELDS
 from relay.retention import partitions, reader_positions
+from relay.schedules.ticking import declare
 from relay.source.outbox import columns
 from relay.source.outbox.additions import (
     COUNTER_TRIGGER,
@@ -42,6 +43,7 @@ from relay.source.stream.walsender import open_replication, require_asynchronous
 from relay.store import (
     dead_letters,
     own_rights,
+    schedules,
     streams,
 )
 from relay.store.connections import POOLER_HINT, Connection, connect, leads_to_pooler
@@ -96,6 +98,8 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
         # Only retention and the notes of slots need them.
         yield replace(found, level=Severity.WARNING) if found.level is Severity.ERROR else found
         yield from _retention(conn, settings)
+        if source.owns_table:
+            yield from _schedules(conn, settings)
     functions = finding_of(
         "functions",
         "relay may call what it needs",
@@ -139,6 +143,25 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
             # Without the WAL, relay polls: no error keeps it from starting.
             downgraded = source.mode == "auto" and finding.level is Severity.ERROR
             yield replace(finding, level=Severity.WARNING) if downgraded else finding
+
+
+def _schedules(conn: Connection, settings: Settings) -> Iterator[Finding]:
+    """Check that the configured schedules can be declared, and find those that stand still."""
+    if settings.schedules:
+        yield finding_of("schedules", "they can be declared", _require_schedules, conn, settings)
+    for each in schedules.listed(conn):
+        if each.fault is not None:
+            yield Finding(
+                Severity.WARNING,
+                "schedules",
+                f"{each.name}: stands still: {each.fault}: declare it again with relay.declare_schedule",
+            )
+
+
+def _require_schedules(conn: Connection, settings: Settings) -> None:
+    """Raise ConfigurationError if the source refuses a schedule."""
+    with conn.transaction(force_rollback=True):
+        declare(conn, settings)
 
 
 def _stream(conn: Connection, settings: Settings) -> Iterator[Finding]:

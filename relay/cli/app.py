@@ -25,6 +25,7 @@ from relay.cli.options import fail, out
 from relay.cli.publish import publish
 from relay.cli.queues import queue
 from relay.cli.retention import erase, partition, restore
+from relay.cli.schedules import schedule
 from relay.cli.service import console, demo, run
 from relay.cli.sinks import sink
 from relay.cli.status import status, top
@@ -47,6 +48,7 @@ _ORDER = (
         "sink",
         "endpoint",
         "queue",
+        "schedule",
         "verify",
         "offsets",
         "console",
@@ -75,6 +77,7 @@ app.add_typer(deferred, name="deferred")
 app.add_typer(sink, name="sink")
 app.add_typer(endpoint, name="endpoint")
 app.add_typer(queue, name="queue")
+app.add_typer(schedule, name="schedule")
 app.add_typer(schema, name="schema")
 app.add_typer(spark, name="spark")
 app.add_typer(offsets, name="offsets")

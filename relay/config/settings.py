@@ -6,9 +6,11 @@ import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
+from uuid import UUID
 
 from pydantic import (
     AfterValidator,
+    AwareDatetime,
     BeforeValidator,
     Discriminator,
     Field,
@@ -38,7 +40,9 @@ from relay.config.types import (
     Seconds,
     SecondsOrZero,
     Section,
+    duration,
 )
+from relay.model.cron import timing, zone_of
 
 ENV_PREFIX = "RELAY_"
 """The beginning of the variables that are settings."""
@@ -265,6 +269,80 @@ class QueueSettings(Section):
         return self
 
 
+class ScheduledEvent(Section):
+    """The event that a schedule publishes."""
+
+    event_type: Annotated[str, Field(min_length=1)]
+    """Its type."""
+    host_id: UUID
+    """The tenant that it belongs to."""
+    user_id: UUID | None = None
+    """The user whom it concerns."""
+    aggregate_type: str | None = None
+    """What kind of thing it concerns."""
+    aggregate_id: str | None = None
+    """Which one."""
+    aggregate_version: Annotated[int, Number] | None = None
+    """The version of that."""
+    payload: Any = Field(default_factory=dict)
+    """Its content."""
+    metadata: dict[str, Any] | None = None
+    """Its metadata; `schedule` and `scheduled_at` are added."""
+
+
+def _period(value: Any) -> timedelta:
+    """Parse a duration that may be of seconds: `30s`."""
+    if isinstance(value, str) and re.fullmatch(r"[1-9]\d{0,5}\s*s", value.strip()):
+        return timedelta(seconds=int(value.strip()[:-1]))
+    try:
+        return duration(value)
+    except ValueError:
+        raise ValueError(
+            "must be a number of seconds, minutes, hours, days or weeks: 30s, 15m, 6h, 7d, 2w"
+        ) from None
+
+
+class ScheduleSettings(Section):
+    """An event that is published at given times; one of `cron`, `every` and `at` says when."""
+
+    cron: str | None = None
+    """Minute, hour, day of month, month and day of week, such as `0 3 * * *`, or `@daily`."""
+    every: Annotated[timedelta, BeforeValidator(_period)] | None = None
+    """An interval such as `30s` or `15m`, counted from the beginning of 1970 in UTC."""
+    at: AwareDatetime | None = None
+    """A single time, with its offset: `2027-01-01T00:00:00+01:00`."""
+    timezone: str = "UTC"
+    """The time zone of `cron`, such as Europe/Paris."""
+    missed: Literal["latest", "all", "skip"] = "latest"
+    """Which of several times that have passed are published: the latest, all of them, or none."""
+    jitter: Annotated[float, Field(ge=0, le=86_400), Number] = 0.0
+    """Each event is published up to so many seconds later."""
+    publish: ScheduledEvent
+    """The event."""
+
+    @model_validator(mode="after")
+    def _is_understood(self) -> ScheduleSettings:
+        if sum(each is not None for each in (self.cron, self.every, self.at)) != 1:
+            raise ValueError("give one of cron, every and at")
+        if self.cron is None and self.timezone != "UTC":
+            raise ValueError("timezone: is that of cron")
+        try:
+            zone_of(self.timezone)
+        except ValueError as error:
+            raise ValueError(f"timezone: {error}") from None
+        try:
+            timing(self.cron, self.every, self.at, self.timezone)
+        except ValueError as error:
+            raise ValueError(f"cron: {error}") from None
+        return self
+
+    @property
+    def declared(self) -> dict[str, Any]:
+        """The arguments of `relay.declare_schedule`."""
+        values = self.model_dump(exclude={"publish"})
+        return {**values, "publish": self.publish.model_dump(mode="json", exclude_none=True)}
+
+
 LONGEST_QUEUE_NAME = 100
 QUEUE_KEYS = ("none", "host", "user", "aggregate")
 """What can order the messages of a queue, beside a path."""
@@ -452,6 +530,8 @@ class Settings(BaseSettings):
     """Which events go to which handlers: a list, in which the first route that matches applies."""
     queues: Alike[dict[str, QueueSettings]] = Field(default_factory=dict)
     """Work queues that relay declares when it starts, by name; others are declared in SQL."""
+    schedules: Alike[dict[str, ScheduleSettings]] = Field(default_factory=dict)
+    """Events that relay publishes at given times, by name; others are declared in SQL."""
     sinks: Own[SinksSettings] = Field(default_factory=SinksSettings)
     """How long relay keeps the WAL for a sink."""
     dead_letters: Own[DeadLetterLimits] = Field(default_factory=DeadLetterLimits)
@@ -485,6 +565,26 @@ class Settings(BaseSettings):
                     f"{name!r} is no name of a queue, which has 1 to {LONGEST_QUEUE_NAME} characters"
                 )
         return value
+
+    @field_validator("schedules")
+    @classmethod
+    def _schedules_have_names(
+        cls, value: dict[str, ScheduleSettings]
+    ) -> dict[str, ScheduleSettings]:
+        for name in value:
+            if not 1 <= len(name) <= LONGEST_QUEUE_NAME or not name.isprintable():
+                raise ValueError(
+                    f"{name!r} is no name of a schedule, which has 1 to {LONGEST_QUEUE_NAME} characters"
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _schedules_have_an_outbox(self) -> Settings:
+        if self.schedules and not self.source.owns_table:
+            raise ValueError(
+                "schedules: relay publishes into its own outbox only: remove source.table or source.message_prefix"
+            )
+        return self
 
     @model_validator(mode="after")
     def _handlers_exist(self) -> Settings:

@@ -74,6 +74,11 @@ def queues(group: str) -> Key:
     return Key(0x71756575, group)  # "queu"
 
 
+def schedules(group: str) -> Key:
+    """The key of the schedules in the configuration of a group."""
+    return Key(0x73636865, group)  # "sche"
+
+
 def retention(table: str) -> Key:
     """The key of the partitions of an outbox."""
     return Key(0x72657461, table)  # "reta"

@@ -306,9 +306,10 @@ def test_functions_run_as_a_role_that_can_do_just_what_they_do(outbox: Outbox) -
     assert outbox.column(
         "select proname::text from pg_proc where pronamespace = 'relay'::regnamespace and prosecdef order by 1"
     ) == [
-        *("claim", "complete", "declare_queue", "drop_queue", "enqueue", "extend", "fail", "lease"),
-        *("pause_queue", "prune_history", "publish", "purge_queue", "release", "requeue", "retry"),
-        *("take", "watch_queue"),
+        *("claim", "complete", "declare_queue", "declare_schedule", "drop_queue", "drop_schedule"),
+        *("enqueue", "extend", "fail", "lease", "pause_queue", "pause_schedule", "prune_history"),
+        *("publish", "purge_queue", "release", "requeue", "retry", "run_schedule", "take", "tick"),
+        "watch_queue",
     ]
     assert outbox.column(
         "select distinct pg_get_userbyid(proowner)::text from pg_proc"

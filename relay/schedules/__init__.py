@@ -1,0 +1,1 @@
+"""Schedules: events that relay publishes into its own outbox at given times."""

@@ -1,0 +1,168 @@
+"""The rows of `relay.schedules`, and the functions that change them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID
+from zoneinfo import ZoneInfo
+
+import psycopg
+from psycopg.rows import class_row
+from psycopg.types.json import Jsonb
+
+from relay.model.cron import Timing, timing, zone_of
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleRow:
+    """A schedule, and how far it is. `present` is the database's time when the row was read; times are in UTC."""
+
+    name: str
+    id: UUID
+    cron: str | None
+    every: timedelta | None
+    at: datetime | None
+    timezone: str
+    missed: str
+    jitter: timedelta
+    configured_by: str | None
+    since: datetime
+    paused_at: datetime | None
+    next_at: datetime | None
+    passed_at: datetime | None
+    last: list[datetime]
+    last_event_id: UUID | None
+    published: int
+    missed_ticks: int
+    fault: str | None
+    version: int
+    present: datetime
+
+    @property
+    def timing(self) -> Timing:
+        """When it is due. Raises ValueError for what SQL declared and relay does not understand."""
+        return timing(self.cron, self.every, self.at, self.timezone)
+
+    @property
+    def begins(self) -> datetime:
+        """The time after which its next time is."""
+        return max(self.since, self.passed_at or self.since)
+
+    @property
+    def zone(self) -> ZoneInfo:
+        """Its time zone; UTC for one that relay does not know."""
+        try:
+            return zone_of(self.timezone)
+        except ValueError:
+            return zone_of("UTC")
+
+    @property
+    def when(self) -> str:
+        """Its times as text."""
+        if self.cron is not None:
+            return self.cron if self.timezone == "UTC" else f"{self.cron} {self.timezone}"
+        if self.every is not None:
+            return f"every {self.every}"
+        return f"at {self.at}"
+
+
+_IS_DUE = "paused_at is null and (due_at is null or due_at <= clock_timestamp())"
+_READ = """
+    select name, id, cron, every, at, timezone, missed, jitter, configured_by, since, paused_at, next_at, passed_at,
+           last, last_event_id, published, missed_ticks, fault, version, clock_timestamp() as present
+      from relay.schedules
+"""
+_WAITS = """
+    select bool_or(due_at is null or due_at <= clock_timestamp()),
+           extract(epoch from min(due_at) filter (where due_at <> 'infinity') - clock_timestamp())::float8
+      from relay.schedules where paused_at is null
+"""
+_TICK = """
+    select relay.tick(%s, %s, %s::timestamptz[], %s::uuid[], %s, %s, coalesce(%s, timestamptz 'infinity'), %s, %s)
+"""
+_DECLARE = """
+    select relay.declare_schedule(
+        name => %(name)s, publish => %(publish)s, cron => %(cron)s, every => %(every)s, at => %(at)s,
+        timezone => %(timezone)s, missed => %(missed)s, jitter => make_interval(secs => %(jitter)s),
+        configured_by => %(group)s)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class DueTicks:
+    """What a schedule publishes now, by time, and where it goes on; `due` is None where nothing follows."""
+
+    times: Sequence[datetime]
+    ids: Sequence[UUID]
+    passed: datetime | None
+    next: datetime | None
+    due: datetime | None
+    missed: int = 0
+    fault: str | None = None
+
+
+def listed(conn: psycopg.Connection[Any]) -> list[ScheduleRow]:
+    """Read the schedules in the order of their names. Raises psycopg.Error."""
+    return _rows(conn, _READ + " order by name")
+
+
+def named(conn: psycopg.Connection[Any], name: str) -> ScheduleRow | None:
+    """Read a schedule; None if there is none of this name. Raises psycopg.Error."""
+    return next(iter(_rows(conn, _READ + " where name = %s", (name,))), None)
+
+
+def due(conn: psycopg.Connection[Any]) -> list[ScheduleRow]:
+    """Read the schedules that are due, or whose next time is not known. Raises psycopg.Error."""
+    return _rows(conn, f"{_READ} where {_IS_DUE} order by due_at nulls first")
+
+
+def _rows(
+    conn: psycopg.Connection[Any], query: str, parameters: tuple[object, ...] = ()
+) -> list[ScheduleRow]:
+    with conn.cursor(row_factory=class_row(ScheduleRow)) as cursor:
+        return cursor.execute(query.encode(), parameters).fetchall()
+
+
+def wait(conn: psycopg.Connection[Any]) -> float | None:
+    """Return in how many seconds a schedule is due, 0 if one is; None if none will be. Raises psycopg.Error."""
+    ((is_due, seconds),) = conn.execute(_WAITS.encode())
+    return 0.0 if is_due else seconds
+
+
+def tick(conn: psycopg.Connection[Any], schedule: ScheduleRow, step: DueTicks) -> bool:
+    """Publish and move on in one statement; returns whether nobody else has done it. Raises psycopg.Error."""
+    values = (schedule.name, schedule.version, list(step.times), list(step.ids), step.passed)
+    row = conn.execute(_TICK, (*values, step.next, step.due, step.missed, step.fault)).fetchone()
+    return row == (True,)
+
+
+def declare(
+    conn: psycopg.Connection[Any], group: str | None, name: str, values: Mapping[str, Any]
+) -> bool:
+    """Declare a schedule; returns whether that changed anything. Raises psycopg.Error."""
+    given = {**values, "publish": Jsonb(values["publish"]), "name": name, "group": group}
+    return conn.execute(_DECLARE, given).fetchone() == (True,)
+
+
+def drop_others(conn: psycopg.Connection[Any], group: str, names: Collection[str]) -> list[str]:
+    """Drop the schedules that a group's configuration had, but for some; returns their names. Raises psycopg.Error."""
+    rows = conn.execute(
+        "select name from relay.schedules where configured_by = %s and name <> all (%s) "
+        "and relay.drop_schedule(name, configured_by)",
+        (group, list(names)),
+    )
+    return sorted(name for (name,) in rows)
+
+
+def pause(conn: psycopg.Connection[Any], name: str, paused: bool) -> bool:
+    """Pause a schedule or let it go on; returns whether that changed anything. Raises psycopg.Error."""
+    return conn.execute("select relay.pause_schedule(%s, %s)", (name, paused)).fetchone() == (True,)
+
+
+def run_now(conn: psycopg.Connection[Any], name: str) -> UUID | None:
+    """Publish a schedule's event beside its times; returns its id, None without the schedule. Raises psycopg.Error."""
+    row = conn.execute("select relay.run_schedule(%s)", (name,)).fetchone()
+    return row[0] if row else None
