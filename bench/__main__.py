@@ -30,8 +30,8 @@ def main(
     workloads: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"{', '.join(WORKLOADS)}, {REPORT}; sinks, outage or endurance for all of these. "
-            "By default all but outage and endurance."
+            help=f"{', '.join(WORKLOADS)}, {REPORT}; sinks, spark-work, outage or endurance for all of "
+            "these. By default all but the last three."
         ),
     ] = None,
     peers: Annotated[
@@ -44,6 +44,9 @@ def main(
             min=0.1,
             help="How long a row of endurance, or queues-held, runs whose cost grows with time.",
         ),
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=5, help="The events of each workload of spark-work.")
     ] = None,
 ) -> None:
     """Measure relay beside its peers. QUICK=1 in the environment measures less.
@@ -65,7 +68,7 @@ def main(
             _report(console)
             continue
         try:
-            measured.extend(_measure(name, console, quick, rounds, named, results, minutes))
+            measured.extend(_measure(name, console, quick, rounds, named, results, minutes, rows))
         except Exception:
             # The others are still measured.
             console.print_exception()
@@ -95,13 +98,14 @@ def _measure(
     peers: list[str],
     results: Path,
     minutes: float | None,
+    rows: int | None,
 ) -> Iterator[dict[str, Any]]:
     with (
         tempfile.TemporaryDirectory(prefix="relay-bench-") as folder,
         Cluster(settings=SERVER_SETTINGS) as cluster,
     ):
         console.rule(name)
-        plan = Plan(cluster, Path(folder), quick, rounds, peers, minutes)
+        plan = Plan(cluster, Path(folder), quick, rounds, peers, minutes, rows)
         for workload in WORKLOADS[name](plan):
             yield run(workload, console, results)
 

@@ -29,8 +29,17 @@ STATEMENTS = {
 """The same effect as a statement for each event, and as one over the relation `batch`."""
 
 
+NOTE = "repeat('x', 100)"
+LARGE_NOTE = "(select string_agg(md5((t * 1000 + i)::text), '') from generate_series(1, 312) i)"
+"""SQL for a text in each payload: 100 characters, or 10 kB that hardly compress."""
+
+
 def fill(
-    conn: psycopg.Connection[Any], transactions: int, events: int = 5, one_commit: bool = False
+    conn: psycopg.Connection[Any],
+    transactions: int,
+    events: int = 5,
+    one_commit: bool = False,
+    note: str = NOTE,
 ) -> None:
     """Publish transactions of `events` events, each in its own commit or all in one. `conn` must be in autocommit."""
     commit = "" if one_commit else "commit;"
@@ -45,7 +54,7 @@ def fill(
                     ('00000000-0000-4000-9000-' || lpad((t % 1000)::text, 12, '0'))::uuid,
                     (select jsonb_agg(jsonb_build_object(
                         'event_type', 'order.placed', 'aggregate_type', 'Order', 'aggregate_id', t::text,
-                        'payload', jsonb_build_object('order', t, 'amount', n, 'note', repeat('x', 100))))
+                        'payload', jsonb_build_object('order', t, 'amount', n, 'note', {note})))
                      from generate_series(1, {events}) n));
                 {commit}
             end loop;

@@ -34,9 +34,12 @@ def wait(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
 
 def compute(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
     """Use 5 ms of CPU time."""
-    ends = time.thread_time() + 0.005
-    while time.thread_time() < ends:
-        pass
+    _compute(0.005)
+
+
+def compute_1_ms(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Use 1 ms of CPU time."""
+    _compute(0.001)
 
 
 def note(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
@@ -65,6 +68,12 @@ def later(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
 def poison(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
     """Fail for good, so that the transaction is dead-lettered."""
     raise ValueError("poison")
+
+
+def _compute(seconds: float) -> None:
+    ends = time.thread_time() + seconds
+    while time.thread_time() < ends:
+        pass
 
 
 def _file() -> Arrivals:

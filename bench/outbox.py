@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from bench.backlog import PROJECTION, fill
+from bench.backlog import NOTE, PROJECTION, fill
 from relay.admin.install import initialise
 from relay.config.settings import Settings
 from relay.demo.embedded import Cluster
@@ -85,10 +85,12 @@ class Outbox:
         source = {"dsn": self.dsn, "slot": slot, "publication": PUBLICATION, "mode": mode}
         return {"source": source, "group": slot, **sections}
 
-    def publish(self, transactions: int, events: int = 5, one_commit: bool = False) -> Backlog:
+    def publish(
+        self, transactions: int, events: int = 5, one_commit: bool = False, note: str = NOTE
+    ) -> Backlog:
         """Append a backlog to the outbox, and create a slot that begins just before it."""
         slot = self.new_slot()
-        fill(self.conn, transactions, events, one_commit)
+        fill(self.conn, transactions, events, one_commit, note)
         end = self.value("select pg_current_wal_insert_lsn()::text")
         # It writes to the WAL too, so that every reader can go past the end.
         self.conn.execute("checkpoint")

@@ -45,6 +45,8 @@ class Plan:
     peers: Sequence[str] = ()
     minutes: float | None = None
     """How long each row of `endurance` runs, if its cost depends on time; None for as long as the row says."""
+    rows: int | None = None
+    """The events of a workload of `spark-work`; None for as many as the workload says."""
 
     def takes(self, workload: str, row: str) -> bool:
         """Whether a row is measured: as the command line asks, and always for relay."""

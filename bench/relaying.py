@@ -25,6 +25,7 @@ from relay.config.settings import Settings
 NOTHING = {"type": "python", "callable": "bench.handlers:nothing"}
 WAIT = {"type": "python", "callable": "bench.handlers:wait"}
 COMPUTE = {"type": "python", "callable": "bench.handlers:compute"}
+COMPUTE_1_MS = {"type": "python", "callable": "bench.handlers:compute_1_ms"}
 NOTE = {"type": "python", "callable": "bench.handlers:note"}
 NOTE_AND_INSERT = {"type": "python", "callable": "bench.handlers:note_and_insert"}
 

@@ -17,6 +17,7 @@ from bench import (
     queue_rows,
     queues,
     sink_workloads,
+    spark_work,
 )
 from bench.backlog import STATEMENTS
 from bench.live import Consumer
@@ -370,6 +371,11 @@ WORKLOADS: dict[str, Callable[[Plan], Iterator[Workload]]] = {
     "queues-idle": queue_rows.idle,
     "spark-read": spark_read,
     "delta": delta_table,
+    "spark-work-waits": spark_work.waits,
+    "spark-work-computes": spark_work.computes,
+    "spark-work-large": spark_work.large,
+    "spark-work-catch-up": spark_work.catch_up,
+    "spark-work-delta": spark_work.to_delta,
     "sinks-function": sink_workloads.sinks_function,
     "sinks-function-waits": sink_workloads.sinks_function_waits,
     "sinks-http": sink_workloads.sinks_http,
@@ -398,7 +404,9 @@ WORKLOADS: dict[str, Callable[[Plan], Iterator[Workload]]] = {
     "endurance-week": endurance_week.week,
 }
 
-LONG = tuple(name for name in WORKLOADS if name.startswith(("outage-", "endurance-")))
+LONG = tuple(
+    name for name in WORKLOADS if name.startswith(("outage-", "endurance-", "spark-work-"))
+)
 """The workloads that take long, and run only if they are named."""
 
 QUICK = tuple(
