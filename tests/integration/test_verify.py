@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deltalake
+import psutil
 import psycopg
 import pyarrow as pa
 import pytest
@@ -22,7 +27,8 @@ from relay.faults import ConfigurationError
 from relay.spark.session import Session
 from relay.spark.verification import CHANGED, MISSING, ONLY_THERE, TWICE
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
-from tests.process import relay
+from tests.pages import DOCS, blocks
+from tests.process import ROOT, relay
 
 Written = Callable[..., Settings]
 
@@ -272,3 +278,85 @@ def test_ranges_that_do_not_exist_are_refused(
             found(settings, spark_session, **options)
     with pytest.raises(ConfigurationError, match="no sink 'projection' of type spark"):
         verify(settings, "projection", None, None, 3, spark_session)
+
+
+@pytest.mark.rare
+def test_the_runbook_mends_a_difference(
+    outbox: Outbox, spark_session: Session, tmp_path: Path
+) -> None:
+    """Rows are removed by hand; the commands of the page make the table whole again, also for what came later."""
+    sections = config("delta", tmp_path, outbox.dsn)
+    settings = outbox.settings(**sections)
+    file = outbox.config_file(tmp_path / "relay.yaml", **sections)
+    outbox.fill(10, events=5)
+    write(outbox, settings, spark_session)
+    ids = sorted(outbox.column("select id::text from outbox_message_t")[:2])
+    path = tmp_path / "lake"
+    deltalake.DeltaTable(path).delete(f"id in ('{ids[0]}', '{ids[1]}')")
+    result = found(settings, spark_session).result
+    assert (result.counts, result.ids) == ({MISSING: 2}, {MISSING: ids})
+    (block,) = (
+        each
+        for each in blocks((DOCS / "how-to" / "verify.md").read_text())
+        if each.language == "sh"
+    )
+    with relaying(settings, spark_session):
+        for line in block.text.splitlines():
+            if line.startswith("#"):
+                path.rename(tmp_path / "moved")
+                outbox.fill(3, events=5)
+                continue
+            program, *words = shlex.split(line)
+            assert program == "relay"
+            done = relay(*words, "--config", str(file), stdin="y\n")
+            assert done.returncode == 0, done.stderr
+        # The folder is there before the first commit.
+        is_there = deltalake.DeltaTable.is_deltatable
+        wait_until(lambda: is_there(str(path)) and deltalake.DeltaTable(path).count() >= 65, 120)
+        outbox.wait_delivered("lake", 120)
+    result = found(settings, spark_session).result
+    assert (result.is_equal, result.events) == (True, 65), result
+
+
+@pytest.mark.rare
+def test_a_killed_verification_leaves_nothing(
+    outbox: Outbox, spark_session: Session, tmp_path: Path
+) -> None:
+    """Killed while its tasks run: its sessions and processes end, the sink goes on, and the next run is right."""
+    sections = config("delta", tmp_path, outbox.dsn)
+    settings = outbox.settings(**sections)
+    file = outbox.config_file(tmp_path / "relay.yaml", **sections)
+    outbox.fill(10, events=5)
+    write(outbox, settings, spark_session)
+    sessions = "select count(*) from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"
+    others = outbox.value(sessions)
+    command = [sys.executable, "-m", "relay", "verify", "lake", "--config", str(file)]
+    killed = psutil.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        wait_until(
+            lambda: any(map(_runs_tasks, _descendants(killed))) or not killed.is_running(), 60
+        )
+        left = _descendants(killed)
+    finally:
+        killed.kill()
+        killed.wait(30)
+    psutil.wait_procs(left, 60)
+    assert not [each for each in left if each.is_running()]
+    wait_until(lambda: outbox.value(sessions) <= others, 60)
+    outbox.fill(2, events=5)
+    write(outbox, settings, spark_session)
+    result = found(settings, spark_session).result
+    assert (result.is_equal, result.events) == (True, 60), result
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return process.children(recursive=True)
+    return []
+
+
+def _runs_tasks(process: psutil.Process) -> bool:
+    """Whether it is the process that starts Spark's Python workers."""
+    with suppress(psutil.Error):
+        return "relay.spark.daemon" in process.cmdline()
+    return False
