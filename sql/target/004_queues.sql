@@ -189,8 +189,8 @@ drop function if exists relay.declare_queue(text, jsonb, text, int, interval, in
 drop function if exists relay.queue_state(text);
 drop function if exists relay.release(text, bigint, int);
 
--- What the functions below need of a queue; no row unless it is declared and the caller may take from it. A mark whose time is far ahead
--- was noted before the clock was set back, and does not count; one less far ahead is the queue's present until the clock has reached it.
+-- What the functions below need of a queue; no row unless it is declared, the caller may take from it, and its newest mark is not far ahead
+-- of the clock, which was set back then. One less far ahead is the queue's present until the clock has reached it.
 create or replace function relay.queue_state(asked text)
 returns table (id bigint, keyed boolean, key text, attempts int, backoff interval, max_backoff interval, keeps boolean,
                paused boolean, mark bigint, due_mark timestamptz, noted_at timestamptz)
@@ -200,24 +200,28 @@ as $$
            q.paused_at is not null, coalesce(m.mark, 0), coalesce(m.due_mark, '-infinity'), coalesce(m.noted_at, '-infinity')
       from relay.queues as q
       left join lateral (select n.mark, n.due_mark, n.noted_at from relay.queue_marks as n
-                          where n.queue_id = q.id and n.due_mark <= statement_timestamp() + interval '1 minute'
-                          order by n.mark desc, n.due_mark desc limit 1) as m on true
+                          where n.queue_id = q.id order by n.mark desc, n.due_mark desc limit 1) as m on true
      where q.name = asked and relay.may_act_as(q.workers)
+       and (m.due_mark is null or m.due_mark <= statement_timestamp() + interval '1 minute')
 $$;
 
--- Raises what is wrong with a queue of which there is no state.
-create or replace function relay.refuse_queue(asked text) returns void
+-- Raises what is wrong with a queue of which there is no state, or deletes its marks that are ahead: what is given a time now would be
+-- below them.
+create or replace function relay.require_queue(asked text) returns void
 language plpgsql
 as $$
 declare
-    workers text;
+    q record;
 begin
-    select q.workers into workers from relay.queues as q where q.name = asked;
+    select q.id, q.workers, relay.may_act_as(q.workers) as permitted into q from relay.queues as q where q.name = asked;
     if not found then
         raise undefined_object using message = format('there is no queue %L: declare it with relay.declare_queue', asked);
     end if;
-    raise insufficient_privilege using
-        message = format('only members of the role %I may take from the queue %L', workers, asked);
+    if not q.permitted then
+        raise insufficient_privilege using
+            message = format('only members of the role %I may take from the queue %L', q.workers, asked);
+    end if;
+    delete from relay.queue_marks as n where n.queue_id = q.id and n.due_mark > statement_timestamp() + interval '1 minute';
 end
 $$;
 
@@ -285,8 +289,7 @@ begin
             greatest(former_due, least(first_due, begun_at, now_at)));
     delete from relay.queue_marks where ctid = any (array(
         select n.ctid from relay.queue_marks as n
-         where n.queue_id = the_queue
-           and (n.noted_at < now_at - interval '10 seconds' or n.due_mark > now_at + interval '1 minute')
+         where n.queue_id = the_queue and n.noted_at < now_at - interval '10 seconds'
          order by n.mark, n.due_mark limit 100 for update skip locked));
 end
 $$;
@@ -481,7 +484,8 @@ declare
 begin
     select * into q from relay.queue_state(queue);
     if not found then
-        perform relay.refuse_queue(queue);
+        perform relay.require_queue(queue);
+        select * into q from relay.queue_state(queue);
     end if;
     perform pg_advisory_lock_shared(x'7169776b'::int, (q.id % 2147483648)::int);
     return 'relay_queue_' || q.id;
@@ -505,7 +509,8 @@ declare
 begin
     select * into q from relay.queue_state(take.queue);
     if not found then
-        perform relay.refuse_queue(take.queue);
+        perform relay.require_queue(take.queue);
+        select * into q from relay.queue_state(take.queue);
     end if;
     if q.paused then
         return;
@@ -564,7 +569,8 @@ declare
 begin
     select * into q from relay.queue_state(claim.queue);
     if not found then
-        perform relay.refuse_queue(claim.queue);
+        perform relay.require_queue(claim.queue);
+        select * into q from relay.queue_state(claim.queue);
     end if;
     if q.paused then
         return;
@@ -604,7 +610,8 @@ declare
 begin
     select * into q from relay.queue_state(lease.queue);
     if not found then
-        perform relay.refuse_queue(lease.queue);
+        perform relay.require_queue(lease.queue);
+        select * into q from relay.queue_state(lease.queue);
     end if;
     if q.paused then
         return;
@@ -670,7 +677,8 @@ declare
 begin
     select * into q from relay.queue_state(queue);
     if not found then
-        perform relay.refuse_queue(queue);
+        perform relay.require_queue(queue);
+        select * into q from relay.queue_state(queue);
     end if;
     if not q.keeps then
         -- One that was claimed, in one statement.
@@ -702,7 +710,8 @@ declare
 begin
     select * into q from relay.queue_state(queue);
     if not found then
-        perform relay.refuse_queue(queue);
+        perform relay.require_queue(queue);
+        select * into q from relay.queue_state(queue);
     end if;
     perform relay.begin_times();
     location := relay.lock_message(q.id, extend.id, extend.attempt, true);
@@ -724,7 +733,8 @@ declare
 begin
     select * into q from relay.queue_state(queue);
     if not found then
-        perform relay.refuse_queue(queue);
+        perform relay.require_queue(queue);
+        select * into q from relay.queue_state(queue);
     end if;
     perform relay.begin_times();
     location := relay.lock_message(q.id, release.id, release.attempt, false);
@@ -755,7 +765,8 @@ declare
 begin
     select * into q from relay.queue_state(queue);
     if not found then
-        perform relay.refuse_queue(queue);
+        perform relay.require_queue(queue);
+        select * into q from relay.queue_state(queue);
     end if;
     perform relay.begin_times();
     location := relay.lock_message(q.id, retry.id, retry.attempt, false);
@@ -789,7 +800,8 @@ declare
 begin
     select * into q from relay.queue_state(queue);
     if not found then
-        perform relay.refuse_queue(queue);
+        perform relay.require_queue(queue);
+        select * into q from relay.queue_state(queue);
     end if;
     location := relay.lock_message(q.id, fail.id, fail.attempt, false);
     if location is null then
@@ -812,7 +824,8 @@ declare
 begin
     select * into q from relay.queue_state(queue);
     if not found then
-        perform relay.refuse_queue(queue);
+        perform relay.require_queue(queue);
+        select * into q from relay.queue_state(queue);
     end if;
     perform relay.begin_messages();
     with gone as (
@@ -850,7 +863,8 @@ declare
 begin
     select * into q from relay.queue_state(queue);
     if not found then
-        perform relay.refuse_queue(queue);
+        perform relay.require_queue(queue);
+        select * into q from relay.queue_state(queue);
     end if;
     if q.keyed and deliver_at is not null then
         raise feature_not_supported using
@@ -1060,7 +1074,8 @@ declare
 begin
     select * into q from relay.queue_state(name);
     if not found then
-        perform relay.refuse_queue(name);
+        perform relay.require_queue(name);
+        select * into q from relay.queue_state(name);
     end if;
     update relay.queues as u
        set paused_at = case when paused then clock_timestamp() end, paused_by = case when paused then relay.calling_role() end
@@ -1098,7 +1113,8 @@ declare
 begin
     select * into q from relay.queue_state(name);
     if not found then
-        perform relay.refuse_queue(name);
+        perform relay.require_queue(name);
+        select * into q from relay.queue_state(name);
     end if;
     delete from relay.queues as u where u.id = q.id returning u.group_id into whose;
     perform relay.note_queues(whose);
@@ -1186,7 +1202,7 @@ declare
 begin
     for each in select p.oid from pg_proc as p
                  where p.pronamespace = 'relay'::regnamespace
-                   and p.proname in ('calling_role', 'may_act_as', 'queue_state', 'refuse_queue', 'begin_messages', 'begin_times', 'move_marks',
+                   and p.proname in ('calling_role', 'may_act_as', 'queue_state', 'require_queue', 'begin_messages', 'begin_times', 'move_marks',
                                      'was_aborted', 'lock_messages', 'dead_letter_messages', 'keep_messages', 'take', 'claim',
                                      'lease', 'lock_message', 'complete', 'extend', 'release', 'retry', 'fail', 'requeue', 'enqueue',
                                      'declare_queue', 'wake_workers', 'watch_queue', 'satisfies', 'is_event_field', 'note_queues', 'queues_revision',
@@ -1252,7 +1268,7 @@ begin
     grant select, insert, update, delete on relay.queues, relay.queue_revisions, relay.queue_messages, relay.queue_dead_letters,
         relay.queue_done, relay.queue_marks to relay_owner;
     grant select, usage on sequence relay.queue_message_ids to relay_owner;
-    grant execute on function relay.calling_role(), relay.may_act_as(text), relay.queue_state(text), relay.refuse_queue(text),
+    grant execute on function relay.calling_role(), relay.may_act_as(text), relay.queue_state(text), relay.require_queue(text),
         relay.begin_messages(), relay.begin_times(),
         relay.move_marks(bigint, bigint, timestamptz, timestamptz), relay.was_aborted(xid), relay.lock_messages(bigint, boolean, int, bigint, timestamptz, int),
         relay.dead_letter_messages(tid[], text), relay.keep_messages(tid[], int), relay.lock_message(bigint, bigint, int, boolean),

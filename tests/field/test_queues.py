@@ -81,6 +81,14 @@ def test_a_clock_that_goes_back_hides_no_message(queue: Outbox, ahead: str, how:
     wait_until(lambda: ids(queue.conn, "take('mail')") == [number], 10)
 
 
+def test_a_mark_of_a_clock_that_was_ahead_does_not_come_back(queue: Outbox) -> None:
+    """Once the clock has reached it, what was given a time meanwhile would be below it."""
+    (number,) = enqueue(queue, "")
+    mark_ahead(queue, "1 hour")
+    assert ids(queue.conn, "lease('mail', 1, '1 hour')") == [number]
+    assert queue.value("select count(*) from relay.queue_marks where due_mark > now()") == 0
+
+
 def test_a_wait_that_is_over_already_hides_no_message(queue: Outbox) -> None:
     """A retry with a negative wait, as of a deadline that has passed, was below the mark, and was never taken.
 

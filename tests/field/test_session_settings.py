@@ -413,14 +413,20 @@ def test_a_setting_without_the_right_to_it_is_named_with_its_cure(outbox: Outbox
 
 
 def test_every_function_of_relay_has_a_path_of_its_own(outbox: Outbox) -> None:
-    """Also behind pg_temp, where anybody may create a table pg_class: vibhorkum/pg_background#115."""
+    """Also behind pg_temp, where anybody may create a table pg_class: vibhorkum/pg_background#115.
+
+    Those that only relay's functions may call run under the path of these.
+    """
     outbox.install_again(
         outbox.settings(source={**outbox.config()["source"], "offsets": "gapless"})
     )
     assert outbox.column(
         """
-        select proname from pg_proc where pronamespace = 'relay'::regnamespace
+        select proname from pg_proc as p where pronamespace = 'relay'::regnamespace
            and 'search_path=pg_catalog, pg_temp' <> all (coalesce(proconfig, '{}'))
+           and (proacl is null
+                or exists (select from aclexplode(proacl) as a
+                            where a.grantee not in (p.proowner, to_regrole('relay_owner'))))
         """
     ) == ["max_event_bytes"]  # It returns a number.
 
