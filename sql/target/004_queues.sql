@@ -211,17 +211,17 @@ create or replace function relay.require_queue(asked text) returns void
 language plpgsql
 as $$
 declare
-    q record;
+    found_queue record;
 begin
-    select q.id, q.workers, relay.may_act_as(q.workers) as permitted into q from relay.queues as q where q.name = asked;
+    select q.id, q.workers, relay.may_act_as(q.workers) as permitted into found_queue from relay.queues as q where q.name = asked;
     if not found then
         raise undefined_object using message = format('there is no queue %L: declare it with relay.declare_queue', asked);
     end if;
-    if not q.permitted then
+    if not found_queue.permitted then
         raise insufficient_privilege using
-            message = format('only members of the role %I may take from the queue %L', q.workers, asked);
+            message = format('only members of the role %I may take from the queue %L', found_queue.workers, asked);
     end if;
-    delete from relay.queue_marks as n where n.queue_id = q.id and n.due_mark > statement_timestamp() + interval '1 minute';
+    delete from relay.queue_marks as n where n.queue_id = found_queue.id and n.due_mark > statement_timestamp() + interval '1 minute';
 end
 $$;
 
