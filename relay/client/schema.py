@@ -1,4 +1,4 @@
-"""The SQL that installs relay's own outbox, for the migrations of frameworks."""
+"""The SQL that installs relay's own outbox, or the inbox of a consumer, for the migrations of frameworks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,25 @@ _REMOVE = """
 
 def install() -> list[str]:
     """Return the scripts in order. Each has several statements, and may be run again."""
+    return [script for side in ("source", "outbox") for script in _scripts(side)]
+
+
+def install_inbox() -> str:
+    """Return the script that creates relay.inbox, for `relay.client.inbox`. It may be run again."""
+    return "".join(_scripts("inbox"))
+
+
+def remove_inbox() -> str:
+    """Return the script that drops relay.inbox."""
+    return "drop table if exists relay.inbox"
+
+
+def _scripts(side: str) -> list[str]:
     package = Path(__file__).resolve().parent.parent
     shipped = package / "sql"
     folder = shipped if shipped.is_dir() else package.parent / "sql"
     return [
         _PIN_PATH + file.read_text(encoding="utf-8") + _USERS_PATH
-        for side in ("source", "outbox")
         for file in sorted((folder / side).glob("*.sql"))
     ]
 

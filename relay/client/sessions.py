@@ -5,7 +5,8 @@ Sessions are recognised by the names of their classes: no driver is imported tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from relay.client.errors import NotInTransaction, UnknownSession
@@ -28,8 +29,8 @@ class Statement(NamedTuple):
         return before + placeholder + after
 
 
-def execute(session: Any, statement: Statement, text: str) -> None:
-    """Run the statement in a synchronous session.
+def execute(session: Any, statement: Statement, text: str) -> int:
+    """Run the statement in a synchronous session; returns the number of its rows.
 
     Raises NotInTransaction, UnknownSession, and what the driver raises.
     """
@@ -37,16 +38,65 @@ def execute(session: Any, statement: Statement, text: str) -> None:
     run = _SYNCHRONOUS.get(kind)
     if run is None:
         raise _unknown(session, kind, "publish_async" if kind in _ASYNCHRONOUS else None)
-    run(session, statement, text)
+    return run(session, statement, text)
 
 
-async def execute_async(session: Any, statement: Statement, text: str) -> None:
-    """Run the statement in an asynchronous session. Raises what `execute` raises."""
+async def execute_async(session: Any, statement: Statement, text: str) -> int:
+    """Run the statement in an asynchronous session; returns the number of its rows. Raises what `execute` raises."""
     kind = _kind(type(session))
     run = _ASYNCHRONOUS.get(kind)
     if run is None:
         raise _unknown(session, kind, "publish" if kind in _SYNCHRONOUS else None)
-    await run(session, statement, text)
+    rows: int = await run(session, statement, text)
+    return rows
+
+
+def savepoint(session: Any) -> Any:
+    """Return a context manager that undoes what its block has changed, if that raises. Raises what `execute` raises."""
+    kind = _kind(type(session))
+    if kind not in _SYNCHRONOUS:
+        raise _unknown(session, kind, None)
+    if kind == "django":
+        return _django_savepoint(session)
+    if kind.startswith("sqlalchemy"):
+        return session.begin_nested()
+    conn = session.connection if kind == "psycopg cursor" else session
+    _require_psycopg_transaction(conn)
+    if conn.info.transaction_status.name == "IDLE":
+        # Otherwise psycopg's block would be the transaction, and commit it.
+        conn.execute("select")
+    return conn.transaction()
+
+
+@contextmanager
+def _django_savepoint(conn: Any) -> Iterator[None]:
+    if conn.get_autocommit():
+        _refuse("the connection is in autocommit mode: use transaction.atomic()")
+    name = conn.savepoint()
+    try:
+        yield
+    except BaseException:
+        conn.savepoint_rollback(name)
+        raise
+    conn.savepoint_commit(name)
+
+
+async def savepoint_async(session: Any) -> Any:
+    """Return the asynchronous form of `savepoint`."""
+    kind = _kind(type(session))
+    if kind not in _ASYNCHRONOUS:
+        raise _unknown(session, kind, None)
+    if kind.startswith("sqlalchemy"):
+        return session.begin_nested()
+    if kind == "asyncpg":
+        if not session.is_in_transaction():
+            _refuse("the connection has no transaction open")
+        return session.transaction()
+    conn = session.connection if kind == "psycopg async cursor" else session
+    _require_psycopg_transaction(conn)
+    if conn.info.transaction_status.name == "IDLE":
+        await conn.execute("select")
+    return conn.transaction()
 
 
 def _unknown(session: object, kind: str, other: str | None) -> UnknownSession:
@@ -89,24 +139,28 @@ def _refuse(what: str) -> None:
     raise NotInTransaction(f"{what}: begin a transaction, and publish inside it")
 
 
-def _psycopg(conn: Any, statement: Statement, text: str) -> None:
+def _psycopg(conn: Any, statement: Statement, text: str) -> int:
     _require_psycopg_transaction(conn)
-    conn.execute(statement.with_parameter("%s", "%"), (text,))
+    rows: int = (conn.execute(statement.with_parameter("%s", "%"), (text,))).rowcount
+    return rows
 
 
-def _psycopg_cursor(cursor: Any, statement: Statement, text: str) -> None:
+def _psycopg_cursor(cursor: Any, statement: Statement, text: str) -> int:
     _require_psycopg_transaction(cursor.connection)
-    cursor.execute(statement.with_parameter("%s", "%"), (text,))
+    rows: int = (cursor.execute(statement.with_parameter("%s", "%"), (text,))).rowcount
+    return rows
 
 
-async def _psycopg_async(conn: Any, statement: Statement, text: str) -> None:
+async def _psycopg_async(conn: Any, statement: Statement, text: str) -> int:
     _require_psycopg_transaction(conn)
-    await conn.execute(statement.with_parameter("%s", "%"), (text,))
+    rows: int = (await conn.execute(statement.with_parameter("%s", "%"), (text,))).rowcount
+    return rows
 
 
-async def _psycopg_async_cursor(cursor: Any, statement: Statement, text: str) -> None:
+async def _psycopg_async_cursor(cursor: Any, statement: Statement, text: str) -> int:
     _require_psycopg_transaction(cursor.connection)
-    await cursor.execute(statement.with_parameter("%s", "%"), (text,))
+    rows: int = (await cursor.execute(statement.with_parameter("%s", "%"), (text,))).rowcount
+    return rows
 
 
 def _require_psycopg_transaction(conn: Any) -> None:
@@ -115,21 +169,22 @@ def _require_psycopg_transaction(conn: Any) -> None:
         _refuse("the connection is in autocommit mode and has no transaction open")
 
 
-def _sqlalchemy_session(session: Any, statement: Statement, text: str) -> None:
+def _sqlalchemy_session(session: Any, statement: Statement, text: str) -> int:
     conn = session.connection(bind_arguments=_sqlalchemy_bind(_registered(session)))
-    _sqlalchemy_connection(conn, statement, text)
+    return _sqlalchemy_connection(conn, statement, text)
 
 
-def _sqlalchemy_connection(conn: Any, statement: Statement, text: str) -> None:
+def _sqlalchemy_connection(conn: Any, statement: Statement, text: str) -> int:
     from sqlalchemy import text as clause
 
     _require_sqlalchemy_transaction(conn)
-    conn.execute(clause(for_sqlalchemy(statement)), {"events": text})
+    rows: int = (conn.execute(clause(for_sqlalchemy(statement)), {"events": text})).rowcount
+    return rows
 
 
-async def _sqlalchemy_async_session(session: Any, statement: Statement, text: str) -> None:
+async def _sqlalchemy_async_session(session: Any, statement: Statement, text: str) -> int:
     bind = await _registered(session).run_sync(_sqlalchemy_bind)
-    await _sqlalchemy_async_connection(
+    return await _sqlalchemy_async_connection(
         await session.connection(bind_arguments=bind), statement, text
     )
 
@@ -200,11 +255,12 @@ def _a_write() -> Any:
     return update(table("outbox"))
 
 
-async def _sqlalchemy_async_connection(conn: Any, statement: Statement, text: str) -> None:
+async def _sqlalchemy_async_connection(conn: Any, statement: Statement, text: str) -> int:
     from sqlalchemy import text as clause
 
     await conn.run_sync(_require_sqlalchemy_transaction)
-    await conn.execute(clause(for_sqlalchemy(statement)), {"events": text})
+    rows: int = (await conn.execute(clause(for_sqlalchemy(statement)), {"events": text})).rowcount
+    return rows
 
 
 def for_sqlalchemy(statement: Statement) -> str:
@@ -221,20 +277,23 @@ def _require_sqlalchemy_transaction(conn: Any) -> None:
         _refuse("the connection has the isolation level AUTOCOMMIT")
 
 
-async def _asyncpg(conn: Any, statement: Statement, text: str) -> None:
+async def _asyncpg(conn: Any, statement: Statement, text: str) -> int:
     if not conn.is_in_transaction():
         _refuse("the connection has no transaction open")
-    await conn.execute(statement.with_parameter("$1"), text)
+    status: str = await conn.execute(statement.with_parameter("$1"), text)
+    return int(status.rpartition(" ")[2])
 
 
-def _django(conn: Any, statement: Statement, text: str) -> None:
+def _django(conn: Any, statement: Statement, text: str) -> int:
     if conn.get_autocommit():
         _refuse("the connection is in autocommit mode: use transaction.atomic()")
     with conn.cursor() as cursor:
         cursor.execute(statement.with_parameter("%s", "%"), [text])
+        rows: int = cursor.rowcount
+    return rows
 
 
-_SYNCHRONOUS: dict[str, Callable[[Any, Statement, str], None]] = {
+_SYNCHRONOUS: dict[str, Callable[[Any, Statement, str], int]] = {
     "psycopg": _psycopg,
     "psycopg cursor": _psycopg_cursor,
     "sqlalchemy session": _sqlalchemy_session,
