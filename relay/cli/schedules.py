@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from datetime import datetime
 from threading import Event
 from typing import Annotated
 
@@ -68,14 +69,14 @@ def schedule_next(
 
     found, times = upcoming(load(config), name, count)
     if as_json:
-        print(json.dumps([each.isoformat() for each in times], indent=2))
+        print(json.dumps(times, indent=2, default=datetime.isoformat))
         return
     if not times:
         print(found.fault or "there is no next time", file=sys.stderr)
         return
     print_table(
         (found.timezone, "UTC"),
-        ((each.astimezone(found.zone).isoformat(" "), moment(each)) for each in times),
+        ((moment(each.astimezone(found.zone)), moment(each)) for each in times),
     )
 
 

@@ -15,6 +15,7 @@ import psycopg
 import pytest
 import yaml
 from psycopg.conninfo import conninfo_to_dict
+from psycopg.types.json import Jsonb
 
 from relay.admin.install import initialise
 from relay.model.snapshots import Snapshot
@@ -142,6 +143,19 @@ def with_endpoints(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
     yield {}
 
 
+@contextmanager
+def scheduled(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
+    """The schedule of the page, with no relay that runs."""
+    outbox.config_file(folder / "relay.yaml")
+    template = {"event_type": "cron.nightly", "host_id": str(host(1)), "payload": {}}
+    outbox.conn.execute(
+        "select relay.declare_schedule('nightly', cron => '0 3 * * *', publish => %s)",
+        (Jsonb(template),),
+    )
+    yield {}
+    assert outbox.column("select event_type from outbox_message_t") == ["cron.nightly"]
+
+
 def dead(outbox: Outbox) -> list[str]:
     return outbox.column("select handler from relay.dead_letter_queue order by handler")
 
@@ -155,6 +169,7 @@ SITUATIONS: Mapping[str, Situation] = {
     "install.md": installed,
     "local-development.md": installed,
     "operations.md": with_faults,
+    "schedules.md": scheduled,
     "several-outboxes.md": several,
     "tracing.md": installed,
     "upgrade.md": installed,
