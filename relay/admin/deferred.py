@@ -1,13 +1,15 @@
-"""Runs and cancels deferred transactions, while relay runs: `relay deferred`."""
+"""Runs, moves and cancels deferred transactions, while relay runs: `relay deferred`."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime
 from itertools import groupby
 
 from relay.config.settings import Settings
-from relay.faults import Cancelled, exception_text
+from relay.faults import Cancelled, ConfigurationError, exception_text
 from relay.pipeline.routing import BatchRouter
 from relay.store import (
     actions,
@@ -40,6 +42,31 @@ class DeferredTransactions:
         """Find the transactions that a filter selects now."""
         return deferred_selection.find(self._conn, self._group, wanted)
 
+    def with_event(self, wanted: DeferredSelection, event_id: str) -> DeferredSelection:
+        """Return a filter for those of the selected transactions that have an event with this id.
+
+        Reads the rows of all that are selected. Raises ConfigurationError if none has it.
+        """
+        ids: list[int] = []
+        with self._conn.transaction():
+            due = deferred_selection.mentioning(self._conn, self._group, wanted, event_id.encode())
+            for run in deferred_due.runs(due):
+                transactions = deferred_due.transactions(
+                    self._conn, run, self._batch.max_bytes, self._batch.spool_directory
+                )
+                for each, transaction in zip(run, transactions, strict=True):
+                    # Another event may mention the id.
+                    if any(
+                        event.text("id") == event_id for event in self._router.events(transaction)
+                    ):
+                        ids.append(each.id)
+        if not ids:
+            raise ConfigurationError(
+                f"event {event_id} is not deferred, or the filters leave it out: `relay event {event_id}` shows where "
+                "it is"
+            )
+        return replace(wanted, ids=tuple(ids))
+
     def idle(self, due: Mapping[str, int]) -> list[str]:
         """Return lines about due transactions, counted by sink ('' is the target), that no instance retries now."""
         stored = sinks.read(self._conn, self._group, self._sinks)
@@ -67,6 +94,20 @@ class DeferredTransactions:
             due = deferred_selection.make_due(self._conn, self._group, selected)
             self._record("deferred run", due, selected, reason)
         return due
+
+    def move(self, selected: FoundDeferred, to: datetime, reason: str | None) -> dict[str, int]:
+        """Move scheduled transactions to another time; returns how many of each sink.
+
+        One of the target is either moved or was applied before, and does not count. A delivery to a sink in flight may
+        still arrive.
+        """
+        with self._conn.transaction():
+            if not selected.wanted.sink:
+                # A transaction that is being applied to the target is waited for.
+                deferred.lock(self._conn, self._group)
+            moved = deferred_selection.move(self._conn, self._group, selected, to)
+            self._record("deferred move", moved, selected, reason, to=to.isoformat())
+        return moved
 
     def cancel(self, selected: FoundDeferred, reason: str | None) -> int:
         """Cancel transactions: they become dead letters, which can be replayed. Returns how many.
@@ -130,10 +171,15 @@ class DeferredTransactions:
         return str(user)
 
     def _record(
-        self, action: str, transactions: dict[str, int], selected: FoundDeferred, reason: str | None
+        self,
+        action: str,
+        transactions: dict[str, int],
+        selected: FoundDeferred,
+        reason: str | None,
+        **more: str,
     ) -> None:
         for sink, count in transactions.items():
             if not count:
                 continue
-            detail = {"transactions": count, "filter": selected.wanted.as_json()}
+            detail = {"transactions": count, "filter": selected.wanted.as_json(), **more}
             actions.record(self._conn, self._group, sink, action, reason, detail)

@@ -6,13 +6,14 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import psycopg
 import typer
 
-from relay.cli.options import ConfigOption, JsonOption, warn, with_groups
+from relay.cli.options import ConfigOption, JsonOption, time_of, warn, with_groups
 from relay.cli.terminal import DRY_RUN_SHOWS, ActionOptions, approved, print_table
 from relay.config.files import load
 from relay.faults import ConfigurationError
@@ -38,6 +39,12 @@ KindOption = Annotated[
     typer.Option("--kind", help="One of retry, holding, replay, scheduled, blocked."),
 ]
 KeyOption = Annotated[str | None, typer.Option("--key", help="One of its ordering keys.")]
+EventOption = Annotated[
+    str | None,
+    typer.Option(
+        "--event", metavar="ID", help="The id of one of its events; reads all that is deferred."
+    ),
+]
 HostOption = Annotated[str | None, typer.Option("--host", help="One of its host_ids.")]
 _KEYS_SHOWN = 3
 
@@ -53,6 +60,7 @@ class DeferredSelectionOptions:
     kind: KindOption = None
     key: KeyOption = None
     host: HostOption = None
+    event: EventOption = None
 
     def selection(self) -> DeferredSelection:
         """Return the filter. Raises ConfigurationError if there is no such kind."""
@@ -87,7 +95,10 @@ def _opened(options: DeferredSelectionOptions) -> Iterator[_OpenedDeferred]:
 
     wanted, settings = options.selection(), load(options.config)
     with reach_target(settings) as conn:
-        yield _OpenedDeferred(conn, settings.group, DeferredTransactions(settings, conn), wanted)
+        deferrals = DeferredTransactions(settings, conn)
+        if options.event is not None:
+            wanted = deferrals.with_event(wanted, options.event)
+        yield _OpenedDeferred(conn, settings.group, deferrals, wanted)
 
 
 def _approved(opened: _OpenedDeferred, what: str, action: ActionOptions) -> FoundDeferred | None:
@@ -121,6 +132,15 @@ def _print_none(opened: _OpenedDeferred) -> None:
     """Print on standard error that no transaction was found, and whether there were filters."""
     narrowed = " that matches the filters" if opened.is_filtered else ""
     print(f"there is no deferred transaction in group {opened.group!r}{narrowed}", file=sys.stderr)
+
+
+def _report_gone(selected: FoundDeferred, done: int) -> None:
+    """Warn about the found transactions on which the command did not act."""
+    if (gone := selected.transactions - done) > 0:
+        warn(
+            f"{counted(gone, 'transaction was', 'transactions were')} delivered, tried or given up meanwhile: nothing "
+            "has been done to them"
+        )
 
 
 def _print(transactions: Sequence[Deferred]) -> None:
@@ -187,6 +207,33 @@ def deferred_run(options: DeferredSelectionOptions, action: ActionOptions) -> No
             warn(printable(line))
 
 
+@deferred.command("move")
+@with_groups
+def deferred_move(
+    to: Annotated[
+        datetime,
+        typer.Option("--to", parser=time_of, metavar="TIME", help="The new time (UTC)."),
+    ],
+    options: DeferredSelectionOptions,
+    action: ActionOptions,
+) -> None:
+    """Move scheduled transactions to another time: all of their events, whatever `deliver_at` says."""
+    if options.kind not in (None, "scheduled"):
+        raise ConfigurationError("--kind: only scheduled transactions can be moved")
+    with _opened(options) as opened:
+        scheduled = opened
+        if opened.is_filtered or action.everything:
+            scheduled = opened._replace(wanted=replace(opened.wanted, kind="scheduled"))
+        selected = _approved(scheduled, f"will be moved to {moment(to)}", action)
+        if selected is None:
+            return
+        moved: dict[str, int] = opened.deferrals.move(selected, to, action.reason)
+        print(counted(sum(moved.values()), "transaction is moved", "transactions are moved"))
+        _report_gone(selected, sum(moved.values()))
+        for line in opened.deferrals.idle(moved):
+            warn(printable(line))
+
+
 @deferred.command("cancel")
 @with_groups
 def deferred_cancel(options: DeferredSelectionOptions, action: ActionOptions) -> None:
@@ -198,3 +245,4 @@ def deferred_cancel(options: DeferredSelectionOptions, action: ActionOptions) ->
             print(
                 counted(cancelled, "transaction is a dead letter", "transactions are dead letters")
             )
+            _report_gone(selected, cancelled)

@@ -9,14 +9,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TextIO
 
 import psycopg
 import typer
-from pydantic import TypeAdapter, ValidationError
 
 from relay.cli.options import (
     AllOption,
@@ -26,6 +25,7 @@ from relay.cli.options import (
     ReasonOption,
     YesOption,
     out,
+    time_of,
     warn,
     with_groups,
 )
@@ -61,18 +61,6 @@ dlq = typer.Typer(
 )
 
 
-def _time(text: str) -> datetime:
-    """Return the time that an option gives, in UTC unless it has an offset.
-
-    Raises typer.BadParameter with an example.
-    """
-    try:
-        moment = TypeAdapter(datetime).validate_python(text)
-    except ValidationError:
-        raise typer.BadParameter(f"{text!r} is not a time such as 2026-03-01T12:00") from None
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-
-
 IdOption = Annotated[list[int] | None, typer.Option("--id", help="The dead letter; repeatable.")]
 TransactionOption = Annotated[str | None, typer.Option("--transaction", help="Its transaction_id.")]
 HostOption = Annotated[str | None, typer.Option("--host", help="Its host_id.")]
@@ -87,13 +75,13 @@ TypeOption = Annotated[str | None, typer.Option("--type", help="Its event_type."
 SinceOption = Annotated[
     datetime | None,
     typer.Option(
-        "--since", parser=_time, metavar="TIME", help="Dead-lettered at this time (UTC) or later."
+        "--since", parser=time_of, metavar="TIME", help="Dead-lettered at this time (UTC) or later."
     ),
 ]
 UntilOption = Annotated[
     datetime | None,
     typer.Option(
-        "--until", parser=_time, metavar="TIME", help="Dead-lettered before this time (UTC)."
+        "--until", parser=time_of, metavar="TIME", help="Dead-lettered before this time (UTC)."
     ),
 ]
 ExceptionOption = Annotated[

@@ -7,12 +7,14 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
+from datetime import UTC, datetime
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from relay.config.dsn import administrator_dsn
@@ -116,6 +118,18 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = Signature(options)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in options}
     return run
+
+
+def time_of(text: str) -> datetime:
+    """Return the time that an option gives, in UTC unless it has an offset.
+
+    Raises typer.BadParameter with an example.
+    """
+    try:
+        moment = TypeAdapter(datetime).validate_python(text)
+    except ValidationError:
+        raise typer.BadParameter(f"{text!r} is not a time such as 2026-03-01T12:00") from None
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 def fail(text: str, status: int) -> NoReturn:

@@ -58,7 +58,7 @@ def command(config: Path, *words: str, status: int = 0) -> str:
     """What a command says; it runs in this process."""
     done = CliRunner().invoke(app, [*words[:2], "--config", str(config), *words[2:]])
     fault = done.exception if isinstance(done.exception, RelayError) else None
-    assert (fault.exit_status if fault else done.exit_code) == status, done.output
+    assert (fault.exit_status if fault else done.exit_code) == status, f"{done.output}{fault}"
     return f"{done.output}{fault or ''}"
 
 
@@ -567,6 +567,84 @@ def test_the_commands(outbox: Outbox, config: Path) -> None:
     assert (action.sink, action.action, action.reason) == ("hook", "deferred run", "it is back")
     assert action.detail == {"transactions": 2, "filter": {"sink": "hook"}}
     assert action.acted_by == outbox.value("select session_user")
+
+
+def test_scheduled_transactions_are_moved(outbox: Outbox, config: Path) -> None:
+    later = Deferral({"a"}, holds=False, after=3_600)
+    scheduled, retried = defer(outbox.conn, later, Deferral({"a"}, after=3_600, attempts=1))
+    (of_sink,) = defer(outbox.conn, later, sink="hook")
+    assert "by a filter such as --id" in command(
+        config, "deferred", "move", "--to", "2999-01-01", "--yes", status=2
+    )
+    words = ("deferred", "move", "--key", "a", "--to")
+    assert "only scheduled" in command(config, *words, "2999-01-01", "--kind", "retry", status=2)
+    assert "'soon' is not a time" in command(config, *words, "soon", status=2)
+    output = command(config, *words, "2999-01-01T12:00+02:00", "--reason", "not yet", "--yes")
+    assert "2 transactions with 2 events will be moved to 2999-01-01 12:00:00" in output
+    assert "2 transactions are moved" in output
+    assert "meanwhile" not in output
+    moved = "select id from relay.deferred where retry_at = '2999-01-01 10:00Z' order by id"
+    assert outbox.column(moved) == [scheduled, of_sink]
+    to = "2999-01-01T12:00:00+02:00"
+    assert {
+        (each.sink, each.action, each.reason, each.detail and each.detail["to"])
+        for each in actions.recent(outbox.conn, "default", 10)
+    } == {(sink, "deferred move", "not yet", to) for sink in ("", "hook")}
+    command(config, "deferred", "move", "--id", str(scheduled), "--to", "2000-01-01", "--yes")
+    assert ids(deferred_due.claim(outbox.conn, "default", 10, MUCH)) == [scheduled]
+    assert retried not in outbox.column(moved)
+
+
+@pytest.mark.parametrize("verb", ["move", "cancel"])
+def test_what_is_being_applied_is_neither_moved_nor_cancelled(
+    outbox: Outbox, config: Path, verb: str
+) -> None:
+    for number in range(2):
+        outbox.publish(host(number), event(number, deliver_at="2999-01-01"))
+    outbox.drain(outbox.settings(**WITH_SINK))
+    applied, left = outbox.column("select id from relay.deferred where sink = '' order by id")
+    said: list[str] = []
+    words = ("--kind", "scheduled", "--yes", *(("--to", "2999-01-01") if verb == "move" else ()))
+    asking = Thread(target=lambda: said.append(command(config, "deferred", verb, *words)))
+    with connected(outbox) as worker, worker.transaction():
+        deferred.lock(worker, "default")
+        deferred.remove(worker, [applied])
+        asking.start()
+        wait_until(lambda: waits_for_a_lock(outbox))
+    asking.join()
+    assert "1 transaction is" in said[0]
+    assert "1 transaction was delivered, tried or given up meanwhile" in said[0]
+    assert outbox.column("select id from relay.deferred") == ([left] if verb == "move" else [])
+
+
+def test_a_transaction_is_found_by_the_id_of_an_event(outbox: Outbox, config: Path) -> None:
+    later = {"deliver_at": "2999-01-01"}
+    outbox.publish(host(1), event(1, **later), event(2))
+    first = outbox.value("select id::text from outbox_message_t order by c_offset limit 1")
+    # One event mentions the id of another, and one transaction is stored as if it were too large for its row.
+    outbox.publish(host(2), event(3, payload={"amount": 3, "about": first}, **later))
+    second, third = outbox.column(
+        "select id::text from outbox_message_t order by c_offset offset 1"
+    )
+    outbox.drain(outbox.settings(**WITH_SINK))
+    outbox.conn.execute(
+        """
+        insert into relay.deferred_rows select id, 0, sizes, data from relay.deferred where events = 2 and sink = '';
+        update relay.deferred set sizes = null, data = null where events = 2 and sink = ''
+        """
+    )
+
+    def hosts(event_id: str) -> set[tuple[str, ...]]:
+        words = ("deferred", "list", "--json", "--sink", "", "--event", event_id)
+        return {tuple(each["hosts"]) for each in json.loads(command(config, *words))}
+
+    assert hosts(first) == hosts(second) == {(str(host(1)),)}
+    assert hosts(third) == {(str(host(2)),)}
+    words = ("--sink", "", "--event", second, "--yes")
+    assert "1 transaction is a dead letter" in command(config, "deferred", "cancel", *words)
+    assert f"event {second} is not deferred" in command(
+        config, "deferred", "cancel", *words, status=2
+    )
 
 
 def test_what_nobody_tries_now_is_reported(outbox: Outbox, tmp_path: Path) -> None:

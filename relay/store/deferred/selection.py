@@ -149,6 +149,30 @@ def oldest(
     return [(sink, DueTransaction(*due)) for sink, *due in rows]
 
 
+def mentioning(
+    conn: Connection, group: str, wanted: DeferredSelection, text: bytes
+) -> list[DueTransaction]:
+    """Return the selected transactions whose rows contain some octets, anywhere, oldest first.
+
+    Reads the rows of all that are selected.
+    """
+    where, parameters = wanted.where()
+    rows = conn.execute(
+        sql.SQL(
+            """
+            select {due} from relay.deferred d
+             where {where}
+               and case when d.data is not null then position(%(text)s::bytea in d.data) > 0
+                        else exists (select from relay.deferred_rows r
+                                      where r.deferred_id = d.id and position(%(text)s::bytea in r.data) > 0) end
+             order by d.id
+            """
+        ).format(due=DUE_COLUMNS, where=where),
+        {**parameters, "group": group, "text": text},
+    )
+    return [DueTransaction(*due) for due in rows]
+
+
 def make_due(conn: Connection, group: str, found: FoundDeferred) -> dict[str, int]:
     """Make the found transactions due now; returns how many of each sink."""
     where, parameters = found.wanted.where()
@@ -164,6 +188,25 @@ def make_due(conn: Connection, group: str, found: FoundDeferred) -> dict[str, in
                 """
             ).format(where=where),
             {**parameters, "group": group, "last_id": found.last_id},
+        ).fetchall()
+    )
+
+
+def move(conn: Connection, group: str, found: FoundDeferred, to: datetime) -> dict[str, int]:
+    """Set the time of the found transactions that are still scheduled; returns how many of each sink."""
+    where, parameters = found.wanted.where()
+    return dict(
+        conn.execute(
+            sql.SQL(
+                """
+                with moved as (
+                    update relay.deferred d set retry_at = %(to)s
+                     where {where} and {kind} = 'scheduled' and d.id <= %(last_id)s
+                    returning d.sink)
+                select sink, count(*) from moved group by sink order by sink
+                """
+            ).format(kind=KIND, where=where),
+            {**parameters, "group": group, "last_id": found.last_id, "to": to},
         ).fetchall()
     )
 
