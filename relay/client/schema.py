@@ -20,6 +20,11 @@ _USERS_PATH = """
            pg_catalog.set_config('plpgsql.extra_errors', pg_catalog.current_setting('relay.extra_errors'), true);
 """
 _REMOVE = """
+    drop function if exists relay.declare_reader(text, jsonb, text), relay.read(text, int), relay.advance(text, text),
+        relay.seek(text, text), relay.drop_reader(text), relay.move_reader(text, bigint, pg_snapshot),
+        relay.log_reader(text), relay.log_start(text), relay.match_condition(jsonb);
+    drop table if exists relay.log_positions, relay.log_readers;
+    delete from relay.readers where target = 'relay.declare_reader';
     drop function if exists relay.publish(uuid, uuid, jsonb, uuid);
     drop function if exists relay.limit_event_bytes(bigint);
     drop table if exists public.outbox_message_t;

@@ -1,0 +1,401 @@
+-- Named readers of relay's own outbox, for every language: relay.read returns the next events and changes nothing, and
+-- relay.advance moves the position in the caller's transaction. Needs 001_outbox.sql and source/002_retention.sql.
+
+create table if not exists relay.log_readers (
+    id         bigint      generated always as identity primary key,
+    name       text        not null unique,
+    owner      name        not null,
+    match      jsonb       not null,
+    created_at timestamptz not null default now()
+);
+
+comment on table relay.log_readers is
+    'the readers of relay.declare_reader';
+comment on column relay.log_readers.id is
+    'its number';
+comment on column relay.log_readers.name is
+    'its name';
+comment on column relay.log_readers.created_at is
+    'when it was declared';
+comment on column relay.log_readers.owner is
+    'the role whose members may read and advance';
+comment on column relay.log_readers.match is
+    'which events it gets: values, globs or lists of them by field or path; {}: all';
+
+-- The newest row is the position. Appended, since a row that is updated in place is slower while anybody holds a snapshot.
+create table if not exists relay.log_positions (
+    reader   bigint      not null references relay.log_readers on delete cascade,
+    number   bigint      not null,
+    snapshot pg_snapshot not null,
+    moved_at timestamptz not null default now(),
+    primary key (reader, number)
+);
+
+comment on table relay.log_positions is
+    'where the readers of relay.declare_reader are; the newest row counts';
+comment on column relay.log_positions.reader is
+    'the id of the reader';
+comment on column relay.log_positions.moved_at is
+    'when it moved there';
+comment on column relay.log_positions.number is
+    'counts moves, from another number for each reader; two sessions cannot insert the same one';
+comment on column relay.log_positions.snapshot is
+    'everything that it sees is read';
+
+-- The condition on the rows o of the outbox that a match stands for. Fails for a match that cannot be.
+create or replace function relay.match_condition(match jsonb) returns text
+language plpgsql immutable set search_path = pg_catalog, pg_temp
+as $$
+declare
+    field     text;
+    given     jsonb;
+    item      jsonb;
+    value     text;
+    glob      text;
+    any_of    text[];
+    condition text := 'true';
+begin
+    if jsonb_typeof(match) is distinct from 'object' then
+        raise invalid_parameter_value using
+            message = 'relay.declare_reader: match must be an object, such as {"event_type": "order.*"}';
+    end if;
+    for field, given in select key, m.value from jsonb_each(match) as m loop
+        if field in ('id', 'event_type', 'host_id', 'user_id', 'aggregate_type', 'aggregate_id', 'aggregate_version',
+                     'transaction_id') then
+            value := format('to_jsonb(o.%I)', field);
+        elsif field ~ '^(payload|metadata)([.][^.]+)+$' then
+            value := format('(o.%I #> %L::text[])', split_part(field, '.', 1), (string_to_array(field, '.'))[2:]);
+        else
+            raise invalid_parameter_value using
+                message = format('relay.declare_reader: match: %L is neither a field of an event nor a path such as '
+                                 'payload.customer.tier', field);
+        end if;
+        any_of := '{}';
+        for item in select e from jsonb_array_elements(case jsonb_typeof(given) when 'array' then given
+                                                            else jsonb_build_array(given) end) as e loop
+            if jsonb_typeof(item) = 'string' then
+                glob := regexp_replace(item #>> '{}', '([\\.+(){}|^$])', '\\\1', 'g');
+                glob := replace(replace(replace(glob, '*', '.*'), '?', '.'), '[!', '[^');
+                begin
+                    perform '' ~ ('^(?:' || glob || ')$');
+                exception when invalid_regular_expression then
+                    raise invalid_parameter_value using
+                        message = format('relay.declare_reader: match: the pattern %s of %s is not complete', item, field);
+                end;
+                any_of := any_of || format('%s #>> ''{}'' ~ %L', value, '^(?:' || glob || ')$');
+            elsif jsonb_typeof(item) in ('number', 'boolean') then
+                any_of := any_of || format('%s = %L::jsonb', value, item);
+                if jsonb_typeof(item) = 'number' then
+                    any_of := any_of || format('%s = to_jsonb(%L::text)', value, item);
+                end if;
+            else
+                any_of := '{}';
+                exit;
+            end if;
+        end loop;
+        if any_of = '{}' then
+            raise invalid_parameter_value using
+                message = format('relay.declare_reader: match: the value of %s must be a value, a pattern such as order.*, '
+                                 'or a list of them', field);
+        end if;
+        condition := condition || ' and (' || array_to_string(any_of, ' or ') || ') is true';
+    end loop;
+    return condition;
+end
+$$;
+
+-- The reader, if the caller is a member of its owner, and where it is; an error otherwise.
+create or replace function relay.log_reader(asked text, out reader bigint, out match jsonb, out number bigint,
+                                            out snapshot pg_snapshot, out given_up_at timestamptz)
+language plpgsql stable set search_path = pg_catalog, pg_temp
+as $$
+declare
+    caller name := case current_setting('role') when 'none' then session_user else current_setting('role')::name end;
+    found  relay.log_readers;
+begin
+    select * into found from relay.log_readers as r where r.name = asked;
+    -- Nobody is told the names of others' readers.
+    if found.id is null or to_regrole(quote_ident(found.owner)) is null or not pg_has_role(caller, found.owner, 'member') then
+        raise insufficient_privilege using
+            message = format('relay: there is no reader %L of the role %s', asked, caller),
+            hint = 'Declare it with relay.declare_reader, or be a member of the role that has declared it.';
+    end if;
+    reader := found.id;
+    match := found.match;
+    select p.number, p.snapshot into number, snapshot
+      from relay.log_positions as p where p.reader = found.id order by p.number desc limit 1;
+    select r.given_up_at into given_up_at
+      from relay.readers as r where (r.group_id, r.target, r.reader) = ('', 'relay.declare_reader', asked);
+end
+$$;
+
+-- The snapshot that a start stands for: now, beginning (rows that have a c_xid), or the position of a reader.
+create or replace function relay.log_start(start text) returns pg_snapshot
+language plpgsql stable set search_path = pg_catalog, pg_temp
+as $$
+declare
+    present pg_snapshot := pg_current_snapshot();
+    given   pg_snapshot;
+begin
+    if pg_is_in_recovery() then
+        raise object_not_in_prerequisite_state using message = 'relay: readers are of the primary: this server is a standby';
+    elsif start = 'now' then
+        return present;
+    elsif start = 'beginning' then
+        return '3:3:';
+    elsif start ~ '^\d+/\d+:\d+:[\d,]*$' then
+        given := split_part(start, '/', 2)::pg_snapshot;
+        if pg_snapshot_xmax(given) <= pg_snapshot_xmax(present) then
+            return given;
+        end if;
+        raise invalid_parameter_value using
+            message = format('relay: the position %L is ahead of this server: it is of another server', start);
+    end if;
+    raise invalid_parameter_value using
+        message = format('relay: %L is neither now, beginning, nor a position that relay.read has returned', start);
+end
+$$;
+
+-- Declares a reader of the calling role; returns whether it is new. A second call sets its match, and does not move it.
+-- From its commit on, retention keeps what it has not read, up to retention.max_lag.
+create or replace function relay.declare_reader(name text, match jsonb default '{}', start text default 'now') returns boolean
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    caller name := case current_setting('role') when 'none' then session_user else current_setting('role')::name end;
+    first  pg_snapshot := relay.log_start(declare_reader.start);
+    new_id bigint;
+begin
+    if declare_reader.name is null or declare_reader.name !~ '^[^[:cntrl:]]{1,100}$' then
+        raise invalid_parameter_value using message = 'relay.declare_reader: name must have 1 to 100 characters';
+    end if;
+    perform relay.match_condition(declare_reader.match);
+    insert into relay.log_readers (name, owner, match) values (declare_reader.name, caller, declare_reader.match)
+        on conflict on constraint log_readers_name_key do nothing returning id into new_id;
+    if new_id is null then
+        update relay.log_readers as r set match = declare_reader.match
+         where r.id = (select l.reader from relay.log_reader(declare_reader.name) as l)
+           and r.match <> declare_reader.match;
+        return false;
+    end if;
+    insert into relay.log_positions (reader, number, snapshot) values (new_id, (new_id << 32) + 1, first);
+    insert into relay.readers (group_id, target, reader, snapshot, outbox)
+    values ('', 'relay.declare_reader', declare_reader.name, first, 'public.outbox_message_t');
+    return true;
+end
+$$;
+
+-- The next events of a reader, of about "max" rows of the outbox, in whole database transactions; it changes nothing. Each row has
+-- the position that relay.advance is to be given when all of them are done. An only row without id: nothing of what is new
+-- matches. No row: nothing is new.
+-- A transaction's place is the greatest c_offset of its rows, so one that inserts after another has committed comes later.
+-- Rows are found along the index on c_xid, in which that one may be earlier. Transactions that come later than all others that
+-- were found are therefore left for the next time, as many as can be open at once: whatever is committed, not found, and earlier than
+-- a transaction before these began after all of them, when each of them was still open.
+create or replace function relay.read(reader text, max int default 1000)
+returns table ("position" text, id uuid, host_id uuid, user_id uuid, aggregate_type text, aggregate_id text,
+               aggregate_version bigint, event_type text, event_ts timestamptz, payload jsonb, metadata jsonb,
+               transaction_id uuid, transaction_ordinal int, transaction_count int, deliver_at timestamptz, c_offset bigint)
+language plpgsql security definer set search_path = pg_catalog, pg_temp set row_security = off
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off
+as $$
+#variable_conflict use_column
+declare
+    its     record;
+    present pg_snapshot;
+    late    xid8[];
+    open_at int := current_setting('max_connections')::int + current_setting('max_prepared_transactions')::int
+                   + current_setting('max_worker_processes')::int + current_setting('max_wal_senders')::int + 10;
+    most    int;
+    xids    xid8[];
+    counts  int[];
+    rest    int;
+    is_full boolean;
+    taken   int := 0;
+    total   bigint := 0;
+    ends    xid8;
+    missing xid8[];
+    reached text;
+begin
+    if read.max is null or read.max < 1 then
+        raise invalid_parameter_value using message = 'relay.read: max must be 1 or more';
+    end if;
+    select * into its from relay.log_reader(read.reader);
+    if its.given_up_at is not null then
+        raise object_not_in_prerequisite_state using
+            message = format('relay.read: the reader %L was given up by retention (retention.max_lag) at %s, and events that '
+                             'it has not read may be gone', read.reader, its.given_up_at),
+            hint = 'Say with relay.seek where it goes on.';
+    end if;
+    -- As relay.log_start: not on a standby, whose snapshots do not say what is in progress.
+    present := relay.log_start('now');
+    if pg_snapshot_xmax(its.snapshot) > pg_snapshot_xmax(present) then
+        raise object_not_in_prerequisite_state using
+            message = format('relay.read: the position of the reader %L is ahead of this server: it is of another server, or '
+                             'the transaction is older than the position', read.reader),
+            hint = 'After a restored backup, say with relay.seek where it goes on.';
+    end if;
+    late := array(select pg_snapshot_xip(its.snapshot));
+    most := read.max + 2 * open_at;
+    loop
+        execute 'with newer as materialized (select c_xid, c_offset from public.outbox_message_t where c_xid >= $2 and c_xid < $3 '
+                'and pg_visible_in_snapshot(c_xid, $4) order by c_xid limit $5), '
+                'last as (select count(*) = $5 as is_full, (array_agg(c_xid order by c_xid desc))[1] as xid from newer), '
+                'found as (select c_xid, pg_catalog.max(c_offset) as place, count(*)::int as events from ('
+                'select c_xid, c_offset from public.outbox_message_t where c_xid = any ($1) and pg_visible_in_snapshot(c_xid, $4) '
+                'union all select c_xid, c_offset from newer, last where not is_full or c_xid < last.xid) as r group by c_xid) '
+                'select (select is_full from last), array_agg(c_xid order by place), array_agg(events order by place) from found'
+           into is_full, xids, counts
+          using late, pg_snapshot_xmax(its.snapshot), pg_snapshot_xmax(present), present, most;
+        rest := coalesce(cardinality(xids), 0) - case when is_full then open_at else 0 end;
+        exit when rest > 0 or not is_full;
+        most := most * 4;
+    end loop;
+    if rest <= 0 then
+        return;
+    end if;
+    while taken < rest and (taken = 0 or total + counts[taken + 1] <= read.max) loop
+        taken := taken + 1;
+        total := total + counts[taken];
+    end loop;
+    -- PostgreSQL 14 has no max(xid8).
+    select greatest(pg_snapshot_xmax(its.snapshot), ((x::text::bigint + 1)::text)::xid8) into ends
+      from unnest(xids[:taken]) as x order by x desc limit 1;
+    select coalesce(array_agg(x order by x), '{}') into missing
+      from (select x from unnest(late) as x where not pg_visible_in_snapshot(x, present)
+             union select x from unnest(xids[taken + 1:]) as x where x < ends
+             union select x from pg_snapshot_xip(present) as x where x < ends and x >= pg_snapshot_xmax(its.snapshot)) as m;
+    reached := format('%s/%s:%s:%s', its.number, coalesce(missing[1], ends), ends, array_to_string(missing, ','));
+    return query execute
+        'select $2, o.id, o.host_id, o.user_id, o.aggregate_type, o.aggregate_id, o.aggregate_version, o.event_type, o.event_ts, '
+        'o.payload, o.metadata, o.transaction_id, o.transaction_ordinal, o.transaction_count, o.deliver_at, o.c_offset '
+        'from unnest($1) with ordinality as taken (xid, number) join public.outbox_message_t as o on o.c_xid = taken.xid '
+        'where ' || relay.match_condition(its.match) || ' order by taken.number, o.c_offset'
+        using xids[:taken], reached;
+    if not found then
+        "position" := reached;
+        return next;
+    end if;
+end
+$$;
+
+-- Moves a reader that the caller owns; from is the number of the position that it must be at, null: any.
+create or replace function relay.move_reader(reader text, from_number bigint, snapshot pg_snapshot) returns void
+language plpgsql set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+declare
+    its record;
+begin
+    select * into its from relay.log_reader(move_reader.reader);
+    begin
+        if from_number <> its.number then
+            raise unique_violation;
+        end if;
+        insert into relay.log_positions (reader, number, snapshot) values (its.reader, its.number + 1, move_reader.snapshot);
+    exception when unique_violation then
+        raise object_not_in_prerequisite_state using
+            message = format('relay.advance: another session has moved the reader %L since this position was read', reader),
+            hint = 'Roll back, and read again.';
+    end;
+    if its.number % 100 = 0 then
+        -- Those before were deleted before: whoever looked for them would walk over all of them while a snapshot is held.
+        delete from relay.log_positions as p
+         where p.reader = its.reader and p.number between its.number - 200 and its.number - 1;
+    end if;
+    -- A note that is late keeps rows for longer. A reader that is given up remains so until relay.seek.
+    update relay.readers as r
+       set snapshot = move_reader.snapshot, moved_at = now(), noted_at = now(),
+           given_up_at = case when from_number is not null then r.given_up_at end
+     where (r.group_id, r.target, r.reader) = ('', 'relay.declare_reader', move_reader.reader)
+       and (from_number is null or r.noted_at < now() - interval '5 seconds');
+end
+$$;
+
+-- Moves a reader to a position that relay.read has returned, in the caller's transaction. Fails where another session has moved
+-- it since; one that has moved it and not committed yet is waited for.
+create or replace function relay.advance(reader text, "position" text) returns void
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if advance."position" is null or advance."position" in ('now', 'beginning') then
+        raise invalid_parameter_value using message = 'relay.advance: give a position that relay.read has returned, or use relay.seek';
+    end if;
+    perform relay.move_reader(advance.reader, from_number => split_part(advance."position", '/', 1)::bigint,
+                              snapshot => relay.log_start(advance."position"));
+end
+$$;
+
+-- Moves a reader to now, to the beginning, or to a position. One that retention has given up goes on from there.
+create or replace function relay.seek(reader text, "to" text) returns void
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform relay.move_reader(seek.reader, from_number => null, snapshot => relay.log_start(seek."to"));
+end
+$$;
+
+-- Drops a reader: retention no longer keeps rows for it.
+create or replace function relay.drop_reader(name text) returns void
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+begin
+    delete from relay.log_readers as r where r.id = (select l.reader from relay.log_reader(drop_reader.name) as l);
+    delete from relay.readers as r where (r.group_id, r.target, r.reader) = ('', 'relay.declare_reader', drop_reader.name);
+end
+$$;
+
+do $$
+declare
+    each text;
+begin
+    begin
+        if to_regrole('relay_reader') is null then
+            create role relay_reader nologin;
+        end if;
+    exception when duplicate_object or unique_violation then
+        null; -- an installation in another database of the server has just created it
+              when insufficient_privilege then
+        raise notice 'relay: this role may not create roles; create relay_reader yourself, then run this file again';
+    end;
+    foreach each in array array['relay.match_condition(jsonb)', 'relay.log_reader(text)', 'relay.log_start(text)',
+                                'relay.move_reader(text, bigint, pg_snapshot)', 'relay.declare_reader(text, jsonb, text)',
+                                'relay.read(text, int)', 'relay.advance(text, text)', 'relay.seek(text, text)',
+                                'relay.drop_reader(text)'] loop
+        execute format('revoke all on function %s from public', each);
+    end loop;
+    if to_regrole('relay_reader') is not null then
+        grant usage on schema relay to relay_reader;
+        grant execute on function relay.declare_reader(text, jsonb, text), relay.read(text, int), relay.advance(text, text),
+                                  relay.seek(text, text), relay.drop_reader(text) to relay_reader;
+    end if;
+    if to_regrole('relay') is not null then
+        grant select on relay.log_readers, relay.log_positions to relay;
+    end if;
+end
+$$;
+
+do $$
+declare
+    each text;
+begin
+    if to_regrole('relay_owner') is null then
+        return;
+    end if;
+    grant select on public.outbox_message_t to relay_owner;
+    grant select, insert, update, delete on relay.log_readers, relay.log_positions, relay.readers to relay_owner;
+    grant execute on function relay.match_condition(jsonb), relay.log_reader(text), relay.log_start(text),
+                              relay.move_reader(text, bigint, pg_snapshot) to relay_owner;
+    grant create on schema relay to relay_owner;
+    -- A function's new owner must have the right to create in its schema.
+    foreach each in array array['declare_reader(text, jsonb, text)', 'read(text, int)', 'advance(text, text)',
+                                'seek(text, text)', 'drop_reader(text)'] loop
+        execute format('alter function relay.%s owner to relay_owner', each);
+    end loop;
+    revoke create on schema relay from relay_owner;
+exception when insufficient_privilege then
+    raise notice 'relay: this role may not give functions to relay_owner; they stay its own';
+end
+$$;
+
+insert into relay.migrations (name) values ('outbox/003_readers.sql') on conflict do nothing;

@@ -1,0 +1,370 @@
+"""Named readers of the log in SQL: each event once and in order, whoever advances, and whose they are."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+from psycopg.types.json import Jsonb
+
+from relay.retention import reader_positions
+from tests.outbox import Outbox
+from tests.postgres import start_server
+
+_HOST = uuid.uuid4()
+_Connection = psycopg.Connection[Any]
+
+
+def _publish(conn: _Connection, *numbers: int, event_type: str = "order.placed") -> None:
+    events = [
+        {
+            "event_type": event_type,
+            "aggregate_type": "Order",
+            "aggregate_id": str(number),
+            "payload": {"number": number, "tier": "gold" if number % 2 else "tin"},
+        }
+        for number in numbers
+    ]
+    conn.execute("select relay.publish(%s, null, %s)", (_HOST, Jsonb(events)))
+
+
+def _read(conn: _Connection, most: int = 1000, reader: str = "r") -> tuple[list[int], str | None]:
+    """The numbers of the events that are next, and the position after them."""
+    rows = conn.execute(
+        "select position, id, payload from relay.read(%s, %s)", (reader, most)
+    ).fetchall()
+    return [row[2]["number"] for row in rows if row[1]], rows[0][0] if rows else None
+
+
+def _drain(conn: _Connection, most: int = 1000, reader: str = "r") -> list[int]:
+    """Read and advance until nothing is new."""
+    found: list[int] = []
+    while True:
+        with conn.transaction():
+            numbers, position = _read(conn, most, reader)
+            if position is None:
+                return found
+            conn.execute("select relay.advance(%s, %s)", (reader, position))
+        found += numbers
+
+
+def _declare(
+    conn: _Connection, start: str = "now", match: Mapping[str, object] | None = None
+) -> None:
+    conn.execute("select relay.declare_reader('r', %s, %s)", (Jsonb(match or {}), start))
+
+
+class _History:
+    """Transactions of several sessions, one step at a time: which were committed when, and when each inserted last."""
+
+    def __init__(self, seed: int, sessions: list[_Connection]) -> None:
+        self.random = random.Random(seed)
+        self._sessions = sessions
+        self._open: dict[int, list[int]] = {}
+        self._clock = 0
+        self.inserted: dict[int, int] = {}
+        self.committed: dict[int, int] = {}
+        self.transactions: list[list[int]] = []
+
+    def step(self) -> None:
+        """Begin, publish, roll a savepoint back, commit or roll back in a session."""
+        self._clock += 1
+        index = self.random.randrange(len(self._sessions))
+        conn = self._sessions[index]
+        numbers = self._open.setdefault(index, [])
+        # So that the blocks below are savepoints.
+        conn.execute("select 1")
+        # The first session has transactions that stay open for long.
+        ends = self.random.random() < (0.01 if index == 0 else 0.5)
+        if ends and numbers:
+            self.end(index)
+            return
+        if not numbers and self.random.random() < 0.3:
+            # Its id is assigned long before it publishes.
+            conn.execute("select pg_current_xact_id()")
+            return
+        if self.random.random() < 0.3:
+            with suppress(ZeroDivisionError), conn.transaction():
+                _publish(conn, -self._clock)
+                raise ZeroDivisionError
+            return
+        with conn.transaction():
+            _publish(conn, self._clock)
+        numbers.append(self._clock)
+        self.inserted[self._clock] = self._clock
+
+    def end(self, index: int) -> None:
+        """Commit, or in some cases roll back."""
+        numbers = self._open.pop(index, [])
+        conn = self._sessions[index]
+        if self.random.random() < 0.15:
+            conn.rollback()
+            return
+        conn.commit()
+        self._clock += 1
+        self.transactions.append(numbers)
+        self.committed.update(dict.fromkeys(numbers, self._clock))
+
+    def end_all(self) -> None:
+        """End the transactions that are open."""
+        for index in list(self._open):
+            self.end(index)
+
+    def require_read(self, read: list[int]) -> None:
+        """Each event once; whole transactions; one that inserted after another had committed is later."""
+        assert sorted(read) == sorted(self.committed)
+        place = {number: at for at, number in enumerate(read)}
+        for numbers in self.transactions:
+            if numbers:
+                first = place[numbers[0]]
+                assert read[first : first + len(numbers)] == numbers
+        last = {number: numbers[-1] for numbers in self.transactions for number in numbers}
+        # From the end: whatever was read later was not committed before this one inserted last.
+        soonest = float("inf")
+        for number in reversed(read):
+            assert soonest > last[number], number
+            soonest = min(soonest, self.committed[number])
+
+
+@contextmanager
+def _sessions(dsn: str, count: int) -> Iterator[list[_Connection]]:
+    sessions = [psycopg.connect(dsn) for _ in range(count)]
+    try:
+        yield sessions
+    finally:
+        for each in sessions:
+            each.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_event_is_read_once_and_in_order(outbox: Outbox, seed: int) -> None:
+    """One reader reads while others publish; another one, all of it at the end, in small portions of a backlog."""
+    _declare(outbox.conn)
+    outbox.conn.execute("select relay.declare_reader('late')")
+    read: list[int] = []
+    with _sessions(outbox.dsn, 6) as sessions:
+        history = _History(seed, sessions)
+        for number in range(2000):
+            history.step()
+            if number % 37 == 0:
+                numbers, position = _read(outbox.conn, history.random.choice([1, 7, 1000]))
+                # A reader that is killed before it advances reads the same again.
+                if position and history.random.random() < 0.7:
+                    outbox.conn.execute("select relay.advance('r', %s)", (position,))
+                    read += numbers
+        history.end_all()
+    read += _drain(outbox.conn, 10)
+    history.require_read(read)
+    assert len(history.transactions) > 250, "more than can be open at once"
+    history.require_read(_drain(outbox.conn, 3, "late"))
+
+
+def test_a_backlog_is_read_in_order_of_insertion(outbox: Outbox) -> None:
+    """A transaction that began first and inserted after all others is read after them, also from a large backlog."""
+    _declare(outbox.conn)
+    with psycopg.connect(outbox.dsn) as long:
+        long.execute("select pg_current_xact_id()")
+        for number in range(600):
+            _publish(outbox.conn, number)
+        _publish(long, 1000)
+        long.commit()
+    assert _drain(outbox.conn, 5) == [*range(600), 1000]
+
+
+def test_what_commits_late_is_not_missed(outbox: Outbox) -> None:
+    """A transaction that inserted before the position and committed after it is read then, and once."""
+    _declare(outbox.conn)
+    with psycopg.connect(outbox.dsn) as long:
+        _publish(long, 1)
+        _publish(outbox.conn, 2)
+        assert _drain(outbox.conn) == [2]
+        assert _drain(outbox.conn) == []
+        long.commit()
+    _publish(outbox.conn, 3)
+    assert _drain(outbox.conn) == [1, 3]
+
+
+def test_a_prepared_transaction_is_read_after_its_commit() -> None:
+    """As one that is open for long, whatever became of its session."""
+    with (
+        start_server({"max_prepared_transactions": "4"}) as server,
+        Outbox(server.create_database("prepared")) as outbox,
+    ):
+        outbox.install()
+        _declare(outbox.conn)
+        outbox.conn.execute("begin")
+        _publish(outbox.conn, 1)
+        outbox.conn.execute("prepare transaction 'one'")
+        _publish(outbox.conn, 2)
+        assert _drain(outbox.conn) == [2]
+        outbox.conn.execute("commit prepared 'one'")
+        assert _drain(outbox.conn) == [1]
+
+
+def test_reading_changes_nothing(outbox: Outbox) -> None:
+    """Two reads return the same, in a transaction that may not write, and a rollback undoes an advance."""
+    _declare(outbox.conn)
+    _publish(outbox.conn, 1, 2)
+    with psycopg.connect(outbox.dsn) as conn:
+        conn.read_only = True
+        first = _read(conn)
+        assert _read(conn) == first
+        assert first[0] == [1, 2]
+        conn.rollback()
+        conn.read_only = False
+        conn.execute("select relay.advance('r', %s)", (first[1],))
+        assert _read(conn) == ([], None)
+        conn.rollback()
+        assert _read(conn) == first
+
+
+def test_of_two_that_advance_one_is_refused(outbox: Outbox) -> None:
+    """The loser waits for the other one, and its transaction fails."""
+    _declare(outbox.conn)
+    _publish(outbox.conn, 1)
+    _, position = _read(outbox.conn)
+    outbox.conn.execute("select relay.advance('r', %s)", (position,))
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="another session"):
+        outbox.conn.execute("select relay.advance('r', %s)", (position,))
+    _publish(outbox.conn, 2)
+    _, position = _read(outbox.conn)
+    with psycopg.connect(outbox.dsn) as other, psycopg.connect(outbox.dsn) as late:
+        other.execute("select relay.advance('r', %s)", (position,))
+        late.execute("set lock_timeout = '100ms'")
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            late.execute("select relay.advance('r', %s)", (position,))
+        late.rollback()
+        other.rollback()
+        late.execute("select relay.advance('r', %s)", (position,))
+        late.commit()
+    assert _drain(outbox.conn) == []
+
+
+def test_a_match_skips_events_and_moves_on(outbox: Outbox) -> None:
+    """Patterns, values, lists and paths; an only row without id moves the reader past what does not match."""
+    _declare(outbox.conn, match={"event_type": ["order.*", "exact"], "payload.tier": "gold"})
+    _publish(outbox.conn, 2, 4)
+    numbers, position = _read(outbox.conn)
+    assert numbers == []
+    assert position is not None
+    _publish(outbox.conn, 1, 2, 3)
+    _publish(outbox.conn, 5, event_type="orders.placed")
+    _publish(outbox.conn, 7, event_type="exact")
+    assert _drain(outbox.conn) == [1, 3, 7]
+    outbox.conn.execute("""select relay.declare_reader('r', '{"payload.number": [8, 9]}')""")
+    _publish(outbox.conn, 7, 8, 9)
+    assert _drain(outbox.conn) == [8, 9]
+
+
+@pytest.mark.parametrize(
+    "match",
+    [
+        '{"nothing": 1}',
+        '{"payload": 1}',
+        '{"event_type": []}',
+        '{"event_type": "["}',
+        "[]",
+        '{"id": null}',
+    ],
+)
+def test_a_match_that_cannot_be_is_refused(outbox: Outbox, match: str) -> None:
+    """At once, by whom it was declared."""
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="match"):
+        outbox.conn.execute("select relay.declare_reader('r', %s::jsonb)", (match,))
+
+
+def test_a_match_is_no_statement(outbox: Outbox) -> None:
+    """Quotes and parentheses in a path or a pattern are text."""
+    for hostile in ("'); drop table x; --", "a' or true or 'a", "\\", "a\\'"):
+        _declare(outbox.conn, match={f"payload.{hostile}": hostile, "event_type": hostile})
+        _publish(outbox.conn, 1)
+        assert _drain(outbox.conn) == []
+
+
+def test_seek_and_drop(outbox: Outbox) -> None:
+    """A reader goes back to the beginning, to a position, and to now; a dropped one has no position."""
+    _publish(outbox.conn, 1)
+    _declare(outbox.conn, "beginning")
+    assert _drain(outbox.conn) == [1]
+    _publish(outbox.conn, 2)
+    _, position = _read(outbox.conn)
+    outbox.conn.execute("select relay.seek('r', 'beginning')")
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="another session"):
+        outbox.conn.execute("select relay.advance('r', %s)", (position,))
+    assert _drain(outbox.conn) == [1, 2]
+    outbox.conn.execute("select relay.seek('r', 'beginning'); select relay.seek('r', 'now')")
+    assert _drain(outbox.conn) == []
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="neither now"):
+        outbox.conn.execute("select relay.seek('r', 'tomorrow')")
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="ahead of this server"):
+        outbox.conn.execute("select relay.seek('r', '1/9000000000:9000000000:')")
+    outbox.conn.execute("select relay.drop_reader('r')")
+    with pytest.raises(psycopg.errors.InsufficientPrivilege, match="no reader 'r'"):
+        _read(outbox.conn)
+    assert not outbox.column("select 1 from relay.readers where reader = 'r'")
+    _declare(outbox.conn)
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="another session"):
+        outbox.conn.execute("select relay.advance('r', %s)", (position,))
+
+
+def test_each_role_has_its_own_readers(outbox: Outbox) -> None:
+    """A member of relay_reader moves what it has declared, and finds out nothing about other readers and the tables."""
+    roles = [f"{outbox.slot}_reads_{number}" for number in (1, 2)]
+    for role in roles:
+        outbox.conn.execute(f"create role {role} login password 'p' in role relay_reader".encode())
+    try:
+        first, second = (
+            psycopg.connect(make_conninfo(outbox.dsn, user=role, password="p"), autocommit=True)
+            for role in roles
+        )
+        with first, second:
+            _declare(first)
+            _publish(outbox.conn, 1)
+            _, position = _read(first)
+            for statement in (
+                "select relay.read('r')",
+                f"select relay.advance('r', '{position}')",
+                "select relay.seek('r', 'now')",
+                "select relay.drop_reader('r')",
+                "select relay.declare_reader('r')",
+                "select relay.move_reader('r', null, '3:3:')",
+                "select * from relay.log_positions",
+                "select * from public.outbox_message_t",
+            ):
+                for conn in (
+                    (second, first) if "from" in statement or "move" in statement else (second,)
+                ):
+                    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                        conn.execute(statement.encode())
+            assert _drain(first) == [1]
+    finally:
+        for role in roles:
+            outbox.conn.execute(f"drop role {role}".encode())
+
+
+def test_retention_keeps_what_is_not_read_until_it_gives_up(outbox: Outbox) -> None:
+    """The row of relay.readers is what retention goes by; a reader that was given up says so until it is moved."""
+    settings = outbox.settings(retention={"keep": "1d"})
+    reader_positions.retain(outbox.conn, settings.source)
+    _declare(outbox.conn)
+    _publish(outbox.conn, 1)
+    (mine,) = [
+        each for each in reader_positions.readers(outbox.conn, settings) if each.reader == "r"
+    ]
+    assert mine.unread_since is not None
+    held = "select relay.is_held('public.outbox_message_t', 'public.outbox_message_t', 'c_offset')"
+    assert outbox.column(held) == [True]
+    later = datetime.now(UTC) + timedelta(days=3)
+    assert mine in reader_positions.lagging([mine], later, timedelta(days=1))
+    reader_positions.give_up(outbox.conn, mine)
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="given up by retention"):
+        _read(outbox.conn)
+    outbox.conn.execute("select relay.seek('r', 'beginning')")
+    assert _drain(outbox.conn) == [1]
