@@ -30,11 +30,13 @@ from relay.store import (
     groups,
     presence,
     queues,
+    schedules,
 )
 from relay.store.connections import Connection, connect, require_writable_by_default
 from relay.store.deferred import selection as deferred_selection
 from relay.store.positions import sinks
 from relay.store.queues import QueueFigures
+from relay.store.schedules import ScheduleFigures
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +96,7 @@ class Counted:
     keys: Mapping[str, int] | None = None
     dead: Mapping[tuple[str, str], int] | None = None
     queues: list[QueueFigures] | None = None
+    schedules: list[ScheduleFigures] | None = None
     at: datetime | None = None
     """When they were counted, by the target's clock."""
 
@@ -269,7 +272,7 @@ class Databases:
 
     def _counted(self) -> Counted:
         """Return the counts. Raises psycopg.OperationalError."""
-        group = self._settings.group
+        group, own = self._settings.group, self._settings.source.owns_table
         with (
             self._connected("target", "counts") as target,
             self._connected("source", "counts") as source,
@@ -281,6 +284,7 @@ class Databases:
                 if_countable(deferred_selection.count_keys, target, group),
                 if_countable(dead_letters.count_by_handler, target, group),
                 if_countable(queues.figures, target, group),
+                if_countable(schedules.figures, source) if own else None,
                 clock.present(target),
             )
 

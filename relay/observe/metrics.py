@@ -293,6 +293,28 @@ SERIES: Sequence[MetricFamily] = (
         "queue",
     ),
     _gauge("relay_queue_paused", "1 while nobody can take from the queue.", "queue"),
+    # Schedules
+    _gauge(
+        "relay_schedule_published",
+        "Events that the schedule has published since it was declared.",
+        "schedule",
+    ),
+    _gauge(
+        "relay_schedule_missed",
+        "Times of the schedule for which nothing was published within a minute, since it was declared.",
+        "schedule",
+    ),
+    _gauge(
+        "relay_schedule_overdue_seconds",
+        "How long the schedule has been due, 0 while it is not, or paused.",
+        "schedule",
+    ),
+    _gauge("relay_schedule_paused", "1 while the schedule is paused.", "schedule"),
+    _gauge(
+        "relay_schedule_stands_still",
+        "1 while the schedule has no next time, since relay does not understand what SQL declared.",
+        "schedule",
+    ),
     # Spark
     _histogram(
         "relay_spark_job_duration_seconds",

@@ -192,6 +192,13 @@ class ServiceGauges:
             gauges["relay_queue_oldest_seconds"][(each.queue,)] = each.oldest_seconds
             gauges["relay_queue_workers"][(each.queue,)] = each.workers
             gauges["relay_queue_paused"][(each.queue,)] = each.paused_at is not None
+        for schedule in counted.schedules or ():
+            key = (schedule.name,)
+            gauges["relay_schedule_published"][key] = schedule.published
+            gauges["relay_schedule_missed"][key] = schedule.missed_ticks
+            gauges["relay_schedule_overdue_seconds"][key] = schedule.overdue_seconds
+            gauges["relay_schedule_paused"][key] = schedule.is_paused
+            gauges["relay_schedule_stands_still"][key] = schedule.stands_still
 
     def _sink_bytes(self, gauges: Gauges, end: Lsn | None) -> None:
         target = self._databases.target_readings

@@ -69,6 +69,24 @@ class ScheduleRow:
         return f"at {self.at}"
 
 
+@dataclass(frozen=True, slots=True)
+class ScheduleFigures:
+    """How a schedule does. `overdue_seconds` is 0 while it is paused or nothing is due; `stands_still` has a fault."""
+
+    name: str
+    published: int
+    missed_ticks: int
+    overdue_seconds: float
+    is_paused: bool
+    stands_still: bool
+
+
+_FIGURES = """
+    select name, published, missed_ticks, paused_at is not null as is_paused, fault is not null as stands_still,
+           case when paused_at is null and due_at < clock_timestamp()
+                then extract(epoch from clock_timestamp() - due_at)::float8 else 0 end as overdue_seconds
+      from relay.schedules order by name
+"""
 _IS_DUE = "paused_at is null and (due_at is null or due_at <= clock_timestamp())"
 _READ = """
     select name, id, cron, every, at, timezone, missed, jitter, configured_by, since, paused_at, next_at, passed_at,
@@ -107,6 +125,12 @@ class DueTicks:
 def listed(conn: psycopg.Connection[Any]) -> list[ScheduleRow]:
     """Read the schedules in the order of their names. Raises psycopg.Error."""
     return _rows(conn, _READ + " order by name")
+
+
+def figures(conn: psycopg.Connection[Any]) -> list[ScheduleFigures]:
+    """Read how each schedule does, in the order of their names. Raises psycopg.Error."""
+    with conn.cursor(row_factory=class_row(ScheduleFigures)) as cursor:
+        return cursor.execute(_FIGURES.encode()).fetchall()
 
 
 def named(conn: psycopg.Connection[Any], name: str) -> ScheduleRow | None:

@@ -15,6 +15,7 @@ from urllib.request import urlopen
 
 import pytest
 import yaml
+from psycopg.types.json import Jsonb
 
 from relay.demo.embedded import free_port
 from relay.observe import history, observer
@@ -54,6 +55,11 @@ def test_what_relay_does_is_in_a_scrape(outbox: Outbox, tmp_path: Path) -> None:
             wait_until(lambda: value("relay_dead_letters", handler="projection") == 1, 30)
             wait_until(lambda: value("relay_sink_attached", sink=HOOK) == 1, 30)
             wait_until(lambda: value("relay_target_lag_events") == 0, 30)
+            template = {"event_type": "cron.hourly", "host_id": str(host(1)), "payload": {}}
+            outbox.conn.execute(
+                "select relay.declare_schedule('hourly', %s, every => '1 h')", (Jsonb(template),)
+            )
+            wait_until(lambda: value("relay_schedule_missed", schedule="hourly") == 0, 30)
             found = Scrape(port)
             assert value("relay_transactions_total", engine="inline") == 21
             fault = "CheckViolation 23514"

@@ -21,6 +21,7 @@ import pytest
 import yaml
 from psycopg.conninfo import make_conninfo
 from psycopg.pq import ExecStatus
+from psycopg.types.json import Jsonb
 
 from tests.outbox import LONG_SECONDS, event, host, wait_until
 from tests.pages import (
@@ -438,6 +439,23 @@ def test_relay_queue_dead(running_shop: Shop) -> None:
 
 
 @pytest.mark.rare
+def test_relay_schedule_missed(running_shop: Shop) -> None:
+    """A schedule that SQL has declared, and relay does not understand."""
+    with psycopg.connect(running_shop.source, autocommit=True) as conn:
+        declare = "select relay.declare_schedule('nightly', %s, cron => %s)"
+        template = Jsonb({"event_type": "cron.nightly", "host_id": str(host(1)), "payload": {}})
+        conn.execute(declare, (template, "0 3 99 * *"))
+        try:
+            guide = runbook("RelayScheduleMissed")
+            for command in guide[:-1]:
+                running_shop.follow(command)
+            conn.execute(declare, (template, "0 3 * * *"))
+            running_shop.follow(guide[-1])
+        finally:
+            conn.execute("select relay.drop_schedule('nightly')")
+
+
+@pytest.mark.rare
 @pytest.mark.long
 def test_relay_deferred_old(running_shop: Shop) -> None:
     shop = running_shop
@@ -587,6 +605,7 @@ def test_each_alert_has_its_runbook() -> None:
             "RelayDeadLetters",
             "RelayQueueOld",
             "RelayQueueDead",
+            "RelayScheduleMissed",
             "RelayDeferredOld",
             "RelayPolling",
             "RelayHandlerStopped",

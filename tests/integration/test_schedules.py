@@ -95,6 +95,24 @@ def test_an_event_has_the_template_and_an_id_of_its_time(outbox: Outbox) -> None
     ]
 
 
+def test_figures_say_what_is_overdue_paused_or_not_understood(outbox: Outbox) -> None:
+    declared(outbox, "a", every="1 h")
+    declared(outbox, "b", every="1 h")
+    declared(outbox, "c", cron="0 3 99 * *")
+    turn(outbox)
+    for name in "ab":
+        shift(outbox, timedelta(hours=3), name)
+    outbox.conn.execute("select relay.pause_schedule('b', true)")
+    overdue, paused, odd = schedules.figures(outbox.conn)
+    assert overdue.overdue_seconds > 3600
+    assert (paused.overdue_seconds, paused.is_paused) == (0, True)
+    assert (odd.overdue_seconds, odd.stands_still) == (0, True)
+    turn(outbox)
+    overdue, *_ = schedules.figures(outbox.conn)
+    assert (overdue.overdue_seconds, overdue.published) == (0, 1)
+    assert overdue.missed_ticks in (2, 3)
+
+
 def test_a_clock_that_jumps_back_repeats_nothing(outbox: Outbox) -> None:
     declared(outbox, every="1 h", missed="all")
     shift(outbox, timedelta(hours=5))
