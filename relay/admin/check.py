@@ -216,7 +216,7 @@ def _target(
     yield schema
     if schema.level is Severity.OK:
         yield finding_of(
-            "rights", "relay's own tables", own_rights.require, conn, "target", "target.dsn"
+            "rights", "relay's own tables", own_rights.require, conn, ("target",), "target.dsn"
         )
         yield finding_of(
             "group", f"{settings.partitions} partitions", require_group, conn, settings

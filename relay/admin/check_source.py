@@ -93,7 +93,12 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
     yield from schemas
     if all(schema.level is Severity.OK for schema in schemas):
         found = finding_of(
-            "rights", "relay's own tables", own_rights.require, conn, "source", "source.dsn"
+            "rights",
+            "relay's own tables",
+            own_rights.require,
+            conn,
+            source_sides(settings),
+            "source.dsn",
         )
         # Only retention and the notes of slots need them.
         yield replace(found, level=Severity.WARNING) if found.level is Severity.ERROR else found

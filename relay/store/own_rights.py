@@ -7,7 +7,7 @@ statement that needs it, which may be the first dead letter.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from relay.faults import ConfigurationError
 from relay.store import migrations
@@ -34,9 +34,9 @@ _MISSING = """
 _POLICED = "select name from unnest(%s::text[]) as name where row_security_active(name) limit 1"
 
 
-def granted(side: Side) -> Iterator[tuple[str, str, str]]:
-    """Yield the kind, the name and the privilege of each right that the files of one side grant to the role relay."""
-    for file in migrations.files(side):
+def granted(sides: Sequence[Side]) -> Iterator[tuple[str, str, str]]:
+    """Yield the kind, the name and the privilege of each right that the files of some sides grant to the role relay."""
+    for file in (file for side in sides for file in migrations.files(side)):
         for privileges, kind, names in _GRANT.findall(file.read_text(encoding="utf-8")):
             for name in _LISTED.findall(names):
                 for privilege in _LISTED.findall(privileges):
@@ -44,12 +44,12 @@ def granted(side: Side) -> Iterator[tuple[str, str, str]]:
                     yield kind or ("columns" if columns else "table"), name.strip(), word
 
 
-def require(conn: Connection, side: Side, key: str) -> None:
+def require(conn: Connection, sides: Sequence[Side], key: str) -> None:
     """Raise ConfigurationError if the session's role lacks a right of the role relay, or a policy hides relay's rows.
 
     `key` is the configuration key of the database. Two small queries.
     """
-    kinds, names, privileges = (list(each) for each in zip(*granted(side), strict=True))
+    kinds, names, privileges = (list(each) for each in zip(*granted(sides), strict=True))
     role = conn.info.user
     found = conn.execute(_MISSING, (kinds, names, privileges)).fetchone()
     if found is not None:
@@ -59,7 +59,7 @@ def require(conn: Connection, side: Side, key: str) -> None:
             f"{key}: the role {role} has no right to {privilege} on {what}: run `grant {privilege} on {what} to "
             "relay`, as `relay init` did and a dump without privileges does not, and connect as a member of relay"
         )
-    tables = migrations.tables(side)
+    tables = [table for side in sides for table in migrations.tables(side)]
     policed = conn.execute(_POLICED, (tables,)).fetchone()
     if policed is not None:
         raise ConfigurationError(

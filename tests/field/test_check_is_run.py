@@ -430,11 +430,10 @@ def test_the_rights_that_are_checked_are_those_that_were_granted(outbox: Outbox)
          where relnamespace = 'relay'::regnamespace and grantee = 'relay'::regrole
         """
     ).fetchall()
-    sides: tuple[Side, ...] = ("source", "target")
+    sides: tuple[Side, ...] = ("source", "outbox", "target")
     checked = {
         (name, privilege)
-        for side in sides
-        for kind, name, privilege in own_rights.granted(side)
+        for kind, name, privilege in own_rights.granted(sides)
         if kind in ("table", "sequence")
     }
     assert checked == set(granted)

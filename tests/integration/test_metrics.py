@@ -35,6 +35,10 @@ def observing(port: int, **more: Any) -> dict[str, Any]:
 
 def test_what_relay_does_is_in_a_scrape(outbox: Outbox, tmp_path: Path) -> None:
     port = free_port()
+    template = {"event_type": "cron.late", "host_id": str(host(1)), "payload": {}}
+    outbox.conn.execute(
+        "select relay.declare_schedule('late', %s, at => '2999-01-01')", (Jsonb(template),)
+    )
     with Webhook() as webhook:
         config = outbox.config_file(tmp_path / "relay.yaml", **posting(webhook), **observing(port))
         with running(config) as service:
@@ -55,11 +59,7 @@ def test_what_relay_does_is_in_a_scrape(outbox: Outbox, tmp_path: Path) -> None:
             wait_until(lambda: value("relay_dead_letters", handler="projection") == 1, 30)
             wait_until(lambda: value("relay_sink_attached", sink=HOOK) == 1, 30)
             wait_until(lambda: value("relay_target_lag_events") == 0, 30)
-            template = {"event_type": "cron.hourly", "host_id": str(host(1)), "payload": {}}
-            outbox.conn.execute(
-                "select relay.declare_schedule('hourly', %s, every => '1 h')", (Jsonb(template),)
-            )
-            wait_until(lambda: value("relay_schedule_missed", schedule="hourly") == 0, 30)
+            wait_until(lambda: value("relay_schedule_missed", schedule="late") == 0, 30)
             found = Scrape(port)
             assert value("relay_transactions_total", engine="inline") == 21
             fault = "CheckViolation 23514"
