@@ -131,6 +131,10 @@ def test_the_wheel_with_its_dependencies_runs_the_service(
     for command in ("init", "check"):
         found = run(environment / "relay", command, "--config", str(config))
         assert found.returncode == 0, found.stderr
-    applied = {f"{file.parent.name}/{file.name}" for file in (ROOT / "sql").glob("*/*.sql")}
+    applied = {
+        f"{side}/{file.name}"
+        for side in ("source", "outbox", "target")
+        for file in (ROOT / "sql" / side).glob("*.sql")
+    }
     with psycopg.connect(database) as conn:
         assert {name for (name,) in conn.execute("select name from relay.migrations")} == applied

@@ -34,6 +34,9 @@ Situation = Callable[[Outbox, Path], AbstractContextManager[Replaced]]
 
 NUMBER, OFFSET = 4711, 184_000
 """The id that dead letters and deferred transactions have on the pages, and the c_offset of an event."""
+EVENT = "0198f3a2-8c1e-7d3b-9a55-2f6f0c1d7e90"
+"""The id of an event on the pages."""
+SCHEDULED = "select count(*) from relay.deferred where retry_at > '2900-01-01'"
 REFUSED, BUSY = "order.refused", "order.busy"
 STATUS = {REFUSED: 422, BUSY: 503}
 OTHER_TESTS = {
@@ -126,6 +129,30 @@ def with_faults(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
 
 
 @contextmanager
+def with_dead_messages(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
+    """The same, and two messages of a queue that workers have given up."""
+    with with_faults(outbox, folder) as replaced:
+        outbox.conn.execute("select relay.declare_queue('mail', null)")
+        outbox.conn.execute(
+            f"alter sequence relay.queue_message_ids restart with {NUMBER - 1}".encode()
+        )
+        for why in ("no address", "odd"):
+            number = outbox.value("select relay.enqueue('mail', '{}')")
+            assert outbox.value("select relay.fail('mail', %s, 1, %s)", (number, why))
+        yield replaced
+
+
+@contextmanager
+def with_scheduled(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
+    """The same, and an event with a later time of delivery, whose id stands for the one of the page."""
+    with with_faults(outbox, folder) as replaced:
+        transaction = outbox.publish(host(4), event(deliver_at="2999-01-01"))
+        wait_until(lambda: outbox.value(SCHEDULED) == 2)
+        find = "select id::text from outbox_message_t where transaction_id = %s"
+        yield {**replaced, EVENT: outbox.value(find, (transaction,))}
+
+
+@contextmanager
 def with_endpoints(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
     """A sink whose endpoints data choose; one is disabled, and nothing is dead of it yet."""
     url = "https://hooks.example/{payload.hook}"
@@ -163,8 +190,8 @@ def dead(outbox: Outbox) -> list[str]:
 SITUATIONS: Mapping[str, Situation] = {
     "complete.md": complete,
     "console.md": with_faults,
-    "dead-letters.md": with_faults,
-    "deferred.md": with_faults,
+    "dead-letters.md": with_dead_messages,
+    "deferred.md": with_scheduled,
     "endpoints.md": with_endpoints,
     "install.md": installed,
     "local-development.md": installed,
