@@ -205,23 +205,31 @@ as $$
        and (m.due_mark is null or m.due_mark <= statement_timestamp() + interval '1 minute')
 $$;
 
--- Raises what is wrong with a queue of which there is no state, or deletes its marks that are ahead: what is given a time now would be
--- below them.
-create or replace function relay.require_queue(asked text) returns void
+-- The state of a queue, also after its marks that are ahead are deleted: what is given a time now would be below them. Raises an error
+-- where there is no such queue, or the caller may not take from it. Those who are called for each message look at relay.queue_state first.
+create or replace function relay.require_queue(asked text) returns record
 language plpgsql
 as $$
 declare
-    found_queue record;
+    q     record;
+    named record;
 begin
-    select q.id, q.workers, relay.may_act_as(q.workers) as permitted into found_queue from relay.queues as q where q.name = asked;
+    select * into q from relay.queue_state(asked);
+    if found then
+        return q;
+    end if;
+    select d.id, d.workers, relay.may_act_as(d.workers) as permitted into named from relay.queues as d where d.name = asked;
     if not found then
         raise undefined_object using message = format('there is no queue %L: declare it with relay.declare_queue', asked);
     end if;
-    if not found_queue.permitted then
+    if not named.permitted then
         raise insufficient_privilege using
-            message = format('only members of the role %I may take from the queue %L', found_queue.workers, asked);
+            message = format('only members of the role %I may take from the queue %L', named.workers, asked);
     end if;
-    delete from relay.queue_marks as n where n.queue_id = found_queue.id and n.due_mark > statement_timestamp() + interval '1 minute';
+    delete from relay.queue_marks as n
+     where n.queue_id = named.id and n.due_mark > statement_timestamp() + interval '1 minute';
+    select * into q from relay.queue_state(asked);
+    return q;
 end
 $$;
 
@@ -482,11 +490,7 @@ as $$
 declare
     q record;
 begin
-    select * into q from relay.queue_state(queue);
-    if not found then
-        perform relay.require_queue(queue);
-        select * into q from relay.queue_state(queue);
-    end if;
+    q := relay.require_queue(queue);
     perform pg_advisory_lock_shared(x'7169776b'::int, (q.id % 2147483648)::int);
     return 'relay_queue_' || q.id;
 end
@@ -509,8 +513,7 @@ declare
 begin
     select * into q from relay.queue_state(take.queue);
     if not found then
-        perform relay.require_queue(take.queue);
-        select * into q from relay.queue_state(take.queue);
+        q := relay.require_queue(take.queue);
     end if;
     if q.paused then
         return;
@@ -569,8 +572,7 @@ declare
 begin
     select * into q from relay.queue_state(claim.queue);
     if not found then
-        perform relay.require_queue(claim.queue);
-        select * into q from relay.queue_state(claim.queue);
+        q := relay.require_queue(claim.queue);
     end if;
     if q.paused then
         return;
@@ -610,8 +612,7 @@ declare
 begin
     select * into q from relay.queue_state(lease.queue);
     if not found then
-        perform relay.require_queue(lease.queue);
-        select * into q from relay.queue_state(lease.queue);
+        q := relay.require_queue(lease.queue);
     end if;
     if q.paused then
         return;
@@ -677,8 +678,7 @@ declare
 begin
     select * into q from relay.queue_state(queue);
     if not found then
-        perform relay.require_queue(queue);
-        select * into q from relay.queue_state(queue);
+        q := relay.require_queue(queue);
     end if;
     if not q.keeps then
         -- One that was claimed, in one statement.
@@ -708,11 +708,7 @@ declare
     q     record;
     location tid;
 begin
-    select * into q from relay.queue_state(queue);
-    if not found then
-        perform relay.require_queue(queue);
-        select * into q from relay.queue_state(queue);
-    end if;
+    q := relay.require_queue(queue);
     perform relay.begin_times();
     location := relay.lock_message(q.id, extend.id, extend.attempt, true);
     update relay.queue_messages as m set available_at = greatest(clock_timestamp(), q.due_mark) + greatest(duration, '0 s')
@@ -731,11 +727,7 @@ declare
     q     record;
     location tid;
 begin
-    select * into q from relay.queue_state(queue);
-    if not found then
-        perform relay.require_queue(queue);
-        select * into q from relay.queue_state(queue);
-    end if;
+    q := relay.require_queue(queue);
     perform relay.begin_times();
     location := relay.lock_message(q.id, release.id, release.attempt, false);
     update relay.queue_messages as m
@@ -763,11 +755,7 @@ declare
     location tid;
     pause interval := after;
 begin
-    select * into q from relay.queue_state(queue);
-    if not found then
-        perform relay.require_queue(queue);
-        select * into q from relay.queue_state(queue);
-    end if;
+    q := relay.require_queue(queue);
     perform relay.begin_times();
     location := relay.lock_message(q.id, retry.id, retry.attempt, false);
     if location is null then
@@ -798,11 +786,7 @@ declare
     q     record;
     location tid;
 begin
-    select * into q from relay.queue_state(queue);
-    if not found then
-        perform relay.require_queue(queue);
-        select * into q from relay.queue_state(queue);
-    end if;
+    q := relay.require_queue(queue);
     location := relay.lock_message(q.id, fail.id, fail.attempt, false);
     if location is null then
         return false;
@@ -822,11 +806,7 @@ declare
     q       record;
     counted bigint;
 begin
-    select * into q from relay.queue_state(queue);
-    if not found then
-        perform relay.require_queue(queue);
-        select * into q from relay.queue_state(queue);
-    end if;
+    q := relay.require_queue(queue);
     perform relay.begin_messages();
     with gone as (
         delete from relay.queue_dead_letters as d
@@ -861,11 +841,7 @@ declare
     host   text := coalesce(enqueue.host_id, '');
     given  bigint;
 begin
-    select * into q from relay.queue_state(queue);
-    if not found then
-        perform relay.require_queue(queue);
-        select * into q from relay.queue_state(queue);
-    end if;
+    q := relay.require_queue(queue);
     if q.keyed and deliver_at is not null then
         raise feature_not_supported using
             message = format('the messages of the queue %L are ordered by a key: publish an event with deliver_at instead', queue);
@@ -1072,11 +1048,7 @@ declare
     q       record;
     changed boolean;
 begin
-    select * into q from relay.queue_state(name);
-    if not found then
-        perform relay.require_queue(name);
-        select * into q from relay.queue_state(name);
-    end if;
+    q := relay.require_queue(name);
     update relay.queues as u
        set paused_at = case when paused then clock_timestamp() end, paused_by = case when paused then relay.calling_role() end
      where u.id = q.id and (u.paused_at is not null) <> paused;
@@ -1094,7 +1066,7 @@ declare
     q       record;
     counted bigint;
 begin
-    select * into q from relay.queue_state(name);
+    q := relay.require_queue(name);
     delete from relay.queue_messages as m
      where m.ctid = any (array(select n.ctid from relay.queue_messages as n
                                 where n.queue_id = q.id and not n.leased for update skip locked));
@@ -1111,11 +1083,7 @@ declare
     q     record;
     whose text;
 begin
-    select * into q from relay.queue_state(name);
-    if not found then
-        perform relay.require_queue(name);
-        select * into q from relay.queue_state(name);
-    end if;
+    q := relay.require_queue(name);
     delete from relay.queues as u where u.id = q.id returning u.group_id into whose;
     perform relay.note_queues(whose);
     -- A task that read the queues before has the lock of its partitions until its messages are there.

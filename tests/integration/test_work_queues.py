@@ -391,13 +391,21 @@ def test_only_members_of_its_role_take_from_a_queue(outbox: Outbox) -> None:
                 "select relay.take('mail')",
                 "select relay.declare_queue('mail', null, attempts => 7)",
                 "select relay.drop_queue('mail')",
+                "select relay.purge_queue('mail')",
+                "select relay.pause_queue('mail')",
+                "select relay.enqueue('mail', '{}')",
                 "select from relay.queue_messages",
                 "select relay.queue_state('mail')",
             ):
                 with pytest.raises(psycopg.errors.InsufficientPrivilege):
                     other.execute(refused.encode())
-            with pytest.raises(psycopg.errors.UndefinedObject, match="no queue 'nothing'"):
-                other.execute("select relay.take('nothing')")
+            for unknown in (
+                "select relay.take('nothing')",
+                "select relay.purge_queue('nothing')",
+                "select relay.complete('nothing', 1, 1)",
+            ):
+                with pytest.raises(psycopg.errors.UndefinedObject, match="no queue 'nothing'"):
+                    other.execute(unknown.encode())
             assert len(ids(owner)) == 1
     finally:
         outbox.conn.execute(
