@@ -17,6 +17,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveInt,
     Tag,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -343,7 +344,8 @@ class ScheduleSettings(Section):
         return {**values, "publish": self.publish.model_dump(mode="json", exclude_none=True)}
 
 
-LONGEST_QUEUE_NAME = 100
+LONGEST_NAME = 100
+"""Of a queue or a schedule, in characters."""
 QUEUE_KEYS = ("none", "host", "user", "aggregate")
 """What can order the messages of a queue, beside a path."""
 VERSION_FROM = "metadata.version"
@@ -556,25 +558,14 @@ class Settings(BaseSettings):
             raise ValueError("a handler has the name ''; give it another one")
         return value
 
-    @field_validator("queues")
+    @field_validator("queues", "schedules")
     @classmethod
-    def _queues_have_names(cls, value: dict[str, QueueSettings]) -> dict[str, QueueSettings]:
+    def _declared_have_names(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        kind = str(info.field_name).removesuffix("s")
         for name in value:
-            if not 1 <= len(name) <= LONGEST_QUEUE_NAME or not name.isprintable():
+            if not 1 <= len(name) <= LONGEST_NAME or not name.isprintable():
                 raise ValueError(
-                    f"{name!r} is no name of a queue, which has 1 to {LONGEST_QUEUE_NAME} characters"
-                )
-        return value
-
-    @field_validator("schedules")
-    @classmethod
-    def _schedules_have_names(
-        cls, value: dict[str, ScheduleSettings]
-    ) -> dict[str, ScheduleSettings]:
-        for name in value:
-            if not 1 <= len(name) <= LONGEST_QUEUE_NAME or not name.isprintable():
-                raise ValueError(
-                    f"{name!r} is no name of a schedule, which has 1 to {LONGEST_QUEUE_NAME} characters"
+                    f"{name!r} is no name of a {kind}, which has 1 to {LONGEST_NAME} characters"
                 )
         return value
 
