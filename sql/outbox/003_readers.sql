@@ -188,7 +188,7 @@ $$;
 -- The next events of a reader, of about "max" rows of the outbox, in whole database transactions; it changes nothing. Each row has
 -- the position that relay.advance is to be given when all of them are done. An only row without id: nothing of what is new
 -- matches. No row: nothing is new.
--- A transaction's place is the greatest c_offset of its rows, so one that inserts after another has committed comes later.
+-- Transactions are ordered by the greatest c_offset of their rows, so one that inserts after another has committed comes later.
 -- Rows are found along the index on c_xid, in which that one may be earlier. Transactions that come later than all others that
 -- were found are therefore left for the next time, as many as can be open at once: whatever is committed, not found, and earlier than
 -- a transaction before these began after all of them, when each of them was still open.
@@ -241,10 +241,10 @@ begin
         execute 'with newer as materialized (select c_xid, c_offset from public.outbox_message_t where c_xid >= $2 and c_xid < $3 '
                 'and pg_visible_in_snapshot(c_xid, $4) order by c_xid limit $5), '
                 'last as (select count(*) = $5 as is_full, (array_agg(c_xid order by c_xid desc))[1] as xid from newer), '
-                'found as (select c_xid, pg_catalog.max(c_offset) as place, count(*)::int as events from ('
+                'found as (select c_xid, pg_catalog.max(c_offset) as last_offset, count(*)::int as events from ('
                 'select c_xid, c_offset from public.outbox_message_t where c_xid = any ($1) and pg_visible_in_snapshot(c_xid, $4) '
                 'union all select c_xid, c_offset from newer, last where not is_full or c_xid < last.xid) as r group by c_xid) '
-                'select (select is_full from last), array_agg(c_xid order by place), array_agg(events order by place) from found'
+                'select (select is_full from last), array_agg(c_xid order by last_offset), array_agg(events order by last_offset) from found'
            into is_full, xids, counts
           using late, pg_snapshot_xmax(its.snapshot), pg_snapshot_xmax(present), present, most;
         rest := coalesce(cardinality(xids), 0) - case when is_full then open_at else 0 end;
