@@ -85,6 +85,7 @@ def find(settings: Settings, event_id: str) -> FoundEvent:
     rows = UnreadRows(settings)
     with reach_source(settings) as source, reach_target(settings) as target:
         event = rows.event(source, event_id)
+        handlers = RouteRules(settings.routes).handlers(event) if event else ()
         read = _positions(settings, target)
         # After the positions: what has become of an event commits together with the position that passes it.
         stored = event_states.of(
@@ -94,11 +95,11 @@ def find(settings: Settings, event_id: str) -> FoundEvent:
             event.text("transaction_id") if event else None,
             event.c_offset if event else None,
         )
-        passed = (
-            {name: rows.has_read(source, at, event_id) for name, at in read.items()}
-            if event
-            else {}
-        )
+        passed = {
+            name: rows.has_read(source, at, event_id)
+            for name, at in read.items()
+            if event and name in ("", *handlers)
+        }
     if event is None and not stored:
         raise UnknownEvent(
             f"there is no event {event_id!r}: neither {settings.source.table} nor the dead letters and queues have it"
@@ -107,7 +108,7 @@ def find(settings: Settings, event_id: str) -> FoundEvent:
         id=event_id,
         in_outbox=event is not None,
         **{name: event.text(name) if event else None for name in _SHOWN},
-        destinations=tuple(_destinations(settings, event, stored, passed)),
+        destinations=tuple(_destinations(settings, event, handlers, stored, passed)),
     )
 
 
@@ -124,10 +125,10 @@ def _positions(settings: Settings, target: Connection) -> dict[str, ReadPosition
 def _destinations(
     settings: Settings,
     event: Event | None,
+    handlers: Sequence[str],
     stored: Sequence[StoredState],
     passed: Mapping[str, bool | None],
 ) -> Iterator[EventDestination]:
-    handlers = RouteRules(settings.routes).handlers(event) if event else ()
     own = tuple(name for name in handlers if name not in settings.sink_handlers)
     kept = {each.name: each for each in reversed(stored) if each.found != "message"}
     queued = [each for each in stored if each.found == "message"]
