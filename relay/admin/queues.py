@@ -125,9 +125,13 @@ def replay(settings: Settings, name: str, ids: Sequence[int], reason: str | None
 
 
 def discard(settings: Settings, name: str, ids: Sequence[int], reason: str | None) -> int:
-    """Delete dead letters of a queue; returns how many. Raises ConfigurationError, psycopg.Error."""
+    """Delete dead letters of a queue, all or those with some ids; returns how many.
+
+    Raises ConfigurationError, psycopg.Error.
+    """
     return _act(
-        *(settings, name, "queue discard", reason), lambda target: queues.discard(target, name, ids)
+        *(settings, name, "queue discard", reason),
+        lambda target: queues.discard(target, name, ids or None),
     )
 
 

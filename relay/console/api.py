@@ -166,6 +166,16 @@ def replay_queue(
     return MessageCount(messages=group.replay_queue(queue, act.ids, caller.name, act.reason))
 
 
+@router.post(_GROUP + "/queues/{queue:path}/discard", tags=["queues"])
+def discard_queue(
+    group: GroupDep, caller: CallerDep, queue: str, act: models.QueueDiscardAct
+) -> MessageCount:
+    """Delete dead letters of a queue."""
+    if not act.all and not act.ids:
+        raise ConfigurationError("ids: is empty: name the dead letters, or give all: true")
+    return MessageCount(messages=group.discard_queue(queue, act.ids, caller.name, act.reason))
+
+
 @router.post(_GROUP + "/sinks/{sink:path}/endpoints/disable", tags=["sinks"])
 def disable_endpoint(
     group: GroupDep, caller: CallerDep, sink: str, act: models.EndpointAct

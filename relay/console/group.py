@@ -391,6 +391,11 @@ class GroupView:
         with acting(by), _known_queue():
             return queues.replay(self._settings, name, ids, reason)
 
+    def discard_queue(self, name: str, ids: Sequence[int], by: str, reason: str) -> int:
+        """Delete dead letters of a queue, all or those with some ids; return how many. Raises Missing."""
+        with acting(by), _known_queue():
+            return queues.discard(self._settings, name, ids, reason)
+
     def stopped_handlers(self) -> list[brakes.BrakedHandler]:
         """Read the handlers that the brake has stopped."""
         with reading(), reach_target(self._settings) as target:

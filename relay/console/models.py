@@ -132,6 +132,12 @@ class QueueReplayAct(Act):
     ids: list[int] = []
 
 
+class QueueDiscardAct(QueueReplayAct):
+    """Which dead letters of a queue are deleted; without ids it needs `all`."""
+
+    all: bool = False
+
+
 class EndpointAct(Act):
     """An action on an endpoint, given by its id or its URL."""
 

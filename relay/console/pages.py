@@ -265,14 +265,26 @@ def queue(
     )
 
 
+@router.get("/groups/{group}/queue/discard")
+def queue_discard_confirmation(
+    request: Request, views: ViewsDep, group: GroupDep, name: str
+) -> Response:
+    """Show how many dead letters of a queue would be deleted, and ask for confirmation."""
+    figures, _ = group.queue(name, "dead", 1)
+    return views.page(request, "confirm_queue_discard.html", queue=figures)
+
+
 @router.post("/groups/{group}/queue/{action}")
 def queue_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: str) -> Response:
-    """Pause or resume a queue, or replay its dead letters."""
-    require_action(action, "pause", "resume", "replay")
+    """Pause or resume a queue, or replay or discard its dead letters."""
+    require_action(action, "pause", "resume", "replay", "discard")
     name, operator, reason = sent.fields.get("name", ""), sent.operator, sent.reason
     if action == "replay":
         replayed = sent.group.replay_queue(name, (), operator, reason)
         text = f"{counted(replayed, 'message is', 'messages are')} in the queue {name} again."
+    elif action == "discard":
+        discarded = sent.group.discard_queue(name, (), operator, reason)
+        text = f"{counted(discarded, 'dead letter', 'dead letters')} of the queue {name} discarded."
     elif sent.group.pause_queue(name, action == "pause", operator, reason):
         text = f"Queue {name} {'is paused' if action == 'pause' else 'goes on'}."
     else:

@@ -185,12 +185,13 @@ def requeue(conn: psycopg.Connection[Any], name: str, ids: Collection[int] | Non
     )
 
 
-def discard(conn: psycopg.Connection[Any], name: str, ids: Collection[int]) -> int:
-    """Delete dead letters of a queue; returns how many. Raises psycopg.Error."""
+def discard(conn: psycopg.Connection[Any], name: str, ids: Collection[int] | None) -> int:
+    """Delete dead letters of a queue, all or those with some ids; returns how many. Raises psycopg.Error."""
+    chosen = None if ids is None else list(ids)
     return conn.execute(
         "delete from relay.queue_dead_letters as d using relay.queues as q"
-        " where q.name = %s and d.queue_id = q.id and d.id = any (%s)",
-        (name, list(ids)),
+        " where q.name = %s and d.queue_id = q.id and (%s::bigint[] is null or d.id = any (%s))",
+        (name, chosen, chosen),
     ).rowcount
 
 

@@ -347,7 +347,7 @@ def test_endpoints_that_data_choose_are_disabled_and_enabled(outbox: Outbox) -> 
 
 
 def test_work_queues(outbox: Outbox) -> None:
-    """Their pages show what is in them; a queue is paused, and its dead letters are retried, there and by the API."""
+    """Their pages show what is in them; one is paused, its dead letters are replayed or discarded, also by the API."""
     outbox.conn.execute("select relay.declare_queue('a/b <i>', null)")
     outbox.conn.execute(
         "select relay.enqueue('a/b <i>', '{}', event_id => n) from unnest('{e1,e2}'::text[]) as n"
@@ -375,9 +375,22 @@ def test_work_queues(outbox: Outbox) -> None:
         visitor.send(f"{G}/queue/replay", name=name, reason="mended")
         assert api.post(f"{path}/replay") == {"messages": 0}
         assert visitor.client.get(f"{G}/queue?name=other").status_code == 404
-    assert outbox.column("select event_id from relay.take('a/b <i>', 2)") == ["e2", "e1"]
+        assert outbox.column("select event_id from relay.take('a/b <i>', 2)") == ["e2", "e1"]
+        outbox.conn.execute("select relay.enqueue('a/b <i>', '{}') from generate_series(1, 3)")
+        first, *_ = outbox.column(
+            "select c.id from relay.claim('a/b <i>', 3) as c where relay.fail('a/b <i>', c.id, c.attempt)"
+        )
+        unmeant = api.client.post(f"{path}/discard", json={"reason": "wrong address"})
+        assert (unmeant.status_code, unmeant.json()["detail"].partition(":")[0]) == (409, "ids")
+        assert api.post(f"{path}/discard", ids=[first, 999]) == {"messages": 1}
+        assert "Discard 2 dead letters" in visitor.page(f"{G}/queue/discard?name=a%2Fb%20%3Ci%3E")
+        sent = visitor.send(f"{G}/queue/discard", name=name, reason="no use")
+        assert "2 dead letters of the queue" in sent.text
+        assert api.post(f"{path}/discard", all=True) == {"messages": 0}
+        assert visitor.client.get(f"{G}/queue/discard?name=other").status_code == 404
+        assert outbox.value("select count(*) from relay.queue_dead_letters") == 0
     assert [action for _, action, _, _ in acted(outbox)] == [
-        *("queue pause", "queue resume", "queue replay")
+        *("queue pause", "queue resume", "queue replay", "queue discard", "queue discard")
     ]
 
 
@@ -477,7 +490,7 @@ def test_the_api_is_described(address: str) -> None:
         for path, item in document["paths"].items()
         for method, operation in item.items()
     ]
-    assert len(operations) == 34
+    assert len(operations) == 35
     for path, method, operation in operations:
         assert operation["summary"], path
         assert operation["description"], path
