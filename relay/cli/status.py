@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from relay.cli.options import ConfigOption, JsonOption, fail, out
+from relay.cli.options import ConfigOption, JsonOption, fail, out, time_of
 from relay.cli.terminal import print_facts, print_table
 from relay.config.files import for_each, load, load_all
 from relay.config.settings import Settings
@@ -62,11 +62,12 @@ def status(
         int | None, typer.Option(min=0, metavar="N", help="Check the dead letters.")
     ] = None,
     complete_before: Annotated[
-        str | None,
+        datetime | None,
         typer.Option(
+            parser=time_of,
             metavar="TIME",
             help="Exit with status 1 unless the target and each sink of type spark have every event that was committed "
-            "before this time, in UTC where it names no zone.",
+            "before this time (UTC).",
         ),
     ] = None,
     sink: Annotated[
@@ -82,8 +83,7 @@ def status(
     from relay.admin.status import lag_seconds, read
     from relay.observe.health import Limits, failures, incomplete
 
-    before = None if complete_before is None else _time(complete_before)
-    if sink and before is None:
+    if sink and complete_before is None:
         raise ConfigurationError("--sink: needs --complete-before")
     limits = Limits(max_lag_bytes, max_lag_seconds, max_sink_lag_seconds, max_deferred, max_dead)
     checks = alive or limits != Limits()
@@ -98,9 +98,9 @@ def status(
         if state.faults:
             return document, []
         failed: list[str] = []
-        if before is not None:
+        if complete_before is not None:
             readers = _readers(settings, sink)
-            failed += incomplete(state, before, readers)
+            failed += incomplete(state, complete_before, readers)
         if not checks:
             return document, [_named(settings, line) for line in failed]
         lag = None if max_lag_seconds is None else lag_seconds(settings)
@@ -123,17 +123,6 @@ def status(
         fail("\n".join(away), 2)
     if failed := [line for _, lines in shown for line in lines]:
         fail("\n".join(failed), 1)
-
-
-def _time(text: str) -> datetime:
-    """Parse a time of the command line, in UTC where it names no zone. Raises ConfigurationError."""
-    try:
-        parsed = datetime.fromisoformat(text)
-    except ValueError:
-        raise ConfigurationError(
-            f"--complete-before: {text!r} is no time such as 2026-03-01T12:00 or 2026-03-01T12:00:00+01:00"
-        ) from None
-    return parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)
 
 
 def _readers(settings: Settings, named: list[str] | None) -> list[str]:

@@ -136,7 +136,7 @@ def _kind(of: type) -> str:
 
 
 def _refuse(what: str) -> None:
-    raise NotInTransaction(f"{what}: begin a transaction, and publish inside it")
+    raise NotInTransaction(f"{what}: begin a transaction first")
 
 
 def _psycopg(conn: Any, statement: Statement, text: str) -> int:

@@ -257,7 +257,7 @@ def test_the_command_tells_whether_a_time_is_reached(
     assert "the target" not in said
     assert "the target is not complete" in invoke(file, "--complete-before", "2100-01-01")[1]
     for options, says in (
-        (("--complete-before", "noon"), "'noon' is no time such as"),
+        (("--complete-before", "noon"), "'noon' is not a time such as"),
         (("--complete-before", "2026-01-01", "--sink", "projection"), "no sink 'projection'"),
         (("--sink", "lake"), "needs --complete-before"),
     ):
