@@ -34,6 +34,7 @@ from relay.retention.schedule import Schedule
 from relay.runtime.parts import Condition, Part, faults
 from relay.schedules.ticking import Ticker
 from relay.source.hybrid import Source, open_source
+from relay.source.wakeups import ReaderWakeups
 from relay.spark.engine import SparkEngine
 from relay.spark.session import Session
 from relay.store import groups
@@ -102,6 +103,7 @@ class Service:
             self.stop,
             lambda: faults(self.conditions),
         )
+        self._readers = ReaderWakeups(settings) if settings.source.owns_table else None
         parts: list[Part | Source | None] = [
             observer,
             traces,
@@ -119,6 +121,7 @@ class Service:
             retry_worker,
             Schedule(settings, self.stop),
             Ticker(settings, self.stop) if settings.source.owns_table else None,
+            self._readers,
             self._source,
             # Closed before the source, to which they confirm.
             self._sinks,
@@ -178,6 +181,8 @@ class Service:
         for batch in self._source.batches(self._sinks):
             BATCH.set(batch.number)
             started = time.monotonic()
+            if self._readers is not None:
+                self._readers.wake()
             outcome = self._apply(batch)
             self._listeners.durable(batch, outcome, time.monotonic() - started)
             BATCH.set(None)

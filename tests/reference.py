@@ -43,6 +43,7 @@ MODULES = (
     "relay.client",
     "relay.client.schedule",
     "relay.client.worker",
+    "relay.client.reader",
     "relay.client.middleware",
     "relay.client.testing",
     "relay.spark",

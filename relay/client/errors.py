@@ -1,4 +1,4 @@
-"""Errors of publishing and of workers, the same for every driver. No message quotes an event.
+"""Errors of publishing, of workers and of readers, the same for every driver. No message quotes an event.
 
 Errors that do not concern the outbox, such as a serialization failure or a lost connection, are raised as the driver
 raises them.
@@ -56,6 +56,14 @@ class LeaseLost(Exception):
 
 class NoHandler(LookupError):
     """The worker has no handler for an event type."""
+
+
+class ReaderError(Exception):
+    """A reader cannot go on: there is none, it is another role's, was given up, or is of another server."""
+
+
+class ReaderMoved(ReaderError):
+    """Another session has moved the reader, or reads now: what was read is not its next, and nothing was moved."""
 
 
 _INVALID = {
@@ -126,8 +134,30 @@ _UNUSABLE = {
     "28000": "the server refuses the role",
     "28P01": "the server refuses the password of the role",
 }
+_NO_READERS = _UNUSABLE | {
+    "3F000": "the database has no readers: run `relay init` with it as source.dsn",
+    "42883": "the database has no readers, or those of another version: run `relay init` with it as source.dsn",
+}
 _TOLD = ("22023", "42501", "42704")
-"""Raised by the functions of queues, with messages for people."""
+"""Raised by the functions of queues and readers, with messages for people."""
+
+
+def reader_error(error: BaseException, name: str) -> ReaderError | None:
+    """Return the error of a reader for a driver's error that no retry repairs; None for any other."""
+    chain = list(_chain(error))
+    tags = {getattr(getattr(each, "diag", each), "constraint_name", None) for each in chain}
+    if "relay_reader_moved" in tags:
+        return ReaderMoved(f"reader {name}: another session has moved it, or reads now")
+    for each in chain:
+        code = _sqlstate(each)
+        if code in _NO_READERS:
+            return ReaderError(f"reader {name}: {_NO_READERS[code]}")
+        if code in _TOLD or (code == "55000" and "relay_reader_standby" not in tags):
+            diag = getattr(each, "diag", None)
+            hint = getattr(diag or each, "message_hint", None) or getattr(each, "hint", None)
+            text = getattr(diag, "message_primary", None) or str(each)
+            return ReaderError(f"reader {name}: {text}{f': {hint}' if hint else ''}")
+    return None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 
@@ -20,6 +21,10 @@ from relay.config.settings import (
     check_version_from,
 )
 from relay.faults import ConfigurationError
+from relay.model.events import Event
+
+if TYPE_CHECKING:
+    from relay.event_types.upcasting import Upcasting
 
 Upcaster = Callable[[Any], Any]
 """Takes the payload of one version, as `json` reads it, and returns that of the next. It may change its argument."""
@@ -138,6 +143,22 @@ class EventTypes:
             return upcaster
 
         return register
+
+    def current(self, event: Event) -> Event:
+        """Return an event in the current version of its type; the same event if its type is not known.
+
+        For readers of the log, after all types are declared. Raises InvalidEvent, and errors of upcasters.
+        """
+        return self._upcasting.current(event)
+
+    @cached_property
+    def _upcasting(self) -> Upcasting:
+        from relay.event_types.upcasting import Upcasting
+
+        problems = [problem for each in self for problem in each.problems()]
+        if problems:
+            raise ConfigurationError("\n".join(problems))
+        return Upcasting(self)
 
     def _known(self, event_type: str) -> EventType:
         return self._types.get(event_type) or EventType(event_type, version_from=self._version_from)

@@ -138,7 +138,8 @@ declare
     given   pg_snapshot;
 begin
     if pg_is_in_recovery() then
-        raise object_not_in_prerequisite_state using message = 'relay: readers are of the primary: this server is a standby';
+        raise object_not_in_prerequisite_state using
+            message = 'relay: readers are of the primary: this server is a standby', constraint = 'relay_reader_standby';
     elsif start = 'now' then
         return present;
     elsif start = 'beginning' then
@@ -188,14 +189,16 @@ $$;
 -- The next events of a reader, of about "max" rows of the outbox, in whole database transactions; it changes nothing. Each row has
 -- the position that relay.advance is to be given when all of them are done. An only row without id: nothing of what is new
 -- matches. No row: nothing is new.
+-- It reads on from "after", a position that it has returned and that is not advanced to yet, instead of from where the reader is.
 -- Transactions are ordered by the greatest c_offset of their rows, so one that inserts after another has committed comes later.
 -- Rows are found along the index on c_xid, in which that one may be earlier. Transactions that come later than all others that
 -- were found are therefore left for the next time, as many as can be open at once: whatever is committed, not found, and earlier than
 -- a transaction before these began after all of them, when each of them was still open.
-create or replace function relay.read(reader text, max int default 1000)
+create or replace function relay.read(reader text, max int default 1000, after text default null)
 returns table ("position" text, id uuid, host_id uuid, user_id uuid, aggregate_type text, aggregate_id text,
                aggregate_version bigint, event_type text, event_ts timestamptz, payload jsonb, metadata jsonb,
-               transaction_id uuid, transaction_ordinal int, transaction_count int, deliver_at timestamptz, c_offset bigint)
+               transaction_id uuid, transaction_ordinal int, transaction_count int, deliver_at timestamptz, c_offset bigint,
+               c_xid xid8)
 language plpgsql security definer set search_path = pg_catalog, pg_temp set row_security = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off
 as $$
@@ -225,10 +228,18 @@ begin
         raise object_not_in_prerequisite_state using
             message = format('relay.read: the reader %L was given up by retention (retention.max_lag) at %s, and events that '
                              'it has not read may be gone', read.reader, its.given_up_at),
-            hint = 'Say with relay.seek where it goes on.';
+            hint = 'Say with relay.seek where it goes on.', constraint = 'relay_reader_given_up';
     end if;
     -- As relay.log_start: not on a standby, whose snapshots do not say what is in progress.
     present := relay.log_start('now');
+    if read.after is not null then
+        if split_part(read.after, '/', 1) is distinct from its.number::text then
+            raise object_not_in_prerequisite_state using
+                message = format('relay.read: another session has moved the reader %L since this position was read', read.reader),
+                hint = 'Read again, without "after".', constraint = 'relay_reader_moved';
+        end if;
+        its.snapshot := split_part(read.after, '/', 2)::pg_snapshot;
+    end if;
     if pg_snapshot_xmax(its.snapshot) > pg_snapshot_xmax(present) then
         raise object_not_in_prerequisite_state using
             message = format('relay.read: the position of the reader %L is ahead of this server: it is of another server, or '
@@ -268,7 +279,8 @@ begin
     reached := format('%s/%s:%s:%s', its.number, coalesce(missing[1], ends), ends, array_to_string(missing, ','));
     return query execute
         'select $2, o.id, o.host_id, o.user_id, o.aggregate_type, o.aggregate_id, o.aggregate_version, o.event_type, o.event_ts, '
-        'o.payload, o.metadata, o.transaction_id, o.transaction_ordinal, o.transaction_count, o.deliver_at, o.c_offset '
+        'o.payload, o.metadata, o.transaction_id, o.transaction_ordinal, o.transaction_count, o.deliver_at, o.c_offset, '
+        'o.c_xid '
         'from unnest($1) with ordinality as taken (xid, number) join public.outbox_message_t as o on o.c_xid = taken.xid '
         'where ' || relay.match_condition(its.match) || ' order by taken.number, o.c_offset'
         using xids[:taken], reached;
@@ -296,7 +308,7 @@ begin
     exception when unique_violation then
         raise object_not_in_prerequisite_state using
             message = format('relay.advance: another session has moved the reader %L since this position was read', reader),
-            hint = 'Roll back, and read again.';
+            hint = 'Roll back, and read again.', constraint = 'relay_reader_moved';
     end;
     if its.number % 100 = 0 then
         -- Those before were deleted before: whoever looked for them would walk over all of them while a snapshot is held.
@@ -335,6 +347,57 @@ begin
 end
 $$;
 
+-- Lets this session read alone, until it ends: returns where the reader is, as a position for "after" and for relay.advance, or null
+-- while another session has it. Whoever had it before can no longer advance.
+create or replace function relay.claim_reader(reader text) returns text
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    its record;
+begin
+    select * into its from relay.log_reader(claim_reader.reader);
+    if not pg_try_advisory_lock(x'72647263'::int, (its.reader % 2147483648)::int) then
+        return null;
+    end if;
+    begin
+        select * into its from relay.log_reader(claim_reader.reader);
+        perform relay.move_reader(claim_reader.reader, from_number => its.number, snapshot => its.snapshot);
+    exception when others then
+        perform pg_advisory_unlock(x'72647263'::int, (its.reader % 2147483648)::int);
+        raise;
+    end;
+    return format('%s/%s', its.number + 1, its.snapshot);
+end
+$$;
+
+-- Says that this session waits for new events, until it ends, and returns the channel that it is notified on: relay sends a
+-- notification there, from a connection of its own, when events are committed. One may be lost, so ask from time to time as well.
+create or replace function relay.watch_log() returns text
+language plpgsql set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pg_advisory_lock_shared(x'72647277'::int, 0);
+    return 'relay_readers';
+end
+$$;
+
+-- Notifies the sessions that wait for new events; returns whether there are any.
+create or replace function relay.wake_readers() returns boolean
+language plpgsql set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if pg_try_advisory_lock(x'72647277'::int, 0) then
+        perform pg_advisory_unlock(x'72647277'::int, 0);
+        return false;
+    end if;
+    -- A full queue would be an error.
+    if pg_notification_queue_usage() < 0.5 then
+        perform pg_notify('relay_readers', '');
+    end if;
+    return true;
+end
+$$;
+
 -- Drops a reader: retention no longer keeps rows for it.
 create or replace function relay.drop_reader(name text) returns void
 language plpgsql security definer set search_path = pg_catalog, pg_temp
@@ -360,17 +423,20 @@ begin
     end;
     foreach each in array array['relay.match_condition(jsonb)', 'relay.log_reader(text)', 'relay.log_start(text)',
                                 'relay.move_reader(text, bigint, pg_snapshot)', 'relay.declare_reader(text, jsonb, text)',
-                                'relay.read(text, int)', 'relay.advance(text, text)', 'relay.seek(text, text)',
-                                'relay.drop_reader(text)'] loop
+                                'relay.read(text, int, text)', 'relay.advance(text, text)', 'relay.seek(text, text)',
+                                'relay.drop_reader(text)', 'relay.claim_reader(text)', 'relay.watch_log()',
+                                'relay.wake_readers()'] loop
         execute format('revoke all on function %s from public', each);
     end loop;
     if to_regrole('relay_reader') is not null then
         grant usage on schema relay to relay_reader;
-        grant execute on function relay.declare_reader(text, jsonb, text), relay.read(text, int), relay.advance(text, text),
-                                  relay.seek(text, text), relay.drop_reader(text) to relay_reader;
+        grant execute on function relay.declare_reader(text, jsonb, text), relay.read(text, int, text), relay.advance(text, text),
+                                  relay.seek(text, text), relay.drop_reader(text), relay.claim_reader(text), relay.watch_log()
+            to relay_reader;
     end if;
     if to_regrole('relay') is not null then
         grant select on relay.log_readers, relay.log_positions to relay;
+        grant execute on function relay.wake_readers() to relay;
     end if;
 end
 $$;
@@ -388,8 +454,8 @@ begin
                               relay.move_reader(text, bigint, pg_snapshot) to relay_owner;
     grant create on schema relay to relay_owner;
     -- A function's new owner must have the right to create in its schema.
-    foreach each in array array['declare_reader(text, jsonb, text)', 'read(text, int)', 'advance(text, text)',
-                                'seek(text, text)', 'drop_reader(text)'] loop
+    foreach each in array array['declare_reader(text, jsonb, text)', 'read(text, int, text)', 'advance(text, text)',
+                                'seek(text, text)', 'drop_reader(text)', 'claim_reader(text)'] loop
         execute format('alter function relay.%s owner to relay_owner', each);
     end loop;
     revoke create on schema relay from relay_owner;

@@ -1,0 +1,202 @@
+"""Reads the log under a name: transaction after transaction, in order, in any process that reaches the database.
+
+A module of its own, so that a service that only publishes does not import it. It needs psycopg.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from relay.client import sessions
+from relay.client.errors import ReaderError, ReaderMoved, reader_error
+from relay.client.log import ClaimedReader, LogCommit, LogTransaction
+from relay.model.events import Event
+
+__all__ = [
+    "AsyncReadTransaction",
+    "ReadTransaction",
+    "ReaderError",
+    "ReaderMoved",
+    "Subscription",
+    "subscribe",
+]
+
+_ADVANCE = sessions.Statement(
+    "select relay.advance(p.a->>'reader', p.a->>'position') from (select cast(cast(",
+    " as text) as jsonb) as a) as p",
+)
+
+
+class ReadCommit(LogCommit):
+    """The commit of a transaction. Only its `xid` is known."""
+
+    @contextmanager
+    def __call__(self, session: Any) -> Iterator[None]:
+        """Move the reader past the transaction, after the block, in the session's open transaction.
+
+        The session is one that `Outbox.publish` takes, of the reader's database. What the block has changed and the
+        position commit together, or neither does. Raises ReaderMoved if another session has moved the reader, or reads
+        meanwhile: then roll back. Raises ReaderError, NotInTransaction, UnknownSession, and what the driver raises.
+        """
+        log = self.mark.log
+        parameter = log.begin_commit(self.mark)
+        yield
+        try:
+            sessions.execute(session, _ADVANCE, json.dumps(parameter))
+        except Exception as error:
+            raise _translated(error, log) from error
+        log.note_commit(self.mark)
+
+
+class AsyncReadCommit(LogCommit):
+    """The asynchronous form of `ReadCommit`."""
+
+    @asynccontextmanager
+    async def __call__(self, session: Any) -> AsyncIterator[None]:
+        """Move the reader past the transaction, after the block, in the session's open transaction.
+
+        Raises what `ReadCommit` raises.
+        """
+        log, loop = self.mark.log, asyncio.get_running_loop()
+        parameter = await loop.run_in_executor(log.executor, log.begin_commit, self.mark)
+        yield
+        try:
+            await sessions.execute_async(session, _ADVANCE, json.dumps(parameter))
+        except Exception as error:
+            raise _translated(error, log) from error
+        log.note_commit(self.mark)
+
+
+class ReadTransaction(LogTransaction):
+    """A transaction of the log, for a handler: its events that match, in order.
+
+    `with transaction.commit(session):` moves the reader past it in the session's open transaction, after the block, so
+    that what the block has changed and the position commit together. The session is one that `Outbox.publish` takes,
+    of the reader's database. It raises what `done` raises, and what the driver raises: then roll back.
+
+    All events of one database transaction come together. Where they are of several business transactions,
+    `transaction_id` is None.
+    """
+
+    __slots__ = ()
+    commit: ReadCommit
+
+    def done(self) -> None:
+        """Move the reader past this transaction and those before it.
+
+        Raises ReaderMoved if another session has moved the reader, or reads meanwhile, and ReaderError.
+        """
+        self.mark.log.done(self.mark)
+
+
+class AsyncReadTransaction(LogTransaction):
+    """The asynchronous form of `ReadTransaction`."""
+
+    __slots__ = ()
+    commit: AsyncReadCommit
+
+    async def done(self) -> None:
+        """Move the reader past this transaction and those before it. Raises ReaderMoved and ReaderError."""
+        log = self.mark.log
+        await asyncio.get_running_loop().run_in_executor(log.executor, log.done, self.mark)
+
+
+def _translated(error: Exception, log: ClaimedReader) -> Exception:
+    known = reader_error(error, log.name)
+    if isinstance(known, ReaderMoved):
+        log.forget()
+    return known or error
+
+
+class Subscription:
+    """What `subscribe` returns: iterate it with `for` or with `async for`, in one task or thread."""
+
+    def __init__(
+        self, open_log: Callable[[type[LogTransaction], type[LogCommit]], ClaimedReader]
+    ) -> None:
+        self._open_log = open_log
+        self._logs: list[ClaimedReader] = []
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """End the iteration after the transaction in flight. Safe in any thread and in a signal handler."""
+        self._is_stopped = True
+        for each in self._logs:
+            each.stop()
+
+    def _opened(self, kind: type[LogTransaction], commit_kind: type[LogCommit]) -> ClaimedReader:
+        log = self._open_log(kind, commit_kind)
+        self._logs.append(log)
+        if self._is_stopped:
+            log.stop()
+        return log
+
+    def __iter__(self) -> Iterator[ReadTransaction]:
+        """Yield transactions as they come. Raises ReaderError."""
+        log = self._opened(ReadTransaction, ReadCommit)
+        try:
+            while (page := log.next_page()) is not None:
+                yield from log.transactions(page)  # type: ignore[misc]
+        finally:
+            self._logs.remove(log)
+            log.close()
+
+    async def __aiter__(self) -> AsyncIterator[AsyncReadTransaction]:
+        """Yield transactions as they come. Raises ReaderError."""
+        loop = asyncio.get_running_loop()
+        log = self._opened(AsyncReadTransaction, AsyncReadCommit)
+        executor = log.executor = ThreadPoolExecutor(1, f"reader {log.name}")
+        try:
+            while (page := await loop.run_in_executor(executor, log.next_page)) is not None:
+                for each in log.transactions(page):
+                    yield each  # type: ignore[misc]
+        finally:
+            self._logs.remove(log)
+            # A cancelled task does not wait for its thread.
+            log.stop()
+            executor.submit(log.close)
+            executor.shutdown(wait=False)
+
+
+def subscribe(
+    dsn: str,
+    name: str,
+    *,
+    match: Mapping[str, Any] | None = None,
+    start: str | None = "now",
+    upcast: Callable[[Event], Event] | None = None,
+    page: int = 1000,
+    poll: float = 2.0,
+    lease: float = 15.0,
+) -> Subscription:
+    """Return an iterable of the transactions of the log from a reader's position on, which ends with `stop` only.
+
+    async for transaction in subscribe(dsn, "billing", match={"event_type": "order.*"}):
+        for event in transaction.events:
+            ...
+        await transaction.done()
+
+    A reader that does not exist is declared, see `relay.declare_reader`, and begins at `start`: `now`, `beginning`, or
+    the `position` of a transaction. One that exists gets the `match`, and is not moved; with None as `start`, it has to
+    exist and keeps its match. `upcast` returns each event in its current version, such as `EventTypes.current`.
+
+    Transactions are read ahead in pages of about `page` events. Those that are not `done` when the process ends come
+    again. An idle reader asks every `poll` seconds. Of several processes with one name, one reads, and the others stand
+    by: until its connection ends, or it has been frozen for `lease` seconds. A lost connection is opened again. Raises
+    ValueError for a number that makes no sense.
+    """
+    for what, number, least in (("page", page, 1), ("poll", poll, 0.005), ("lease", lease, 1)):
+        if number < least:
+            raise ValueError(f"{what}: must be {least} or more")
+    if poll > lease / 2:
+        raise ValueError("poll: must be at most half of lease")
+    return Subscription(
+        lambda *kinds: ClaimedReader(
+            dsn, name, match or {}, start, upcast, page, poll, lease, *kinds
+        )
+    )

@@ -1,0 +1,466 @@
+"""Readers in Python: `subscribe` yields each transaction once or again as promised, in order, and one process reads."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from threading import Event, Thread
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.types.json import Jsonb
+from pydantic import BaseModel
+
+import relay
+from relay.client import log
+from relay.client.reader import (
+    AsyncReadTransaction,
+    ReaderError,
+    ReaderMoved,
+    ReadTransaction,
+    Subscription,
+    subscribe,
+)
+from tests.client_sessions import parameters
+from tests.integration.test_log_readers import _History, _sessions
+from tests.outbox import Outbox, relaying, wait_until
+
+_HOST = uuid.uuid4()
+
+
+def _publish(outbox: Outbox, *numbers: int, event_type: str = "order.placed") -> None:
+    """One transaction."""
+    events = [
+        {
+            "event_type": event_type,
+            "aggregate_type": "Order",
+            "aggregate_id": str(number),
+            "payload": {"number": number},
+        }
+        for number in numbers
+    ]
+    outbox.conn.execute("select relay.publish(%s, null, %s)", (_HOST, Jsonb(events)))
+
+
+def _rows(outbox: Outbox, query: str) -> list[Any]:
+    return outbox.conn.execute(query.encode()).fetchall()
+
+
+def _numbers(transaction: relay.Transaction) -> list[int]:
+    return [event.payload["number"] for event in transaction.events]
+
+
+def _take(subscription: Subscription, count: int) -> Iterator[ReadTransaction]:
+    """The next transactions; the reader is left when the caller leaves."""
+    iterator = iter(subscription)
+    for _ in range(count):
+        yield next(iterator)
+
+
+def _reader(outbox: Outbox, **options: Any) -> Subscription:
+    given: dict[str, Any] = {"poll": 0.05, "start": "beginning", **options}
+    return subscribe(outbox.dsn, "r", **given)
+
+
+def test_a_reader_goes_on_after_what_is_done(outbox: Outbox) -> None:
+    """Also in the middle of a page, for whoever reads next; what was not done comes again."""
+    for number in range(5):
+        _publish(outbox, 10 * number, 10 * number + 1)
+    first = []
+    for transaction in _take(_reader(outbox), 4):
+        first.append(_numbers(transaction))
+        if len(first) == 2:
+            transaction.done()
+    assert first == [[0, 1], [10, 11], [20, 21], [30, 31]]
+    second = []
+    for transaction in _take(_reader(outbox), 3):
+        second.append(_numbers(transaction))
+        transaction.done()
+    assert second == [[20, 21], [30, 31], [40, 41]]
+    _publish(outbox, 50)
+    assert [_numbers(each) for each in _take(_reader(outbox), 1)] == [[50]]
+
+
+async def _read_async(
+    subscription: Subscription, count: int, handle: Callable[[AsyncReadTransaction], Any]
+) -> list[list[int]]:
+    found: list[list[int]] = []
+    async for transaction in subscription:
+        await handle(transaction)
+        found.append(_numbers(transaction))
+        if len(found) == count:
+            subscription.stop()
+    return found
+
+
+def test_an_asynchronous_reader_waits_for_what_comes(outbox: Outbox) -> None:
+    """`stop` ends the iteration after the transaction in flight."""
+
+    async def run() -> list[list[int]]:
+        reader = _reader(outbox)
+        reading = asyncio.create_task(_read_async(reader, 4, lambda each: each.done()))
+        for number in range(6):
+            await asyncio.to_thread(_publish, outbox, number)
+        return await reading
+
+    assert asyncio.run(run()) == [[0], [1], [2], [3]]
+    assert [_numbers(each) for each in _take(_reader(outbox), 2)] == [[4], [5]]
+
+
+def test_a_cancelled_task_leaves_the_reader(outbox: Outbox) -> None:
+    """While it waits: the next process reads, although nobody has called `stop`."""
+
+    async def run() -> None:
+        async def read() -> None:
+            async for _ in _reader(outbox, start="now"):
+                pass
+
+        task = asyncio.create_task(read())
+        await asyncio.to_thread(
+            wait_until,
+            lambda: bool(outbox.column("select 1 from relay.log_readers where name = 'r'")),
+        )
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    _publish(outbox, 1)
+    assert [_numbers(each) for each in _take(_reader(outbox), 1)] == [[1]]
+
+
+def test_the_events_are_those_that_handlers_get(outbox: Outbox) -> None:
+    """Every field, in the session's own settings whatever the role's; in the current version of their types."""
+    outbox.conn.execute(
+        f"alter database {outbox.slot} set timezone = 'Asia/Tokyo'; "
+        f"alter database {outbox.slot} set datestyle = 'German'".encode()
+    )
+    types = relay.EventTypes()
+
+    @types.model("order.placed", version=2)
+    class _Placed(BaseModel):
+        number: int
+        currency: str
+
+    @types.upcast("order.placed", from_version=1)
+    def _with_currency(payload: Any) -> Any:
+        return payload | {"currency": "EUR"}
+
+    _publish(outbox, 1, 2)
+    _publish(outbox, 3, event_type="other")
+    placed, other = _take(_reader(outbox, upcast=types.current), 2)
+    assert isinstance(placed, relay.Transaction)
+    first, second = placed.events
+    assert (first.model.currency, first.payload["number"], second.model.number) == ("EUR", 1, 2)
+    assert str(first.transaction_id) == placed.transaction_id
+    assert (second.transaction_ordinal, second.transaction_count) == (2, 2)
+    ((at, xid),) = _rows(
+        outbox, "select event_ts, c_xid::text from outbox_message_t where payload->>'number' = '1'"
+    )
+    assert (first.event_ts, first.xid, placed.commit.xid) == (at, int(xid), int(xid))
+    assert first.host_id == _HOST
+    (last,) = other.events
+    assert (last.model, last.payload) == (None, {"number": 3})
+
+
+def test_a_match_passes_over_other_events(outbox: Outbox) -> None:
+    """The position passes over them as well."""
+    reader = _reader(outbox, match={"event_type": "wanted"})
+    _publish(outbox, 1)
+    _publish(outbox, 2, event_type="wanted")
+    _publish(outbox, 3)
+    _publish(outbox, 4, 5, event_type="wanted")
+    found = []
+    for transaction in _take(reader, 2):
+        found.append(_numbers(transaction))
+        transaction.done()
+    assert found == [[2], [4, 5]]
+    assert not _rows(outbox, "select * from relay.read('r')")
+
+
+def test_effects_and_position_commit_together(outbox: Outbox) -> None:
+    """A rollback undoes both, and the transaction comes again; a second commit of one transaction is refused."""
+    for number in range(3):
+        _publish(outbox, number)
+    with psycopg.connect(outbox.dsn) as conn:
+        conn.execute("create table effects (number int)")
+        conn.commit()
+
+        def handle(transaction: ReadTransaction) -> None:
+            with conn.transaction(), transaction.commit(conn):
+                conn.execute("insert into effects values (%s)", (_numbers(transaction)[0],))
+
+        iterator = iter(_reader(outbox))
+        first = next(iterator)
+        handle(first)
+        with pytest.raises(ReaderMoved):
+            handle(first)
+        second = next(iterator)
+        with suppress(ZeroDivisionError), conn.transaction():
+            with second.commit(conn):
+                conn.execute("insert into effects values (%s)", (_numbers(second)[0],))
+            raise ZeroDivisionError
+        third = next(iterator)
+        assert _numbers(third) == [2]
+        with pytest.raises(ReaderMoved):
+            handle(third)
+        for _ in range(2):
+            handle(next(iterator))
+        _publish(outbox, 3)
+        left = next(iterator)
+        iterator.close()  # type: ignore[attr-defined]
+        with pytest.raises(ReaderError, match="has ended"):
+            handle(left)
+    assert outbox.column("select number from effects order by number") == [0, 1, 2]
+
+
+def test_an_asynchronous_session_moves_the_reader(outbox: Outbox) -> None:
+    """Of psycopg, asyncpg and SQLAlchemy."""
+    import asyncpg
+    from sqlalchemy.ext.asyncio import create_async_engine
+
+    for number in range(3):
+        _publish(outbox, number)
+
+    async def run() -> None:
+        iterator = aiter(_reader(outbox))
+        async with (
+            await psycopg.AsyncConnection.connect(outbox.dsn) as conn,
+            (await anext(iterator)).commit(conn),
+        ):
+            await conn.execute("create table effects (number int)")
+        plain = await asyncpg.connect(**parameters(outbox.dsn))
+        with pytest.raises(ReaderMoved):
+            async with plain.transaction(), (second := await anext(iterator)).commit(plain):
+                outbox.conn.execute("select relay.seek('r', %s)", (second.position,))
+        await plain.close()
+        engine = create_async_engine(
+            "postgresql+asyncpg://",
+            async_creator=lambda: asyncpg.connect(**parameters(outbox.dsn)),
+        )
+        async with engine.begin() as session, (await anext(iterator)).commit(session):
+            pass
+        await engine.dispose()
+        await iterator.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(run())
+    assert not _rows(outbox, "select * from relay.read('r')")
+
+
+def test_one_process_reads_and_another_stands_by(outbox: Outbox) -> None:
+    """It takes over when the first one is gone, from what that one has done."""
+    for number in range(4):
+        _publish(outbox, number)
+    first = iter(_reader(outbox))
+    next(first).done()
+    found: list[list[int]] = []
+
+    async def run() -> None:
+        second = _reader(outbox)
+
+        async def handle(transaction: AsyncReadTransaction) -> None:
+            found.append(_numbers(transaction))
+            await transaction.done()
+
+        reading = asyncio.create_task(_read_async(second, 2, handle))
+        await asyncio.to_thread(
+            wait_until,
+            lambda: bool(
+                outbox.column(
+                    "select 1 from pg_stat_activity where application_name = 'relay reader r' "
+                    "and query ~ 'claim_reader' and datname = current_database()"
+                )
+            ),
+        )
+        next(first).done()
+        assert found == []
+        first.close()  # type: ignore[attr-defined]
+        await reading
+
+    asyncio.run(run())
+    assert found == [[2], [3]]
+
+
+def test_a_lost_connection_is_opened_again(outbox: Outbox) -> None:
+    """What is in flight is done on the next one, and comes once."""
+    end = (
+        "select pg_terminate_backend(pid) from pg_stat_activity "
+        "where application_name = 'relay reader r' and datname = current_database()"
+    )
+    for number in range(3):
+        _publish(outbox, number)
+    found = []
+    with closing(iter(_reader(outbox))) as iterator:  # type: ignore[type-var]
+        for _ in range(3):
+            transaction = next(iterator)
+            found += _numbers(transaction)
+            outbox.conn.execute(end.encode())
+            transaction.done()
+            outbox.conn.execute(end.encode())
+        _publish(outbox, 3)
+        found += _numbers(next(iterator))
+    assert found == [0, 1, 2, 3]
+
+
+_FROZEN = """
+import sys
+from relay.client.reader import ReaderMoved, subscribe
+for transaction in subscribe(sys.argv[1], "r", start="beginning", poll=0.1, lease=1):
+    print("read", flush=True)
+    sys.stdin.readline()
+    try:
+        transaction.done()
+        print("done", flush=True)
+    except ReaderMoved:
+        print("moved", flush=True)
+    break
+"""
+
+
+def test_a_frozen_process_is_replaced_and_cannot_advance(outbox: Outbox) -> None:
+    """Its session is ended by the server; when it wakes it finds that it no longer reads."""
+    _publish(outbox, 1)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _FROZEN, outbox.dsn],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "read\n"
+            process.send_signal(19)
+            with closing(iter(_reader(outbox))) as iterator:  # type: ignore[type-var]
+                transaction = next(iterator)
+                assert _numbers(transaction) == [1]
+                process.send_signal(18)
+                process.stdin.write("\n")
+                process.stdin.flush()
+                assert process.stdout.readline() == "moved\n"
+                transaction.done()
+        finally:
+            process.kill()
+    assert not _rows(outbox, "select * from relay.read('r')")
+
+
+def test_a_zombie_is_fenced_before_its_successor_moves(outbox: Outbox) -> None:
+    """With a connection of its own it could advance; the claim of the successor alone refuses it."""
+    _publish(outbox, 1)
+    _publish(outbox, 2)
+    zombie = iter(_reader(outbox))
+    transaction = next(zombie)
+    outbox.conn.execute(
+        "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'relay reader r' "
+        "and datname = current_database()"
+    )
+    with psycopg.connect(outbox.dsn) as conn, closing(iter(_reader(outbox))) as successor:  # type: ignore[type-var]
+        begun = transaction.commit(conn)
+        assert _numbers(next(successor)) == [1]
+        with pytest.raises(ReaderMoved), begun:
+            pass
+        conn.rollback()
+        with pytest.raises(ReaderMoved):
+            transaction.done()
+        zombie.close()  # type: ignore[attr-defined]
+
+
+def test_relay_wakes_readers_that_wait(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that would ask only after ten minutes gets what comes before."""
+    monkeypatch.setattr(log, "_FIRST_PAUSE_SECONDS", 600.0)
+    ended = Event()
+
+    def publish() -> None:
+        number = 0
+        while not ended.wait(0.3):
+            _publish(outbox, number := number + 1)
+
+    with (
+        relaying(outbox.settings()),
+        closing(iter(_reader(outbox, poll=600, lease=1200))) as reader,  # type: ignore[type-var]
+    ):
+        publishing = Thread(target=publish)
+        publishing.start()
+        try:
+            read = [_numbers(next(reader)) for _ in range(8)]
+        finally:
+            ended.set()
+            publishing.join()
+    assert read == [[number] for number in range(1, 9)]
+
+
+def test_a_reader_that_an_operator_moves_goes_on_from_there(outbox: Outbox) -> None:
+    """What it has in flight can no longer be done."""
+    for number in range(3):
+        _publish(outbox, number)
+    with closing(iter(_reader(outbox))) as iterator:  # type: ignore[type-var]
+        next(iterator).done()
+        second = next(iterator)
+        outbox.conn.execute("select relay.seek('r', 'beginning')")
+        with pytest.raises(ReaderMoved):
+            second.done()
+        assert [_numbers(next(iterator)) for _ in range(3)] == [[0], [1], [2]]
+
+
+def test_a_reader_that_cannot_go_on_says_why(outbox: Outbox) -> None:
+    """Given up, dropped, or never there: an error at the next read, and no other beginning."""
+    with pytest.raises(ReaderError, match="there is no reader 'r'"):
+        next(iter(_reader(outbox, start=None)))
+    with pytest.raises(ReaderError, match="neither now"):
+        next(iter(_reader(outbox, start="tomorrow")))
+    with pytest.raises(ReaderError, match="must be a value"):
+        next(iter(_reader(outbox, match={"id": None})))
+    _publish(outbox, 1)
+    with closing(iter(_reader(outbox))) as iterator:  # type: ignore[type-var]
+        next(iterator).done()
+        outbox.conn.execute("update relay.readers set given_up_at = now() where reader = 'r'")
+        with pytest.raises(ReaderError, match="given up by retention"):
+            next(iterator)
+    outbox.conn.execute("select relay.seek('r', 'beginning')")
+    with closing(iter(_reader(outbox))) as iterator:  # type: ignore[type-var]
+        next(iterator).done()
+        outbox.conn.execute("select relay.drop_reader('r')")
+        with pytest.raises(ReaderError, match="there is no reader 'r'"):
+            next(iterator)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_histories(outbox: Outbox, seed: int) -> None:
+    """Readers that end at any transaction, done or not, read each event once and in order where they had done it."""
+    choose = random.Random(seed)
+    outbox.conn.execute("select relay.declare_reader('r', start => 'beginning')")
+    read: list[int] = []
+    with _sessions(outbox.dsn, 6) as sessions:
+        history = _History(seed, sessions)
+        for _ in range(20):
+            for _ in range(choose.randrange(60)):
+                history.step()
+            if not _rows(outbox, "select 1 from relay.read('r', 1)"):
+                continue
+            # Not more than there is: the reader would wait for it.
+            known = outbox.column(
+                "select count(distinct c_xid) from relay.read('r', 100000) where id is not null"
+            )[0]
+            pending: list[int] = []
+            reader = _reader(outbox, page=choose.choice([1, 7, 1000]), start=None)
+            for transaction in _take(reader, choose.randint(0, known)):
+                pending += _numbers(transaction)
+                if choose.random() < 0.5:
+                    transaction.done()
+                    read += pending
+                    pending = []
+        history.end_all()
+    left = outbox.column(
+        "select count(distinct c_xid) from relay.read('r', 100000) where id is not null"
+    )[0]
+    for transaction in _take(_reader(outbox, start=None, page=7), left):
+        read += _numbers(transaction)
+        transaction.done()
+    history.require_read(read)
