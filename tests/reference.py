@@ -42,6 +42,7 @@ MODULES = (
     "relay.sinks.cloudevents",
     "relay.client",
     "relay.client.schedule",
+    "relay.client.scheduled",
     "relay.client.worker",
     "relay.client.reader",
     "relay.client.middleware",

@@ -250,6 +250,7 @@ class DeadLetters:
                 if each.number in holding
             },
         )
+        decoder = self._router.decoder(transactions.columns)
         for sink in dict.fromkeys(each.sink for each in dead):
             deferred.defer(
                 self._conn,
@@ -261,6 +262,7 @@ class DeadLetters:
                             self._keys(transactions.part(index, index + 1), sink),
                             dead_transaction=dead[index].number,
                             undelivered=dead[index].undelivered,
+                            event_ids=deferred.ids_of(transaction, decoder),
                         ),
                     )
                     for index, transaction in enumerate(transactions)

@@ -23,9 +23,12 @@ from relay.store.deferred import due as deferred_due
 from relay.store.deferred import selection as deferred_selection
 from relay.store.deferred.due import DueTransaction
 from relay.store.deferred.selection import DeferredSelection, FoundDeferred
+from relay.store.literals import storable
 from relay.store.positions import sinks
 
 _CANCELLED_AT_ONCE = 500
+_ALL = 1 << 62
+_ANY = DeferredSelection()
 
 
 class DeferredTransactions:
@@ -45,27 +48,43 @@ class DeferredTransactions:
     def with_event(self, wanted: DeferredSelection, event_id: str) -> DeferredSelection:
         """Return a filter for those of the selected transactions that have an event with this id.
 
-        Reads the rows of all that are selected. Raises ConfigurationError if none has it.
+        Raises ConfigurationError if none has it.
         """
-        ids: list[int] = []
-        with self._conn.transaction():
-            due = deferred_selection.mentioning(self._conn, self._group, wanted, event_id.encode())
-            for run in deferred_due.runs(due):
-                transactions = deferred_due.transactions(
-                    self._conn, run, self._batch.max_bytes, self._batch.spool_directory
-                )
-                for each, transaction in zip(run, transactions, strict=True):
-                    # Another event may mention the id.
-                    if any(
-                        event.text("id") == event_id for event in self._router.events(transaction)
-                    ):
-                        ids.append(each.id)
+        ids = self.having(event_id, wanted)
         if not ids:
             raise ConfigurationError(
                 f"event {event_id} is not deferred, or the filters leave it out: `relay event {event_id}` shows where "
                 "it is"
             )
         return replace(wanted, ids=tuple(ids))
+
+    def having(
+        self, event_id: str, wanted: DeferredSelection = _ANY, offset: int | None = None
+    ) -> list[int]:
+        """Return the ids of the selected transactions that have an event with this id.
+
+        Looks it up in an index; reads the rows only of those that are not in it and, with an `offset`, may have the row
+        of the outbox with this c_offset.
+        """
+        key = storable(self._conn, deferred.event_key(event_id))
+        indexed = replace(wanted, event=key)
+        ids = [
+            each.id for each in deferred_selection.listed(self._conn, self._group, indexed, _ALL)
+        ]
+        with self._conn.transaction():
+            due = deferred_selection.without_ids(self._conn, self._group, wanted, offset)
+            for run in deferred_due.runs(due):
+                transactions = deferred_due.transactions(
+                    self._conn, run, self._batch.max_bytes, self._batch.spool_directory
+                )
+                ids += [
+                    each.id
+                    for each, transaction in zip(run, transactions, strict=True)
+                    if any(
+                        event.text("id") == event_id for event in self._router.events(transaction)
+                    )
+                ]
+        return ids
 
     def idle(self, due: Mapping[str, int]) -> list[str]:
         """Return lines about due transactions, counted by sink ('' is the target), that no instance retries now."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from relay.admin.connections import reach_source, reach_target
+from relay.admin.deferred import DeferredTransactions
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.events import Event
@@ -43,9 +44,9 @@ class EventDestination:
     """Where an event goes, and how far it is there.
 
     `kind` is target, sink or queue, `name` that of the sink or queue; `handlers` are those of the target. `state` is
-    waiting, applied (target), delivered (sink), unrouted, deferred, dead, replaying, replayed, discarded or that of a
-    message of a queue; unknown for a sink that has never been worked. `reference` is the id of
-    its dead letter, deferred transaction or message, `until` when it is tried next.
+    waiting, applied (target), delivered (sink), unrouted, deferred, cancelled, dead, replaying, replayed, discarded or
+    that of a message of a queue; unknown for a sink that has never been worked. `reference` is the id of its dead
+    letter, deferred transaction or message, `until` when it is tried next.
     """
 
     kind: str
@@ -93,7 +94,9 @@ def find(settings: Settings, event_id: str) -> FoundEvent:
             settings.group,
             event_id,
             event.text("transaction_id") if event else None,
-            event.c_offset if event else None,
+            DeferredTransactions(settings, target).having(
+                event_id, offset=event.c_offset if event else None
+            ),
         )
         passed = {
             name: rows.has_read(source, at, event_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from typing import Any, TypeVar
 
 import psycopg
@@ -67,6 +68,42 @@ def purge(settings: Settings, name: str, reason: str | None) -> int:
     Raises ConfigurationError, psycopg.Error.
     """
     return _act(settings, name, "queue purge", reason, lambda target: queues.purge(target, name))
+
+
+def cancel(
+    settings: Settings,
+    name: str,
+    event: str | None,
+    key: str | None,
+    number: int | None,
+    reason: str | None,
+) -> int:
+    """Cancel the messages of a queue with an event's id, a key or an id that nobody has; returns how many.
+
+    Raises ConfigurationError, psycopg.Error.
+    """
+    return _act(
+        *(settings, name, "queue cancel", reason),
+        lambda target: queues.cancel(target, name, event, key, number),
+    )
+
+
+def move(
+    settings: Settings,
+    name: str,
+    to: datetime,
+    event: str | None,
+    number: int | None,
+    reason: str | None,
+) -> int:
+    """Give messages of a queue that wait for their time another one; returns how many.
+
+    Raises ConfigurationError, psycopg.Error.
+    """
+    return _act(
+        *(settings, name, "queue move", reason),
+        lambda target: queues.move(target, name, to, event, number),
+    )
 
 
 def dead(

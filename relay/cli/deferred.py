@@ -41,9 +41,7 @@ KindOption = Annotated[
 KeyOption = Annotated[str | None, typer.Option("--key", help="One of its ordering keys.")]
 EventOption = Annotated[
     str | None,
-    typer.Option(
-        "--event", metavar="ID", help="The id of one of its events; reads all that is deferred."
-    ),
+    typer.Option("--event", metavar="ID", help="The id of one of its events."),
 ]
 HostOption = Annotated[str | None, typer.Option("--host", help="One of its host_ids.")]
 _KEYS_SHOWN = 3

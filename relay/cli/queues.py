@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from datetime import datetime
 from typing import Annotated
 
 import typer
 
-from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption
+from relay.cli.options import (
+    ConfigOption,
+    JsonOption,
+    ReasonOption,
+    YesOption,
+    time_of,
+    warn,
+)
 from relay.cli.terminal import approve, print_table
 from relay.config.files import load
+from relay.faults import ConfigurationError
 from relay.model.json_fields import json_fields
 from relay.observe.phrases import counted, moment
 
@@ -140,6 +149,55 @@ def queue_purge(
     settings = load(config)
     approve(yes, f"Delete all messages of the queue {name}?")
     print(counted(purge(settings, name, reason), "message", "messages"), "deleted")
+
+
+EventOption = Annotated[
+    str | None, typer.Option("--event", metavar="ID", help="The id of its event.")
+]
+IdOption = Annotated[int | None, typer.Option("--id", help="The id of the message.")]
+
+
+@queue.command("cancel")
+def queue_cancel(
+    name: QueueArgument,
+    config: ConfigOption = None,
+    event: EventOption = None,
+    key: Annotated[str | None, typer.Option("--key", help="Its ordering key.")] = None,
+    id_: IdOption = None,
+    reason: ReasonOption = None,
+) -> None:
+    """Delete the messages of an event or of a key, or one message; those that workers have are left to them."""
+    from relay.admin.queues import cancel
+
+    if event is None and key is None and id_ is None:
+        raise ConfigurationError("name the messages by --event, --key or --id")
+    cancelled = cancel(load(config), name, event, key, id_, reason)
+    if not cancelled:
+        warn("no such message, or a worker has it: `relay queue show` lists what there is")
+    print(counted(cancelled, "message", "messages"), "cancelled")
+
+
+@queue.command("move")
+def queue_move(
+    name: QueueArgument,
+    to: Annotated[
+        datetime,
+        typer.Option("--to", parser=time_of, metavar="TIME", help="The new time (UTC)."),
+    ],
+    config: ConfigOption = None,
+    event: EventOption = None,
+    id_: IdOption = None,
+    reason: ReasonOption = None,
+) -> None:
+    """Give messages that wait for their time another one."""
+    from relay.admin.queues import move
+
+    if event is None and id_ is None:
+        raise ConfigurationError("name the messages by --event or --id")
+    moved = move(load(config), name, to, event, id_, reason)
+    if not moved:
+        warn("no such message waits for its time: `relay queue show` lists what there is")
+    print(counted(moved, "message", "messages"), f"moved to {moment(to)}")
 
 
 @queue.command("drop")

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 from relay.client.errors import NotInTransaction, UnknownSession
 
+Read = Callable[[Any], Any]
+"""Reads what is wanted of a driver's result."""
+
 
 class Statement(NamedTuple):
     """The text of a statement before and after its only parameter."""
@@ -38,7 +41,8 @@ def execute(session: Any, statement: Statement, text: str) -> int:
     run = _SYNCHRONOUS.get(kind)
     if run is None:
         raise _unknown(session, kind, "publish_async" if kind in _ASYNCHRONOUS else None)
-    return run(session, statement, text)
+    rows: int = run(session, statement, text)
+    return rows
 
 
 async def execute_async(session: Any, statement: Statement, text: str) -> int:
@@ -49,6 +53,46 @@ async def execute_async(session: Any, statement: Statement, text: str) -> int:
         raise _unknown(session, kind, "publish" if kind in _SYNCHRONOUS else None)
     rows: int = await run(session, statement, text)
     return rows
+
+
+def query(session: Any, statement: Statement, text: str) -> str:
+    """Run a statement whose result is one text in a synchronous session; returns it. Raises what `execute` raises."""
+    kind = _kind(type(session))
+    run = _SYNCHRONOUS.get(kind)
+    if run is None:
+        raise _unknown(session, kind, None)
+    return str(run(session, statement, text, _text))
+
+
+async def query_async(session: Any, statement: Statement, text: str) -> str:
+    """Do what `query` does, in an asynchronous session."""
+    kind = _kind(type(session))
+    run = _ASYNCHRONOUS.get(kind)
+    if run is None:
+        raise _unknown(session, kind, None)
+    return str(await run(session, statement, text, _text))
+
+
+def _rows(result: Any) -> int:
+    """Return the number of rows of a driver's result."""
+    rows: int = result.rowcount
+    return rows
+
+
+def _text(result: Any) -> Any:
+    """Return the one value of a driver's result, whatever makes its rows; awaitable where the driver's is."""
+    row = result.fetchone()
+    return _awaited(row) if hasattr(row, "__await__") else _value(row)
+
+
+async def _awaited(row: Any) -> Any:
+    return _value(await row)
+
+
+def _value(row: Any) -> Any:
+    if isinstance(row, str):
+        return row
+    return next(iter(row.values())) if isinstance(row, dict) else row[0]
 
 
 def savepoint(session: Any) -> Any:
@@ -139,28 +183,28 @@ def _refuse(what: str) -> None:
     raise NotInTransaction(f"{what}: begin a transaction first")
 
 
-def _psycopg(conn: Any, statement: Statement, text: str) -> int:
+def _psycopg(conn: Any, statement: Statement, text: str, read: Read = _rows) -> Any:
     _require_psycopg_transaction(conn)
-    rows: int = (conn.execute(statement.with_parameter("%s", "%"), (text,))).rowcount
-    return rows
+    return read(conn.execute(statement.with_parameter("%s", "%"), (text,)))
 
 
-def _psycopg_cursor(cursor: Any, statement: Statement, text: str) -> int:
+def _psycopg_cursor(cursor: Any, statement: Statement, text: str, read: Read = _rows) -> Any:
     _require_psycopg_transaction(cursor.connection)
-    rows: int = (cursor.execute(statement.with_parameter("%s", "%"), (text,))).rowcount
-    return rows
+    return read(cursor.execute(statement.with_parameter("%s", "%"), (text,)))
 
 
-async def _psycopg_async(conn: Any, statement: Statement, text: str) -> int:
+async def _psycopg_async(conn: Any, statement: Statement, text: str, read: Read = _rows) -> Any:
     _require_psycopg_transaction(conn)
-    rows: int = (await conn.execute(statement.with_parameter("%s", "%"), (text,))).rowcount
-    return rows
+    found = read(await conn.execute(statement.with_parameter("%s", "%"), (text,)))
+    return await found if hasattr(found, "__await__") else found
 
 
-async def _psycopg_async_cursor(cursor: Any, statement: Statement, text: str) -> int:
+async def _psycopg_async_cursor(
+    cursor: Any, statement: Statement, text: str, read: Read = _rows
+) -> Any:
     _require_psycopg_transaction(cursor.connection)
-    rows: int = (await cursor.execute(statement.with_parameter("%s", "%"), (text,))).rowcount
-    return rows
+    found = read(await cursor.execute(statement.with_parameter("%s", "%"), (text,)))
+    return await found if hasattr(found, "__await__") else found
 
 
 def _require_psycopg_transaction(conn: Any) -> None:
@@ -169,23 +213,24 @@ def _require_psycopg_transaction(conn: Any) -> None:
         _refuse("the connection is in autocommit mode and has no transaction open")
 
 
-def _sqlalchemy_session(session: Any, statement: Statement, text: str) -> int:
+def _sqlalchemy_session(session: Any, statement: Statement, text: str, read: Read = _rows) -> Any:
     conn = session.connection(bind_arguments=_sqlalchemy_bind(_registered(session)))
-    return _sqlalchemy_connection(conn, statement, text)
+    return _sqlalchemy_connection(conn, statement, text, read)
 
 
-def _sqlalchemy_connection(conn: Any, statement: Statement, text: str) -> int:
+def _sqlalchemy_connection(conn: Any, statement: Statement, text: str, read: Read = _rows) -> Any:
     from sqlalchemy import text as clause
 
     _require_sqlalchemy_transaction(conn)
-    rows: int = (conn.execute(clause(for_sqlalchemy(statement)), {"events": text})).rowcount
-    return rows
+    return read(conn.execute(clause(for_sqlalchemy(statement)), {"events": text}))
 
 
-async def _sqlalchemy_async_session(session: Any, statement: Statement, text: str) -> int:
+async def _sqlalchemy_async_session(
+    session: Any, statement: Statement, text: str, read: Read = _rows
+) -> Any:
     bind = await _registered(session).run_sync(_sqlalchemy_bind)
     return await _sqlalchemy_async_connection(
-        await session.connection(bind_arguments=bind), statement, text
+        await session.connection(bind_arguments=bind), statement, text, read
     )
 
 
@@ -255,12 +300,13 @@ def _a_write() -> Any:
     return update(table("outbox"))
 
 
-async def _sqlalchemy_async_connection(conn: Any, statement: Statement, text: str) -> int:
+async def _sqlalchemy_async_connection(
+    conn: Any, statement: Statement, text: str, read: Read = _rows
+) -> Any:
     from sqlalchemy import text as clause
 
     await conn.run_sync(_require_sqlalchemy_transaction)
-    rows: int = (await conn.execute(clause(for_sqlalchemy(statement)), {"events": text})).rowcount
-    return rows
+    return read(await conn.execute(clause(for_sqlalchemy(statement)), {"events": text}))
 
 
 def for_sqlalchemy(statement: Statement) -> str:
@@ -277,30 +323,31 @@ def _require_sqlalchemy_transaction(conn: Any) -> None:
         _refuse("the connection has the isolation level AUTOCOMMIT")
 
 
-async def _asyncpg(conn: Any, statement: Statement, text: str) -> int:
+async def _asyncpg(conn: Any, statement: Statement, text: str, read: Read = _rows) -> Any:
     if not conn.is_in_transaction():
         _refuse("the connection has no transaction open")
+    if read is _text:
+        return await conn.fetchval(statement.with_parameter("$1"), text)
     status: str = await conn.execute(statement.with_parameter("$1"), text)
     return int(status.rpartition(" ")[2])
 
 
-def _django(conn: Any, statement: Statement, text: str) -> int:
+def _django(conn: Any, statement: Statement, text: str, read: Read = _rows) -> Any:
     if conn.get_autocommit():
         _refuse("the connection is in autocommit mode: use transaction.atomic()")
     with conn.cursor() as cursor:
         cursor.execute(statement.with_parameter("%s", "%"), [text])
-        rows: int = cursor.rowcount
-    return rows
+        return read(cursor)
 
 
-_SYNCHRONOUS: dict[str, Callable[[Any, Statement, str], int]] = {
+_SYNCHRONOUS: dict[str, Callable[..., Any]] = {
     "psycopg": _psycopg,
     "psycopg cursor": _psycopg_cursor,
     "sqlalchemy session": _sqlalchemy_session,
     "sqlalchemy connection": _sqlalchemy_connection,
     "django": _django,
 }
-_ASYNCHRONOUS: dict[str, Callable[[Any, Statement, str], Any]] = {
+_ASYNCHRONOUS: dict[str, Callable[..., Any]] = {
     "psycopg async": _psycopg_async,
     "psycopg async cursor": _psycopg_async_cursor,
     "sqlalchemy async session": _sqlalchemy_async_session,

@@ -11,13 +11,10 @@ from relay.delivery.progress import SinkCommit
 from relay.delivery.queues import Delivery
 from relay.model.dispositions import AttemptHistory, DeadLetter, Scheduled
 from relay.model.transactions import Routed, Transactions
-from relay.pipeline.deferral import Ordering
+from relay.pipeline.deferral import Ordering, to_defer
 from relay.pipeline.routing import BatchRouter
 from relay.source.outbox.rows import not_received
-from relay.store import (
-    clock,
-    deferred,
-)
+from relay.store import deferred
 from relay.store.deferred import due as deferred_due
 from relay.store.deferred.due import DueTransaction
 
@@ -68,7 +65,9 @@ class Submission:
         times = self._router.delivery_times(transactions)
         if not times:
             return {}
-        return await self._context.connections.in_target(clock.ahead, times)
+        return await self._context.connections.in_target(
+            to_defer, self._router, transactions, times
+        )
 
     async def _query_held(self, keys: Iterable[frozenset[str]]) -> None:
         """Query which of the keys deferred transactions hold."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from datetime import datetime
 from itertools import islice
 
 import numpy as np
@@ -84,6 +85,26 @@ def _keys_of_events(kind: str, events: Iterable[tuple[bytes | None, ...]]) -> It
         yield key
 
 
+def to_defer(
+    conn: Connection, router: BatchRouter, transactions: Transactions, times: Mapping[int, datetime]
+) -> dict[int, datetime]:
+    """Those of the transactions with a time of delivery, by index, that are deferred until it.
+
+    These are those whose time is still to come, and those that somebody has asked to cancel: they are deleted when they
+    are due.
+    """
+    if not times:
+        return {}
+    later = clock.ahead(conn, times)
+    decoder = router.decoder(transactions.columns)
+    ids = {
+        index: deferred.ids_of(transactions.part(index, index + 1)[0], decoder) or ()
+        for index in times
+        if index not in later
+    }
+    return later | {index: times[index] for index in deferred.cancelled(conn, ids)}
+
+
 class DeferralRules:
     """Finds the new transactions that are deferred. Used under the lock of their partitions' offsets."""
 
@@ -108,7 +129,9 @@ class DeferralRules:
         for name in self._sinks:
             if name in one.parts:
                 delivery = one.parts[name].transactions
-                yield name, delivery[0], Deferral(self.delivery_keys(delivery, name))
+                rows, decoder = delivery[0], self._router.decoder(delivery.columns)
+                ids = deferred.ids_of(rows, decoder)
+                yield name, rows, Deferral(self.delivery_keys(delivery, name), event_ids=ids)
 
     def defer_deliveries(
         self, conn: Connection, assigned: Assignment, replayed: Mapping[int, int | None]
@@ -149,8 +172,9 @@ class DeferralRules:
         """
         keys: dict[int, frozenset[str]] = {}
         dispositions: Dispositions = {}
-        times = self._router.delivery_times(assigned.transactions)
-        for index, moment in clock.ahead(conn, times).items():
+        transactions = assigned.transactions
+        times = self._router.delivery_times(transactions)
+        for index, moment in to_defer(conn, self._router, transactions, times).items():
             one = assigned.part(index, index + 1)
             # Sinks defer what goes to sinks only.
             if one.parts.keys() - set(self._sinks):

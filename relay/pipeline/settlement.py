@@ -18,6 +18,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from relay.config.fields import JSON_FIELDS
 from relay.config.settings import Settings
@@ -81,7 +82,7 @@ class Settlement:
         numbers = self._dead_letter(conn, settled)
         new: list[tuple[Undecoded, Deferral]] = []
         again: list[tuple[int, Deferral]] = []
-        done: list[int] = []
+        done: dict[int, Unsettled] = {}
         replayed: list[int] = []
         for index, each in enumerate(settled):
             due, disposition = each.due, each.disposition
@@ -91,9 +92,10 @@ class Settlement:
                 deferral = replace(deferral, dead_transaction=number)
             if due is None:
                 if deferral is not None:
-                    new.append((each.rows, deferral))
+                    ids = deferred.ids_of(each.rows, each.events.decoder)
+                    new.append((each.rows, replace(deferral, event_ids=ids)))
             elif deferral is None:
-                done.append(due.id)
+                done[due.id] = each
                 if isinstance(disposition, Applied) and number is not None:
                     replayed.append(number)
             elif not isinstance(disposition, Blocked) or not due.holds:
@@ -104,12 +106,25 @@ class Settlement:
             deferred.defer(conn, self._group, new, self._sink)
         deferred.defer_again(conn, again)
         if done:
-            deferred.remove(conn, done)
+            gone = done.keys() - deferred.remove(conn, done)
+            self._note_delivered(conn, [done[number] for number in gone])
         return [
             _report(each, each.disposition)
             for each in settled
             if isinstance(each.disposition, DeadLetter)
         ]
+
+    def _note_delivered(self, conn: Connection, gone: Sequence[Unsettled]) -> None:
+        """Tell of transactions whose rows somebody has deleted while they were delivered: they have arrived."""
+        arrived = [each for each in gone if isinstance(each.disposition, Applied)]
+        if not arrived:
+            return
+        log.warning(
+            "deliveries that were in flight arrived although they were cancelled",
+            extra={"handler": self._sink, "transactions": len(arrived)},
+        )
+        ids = [deferred.ids_of(each.rows, each.events.decoder) or () for each in arrived]
+        deferred.note_delivered(conn, self._group, self._sink, [*chain(*ids)])
 
     def _dead_letter(self, conn: Connection, unsettled: Sequence[Unsettled]) -> dict[int, int]:
         """Dead-letter those that are to be; returns the numbers of the new dead transactions, by index.

@@ -37,6 +37,13 @@ _REMOVE_DONE = """
                 order by o.done_at limit %s for update skip locked) as d
          where q.group_id = %s))
 """
+_REMOVE_CANCELLATIONS = """
+    delete from relay.cancellations where ctid = any (array(
+        select c.ctid from relay.cancellations as c
+         where c.noted_at < now() - interval '7 days'
+           and not exists (select from relay.deferred as d where d.event_ids @> array[c.event_id])
+         order by c.noted_at limit %s for update skip locked))
+"""
 
 
 class Schedule(Recurring):
@@ -148,6 +155,8 @@ class Schedule(Recurring):
             self._prune(target)
         with self._step("done messages of queues", target):
             self._remove_done(target)
+        with self._step("cancellations", target):
+            self._remove_cancellations(target)
         key = locks.retention(self._settings.source.table)
         if locks.try_lock(source, key):
             try:
@@ -249,6 +258,10 @@ class Schedule(Recurring):
         removed = _PRUNE_PORTION
         while removed >= _PRUNE_PORTION and not self.stopping.is_set():
             removed = target.execute(_REMOVE_DONE, (_PRUNE_PORTION, self._settings.group)).rowcount
+
+    def _remove_cancellations(self, target: Connection) -> None:
+        """Remove cancellations of a week ago but those of events that are still deferred, a portion of them."""
+        target.execute(_REMOVE_CANCELLATIONS, (_PRUNE_PORTION,))
 
 
 def _is_standby(source: Connection) -> bool:

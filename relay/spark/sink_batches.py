@@ -27,7 +27,7 @@ from relay.spark.reading import MappedTable, columns
 from relay.store import clock
 from relay.store.completeness import Completeness, Moments
 from relay.store.connections import Connection
-from relay.store.deferred import Deferral
+from relay.store.deferred import Deferral, ids_of
 from relay.store.deferred import due as deferred_due
 from relay.store.positions import spark_batches
 from relay.store.positions.sinks import BEFORE_FIRST, SinkState
@@ -255,4 +255,5 @@ def scheduled(
         times = router.delivery_times(routed.transactions)
         keys = ordering.delivery_keys(sink, routed)
         for index, rows in enumerate(routed.transactions):
-            yield rows, Deferral(keys[index], holds=False, until=times.get(index))
+            ids = ids_of(rows, routed.decoder)
+            yield rows, Deferral(keys[index], False, until=times.get(index), event_ids=ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -21,11 +22,23 @@ _DEAD = """
 _DEFERRED = """
     select distinct on (d.sink)
            'deferred' as found, d.sink as name, d.id, 'deferred' as state, d.attempts, d.deferred_at as since,
-           d.retry_at as until, d.reason
+           d.retry_at as until,
+           coalesce(d.reason, (select 'cancelled by ' || c.requested_by || ': it is not delivered'
+                                 from relay.cancellations as c
+                                where c.event_id = any (d.event_ids) and c.group_id = ''
+                                  and (c.host_id is null or c.host_id = any (d.hosts)) limit 1)) as reason
       from relay.deferred as d
-     where d.group_id = %(group)s and d.dead_transaction is null and %(offset)s between d.first_offset and d.last_offset
-       and (%(transaction)s::text is null or d.transaction_id = %(transaction)s)
+     where d.id = any (%(deferred)s) and d.dead_transaction is null
      order by d.sink, d.id
+"""
+_CANCELLED = """
+    select 'cancelled' as found, c.sink as name, null::bigint as id, 'cancelled' as state, null::int as attempts,
+           c.noted_at as since, null::timestamptz as until,
+           case c.outcome when 'in doubt' then 'a delivery may have been in flight, cancelled by '
+                          else 'cancelled by ' end || c.requested_by as reason
+      from relay.cancellations as c
+     where c.event_id = relay.event_key(%(event)s) and c.group_id = %(group)s and c.outcome in ('cancelled', 'in doubt')
+     order by c.sink
 """
 _QUEUED = """
     select 'message' as found, i.queue as name, i.id, i.state, i.attempts, i.enqueued_at as since,
@@ -38,33 +51,37 @@ _QUEUED = """
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """What a row of the target says of an event: a dead letter, a deferred transaction or a message of a queue.
+    """What a row of the target says of an event: a dead letter, a deferred transaction, a message or a cancellation.
 
     `name` is that of the sink, empty for the target, or of the queue; `until` is when it is tried next.
     """
 
     found: str
     name: str
-    id: int
+    id: int | None
     state: str
-    attempts: int
+    attempts: int | None
     since: datetime
     until: datetime | None
     reason: str | None
 
 
 def of(
-    conn: Connection, group: str, event: str, transaction: str | None, offset: int | None
+    conn: Connection, group: str, event: str, transaction: str | None, deferred: Sequence[int]
 ) -> list[StoredState]:
-    """Read what the target knows of an event. The tables are read as a whole where no index has the event's id.
+    """Read what the target knows of an event; `deferred` are the ids of its deferred transactions.
 
-    Raises psycopg.Error.
+    The table of dead letters is read as a whole where no index has the event's id. Raises psycopg.Error.
     """
-    given = {"group": group, "event": event, "transaction": transaction, "offset": offset}
+    given = {
+        "group": group,
+        "event": event,
+        "transaction": transaction,
+        "deferred": list(deferred),
+    }
     with conn.cursor(row_factory=class_row(StoredState)) as cursor:
         return [
             state
-            for query in (_DEAD, _DEFERRED, _QUEUED)
-            if query is not _DEFERRED or offset is not None
+            for query in (_DEAD, _DEFERRED, _CANCELLED, _QUEUED)
             for state in cursor.execute(query, given).fetchall()
         ]

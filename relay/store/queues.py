@@ -132,6 +132,24 @@ def purge(conn: psycopg.Connection[Any], name: str) -> int:
     return int(_value(conn, "select relay.purge_queue(%s)", (name,)))
 
 
+def cancel(
+    conn: psycopg.Connection[Any], name: str, event: str | None, key: str | None, number: int | None
+) -> int:
+    """Cancel messages with an event's id, a key or an id that nobody has; returns how many. Raises psycopg.Error."""
+    return int(
+        _value(conn, "select relay.cancel_messages(%s, %s, %s, %s)", (name, event, key, number))
+    )
+
+
+def move(
+    conn: psycopg.Connection[Any], name: str, to: datetime, event: str | None, number: int | None
+) -> int:
+    """Give messages that wait for their time another one; returns how many. Raises psycopg.Error."""
+    return int(
+        _value(conn, "select relay.move_messages(%s, %s, %s, %s)", (name, to, event, number))
+    )
+
+
 def dead(
     conn: psycopg.Connection[Any], name: str, wanted: DeadLetterSelection, limit: int
 ) -> list[DeadMessage]:

@@ -24,6 +24,7 @@ from relay.config.settings import Settings
 from relay.delivery import submission
 from relay.faults import Rejected
 from relay.model.dispositions import APPLIED, DeadLetter, Disposition
+from relay.model.events import Decoder, Event, Events, Row
 from relay.pipeline.settlement import Settlement, Unsettled
 from relay.store import deferred
 from relay.store.dead_letters.selection import DeadLetterSelection
@@ -209,6 +210,16 @@ def test_what_waits_for_replays_does_not_wait_for_those_of_all_keys(
 # Statements.
 
 
+class OneEvent(Decoder):
+    """Decodes every row as one event."""
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    def event(self, data: bytes, commit_fields: Row) -> Event:
+        return self._event
+
+
 def unsettled(
     numbers: Sequence[int], disposition: Disposition, due: Sequence[DueTransaction] = ()
 ) -> list[Unsettled]:
@@ -216,7 +227,11 @@ def unsettled(
     return [
         Unsettled(
             undecoded(hosts=[str(number % 50)]),
-            [make_event(number, number % 50)],  # type: ignore[arg-type]
+            Events(
+                undecoded().tuples,
+                OneEvent(make_event(number, number % 50)),
+                undecoded().commit,
+            ),
             disposition,
             {f"{number % 50} host"},
             due=due[index] if due else None,

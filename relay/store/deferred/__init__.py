@@ -16,12 +16,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
+from hashlib import sha256
 from itertools import islice
 from struct import Struct
 
 from psycopg.rows import scalar_row, tuple_row
 
-from relay.model.events import Tuples, microseconds
+from relay.model.events import Decoder, Events, Tuples, microseconds
 from relay.model.transactions import Rows, Undecoded
 from relay.store import literals, locks
 from relay.store.connections import Connection
@@ -36,7 +37,7 @@ class Deferral:
 
     It may be applied in `after` seconds, or at the time `until`. If it `holds` its `keys`, later transactions with them
     are blocked. It has failed `attempts` times, first `failing_seconds` ago; None if it has not failed.
-    See the comments on the table's columns.
+    `event_ids` is as `ids_of` returns it. See the comments on the table's columns.
     """
 
     keys: Collection[str]
@@ -50,6 +51,7 @@ class Deferral:
     blocked: bool = False
     dead_transaction: int | None = None
     undelivered: bool = False
+    event_ids: Sequence[str] | None = None
 
 
 # These statements are never prepared: a plan made while the table was empty would later read all of it.
@@ -141,7 +143,7 @@ _COLUMNS = (
     *("id", "holds", "blocked", "retry_at", "attempts", "undelivered", "commit_lsn", "end_lsn"),
     *("commit_ts", "xid", "first_offset", "last_offset", "events", "size"),
     *("predecessor", "first_failed_at", "dead_transaction", "group_id", "sink", "keys", "handler"),
-    *("reason", "transaction_id", "hosts", "columns", "sizes", "data"),
+    *("reason", "transaction_id", "hosts", "event_ids", "columns", "sizes", "data"),
 )
 """The columns in the order in which `_Encoder.row` writes them."""
 _COUNT = len(_COLUMNS)
@@ -218,6 +220,7 @@ class _Encoder:
                 self._known_text(deferral.reason),
                 self._text(transaction.transaction_id),
                 self._known_texts(transaction.hosts),
+                _NULL if deferral.event_ids is None else self._texts(deferral.event_ids),
                 self._known_names(transaction.columns),
                 *((_NULL, _NULL) if rows is None else _sizes_and_data(rows)),
             )
@@ -270,14 +273,34 @@ _PORTION_BYTES = 1024 * 1024
 
 def _inline(transaction: Undecoded) -> list[bytes] | None:
     """Return the rows of a transaction that is in memory and fits into one portion; None for others."""
+    return list(transaction.tuples) if _fits(transaction) else None
+
+
+def _fits(transaction: Undecoded) -> bool:
     tuples = transaction.tuples
-    if (
+    return (
         isinstance(tuples, Rows)
         and len(tuples) <= _PORTION_EVENTS
         and transaction.size <= _PORTION_BYTES
-    ):
-        return list(tuples)
-    return None
+    )
+
+
+_LONGEST_ID = 1_000
+"""In octets: an entry of an index has a limited length."""
+
+
+def ids_of(transaction: Undecoded, decoder: Decoder) -> tuple[str, ...] | None:
+    """Return the ids of a transaction's events as `event_key` has them; None if its rows are stored in portions."""
+    if not _fits(transaction):
+        return None
+    events = Events(transaction.tuples, decoder, transaction.commit)
+    return tuple(event_key(event.text("id") or "") for event in events)
+
+
+def event_key(event_id: str) -> str:
+    """Return an event's id as it is stored for lookups: a digest of one that is too long, as `relay.event_key` does."""
+    octets = event_id.encode("utf-8", "surrogateescape")
+    return sha256(octets).hexdigest() if len(octets) > _LONGEST_ID else event_id
 
 
 def _write_rows(conn: Connection, number: int, tuples: Tuples) -> None:
@@ -347,6 +370,58 @@ def remove(conn: Connection, ids: Collection[int]) -> set[int]:
         cursor.execute(
             "delete from relay.deferred where id = any(%s::bigint[]) returning id",
             (literals.of_numbers(ids),),
+            prepare=False,
+        )
+        return set(cursor)
+
+
+def stop_cancelled(conn: Connection, ids: Collection[int]) -> None:
+    """Delete cancelled transactions by id, unless another session has locked them, and note where they stopped."""
+    conn.execute(
+        """
+        with gone as (
+            delete from relay.deferred
+             where id = any(array(select d.id from relay.deferred as d
+                                   where d.id = any(%s::bigint[]) order by d.id for update skip locked))
+            returning group_id, sink, event_ids)
+        insert into relay.cancellations (event_id, group_id, sink, outcome, requested_by)
+        select distinct own.id, g.group_id, g.sink, 'cancelled', session_user
+          from gone as g cross join unnest(g.event_ids) as own (id)
+            on conflict do nothing
+        """,
+        (literals.of_numbers(ids),),
+        prepare=False,
+    )
+
+
+def note_delivered(conn: Connection, group: str, sink: str, event_ids: Collection[str]) -> None:
+    """Note that a sink has got events although they were cancelled: their deliveries were in flight."""
+    conn.execute(
+        """
+        update relay.cancellations set outcome = 'delivered'
+         where event_id = any(%s::text[]) and group_id = %s and sink = %s
+        """,
+        (literals.of_texts(event_ids), group, sink),
+        prepare=False,
+    )
+
+
+def cancelled(conn: Connection, events: Mapping[int, Collection[str]]) -> set[int]:
+    """Return the indices of the transactions, given with the ids of their events, that somebody has asked to cancel."""
+    codec = codec_of(conn)
+    pairs = [(index, writable(each, codec)) for index, ids in events.items() for each in ids]
+    if not pairs:
+        return set()
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        cursor.execute(
+            """
+            select distinct own.index from unnest(%s::bigint[], %s::text[]) as own (index, id)
+              join relay.cancellations as c on c.event_id = own.id and c.group_id = ''
+            """,
+            (
+                literals.of_numbers(index for index, _ in pairs),
+                literals.of_texts([each for _, each in pairs]),
+            ),
             prepare=False,
         )
         return set(cursor)

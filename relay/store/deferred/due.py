@@ -17,13 +17,14 @@ from typing import Any, LiteralString, NamedTuple
 
 import numpy as np
 from psycopg import sql
-from psycopg.rows import class_row, tuple_row
+from psycopg.rows import class_row, scalar_row, tuple_row
 
 from relay.model.events import Lsn
 from relay.model.spool import Spool, SpooledTuples
 from relay.model.transactions import FACTS, Rows, Transactions
 from relay.store import literals, locks
 from relay.store.connections import Connection
+from relay.store.deferred import stop_cancelled
 
 _ROUNDS = 20
 """How many times `heads` queries at most, while all transactions that it finds are blocked by others."""
@@ -57,6 +58,8 @@ class DueTransaction:
     last_offset: int
     events: int
     size: int
+    is_cancelled: bool
+    """Whether somebody has asked to cancel it: it is not delivered any more."""
 
 
 DUE_COLUMNS = sql.SQL(
@@ -64,7 +67,11 @@ DUE_COLUMNS = sql.SQL(
     d.id, d.keys, d.holds, d.attempts,
     extract(epoch from clock_timestamp() - d.first_failed_at)::float8 as failing_seconds, d.handler,
     d.dead_transaction, d.undelivered, d.transaction_id, d.hosts, d.columns, d.commit_lsn::text, d.end_lsn::text,
-    d.commit_ts, d.xid, d.first_offset, d.last_offset, d.events, d.size
+    d.commit_ts, d.xid, d.first_offset, d.last_offset, d.events, d.size,
+    d.dead_transaction is null and exists (
+        select from relay.cancellations as c
+         where c.event_id = any (d.event_ids) and c.group_id = ''
+           and (c.host_id is null or c.host_id = any (d.hosts))) as is_cancelled
     """
 )
 """The select list that makes a `DueTransaction` of a row `d` of relay.deferred."""
@@ -73,11 +80,33 @@ DUE_COLUMNS = sql.SQL(
 def claim(conn: Connection, group: str, limit: int, size: int) -> list[DueTransaction]:
     """Return the transactions of the target that are due, as `heads` finds them.
 
-    No other session can claim any of the group until the database transaction ends. Empty where one has.
+    No other session can claim any of the group until the database transaction ends. Empty where one has. Their rows are
+    locked: who cancels or moves one waits until it is applied. One that is locked by another session is left out, with
+    what it blocks.
     """
     if not locks.try_lock_in_transaction(conn, locks.retries(group)):
         return []
-    return heads(conn, group, "", limit, size)
+    due = heads(conn, group, "", limit, size)
+    if not due:
+        return []
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        cursor.execute(
+            """
+            select d.id from relay.deferred as d
+             where d.id = any(%s::bigint[]) order by d.id for update skip locked
+            """,
+            (literals.of_numbers(each.id for each in due),),
+            prepare=False,
+        )
+        locked = set(cursor)
+    free: list[DueTransaction] = []
+    held: set[str] = set()
+    for each in due:
+        if each.id in locked and held.isdisjoint(each.keys):
+            free.append(each)
+        elif each.holds:
+            held.update(each.keys)
+    return free
 
 
 def heads(
@@ -94,6 +123,8 @@ def heads(
     has come and every earlier one that holds one of its keys is returned with it: of each key, the first ones. The
     limits keep those that have been due longest. The transactions `in_flight`, by id, are left out; they hold their
     keys.
+
+    One that somebody has asked to cancel is deleted instead.
 
     Replayed dead letters, of which an operator may queue any number at once, have half of both limits while others are
     due, but at least one has its turn. Replays that block a transaction that is none belong to the others: those of
@@ -114,7 +145,11 @@ def heads(
         replays = [each for each in replays if each.due.id not in taken]
         if replays and (not due or min(room) > 0):
             due += _portion(conn, replays, *room, (*in_flight, *taken))
-        if due or len(ready) < limit:
+        cancelled = [each.id for each in due if each.is_cancelled]
+        if cancelled:
+            stop_cancelled(conn, cancelled)
+            due = [each for each in due if not each.is_cancelled]
+        if due or (len(ready) < limit and not cancelled):
             break
     return sorted(due, key=lambda each: each.id)
 

@@ -32,7 +32,8 @@ class DeferredSelection:
     """A filter for deferred transactions: it selects those that meet every condition that is not None.
 
     `sink` is '' for the target. `kind` is as in `Reason`, `handler` the one that failed last,
-    `key` one of the ordering keys, `host` one of the host_ids.
+    `key` one of the ordering keys, `host` one of the host_ids, `event` the id of one of the events, as `event_key`
+    has it: those without event_ids are left out (see `without_ids`).
     """
 
     ids: Sequence[int] = ()
@@ -41,6 +42,7 @@ class DeferredSelection:
     kind: str | None = None
     key: str | None = None
     host: str | None = None
+    event: str | None = None
 
     def where(self) -> tuple[sql.Composable, dict[str, Any]]:
         """Return the condition on a row `d` of relay.deferred, and its parameters."""
@@ -51,6 +53,7 @@ class DeferredSelection:
             "kind": ("{kind} = %(kind)s", self.kind),
             "key": ("%(key)s = any(d.keys)", self.key),
             "host": ("%(host)s = any(d.hosts)", self.host),
+            "event": ("d.event_ids @> array[%(event)s]", self.event),
         }
         given = {name: test for name, test in tests.items() if test[1] is not None}
         conditions = [sql.SQL(condition).format(kind=KIND) for condition, _ in given.values()]
@@ -149,26 +152,24 @@ def oldest(
     return [(sink, DueTransaction(*due)) for sink, *due in rows]
 
 
-def mentioning(
-    conn: Connection, group: str, wanted: DeferredSelection, text: bytes
+def without_ids(
+    conn: Connection, group: str, wanted: DeferredSelection, offset: int | None = None
 ) -> list[DueTransaction]:
-    """Return the selected transactions whose rows contain some octets, anywhere, oldest first.
+    """Return the selected transactions without event_ids, oldest first: large ones, and those of former editions.
 
-    Reads the rows of all that are selected.
+    With an `offset`, only those that may have the row of the outbox with this c_offset.
     """
     where, parameters = wanted.where()
     rows = conn.execute(
         sql.SQL(
             """
             select {due} from relay.deferred d
-             where {where}
-               and case when d.data is not null then position(%(text)s::bytea in d.data) > 0
-                        else exists (select from relay.deferred_rows r
-                                      where r.deferred_id = d.id and position(%(text)s::bytea in r.data) > 0) end
+             where {where} and d.event_ids is null
+               and (%(offset)s::bigint is null or %(offset)s between d.first_offset and d.last_offset)
              order by d.id
             """
         ).format(due=DUE_COLUMNS, where=where),
-        {**parameters, "group": group, "text": text},
+        {**parameters, "group": group, "offset": offset},
     )
     return [DueTransaction(*due) for due in rows]
 

@@ -1,0 +1,262 @@
+-- Scheduled events by their ids: services cancel and move them with relay.cancel and relay.reschedule, and messages of queues with
+-- relay.cancel_messages and relay.move_messages. Needs 001_target.sql and 004_queues.sql.
+
+alter table relay.deferred add column if not exists event_ids text[];
+create index if not exists deferred_events on relay.deferred using gin (event_ids);
+
+comment on column relay.deferred.event_ids is
+    'the ids of its events, as relay.event_key has them; null where it was deferred by a former edition, or relay.deferred_rows has its rows';
+
+create table if not exists relay.cancellations (
+    event_id     text        collate "C" not null,
+    group_id     text        not null default '',
+    sink         text        not null default '',
+    outcome      text        not null,
+    host_id      text,
+    requested_by text        not null,
+    noted_at     timestamptz not null default clock_timestamp(),
+    primary key (event_id, group_id, sink)
+);
+create index if not exists cancellations_noted on relay.cancellations (noted_at);
+
+comment on table relay.cancellations is
+    'events that relay.cancel was asked to cancel, and where they were stopped; kept for seven days, and as long as they are deferred';
+comment on column relay.cancellations.group_id is
+    'the group that was to deliver it; empty where the row is the request, which holds for what relay reads later';
+comment on column relay.cancellations.sink is
+    'the sink that it was to be delivered to; empty where it was to be applied to the target';
+comment on column relay.cancellations.outcome is
+    'requested; cancelled: it was not delivered there; in doubt: a delivery may have been in flight; delivered: it was, and has arrived';
+comment on column relay.cancellations.event_id is
+    'as relay.event_key has it';
+comment on column relay.cancellations.requested_by is
+    'the role that asked for it';
+comment on column relay.cancellations.noted_at is
+    'when it was asked for, or stopped there';
+comment on column relay.cancellations.host_id is
+    'of a request: only events of this host are meant; null: whatever their host';
+
+-- How an id of an event is stored and compared: an entry of an index has a limited length.
+create or replace function relay.event_key(id text) returns text
+language sql stable set search_path = pg_catalog, pg_temp
+as $$
+    select case when octet_length(id) > 1000 then encode(sha256(convert_to(id, 'UTF8')), 'hex') else id end
+$$;
+
+-- Cancels an event in the caller's transaction: the business transaction that it belongs to is not delivered, wherever it is deferred
+-- in this database. Returns a row for each place: kind (target or sink), name, and outcome. cancelled: it is not delivered there. in doubt: its time had
+-- come, or an attempt has failed, so that the sink may have it. done: it was applied, or became a dead letter, while this waited for
+-- it. The request is recorded: events with deliver_at that relay reads within seven days are stopped, too; if nothing else is found, that is
+-- the only row, with the outcome requested. With a host_id, only events of that host are cancelled.
+create or replace function relay.cancel(event_id text, host_id text default null)
+returns table (kind text, name text, outcome text)
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set plan_cache_mode = force_custom_plan
+as $$
+#variable_conflict use_column
+declare
+    wanted text := relay.event_key(cancel.event_id);
+    each   record;
+    locked record;
+    stops  boolean := false;
+begin
+    if wanted is null then
+        raise null_value_not_allowed using message = 'relay.cancel: event_id must not be null';
+    end if;
+    insert into relay.cancellations as c (event_id, outcome, host_id, requested_by)
+    values (wanted, 'requested', cancel.host_id, relay.calling_role())
+    on conflict (event_id, group_id, sink) do update set host_id = excluded.host_id;
+    for each in
+        select d.id, d.group_id, d.sink from relay.deferred as d
+         where d.event_ids @> array[wanted] and not d.blocked and d.dead_transaction is null
+           and (cancel.host_id is null or cancel.host_id = any (d.hosts))
+         order by d.id
+    loop
+        stops := true;
+        kind := case when each.sink = '' then 'target' else 'sink' end;
+        name := each.sink;
+        -- Waits for a transaction that is being applied to the target, whose row relay has locked.
+        select d.event_ids, d.sink <> '' and (d.attempts > 0 or d.retry_at <= clock_timestamp()) as may_have_it into locked
+          from relay.deferred as d where d.id = each.id and not d.blocked for update;
+        if not found then
+            outcome := 'done';
+        else
+            outcome := case when locked.may_have_it then 'in doubt' else 'cancelled' end;
+            insert into relay.cancellations (event_id, group_id, sink, outcome, requested_by)
+            select distinct own.id, each.group_id, each.sink, cancel.outcome, relay.calling_role()
+              from unnest(locked.event_ids) as own (id)
+            on conflict (event_id, group_id, sink) do nothing;
+            delete from relay.deferred as d where d.id = each.id;
+        end if;
+        return next;
+    end loop;
+    if not stops then
+        outcome := 'requested';
+        return next;
+    end if;
+end
+$$;
+
+-- Gives a scheduled event, with the business transaction that it belongs to, another time, in the caller's transaction. Returns a row
+-- for each place, as relay.cancel does, with the outcome moved; due: its time has come, or it has been tried, so that it is not moved; or done.
+-- The only row has the outcome unknown where relay has not read the event yet, or it is done.
+create or replace function relay.reschedule(event_id text, at timestamptz, host_id text default null)
+returns table (kind text, name text, outcome text)
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set plan_cache_mode = force_custom_plan
+as $$
+#variable_conflict use_column
+declare
+    wanted text := relay.event_key(reschedule.event_id);
+    each   record;
+    locked record;
+    stands boolean := false;
+begin
+    if wanted is null or reschedule.at is null then
+        raise null_value_not_allowed using message = 'relay.reschedule: event_id and at must not be null';
+    end if;
+    for each in
+        select d.id, d.sink from relay.deferred as d
+         where d.event_ids @> array[wanted] and not d.blocked and d.dead_transaction is null
+           and (reschedule.host_id is null or reschedule.host_id = any (d.hosts))
+         order by d.id
+    loop
+        stands := true;
+        kind := case when each.sink = '' then 'target' else 'sink' end;
+        name := each.sink;
+        select d.holds or d.attempts > 0 or d.sink <> '' and d.retry_at <= clock_timestamp() as is_due into locked
+          from relay.deferred as d where d.id = each.id and not d.blocked for update;
+        if not found then
+            outcome := 'done';
+        elsif locked.is_due then
+            outcome := 'due';
+        else
+            outcome := 'moved';
+            update relay.deferred as d set retry_at = reschedule.at where d.id = each.id;
+        end if;
+        return next;
+    end loop;
+    if not stands then
+        outcome := 'unknown';
+        return next;
+    end if;
+end
+$$;
+
+-- Messages of a queue that wait for a time or a retry; one that is leased is not in the index.
+create index if not exists queue_messages_later_events on relay.queue_messages (event_id)
+    where available_at is not null and not leased;
+
+-- Cancels the messages of a queue with an id (that of relay.enqueue), of an event, or of a key, in the caller's transaction; returns how
+-- many. One that a worker has is left to it, and not counted. A message that can be taken now is found by its event in as much time as
+-- the queue has messages.
+create or replace function relay.cancel_messages(
+    queue text, event_id text default null, key text default null, id bigint default null
+) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set plan_cache_mode = force_custom_plan
+as $$
+declare
+    q       record;
+    waiting bigint;
+    ready   bigint;
+begin
+    q := relay.require_queue(cancel_messages.queue);
+    if num_nonnulls(cancel_messages.event_id, cancel_messages.key, cancel_messages.id) = 0 then
+        raise null_value_not_allowed using message = 'relay.cancel_messages: give the id of a message, the id of an event, or a key';
+    end if;
+    delete from relay.queue_messages as m
+     where m.ctid = any (array(
+           select n.ctid from relay.queue_messages as n
+            where n.queue_id = q.id and n.available_at is not null and not n.leased
+              and (cancel_messages.event_id is null or n.event_id = cancel_messages.event_id)
+              and (cancel_messages.key is null or n.key = cancel_messages.key)
+              and (cancel_messages.id is null or n.id = cancel_messages.id)
+              for update skip locked));
+    get diagnostics waiting = row_count;
+    delete from relay.queue_messages as m
+     where m.ctid = any (array(
+           select n.ctid from relay.queue_messages as n
+            where n.queue_id = q.id and n.available_at is null
+              and (cancel_messages.event_id is null or n.event_id = cancel_messages.event_id)
+              and (cancel_messages.key is null or n.key = cancel_messages.key)
+              and (cancel_messages.id is null or n.id = cancel_messages.id)
+              for update skip locked));
+    get diagnostics ready = row_count;
+    return waiting + ready;
+end
+$$;
+
+-- Gives messages of a queue that wait for their time another one, in the caller's transaction; returns how many. Those whose time has come,
+-- or that have been tried, are left as they are.
+create or replace function relay.move_messages(
+    queue text, at timestamptz, event_id text default null, id bigint default null
+) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set plan_cache_mode = force_custom_plan
+as $$
+declare
+    q     record;
+    moved bigint;
+begin
+    q := relay.require_queue(move_messages.queue);
+    if move_messages.at is null or num_nonnulls(move_messages.event_id, move_messages.id) = 0 then
+        raise null_value_not_allowed using
+            message = 'relay.move_messages: give a time, and the id of a message or of an event';
+    end if;
+    perform relay.begin_times();
+    update relay.queue_messages as m
+       set available_at = greatest(move_messages.at, clock_timestamp(), q.due_mark)
+     where m.ctid = any (array(
+           select n.ctid from relay.queue_messages as n
+            where n.queue_id = q.id and n.available_at > clock_timestamp() and not n.leased and n.attempts = 0
+              and (move_messages.event_id is null or n.event_id = move_messages.event_id)
+              and (move_messages.id is null or n.id = move_messages.id)
+              for update skip locked));
+    get diagnostics moved = row_count;
+    return moved;
+end
+$$;
+
+revoke all on function relay.event_key(text), relay.cancel(text, text), relay.reschedule(text, timestamptz, text),
+                       relay.cancel_messages(text, text, text, bigint),
+                       relay.move_messages(text, timestamptz, text, bigint) from public;
+
+do $$
+begin
+    if to_regrole('relay') is not null then
+        grant select, insert, update, delete on relay.cancellations to relay;
+        grant execute on function relay.event_key(text), relay.cancel(text, text), relay.reschedule(text, timestamptz, text),
+            relay.cancel_messages(text, text, text, bigint), relay.move_messages(text, timestamptz, text, bigint) to relay;
+    end if;
+    if to_regrole('relay_worker') is not null then
+        grant execute on function relay.cancel_messages(text, text, text, bigint),
+            relay.move_messages(text, timestamptz, text, bigint) to relay_worker;
+    end if;
+end
+$$;
+
+do $$
+declare
+    each regprocedure;
+begin
+    if to_regrole('relay_owner') is null then
+        return;
+    end if;
+    grant select, insert, update on relay.cancellations to relay_owner;
+    grant select, update, delete on relay.deferred to relay_owner;
+    -- For the triggers of relay.deferred.
+    grant select, delete on relay.deferred_keys to relay_owner;
+    grant execute on function relay.event_key(text), relay.release_keys() to relay_owner;
+    grant create on schema relay to relay_owner;
+    for each in select p.oid from pg_proc as p
+                 where p.pronamespace = 'relay'::regnamespace and p.prosecdef and p.proname in ('cancel', 'reschedule', 'cancel_messages', 'move_messages') loop
+        execute format('alter function %s owner to relay_owner', each);
+    end loop;
+    revoke create on schema relay from relay_owner;
+exception when insufficient_privilege then
+    raise notice 'relay: this role may not give functions to relay_owner; they stay its own';
+end
+$$;
+
+insert into relay.migrations (name) values ('target/005_scheduled.sql') on conflict do nothing;
