@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from datetime import datetime
 from threading import Event
 from uuid import UUID
 
 from relay.admin.connections import reach_source, reach_target
-from relay.admin.publish import require_own_outbox
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.schedules import steps
@@ -17,21 +17,27 @@ from relay.store import actions, schedules
 from relay.store.connections import Connection
 from relay.store.schedules import ScheduleRow
 
+_NAMED = 20
+"""At most so many schedules does an error name."""
+
 
 class UnknownSchedule(ConfigurationError):
     """The outbox has no schedule of this name."""
 
 
-def listed(settings: Settings) -> list[ScheduleRow]:
-    """Read the schedules of the outbox. Raises ConfigurationError, psycopg.Error."""
-    require_own_outbox(settings)
+def listed(settings: Settings, after: str = "", limit: int | None = None) -> list[ScheduleRow]:
+    """Read the schedules of the outbox in the order of their names, or some after a name.
+
+    Raises ConfigurationError, psycopg.Error.
+    """
+    _require_own_outbox(settings)
     with reach_source(settings) as source:
-        return schedules.listed(source)
+        return schedules.listed(source, after, limit)
 
 
 def upcoming(settings: Settings, name: str, count: int) -> tuple[ScheduleRow, list[datetime]]:
     """Read a schedule, and compute its next times. Raises UnknownSchedule, ConfigurationError, psycopg.Error."""
-    require_own_outbox(settings)
+    _require_own_outbox(settings)
     with reach_source(settings) as source:
         found = schedules.named(source, name)
         if found is None:
@@ -42,32 +48,35 @@ def upcoming(settings: Settings, name: str, count: int) -> tuple[ScheduleRow, li
 def pause(settings: Settings, name: str, paused: bool, reason: str | None) -> bool:
     """Pause a schedule or let it go on; returns whether that changed anything.
 
-    Raises ConfigurationError, psycopg.Error.
+    Raises UnknownSchedule, ConfigurationError, psycopg.Error.
     """
-    require_own_outbox(settings)
-    with reach_source(settings) as source:
+    with _acting(settings) as (source, target):
         if schedules.named(source, name) is None:
             raise _unknown(source, name)
         changed = schedules.pause(source, name, paused)
-    if changed:
-        _record(settings, "schedule pause" if paused else "schedule resume", name, reason)
+        if changed:
+            action = "schedule pause" if paused else "schedule resume"
+            actions.record(target, settings.group, "", action, reason, {"schedule": name})
     return changed
 
 
 def run_now(settings: Settings, name: str, reason: str | None) -> UUID:
-    """Publish a schedule's event beside its times; returns its id. Raises ConfigurationError, psycopg.Error."""
-    require_own_outbox(settings)
-    with reach_source(settings) as source:
+    """Publish a schedule's event beside its times; returns its id.
+
+    Raises UnknownSchedule, ConfigurationError, psycopg.Error.
+    """
+    with _acting(settings) as (source, target):
         published = schedules.run_now(source, name)
         if published is None:
             raise _unknown(source, name)
-    _record(settings, "schedule run-now", name, reason)
+        detail = {"schedule": name, "event_id": str(published)}
+        actions.record(target, settings.group, "", "schedule run-now", reason, detail)
     return published
 
 
 def run(settings: Settings, stop: Event) -> None:
     """Publish what is due until `stop` is set. Raises RelayError if that cannot go on."""
-    require_own_outbox(settings)
+    _require_own_outbox(settings)
     with reach_source(settings):
         pass
     ticker = Ticker(settings, stop.set)
@@ -78,13 +87,25 @@ def run(settings: Settings, stop: Event) -> None:
         raise ticker.error
 
 
-def _record(settings: Settings, action: str, name: str, reason: str | None) -> None:
-    with reach_target(settings) as target:
-        actions.record(target, settings.group, "", action, reason, {"schedule": name})
+@contextmanager
+def _acting(settings: Settings) -> Iterator[tuple[Connection, Connection]]:
+    """Open connections to source and target: nothing is done that the target cannot record."""
+    _require_own_outbox(settings)
+    with reach_target(settings) as target, reach_source(settings) as source:
+        yield source, target
+
+
+def _require_own_outbox(settings: Settings) -> None:
+    """Raise ConfigurationError unless the outbox is relay's own."""
+    if not settings.source.owns_table:
+        raise ConfigurationError(
+            f"schedules need relay's own outbox, and {settings.source.outbox} is not: publish by a scheduler of yours"
+        )
 
 
 def _unknown(source: Connection, name: str) -> UnknownSchedule:
-    known = ", ".join(each.name for each in schedules.listed(source))
+    found = [each.name for each in schedules.listed(source, limit=_NAMED + 1)]
+    known = ", ".join([*found[:_NAMED], *(["…"] if len(found) > _NAMED else [])])
     return UnknownSchedule(
         f"there is no schedule {name!r} (schedules: {known or 'none'}): put it into the configuration, or declare it "
         "with relay.declare_schedule"

@@ -41,6 +41,7 @@ from relay.store import (
     locks,
     migrations,
     presence,
+    schedules,
 )
 from relay.store.connections import (
     Connection,
@@ -96,8 +97,9 @@ class Status:
     which only `Watch` counts; a number that cannot be counted in time is missing. `waits` are sessions of relay that
     wait for a lock of the target. `parts` are background parts that fail. `slot_waits_for` describes the oldest open
     transaction while the slot is being created. `readers` has the readers of the outbox, if retention removes events.
-    `watermarks` say up to when readers have everything; only `read` counts what is dead or deferred of it.
-    `dead_letters` counts events; `dead` counts transactions by sink and handler, which only `Watch` reads.
+    `schedules` are those of the outbox, which only `read` reads. `watermarks` say up to when readers have everything;
+    only `read` counts what is dead or deferred of it. `dead_letters` counts events; `dead` counts transactions by
+    sink and handler, which only `Watch` reads.
     """
 
     group: str
@@ -118,6 +120,7 @@ class Status:
     endpoints: Sequence[endpoints.EndpointCounts] = ()
     engines: Sequence[activity.EngineTotals] = ()
     readers: Sequence[reader_positions.OutboxReader] = ()
+    schedules: Sequence[schedules.ScheduleFigures] = ()
     unread: Mapping[str, Backlog] = field(default_factory=dict)
     watermarks: Sequence[completeness.Watermark] = ()
     waits: Sequence[locks.Wait] = ()
@@ -168,6 +171,7 @@ class Status:
             "endpoints": [json_fields(each) for each in self.endpoints],
             "engines": [json_fields(each) for each in self.engines],
             "readers": [json_fields(each) for each in self.readers],
+            "schedules": [json_fields(each) for each in self.schedules],
             "watermarks": [json_fields(each) for each in self.watermarks],
             "waits": [json_fields(each) for each in self.waits],
             "parts": [json_fields(each) for each in self.parts],
@@ -362,6 +366,9 @@ def _read_source(settings: Settings, state: Status, applied: ReadPosition | None
         state = _with_slot(state, source, settings)
         oldest = oldest_open(source) if state.slot and state.slot.creating else None
         state = replace(state, slot_waits_for=None if oldest is None else str(oldest))
+        if settings.source.owns_table:
+            found = if_countable(schedules.figures, source)
+            state = replace(state, schedules=state.schedules if found is None else found)
         kept = partitions.retained(source, table)
         with suppress(psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable):
             # These read the outbox, which may be locked; the slot needs no table.

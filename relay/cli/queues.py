@@ -21,7 +21,7 @@ from relay.cli.terminal import approve, print_table
 from relay.config.files import load
 from relay.faults import ConfigurationError
 from relay.model.json_fields import json_fields
-from relay.observe.phrases import counted, moment
+from relay.observe.phrases import counted, moment, pausing
 
 queue = typer.Typer(
     help="Work queues: what is in them, and who works it.",
@@ -121,8 +121,7 @@ def queue_pause(
     """Let nobody take from a queue; relay fills it all the same."""
     from relay.admin.queues import pause
 
-    changed = pause(load(config), name, True, reason)
-    print(f"queue {name} {'is' if changed else 'was'} paused{'' if changed else ' already'}")
+    print(f"queue {name} {pausing(True, pause(load(config), name, True, reason))}")
 
 
 @queue.command("resume")
@@ -132,8 +131,7 @@ def queue_resume(
     """Let workers take from a paused queue again."""
     from relay.admin.queues import pause
 
-    changed = pause(load(config), name, False, reason)
-    print(f"queue {name} {'is resumed' if changed else 'was not paused'}")
+    print(f"queue {name} {pausing(False, pause(load(config), name, False, reason))}")
 
 
 @queue.command("purge")

@@ -17,7 +17,7 @@ from relay.cli.terminal import print_table
 from relay.config.files import load
 from relay.logs import LogFormat, configure
 from relay.model.json_fields import json_fields
-from relay.observe.phrases import moment
+from relay.observe.phrases import moment, pausing
 
 schedule = typer.Typer(
     help="Schedules: events that relay publishes at given times.",
@@ -87,8 +87,7 @@ def schedule_pause(
     """Let a schedule publish nothing; its times meanwhile are not missed."""
     from relay.admin.schedules import pause
 
-    changed = pause(load(config), name, True, reason)
-    print(f"schedule {name} {'is' if changed else 'was'} paused{'' if changed else ' already'}")
+    print(f"schedule {name} {pausing(True, pause(load(config), name, True, reason))}")
 
 
 @schedule.command("resume")
@@ -98,8 +97,7 @@ def schedule_resume(
     """Let a paused schedule go on with its next time."""
     from relay.admin.schedules import pause
 
-    changed = pause(load(config), name, False, reason)
-    print(f"schedule {name} {'is resumed' if changed else 'was not paused'}")
+    print(f"schedule {name} {pausing(False, pause(load(config), name, False, reason))}")
 
 
 @schedule.command("run-now")

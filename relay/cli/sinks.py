@@ -11,7 +11,7 @@ import typer
 from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption, warn
 from relay.cli.terminal import approve, print_given_up, print_table
 from relay.config.files import load
-from relay.observe.phrases import counted, duration, moment, recently
+from relay.observe.phrases import counted, duration, moment, pausing, recently
 
 sink = typer.Typer(
     help="Sinks: handlers that deliver events to other systems, each at its own pace.",
@@ -66,8 +66,7 @@ def sink_pause(
     name: NameArgument, config: ConfigOption = None, reason: ReasonOption = None
 ) -> None:
     """Pause a sink: it keeps its position, nothing is lost, and the other sinks go on."""
-    changed = _set_paused(name, True, config, reason)
-    print(f"sink {name} is paused" if changed else f"sink {name} was paused already")
+    print(f"sink {name} {pausing(True, _set_paused(name, True, config, reason))}")
 
 
 @sink.command("resume")
@@ -75,8 +74,7 @@ def sink_resume(
     name: NameArgument, config: ConfigOption = None, reason: ReasonOption = None
 ) -> None:
     """Resume a paused sink at its position."""
-    changed = _set_paused(name, False, config, reason)
-    print(f"sink {name} is resumed" if changed else f"sink {name} was not paused")
+    print(f"sink {name} {pausing(False, _set_paused(name, False, config, reason))}")
 
 
 def _set_paused(name: str, paused: bool, config: ConfigOption, reason: str | None) -> bool:

@@ -184,7 +184,24 @@ def _source_facts(state: Any, mode: str) -> list[tuple[str, object]]:
         facts.append(
             (f"{name}, last known", f"{lag}, after its position of {moment(each.noted_at)}")
         )
+    if state.schedules:
+        facts.append(("schedules", _schedules(state.schedules)))
     return facts
+
+
+def _schedules(figures: Any) -> str:
+    """Describe how many schedules there are, and how they do, on one line."""
+    counts = {
+        "paused": sum(each.is_paused for each in figures),
+        "due": sum(each.overdue_seconds > 0 for each in figures),
+        "not understood": sum(each.stands_still for each in figures),
+    }
+    missed = sum(each.missed_ticks for each in figures)
+    parts = [counted(len(figures), "schedule", "schedules")]
+    parts += [f"{count} {word}" for word, count in counts.items() if count]
+    if missed:
+        parts.append(f"{counted(missed, 'time', 'times')} missed")
+    return ", ".join(parts)
 
 
 def _target_facts(state: Any) -> list[tuple[str, object]]:

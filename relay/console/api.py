@@ -34,7 +34,7 @@ Lists have pages: `next` of one is the key of the following one, and null at the
 _ERRORS = {
     401: "the token is missing or wrong",
     403: "the request comes from another site",
-    404: "the group, sink or dead letter does not exist",
+    404: "the group, sink, queue, schedule or dead letter does not exist",
     409: "the action is not possible now; `detail` says why, and what to do",
     422: "the request is not valid",
     429: "the address has sent too many wrong tokens",
@@ -174,6 +174,40 @@ def discard_queue(
     if not act.all and not act.ids:
         raise ConfigurationError("ids: is empty: name the dead letters, or give all: true")
     return MessageCount(messages=group.discard_queue(queue, act.ids, caller.name, act.reason))
+
+
+@router.get(_GROUP + "/schedules", tags=["schedules"])
+def schedules(group: GroupDep, limit: Limit = MOST, after: str = "") -> models.SchedulesAnswer:
+    """List the schedules of the outbox in the order of their names, with their last ten times."""
+    rows, following = group.schedules(limit, after)
+    return models.SchedulesAnswer(rows=rows, next=following)
+
+
+@router.get(_GROUP + "/schedules/{schedule:path}/times", tags=["schedules"])
+def schedule(group: GroupDep, schedule: str) -> models.ScheduleAnswer:
+    """Read a schedule, its last and its next ten times."""
+    found, times = group.schedule(schedule)
+    return models.ScheduleAnswer(schedule=found, next=times)
+
+
+@router.post(_GROUP + "/schedules/{schedule:path}/pause", tags=["schedules"])
+def pause_schedule(group: GroupDep, caller: CallerDep, schedule: str, act: models.Act) -> Changed:
+    """Let a schedule publish nothing. Its times meanwhile are not missed."""
+    return Changed(changed=group.pause_schedule(schedule, True, caller.name, act.reason))
+
+
+@router.post(_GROUP + "/schedules/{schedule:path}/resume", tags=["schedules"])
+def resume_schedule(group: GroupDep, caller: CallerDep, schedule: str, act: models.Act) -> Changed:
+    """Let a paused schedule go on with its next time."""
+    return Changed(changed=group.pause_schedule(schedule, False, caller.name, act.reason))
+
+
+@router.post(_GROUP + "/schedules/{schedule:path}/run-now", tags=["schedules"])
+def run_schedule(
+    group: GroupDep, caller: CallerDep, schedule: str, act: models.Act
+) -> models.EventAnswer:
+    """Publish a schedule's event now, beside its times."""
+    return models.EventAnswer(event_id=group.run_schedule(schedule, caller.name, act.reason))
 
 
 @router.post(_GROUP + "/sinks/{sink:path}/endpoints/disable", tags=["sinks"])

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from threading import BoundedSemaphore, Lock
 from typing import Any, Generic, TypeVar
+from uuid import UUID
 
 import psycopg
 
-from relay.admin import endpoints, events, queues, sinks, status
+from relay.admin import endpoints, events, queues, schedules, sinks, status
 from relay.admin.connections import reach_target
 from relay.admin.dead_letters import DeadLetters, printed
 from relay.admin.deferred import DeferredTransactions
@@ -30,7 +31,8 @@ from relay.console.charts import Series, of_group, of_sink
 from relay.faults import ConfigurationError, TransientFault, Unreachable, first_line
 from relay.observe import history
 from relay.observe.health import Limits, failures
-from relay.observe.phrases import moment
+from relay.observe.phrases import duration, moment
+from relay.schedules.steps import GRACE
 from relay.store import (
     actions,
     brakes,
@@ -53,6 +55,7 @@ from relay.store.deferred.selection import Deferred, DeferredSelection, FoundDef
 from relay.store.endpoints import StoredEndpoint
 from relay.store.positions import offsets
 from relay.store.queues import QueueFigures, QueueItem
+from relay.store.schedules import ScheduleRow
 
 READ_SECONDS = 8.0
 """Longest time of a statement that only reads."""
@@ -116,18 +119,20 @@ HISTORY_HOURS = history.KEPT_SECONDS / 3600
 """Age of the oldest sample, in hours."""
 _KINDS = 12
 _EVENTS_SHOWN = 20
+_TIMES = 10
+_FAULTS_SHOWN = 10
 
 
 class Missing(ConfigurationError):
-    """The requested group, sink or dead letter does not exist."""
+    """The requested group, sink, queue, schedule or dead letter does not exist."""
 
 
 @contextmanager
-def _known_queue() -> Iterator[None]:
-    """Raise Missing for a queue that the group does not fill."""
+def _known() -> Iterator[None]:
+    """Raise Missing for a queue that the group does not fill, and a schedule that the outbox does not have."""
     try:
         yield
-    except queues.UnknownQueue as error:
+    except (queues.UnknownQueue, schedules.UnknownSchedule) as error:
         raise Missing(str(error)) from None
 
 
@@ -252,6 +257,13 @@ class GroupView:
             f"handler {each.handler} is stopped with {each.fault}, after {each.count}"
             for each in current.braked
         ]
+        lines += [
+            f"schedule {each.name} has no next time: {each.fault}"
+            if each.fault
+            else f"schedule {each.name} is due for {duration(each.overdue_seconds)}"
+            for each in current.schedules
+            if each.fault or each.overdue_seconds > GRACE.total_seconds()
+        ][:_FAULTS_SHOWN]
         for each in current.sinks:
             if each.state == "paused":
                 lines.append(f"sink {each.sink} is paused by {each.paused_by}")
@@ -378,23 +390,44 @@ class GroupView:
 
         Raises Missing for a queue that is not declared.
         """
-        with reading(), _known_queue():
+        with reading(), _known():
             return queues.shown(self._settings, name, (state,) if state else (), limit)
 
     def pause_queue(self, name: str, paused: bool, by: str, reason: str) -> bool:
         """Pause a queue or let it go on; return whether that changed anything. Raises Missing."""
-        with acting(by), _known_queue():
+        with acting(by), _known():
             return queues.pause(self._settings, name, paused, reason)
 
     def replay_queue(self, name: str, ids: Sequence[int], by: str, reason: str) -> int:
         """Put dead letters into their queue again, all or those with some ids; return how many. Raises Missing."""
-        with acting(by), _known_queue():
+        with acting(by), _known():
             return queues.replay(self._settings, name, ids, reason)
 
     def discard_queue(self, name: str, ids: Sequence[int], by: str, reason: str) -> int:
         """Delete dead letters of a queue, all or those with some ids; return how many. Raises Missing."""
-        with acting(by), _known_queue():
+        with acting(by), _known():
             return queues.discard(self._settings, name, ids, reason)
+
+    def schedules(self, limit: int = PAGE, after: str = "") -> tuple[list[ScheduleRow], str | None]:
+        """Read schedules in the order of their names, and the name after which more follow; None at the end."""
+        with reading():
+            rows = schedules.listed(self._settings, after, limit + 1)
+        return rows[:limit], rows[limit - 1].name if len(rows) > limit else None
+
+    def schedule(self, name: str) -> tuple[ScheduleRow, list[datetime]]:
+        """Read a schedule, and compute its next ten times. Raises Missing."""
+        with reading(), _known():
+            return schedules.upcoming(self._settings, name, _TIMES)
+
+    def pause_schedule(self, name: str, paused: bool, by: str, reason: str) -> bool:
+        """Pause a schedule or let it go on; return whether that changed anything. Raises Missing."""
+        with acting(by), _known():
+            return schedules.pause(self._settings, name, paused, reason)
+
+    def run_schedule(self, name: str, by: str, reason: str) -> UUID:
+        """Publish a schedule's event beside its times; return its id. Raises Missing."""
+        with acting(by), _known():
+            return schedules.run_now(self._settings, name, reason)
 
     def stopped_handlers(self) -> list[brakes.BrakedHandler]:
         """Read the handlers that the brake has stopped."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, TypeVar
+from uuid import UUID
 
 from pydantic import (
     AfterValidator,
@@ -22,6 +23,7 @@ from relay.store.dead_letters import DeadLetterAction
 from relay.store.dead_letters.selection import DeadLetterSelection
 from relay.store.deferred.selection import DeferredSelection
 from relay.store.queues import QueueFigures, QueueItem
+from relay.store.schedules import ScheduleRow
 
 REASON_CHARACTERS = 1_000
 
@@ -124,6 +126,26 @@ class QueueAnswer(Model):
 
     figures: QueueFigures
     items: list[QueueItem]
+
+
+class SchedulesAnswer(Model):
+    """A page of schedules; `next` is `after` of the following one."""
+
+    rows: list[ScheduleRow]
+    next: str | None
+
+
+class ScheduleAnswer(Model):
+    """A schedule, whose last times are `schedule.last`, and its next ten times."""
+
+    schedule: ScheduleRow
+    next: list[datetime]
+
+
+class Published(Model):
+    """The event that was published."""
+
+    event_id: UUID
 
 
 class QueueReplayAct(Act):

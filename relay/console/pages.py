@@ -28,7 +28,7 @@ from relay.console.models import DeadLetterFilter, DeferredFilter
 from relay.console.security import COOKIE, SESSION_SECONDS, Guard
 from relay.console.views import address
 from relay.faults import ConfigurationError
-from relay.observe.phrases import counted
+from relay.observe.phrases import counted, pausing
 from relay.store.dead_letters.selection import SHOWN_CHARACTERS
 from relay.store.deferred.selection import KINDS
 from relay.store.queues import ITEM_STATES
@@ -197,11 +197,9 @@ def sink_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: 
     to = address(sent.group.name, "sink", name=name)
     match action:
         case "pause":
-            changed = sent.group.pause(name, sent.operator, reason)
-            text = f"Sink {name} is paused." if changed else f"Sink {name} was paused already."
+            text = f"Sink {name} {pausing(True, sent.group.pause(name, sent.operator, reason))}."
         case "resume":
-            changed = sent.group.resume(name, sent.operator, reason)
-            text = f"Sink {name} goes on." if changed else f"Sink {name} was not paused."
+            text = f"Sink {name} {pausing(False, sent.group.resume(name, sent.operator, reason))}."
         case "seek":
             rebuild = sent.fields.get("rebuild") == "true"
             where = sent.group.seek_sink(
@@ -285,11 +283,58 @@ def queue_action(request: Request, views: ViewsDep, sent: SubmissionDep, action:
     elif action == "discard":
         discarded = sent.group.discard_queue(name, (), operator, reason)
         text = f"{counted(discarded, 'dead letter', 'dead letters')} of the queue {name} discarded."
-    elif sent.group.pause_queue(name, action == "pause", operator, reason):
-        text = f"Queue {name} {'is paused' if action == 'pause' else 'goes on'}."
     else:
-        text = f"Queue {name} was {'paused already' if action == 'pause' else 'not paused'}."
+        paused = action == "pause"
+        changed = sent.group.pause_queue(name, paused, operator, reason)
+        text = f"Queue {name} {pausing(paused, changed)}."
     return views.done(request, address(sent.group.name, "queue", name=name), text)
+
+
+@router.get("/groups/{group}/schedules")
+def schedules(
+    request: Request, views: ViewsDep, group: GroupDep, after: str = "", limit: int = PAGE
+) -> Response:
+    """Show the schedules of the outbox, if it is relay's own."""
+
+    def read() -> dict[str, Any]:
+        rows, following = group.schedules(page_size(limit), after)
+        return {"schedules": rows, "next": following}
+
+    owns = group.settings.source.owns_table
+    old = group.kept(
+        ("schedules", after, limit), read if owns else lambda: {"schedules": [], "next": None}
+    )
+    return views.page(
+        request, "schedules.html", refresh=_OFTEN, old=old, **old.values, after=after, owns=owns
+    )
+
+
+@router.get("/groups/{group}/schedule")
+def schedule(request: Request, views: ViewsDep, group: GroupDep, name: str) -> Response:
+    """Show the last and the next times of a schedule, and the forms of its actions."""
+
+    def read() -> dict[str, Any]:
+        found, times = group.schedule(name)
+        return {"schedule": found, "times": times}
+
+    old = group.kept(("schedule", name), read)
+    return views.page(request, "schedule.html", refresh=_OFTEN, old=old, **old.values)
+
+
+@router.post("/groups/{group}/schedule/{action}")
+def schedule_action(
+    request: Request, views: ViewsDep, sent: SubmissionDep, action: str
+) -> Response:
+    """Pause or resume a schedule, or publish its event now."""
+    require_action(action, "pause", "resume", "run-now")
+    name, operator, reason = sent.fields.get("name", ""), sent.operator, sent.reason
+    if action == "run-now":
+        text = f"Event {sent.group.run_schedule(name, operator, reason)} is published."
+    else:
+        paused = action == "pause"
+        changed = sent.group.pause_schedule(name, paused, operator, reason)
+        text = f"Schedule {name} {pausing(paused, changed)}."
+    return views.done(request, address(sent.group.name, "schedule", name=name), text)
 
 
 @router.get("/groups/{group}/deferred")

@@ -23,6 +23,7 @@ SECTIONS = (
     ("", "Overview"),
     ("sinks", "Sinks"),
     ("queues", "Queues"),
+    ("schedules", "Schedules"),
     ("event", "Event"),
     ("dead-letters", "Dead letters"),
     ("deferred", "Deferred"),

@@ -23,6 +23,13 @@ def moment(time: datetime | None) -> str:
     return f"{time:%Y-%m-%d %H:%M:%S %Z}" if time else "-"
 
 
+def pausing(paused: bool, changed: bool) -> str:
+    """Return what became of a sink, queue or schedule that was to be paused, or to go on."""
+    if paused:
+        return "is paused" if changed else "was paused already"
+    return "is resumed" if changed else "was not paused"
+
+
 def due(time: datetime | None) -> str:
     """Return when something is due; one that is due already waits for its turn."""
     if time is not None and time <= datetime.now(UTC):

@@ -71,18 +71,23 @@ class ScheduleRow:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFigures:
-    """How a schedule does. `overdue_seconds` is 0 while it is paused or nothing is due; `stands_still` has a fault."""
+    """How a schedule does. `overdue_seconds` is 0 while it is paused or nothing is due; `fault`: why it has no time."""
 
     name: str
     published: int
     missed_ticks: int
     overdue_seconds: float
     is_paused: bool
-    stands_still: bool
+    fault: str | None
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether relay does not understand it."""
+        return self.fault is not None
 
 
 _FIGURES = """
-    select name, published, missed_ticks, paused_at is not null as is_paused, fault is not null as stands_still,
+    select name, published, missed_ticks, paused_at is not null as is_paused, fault,
            case when paused_at is null and due_at < clock_timestamp()
                 then extract(epoch from clock_timestamp() - due_at)::float8 else 0 end as overdue_seconds
       from relay.schedules order by name
@@ -122,9 +127,11 @@ class DueTicks:
     fault: str | None = None
 
 
-def listed(conn: psycopg.Connection[Any]) -> list[ScheduleRow]:
-    """Read the schedules in the order of their names. Raises psycopg.Error."""
-    return _rows(conn, _READ + " order by name")
+def listed(
+    conn: psycopg.Connection[Any], after: str = "", limit: int | None = None
+) -> list[ScheduleRow]:
+    """Read the schedules in the order of their names, or some after a name. Raises psycopg.Error."""
+    return _rows(conn, _READ + " where name > %s order by name limit %s", (after, limit))
 
 
 def figures(conn: psycopg.Connection[Any]) -> list[ScheduleFigures]:

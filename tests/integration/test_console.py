@@ -9,14 +9,18 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import httpx
 import pytest
+from psycopg.types.json import Jsonb
 
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
+from relay.schedules.ticking import Ticker
 from tests.console import TOKEN, Program, Visitor, console_of, served
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay, running
@@ -394,6 +398,77 @@ def test_work_queues(outbox: Outbox) -> None:
     ]
 
 
+def test_schedules(outbox: Outbox) -> None:
+    """Their pages show the last and the next times; a schedule is paused, resumed and run, there and by the API."""
+    name, first = "a/b <i>", "a"
+    publish = {"event_type": "cron.often", "host_id": str(host(1)), "payload": {}}
+    outbox.conn.execute(
+        "select relay.declare_schedule(name, %s, cron => cron, timezone => 'Europe/Paris') "
+        "from (values ('a/b <i>', '0 3 * * *'), ('a', '61 * * * *')) as v (name, cron)",
+        [Jsonb(publish)],
+    )
+    settings = outbox.settings(observe=console_of())
+    ticker = Ticker(settings)
+    ticker.turn()
+    ticker.release()
+    with served(settings) as address:
+        api, visitor = Program(address), Visitor(address)
+        found = api.get("/schedules", limit=1)
+        assert ([each["name"] for each in found["rows"]], found["next"]) == ([first], first)
+        found = api.get("/schedules", limit=1, after=first)
+        assert ([each["name"] for each in found["rows"]], found["next"]) == ([name], None)
+        listed = visitor.page(f"{G}/schedules?limit=1")
+        assert "stands still" in listed
+        assert "a/b &lt;i&gt;" not in listed
+        assert "a/b &lt;i&gt;" in visitor.page(f"{G}/schedules?after={first}")
+        assert "61" in visitor.page(f"{G}/schedule?name={first}")
+        path, page = "/schedules/a%2Fb%20%3Ci%3E", f"{G}/schedule?name=a/b%20%3Ci%3E"
+        times = api.get(f"{path}/times")["next"]
+        assert len(times) == 10
+        shown = visitor.page(page)
+        for each in times:
+            local = datetime.fromisoformat(each).astimezone(ZoneInfo("Europe/Paris"))
+            assert f"{local:%Y-%m-%d 03:00:00 %Z}" in shown
+        done = visitor.send(f"{G}/schedule/pause", name=name, reason="rest")
+        assert "is paused." in done.text
+        assert "Resume" in done.text
+        assert api.get("/status")["status"]["schedules"][1]["is_paused"]
+        assert api.post(f"{path}/pause") == {"changed": False}
+        assert api.post(f"{path}/resume") == {"changed": True}
+        published = api.post(f"{path}/run-now")["event_id"]
+        done = visitor.send(f"{G}/schedule/run-now", name=name, reason="now")
+        found = outbox.column("select id::text from outbox_message_t order by c_offset")
+        assert published == found[0]
+        assert f"Event {found[1]} is published." in done.text
+        assert "schedule a has no next time: minute: &#39;61&#39;" in visitor.page(G + "/")
+        # Without a reason, and without the token of the session's forms, nothing is done.
+        assert visitor.send(f"{G}/schedule/run-now", name=name).status_code == 409
+        form = {"name": name, "reason": "x", "form_token": "other"}
+        assert visitor.client.post(f"{G}/schedule/run-now", data=form).status_code == 403
+        assert visitor.client.get(f"{G}/schedule?name=other").status_code == 404
+        assert visitor.send(f"{G}/schedule/pause", name="other", reason="x").status_code == 404
+        assert visitor.send(f"{G}/schedule/drop", name=name, reason="x").status_code == 404
+    assert [(action, who) for _, action, _, who in acted(outbox)] == [
+        ("schedule pause", "anna"),
+        *(
+            ("schedule resume", "robot"),
+            ("schedule run-now", "robot"),
+            ("schedule run-now", "anna"),
+        ),
+    ]
+    assert outbox.value("select count(*) from outbox_message_t") == 2
+
+
+def test_an_outbox_without_a_table_has_no_schedules(outbox: Outbox) -> None:
+    """The page says so; the API refuses."""
+    source = {**outbox.config()["source"], "mode": "wal", "message_prefix": "shop.outbox"}
+    with served(outbox.settings(source=source, observe=console_of())) as address:
+        assert "need relay's own outbox" in Visitor(address).page(f"{G}/schedules")
+        answer = Program(address).client.get("/schedules")
+        assert answer.status_code == 409
+        assert "schedules need relay's own outbox" in answer.json()["detail"]
+
+
 def test_the_api_does_the_same(outbox: Outbox) -> None:
     """Every action of the API has its effect, and its row among the actions."""
     with Webhook(lambda headers, body: Answer(503)) as hook:
@@ -490,7 +565,7 @@ def test_the_api_is_described(address: str) -> None:
         for path, item in document["paths"].items()
         for method, operation in item.items()
     ]
-    assert len(operations) == 35
+    assert len(operations) == 40
     for path, method, operation in operations:
         assert operation["summary"], path
         assert operation["description"], path

@@ -180,7 +180,7 @@ def test_an_operator_pauses_a_sink(
             _picture(browser, "sink")
             browser.type("#pause-reason", "it has moved")
             browser.click("#pause-form button")
-            browser.wait_text("goes on", ".flash")
+            browser.wait_text("is resumed", ".flash")
             wait_until(lambda: len(hook.requests) == 6)
             browser.wait_text("attached", "#state")
             for each in _PAGES:
