@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from datetime import datetime
 from threading import Event
 from uuid import UUID
@@ -42,7 +43,11 @@ def upcoming(settings: Settings, name: str, count: int) -> tuple[ScheduleRow, li
         found = schedules.named(source, name)
         if found is None:
             raise _unknown(source, name)
-    return found, steps.upcoming(found, count, found.present)
+    try:
+        return found, steps.upcoming(found, count, found.present)
+    except ValueError as error:
+        # No instance has looked at it yet.
+        return replace(found, fault=str(error)), []
 
 
 def pause(settings: Settings, name: str, paused: bool, reason: str | None) -> bool:
@@ -105,7 +110,7 @@ def _require_own_outbox(settings: Settings) -> None:
 
 def _unknown(source: Connection, name: str) -> UnknownSchedule:
     found = [each.name for each in schedules.listed(source, limit=_NAMED + 1)]
-    known = ", ".join([*found[:_NAMED], *(["…"] if len(found) > _NAMED else [])])
+    known = ", ".join([*found[:_NAMED], *["…"][: len(found) > _NAMED]])
     return UnknownSchedule(
         f"there is no schedule {name!r} (schedules: {known or 'none'}): put it into the configuration, or declare it "
         "with relay.declare_schedule"

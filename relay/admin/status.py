@@ -44,6 +44,7 @@ from relay.store import (
     schedules,
 )
 from relay.store.connections import (
+    SHORT_TIMEOUTS,
     Connection,
     Dsn,
     connect,
@@ -67,13 +68,6 @@ STATEMENT_TIMEOUT = "2s"
 """`statement_timeout` of `Watch`."""
 REST_FACTOR = 20
 """A query of `Watch` that reads many rows rests for so many times its duration: it takes a twentieth of the time."""
-_SHORT_TIMEOUTS: Mapping[str, Any] = {
-    "tcp_user_timeout": 5_000,
-    "keepalives_idle": 5,
-    "keepalives_interval": 2,
-    "keepalives_count": 3,
-}
-"""Options of libpq by which a connection to a server that does not answer fails within seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -524,7 +518,7 @@ def _opened(key: str, dsn: Dsn, sides: Sequence[migrations.Side]) -> Connection:
 
     Raises ConfigurationError, psycopg.Error.
     """
-    conn = connect(dsn, **_SHORT_TIMEOUTS)
+    conn = connect(dsn, **SHORT_TIMEOUTS)
     try:
         conn.execute(
             f"set statement_timeout = '{STATEMENT_TIMEOUT}'; set default_transaction_read_only = on".encode()

@@ -50,7 +50,8 @@ def schedule_list(config: ConfigOption = None, as_json: JsonOption = False) -> N
                 f"{each.published:,}",
                 f"{each.missed_ticks:,}",
                 each.configured_by or "-",
-                each.fault or (f"paused {moment(each.paused_at)}" if each.paused_at else "active"),
+                each.fault
+                or f"{each.state} {moment(each.paused_at) if each.paused_at else ''}".strip(),
             )
             for each in found
         ),

@@ -142,7 +142,7 @@ class ScheduleAnswer(Model):
     next: list[datetime]
 
 
-class Published(Model):
+class EventAnswer(Model):
     """The event that was published."""
 
     event_id: UUID

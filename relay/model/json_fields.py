@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,8 +11,16 @@ if TYPE_CHECKING:
 
 
 def json_fields(item: DataclassInstance) -> dict[str, Any]:
-    """Return the fields of a dataclass as JSON values: times in ISO 8601."""
-    return {
-        key: value.isoformat() if isinstance(value, datetime) else value
-        for key, value in asdict(item).items()
-    }
+    """Return the fields of a dataclass as JSON values: times in ISO 8601, durations in seconds."""
+    return {key: _json(value) for key, value in asdict(item).items()}
+
+
+def _json(value: Any) -> Any:
+    match value:
+        case datetime():
+            return value.isoformat()
+        case timedelta():
+            return value.total_seconds()
+        case list():
+            return [_json(each) for each in value]
+    return value

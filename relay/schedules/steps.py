@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
-from itertools import islice
+from itertools import chain, islice, pairwise
 from uuid import UUID, uuid5
 
 from relay.store.schedules import DueTicks, ScheduleRow
@@ -14,6 +15,7 @@ MOST_EVENTS = 100
 """The most events of a commit, where all missed times are published."""
 MOST_TIMES = 10_000
 """The most times that are looked at for a commit."""
+_NOTHING = (None, None)
 
 
 def event_id(schedule: UUID, moment: datetime) -> UUID:
@@ -21,45 +23,49 @@ def event_id(schedule: UUID, moment: datetime) -> UUID:
     return uuid5(schedule, moment.astimezone(UTC).isoformat())
 
 
-def due_at(schedule: ScheduleRow, moment: datetime) -> datetime:
-    """Return when the event of a time is published: its jitter is the same whoever computes it."""
-    fraction = event_id(schedule.id, moment).int % 1_000_000 / 1_000_000
-    return moment + schedule.jitter * fraction
+def dues(schedule: ScheduleRow, times: Iterable[datetime]) -> Iterator[tuple[datetime, datetime]]:
+    """Yield times of a schedule, in order, each with when its event is published: after its jitter.
+
+    The jitter of a time is the same whoever computes it, and ends before the following time.
+    """
+    if not schedule.jitter:
+        yield from ((each, each) for each in times)
+        return
+    for moment, following in pairwise(chain(times, [None])):
+        assert moment is not None  # noqa: S101
+        longest = min(schedule.jitter, following - moment) if following else schedule.jitter
+        yield moment, moment + longest * (event_id(schedule.id, moment).int % 1_000_000 / 1_000_000)
 
 
 def step(schedule: ScheduleRow, now: datetime) -> DueTicks:
     """Return what is published now, and the next time. What SQL declared and nobody understands stands still."""
     try:
-        following = schedule.timing.after(schedule.begins)
+        following = dues(schedule, schedule.timing.after(schedule.begins))
     except ValueError as error:
         return DueTicks((), (), None, None, None, fault=str(error))
-    passed: list[datetime] = []
+    passed: dict[datetime, datetime] = {}
     most = MOST_EVENTS if schedule.missed == "all" else MOST_TIMES
-    upcoming = next(following, None)
-    while upcoming is not None and len(passed) < most and due_at(schedule, upcoming) <= now:
-        passed.append(upcoming)
-        upcoming = next(following, None)
-    late = {each for each in passed if now - due_at(schedule, each) > GRACE}
-    chosen = passed
+    upcoming, due = next(following, _NOTHING)
+    while upcoming and due and due <= now and len(passed) < most:
+        passed[upcoming] = due
+        upcoming, due = next(following, _NOTHING)
+    late = {each for each, since in passed.items() if now - since > GRACE}
+    chosen = list(passed)
     if schedule.missed != "all":
         # What comes next has passed, too, after a portion of the times.
-        has_more = upcoming is not None and due_at(schedule, upcoming) <= now
-        chosen = [] if has_more else passed[-1:]
+        chosen = [] if due and due <= now else chosen[-1:]
         if schedule.missed == "skip":
             chosen = [each for each in chosen if each not in late]
     return DueTicks(
         chosen,
         [event_id(schedule.id, each) for each in chosen],
-        passed[-1] if passed else None,
+        max(passed, default=None),
         upcoming,
-        None if upcoming is None else due_at(schedule, upcoming),
+        due,
         len(late.union(passed).difference(set(chosen) - late)),
     )
 
 
 def upcoming(schedule: ScheduleRow, count: int, now: datetime) -> list[datetime]:
-    """Return the next times of a schedule, none of one that stands still."""
-    try:
-        return list(islice(schedule.timing.after(max(now, schedule.begins)), count))
-    except ValueError:
-        return []
+    """Return the next times of a schedule. Raises ValueError for one that relay does not understand."""
+    return list(islice(schedule.timing.after(max(now, schedule.begins)), count))

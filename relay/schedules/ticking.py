@@ -18,7 +18,7 @@ from relay.faults import ConfigurationError, first_line, is_transient
 from relay.runtime.parts import SOON_SECONDS, Condition, Recurring
 from relay.schedules.steps import step
 from relay.store import locks, schedules
-from relay.store.connections import Connection, connect
+from relay.store.connections import SHORT_TIMEOUTS, Connection, connect
 from relay.store.groups import APPLICATION_NAME
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Ticker(Recurring):
         try:
             if self._conn is None:
                 dsn = self._settings.source_dsn
-                self._conn = connect(dsn, application_name=APPLICATION_NAME)
+                self._conn = connect(dsn, application_name=APPLICATION_NAME, **SHORT_TIMEOUTS)
             if not self._has_declared:
                 self._declare(self._conn)
             return self._tick(self._conn)

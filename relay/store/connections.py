@@ -61,6 +61,13 @@ CLIENT_KEEPALIVE: Mapping[str, Any] = {
 
 There is no `tcp_user_timeout`, which would also end the connection while the server works and reads nothing.
 """
+SHORT_TIMEOUTS: Mapping[str, Any] = {
+    "tcp_user_timeout": 5_000,
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+}
+"""Options of libpq by which a session of small statements fails within seconds where the server does not answer."""
 _OPTIONS: Mapping[str, Any] = MappingProxyType(
     {
         "autocommit": True,

@@ -52,6 +52,15 @@ class ScheduleRow:
         return max(self.since, self.passed_at or self.since)
 
     @property
+    def state(self) -> str:
+        """`stands still`, `paused`, `over` or `active`."""
+        if self.fault is not None:
+            return "stands still"
+        if self.paused_at is not None:
+            return "paused"
+        return "over" if self.at is not None and self.at <= self.begins else "active"
+
+    @property
     def zone(self) -> ZoneInfo:
         """Its time zone; UTC for one that relay does not know."""
         try:

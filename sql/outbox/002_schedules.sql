@@ -99,6 +99,7 @@ begin
     end if;
     fault := case
         when name is null or length(name) not between 1 and 100 then 'name: must have 1 to 100 characters'
+        when name ~ '[[:cntrl:]]' then 'name: must not have control characters'
         when num_nonnulls(cron, every, at) <> 1 then 'give one of cron, every and at'
         when cron !~ '^\s*(@\w+|\S+(\s+\S+){4})\s*$' then 'cron: must have five fields: 0 3 * * *'
         when at in ('infinity', '-infinity') then 'at: must be a time'
@@ -132,7 +133,7 @@ begin
     if former.configured_by is distinct from configured_by then
         raise object_not_in_prerequisite_state using message = format(
             'relay.declare_schedule: ' || case when former.configured_by is null then '%s is declared in SQL: drop it there first'
-                                               else '%s is in the configuration of group %s' end, name, former.configured_by);
+                                               else '%s is in the configuration of group %s: give one of the two another name' end, name, former.configured_by);
     end if;
     if (former.cron, former.every, former.at, former.timezone, former.missed, former.jitter, former.publish)
        is not distinct from (cron, every, at, timezone, missed, jitter, publish) then

@@ -20,6 +20,7 @@ from relay.admin.status import lag_seconds
 from relay.cli.app import app
 from relay.config.settings import Settings
 from relay.retention.schedule import Schedule
+from relay.schedules.ticking import Ticker
 from relay.store.connections import connect
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.webhook import Answer, Webhook
@@ -226,3 +227,37 @@ def test_a_lag_is_measured_by_the_databases_clock(
         sinks_admin.lag_seconds(settings)["hook"],
     )
     assert all(60 <= lag < 90 for lag in lags)
+
+
+@pytest.mark.parametrize("offset", EITHER_WAY)
+def test_schedules_are_due_by_the_databases_clock(
+    outbox: Outbox, shift: Shift, offset: timedelta
+) -> None:
+    """citusdata/pg_cron#105."""
+    publish = {"event_type": "cron.often", "host_id": str(host(1))}
+    settings = outbox.settings(
+        schedules={
+            "five": {"every": "5m", "missed": "all", "publish": publish},
+            "second": {"every": "1s", "missed": "all", "publish": publish},
+        }
+    )
+    shift(offset)
+    ticker = Ticker(settings)
+    with closing(ticker):
+        ticker.start()
+        wait_until(
+            lambda: (
+                outbox.column("select published > 1 from relay.schedules where name = 'second'")
+                == [True]
+            )
+        )
+    ahead = """
+        select count(*) from outbox_message_t
+         where (metadata ->> 'scheduled_at')::timestamptz not between now() - interval '5 min' and now()
+    """
+    assert outbox.value(ahead) == 0
+    (soon,) = outbox.column(
+        "select next_at between since and since + interval '10 min' from relay.schedules where name = 'five'"
+    )
+    assert soon
+    assert outbox.column("select sum(missed_ticks)::int from relay.schedules") == [0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -21,14 +22,17 @@ import pytest
 from psycopg.types.json import Jsonb
 
 from relay.client import Event
-from relay.client.schedule import EventSchedule, drop_schedule
+from relay.client.schedule import EventSchedule, drop_schedule, drop_schedule_async
 from relay.config.settings import Settings
 from relay.model.cron import Cron
 from relay.schedules.steps import MOST_EVENTS, step
 from relay.schedules.ticking import Ticker
+from relay.store import schedules
 from relay.store.schedules import ScheduleRow
+from tests.chaos.proxy import Proxy
 from tests.outbox import Outbox, host, wait_until
 from tests.pgbouncer import pooled
+from tests.postgres import EmbeddedServer, Server
 
 NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
 EVENT = {"event_type": "cron.often", "host_id": str(host(1)), "payload": {}}
@@ -106,6 +110,26 @@ def test_skipping_goes_past_the_grace_only() -> None:
     assert len(step(hourly, NOON + timedelta(hours=1, seconds=59)).times) == 1
     late = step(hourly, NOON + timedelta(hours=1, seconds=61))
     assert (late.times, late.missed, late.next) == ([], 1, NOON + timedelta(hours=2))
+
+
+def test_jitter_ends_before_the_following_time() -> None:
+    """What is right where the jitter is longer than the shortest interval? Here most of such times were left out.
+
+    https://github.com/zeroclaw-labs/zeroclaw/issues/10969
+    """
+    minutes = row(every=timedelta(minutes=1), jitter=timedelta(hours=1))
+    found: list[datetime] = []
+    for second in range(0, 600, 5):
+        now = NOON + timedelta(seconds=second)
+        portion = step(minutes, now)
+        assert portion.missed == 0
+        found += portion.times
+        minutes = row(
+            every=minutes.every,
+            jitter=minutes.jitter,
+            passed_at=portion.passed or minutes.passed_at,
+        )
+    assert found[:9] == [NOON + timedelta(minutes=n) for n in range(1, 10)]
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.01, 29.9, 59.9, 60.1, 119.0])
@@ -306,3 +330,95 @@ def test_a_service_declares_what_the_configuration_can(
         "select missed || jitter || (publish ->> 'aggregate_id') from relay.schedules"
     )
     assert found == ["skip00:00:01.51"]
+
+
+@contextmanager
+def ticking(settings: Settings, number: int = 1) -> Iterator[list[Ticker]]:
+    """Instances that publish what is due."""
+    tickers = [Ticker(settings) for _ in range(number)]
+    for each in tickers:
+        each.start()
+    try:
+        yield tickers
+    finally:
+        for each in tickers:
+            each.close()
+
+
+def let_five_minutes_pass(outbox: Outbox) -> None:
+    """Let the schedule be as if an outage had lasted for its last five minutes."""
+    outbox.conn.execute(
+        """
+        update relay.schedules set since = since - interval '5 min', next_at = next_at - interval '5 min',
+               due_at = due_at - interval '5 min', version = version + 1
+        """
+    )
+
+
+def test_after_an_outage_the_first_time_comes_at_once(server: Server, outbox: Outbox) -> None:
+    """The scheduler did not survive that the database was away, or paused for longer and longer.
+
+    https://github.com/dbos-inc/dbos-transact-py/issues/139, https://github.com/quartznet/quartznet/issues/740
+    https://github.com/hangfire-postgres/Hangfire.PostgreSql/issues/392
+    """
+    declare(outbox, every="5 min")
+    proxy = Proxy(outbox.dsn)
+    through = outbox.settings(source={**outbox.config()["source"], "dsn": proxy.dsn})
+    allow = f"alter database {outbox.conn.info.dbname} allow_connections "
+    with psycopg.connect(server.dsn(), autocommit=True) as other, ticking(through) as (ticker,):
+        (condition,) = ticker.conditions
+        wait_until(lambda: outbox.column("select due_at is not null from relay.schedules")[0])
+        # The test's own session stays.
+        other.execute(f"{allow} false".encode())
+        proxy.cut()
+        wait_until(lambda: condition.fault is not None)
+        for _ in range(300):
+            condition.fails("the attempts of five minutes")
+        assert condition.pause <= 1
+        let_five_minutes_pass(outbox)
+        other.execute(f"{allow} true".encode())
+        wait_until(lambda: outbox.value("select count(*) from outbox_message_t") == 1)
+        wait_until(lambda: condition.fault is None)
+    proxy.close()
+
+
+def test_ordinary_work_leaves_no_error_in_the_servers_log(server: Server, outbox: Outbox) -> None:
+    """Instances that published at once failed on a unique index at each time, in the server's log.
+
+    https://github.com/graphile/worker/issues/334, https://github.com/bensheldon/good_job/issues/1536
+    """
+    if not isinstance(server, EmbeddedServer):
+        pytest.skip("only an embedded server's log can be read")
+    before = server.cluster.log.stat().st_size
+    publish = {"cron.often": {"every": "1s", "publish": EVENT}}
+    settings = outbox.settings(schedules=publish)
+    with ticking(settings, 4):
+        wait_until(lambda: outbox.column("select published > 2 from relay.schedules") == [True])
+        assert schedules.pause(outbox.conn, "cron.often", True)
+        assert schedules.run_now(outbox.conn, "cron.often") is not None
+        assert schedules.pause(outbox.conn, "cron.often", False)
+        number = outbox.column("select published from relay.schedules")[0]
+        wait_until(lambda: outbox.column("select published from relay.schedules")[0] > number)
+    with ticking(outbox.settings()):
+        wait_until(lambda: outbox.column("select 1 from relay.schedules") == [])
+    written = server.cluster.log.read_bytes()[before:].decode(errors="replace")
+    assert [line for line in written.splitlines() if "ERROR" in line or "FATAL" in line] == []
+
+
+def test_a_service_declares_asynchronously_through_pgbouncer(outbox: Outbox) -> None:
+    ours = EventSchedule(
+        name="ours", every=60, event=Event("cron.ours", payload={}), host_id=host(1)
+    )
+
+    async def work(dsn: str) -> None:
+        async with await psycopg.AsyncConnection.connect(dsn) as conn:
+            for _ in range(8):
+                await ours.declare_async(conn)
+                await conn.commit()
+                await drop_schedule_async(conn, "ours")
+                await conn.commit()
+            await ours.declare_async(conn)
+
+    with pooled(outbox.dsn, sessions=2) as dsn:
+        asyncio.run(work(dsn))
+    assert outbox.column("select name from relay.schedules") == ["ours"]

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
+from relay.admin import schedules as admin
+from relay.admin.schedules import UnknownSchedule
 from relay.config.settings import Settings
-from relay.faults import ConfigurationError
+from relay.faults import ConfigurationError, Unreachable
 from relay.schedules.steps import event_id
 from relay.schedules.ticking import Ticker, declare
 from relay.store import schedules
 from relay.store.connections import connect
 from tests.outbox import Outbox, host, relaying, wait_until
+from tests.process import relay
 
 EVENT = {"event_type": "cron.nightly", "host_id": str(host(1)), "payload": {"amount": 1}}
 
@@ -180,6 +186,8 @@ def test_what_nobody_understands_stands_still_and_others_go_on(outbox: Outbox) -
         ({"cron": "* * *"}, "cron: must have five fields"),
         ({"every": "1 month"}, "every: must be whole seconds"),
         ({"every": "0.5 s"}, "every: must be whole seconds"),
+        ({"every": "0 s"}, "every: must be whole seconds"),
+        ({"every": "1 h", "name": "a\nb"}, "name: must not have control characters"),
         ({"every": "1 h", "missed": "some"}, "missed: must be latest, all or skip"),
         ({"every": "1 h", "jitter": "-1 s"}, "jitter: must be from 0"),
         ({"every": "1 h", "publish": Jsonb({"event_type": "a"})}, "host_id must be a UUID"),
@@ -229,3 +237,87 @@ def test_relay_publishes_and_applies_what_is_due(outbox: Outbox) -> None:
     assert outbox.column("select distinct metadata ->> 'schedule' from outbox_message_t") == [
         "often"
     ]
+
+
+def test_the_commands(outbox: Outbox, tmp_path: Path) -> None:
+    config = outbox.config_file(tmp_path / "relay.yaml")
+
+    def run(*arguments: str, status: int = 0) -> str:
+        result = relay("schedule", *arguments, "--config", str(config))
+        assert result.returncode == status, result.stdout + result.stderr
+        assert (result.stderr == "") is (status == 0)
+        return result.stdout if status == 0 else result.stderr
+
+    def faulty(*arguments: str) -> str:
+        text = run(*arguments, status=2)
+        assert text.count("\n") == 1, text
+        return text
+
+    unknown = "relay: there is no schedule 'other' (schedules: nightly, often, past): put it into"
+    declared(outbox, every="1 h", jitter="90 s")
+    declared(outbox, "often", cron="0 3 30 2 *")
+    declared(outbox, "past", at=datetime(2026, 1, 1, tzinfo=UTC))
+    listed = run("list")
+    assert "every 1:00:00" in listed
+    assert "over\n" in listed
+    (found, *_) = json.loads(run("list", "--json"))
+    assert (found["every"], found["jitter"], found["last"]) == (3600, 90, [])
+    assert len(json.loads(run("next", "nightly", "--count", "7", "--json"))) == 7
+    result = relay("schedule", "next", "often", "--config", str(config))
+    assert result.stderr == "'0 3 30 2 *': there is no such day\n"
+    assert run("pause", "nightly", "--reason", "rest") == "schedule nightly is paused\n"
+    assert run("pause", "nightly") == "schedule nightly was paused already\n"
+    assert "1 paused" in relay("status", "--config", str(config)).stdout
+    assert run("resume", "nightly") == "schedule nightly is resumed\n"
+    assert run("resume", "nightly") == "schedule nightly was not paused\n"
+    (event_id,) = re.findall(r"published event (\S+)", run("run-now", "nightly"))
+    assert outbox.column("select id::text from outbox_message_t") == [event_id]
+    for command in ("next", "pause", "resume", "run-now"):
+        assert faulty(command, "other").startswith(unknown)
+    outbox.config_file(config, schedules={"nightly": {"every": "1h", "publish": EVENT}})
+    text = "relay: schedules.nightly: nightly is declared in SQL: drop it there first\n"
+    assert faulty("run") == text
+    done = outbox.column("select action from relay.actions order by id")
+    assert done == ["schedule pause", "schedule resume", "schedule run-now"]
+
+
+def test_nothing_is_done_that_cannot_be_recorded(outbox: Outbox) -> None:
+    declared(outbox, every="1 h")
+    nowhere = outbox.settings(target={"dsn": "host=127.0.0.1 port=1 dbname=none"})
+    with pytest.raises(Unreachable):
+        admin.pause(nowhere, "nightly", True, None)
+    with pytest.raises(Unreachable):
+        admin.run_now(nowhere, "nightly", None)
+    assert outbox.column("select paused_at from relay.schedules") == [None]
+    assert published(outbox) == []
+
+
+def test_an_error_names_some_of_many_schedules(outbox: Outbox) -> None:
+    for number in range(25):
+        declared(outbox, f"s{number:02}", every="1 h")
+    with pytest.raises(UnknownSchedule, match=r"schedules: s00, .*, s19, …\)"):
+        admin.upcoming(outbox.settings(), "other", 1)
+
+
+def test_two_groups_cannot_have_one_schedule(outbox: Outbox) -> None:
+    nightly = {"nightly": {"cron": "@daily", "publish": EVENT}}
+    declare(outbox.conn, outbox.settings(schedules=nightly))
+    other = outbox.settings(group="other", schedules=nightly)
+    text = "nightly is in the configuration of group default: give one of the two another name"
+    with pytest.raises(ConfigurationError, match=text):
+        declare(outbox.conn, other)
+    # The other group's schedules are not its to drop.
+    declare(outbox.conn, outbox.settings(group="other"))
+    assert [each.name for each in schedules.listed(outbox.conn)] == ["nightly"]
+
+
+def test_a_renamed_schedule_goes_on_under_its_new_name(outbox: Outbox) -> None:
+    hourly = {"every": "1h", "missed": "all", "publish": EVENT}
+    turn(outbox, outbox.settings(schedules={"nightly": hourly}))
+    shift(outbox, timedelta(hours=1))
+    renamed = outbox.settings(schedules={"hourly": hourly})
+    turn(outbox, renamed)
+    turn(outbox, renamed)
+    # Times before it had its name are not missed.
+    assert published(outbox) == []
+    assert [each.name for each in schedules.listed(outbox.conn)] == ["hourly"]
