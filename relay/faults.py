@@ -358,7 +358,12 @@ def _seconds(after: Any) -> float:
 
 def is_final(error: BaseException) -> bool:
     """Return whether a fault dead-letters its transaction also where `retry.on` is `any`: no attempt ends otherwise."""
-    return isinstance(error, _FINAL)
+    return isinstance(error, _FINAL) or _is_loop(error)
+
+
+def _is_loop(error: BaseException) -> bool:
+    """Return whether `relay.publish` has refused an event since its chain of causes is too long."""
+    return isinstance(error, psycopg.Error) and error.sqlstate == "RLHOP"
 
 
 def is_transient(error: BaseException) -> bool:
@@ -587,6 +592,8 @@ def describe(error: BaseException) -> str:
         parts.append(f"{error.diag.message_primary}: give its role the attribute BYPASSRLS")
     elif _permission_denied(error):
         parts.append(f"{error.diag.message_primary}: grant it to the role of target.dsn")
+    elif _is_loop(error):
+        parts.append(first_line(error))
     elif error.diag.constraint_name:
         parts.append(f"constraint {error.diag.constraint_name}")
     return ": ".join(parts)

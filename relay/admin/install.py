@@ -11,6 +11,7 @@ import psycopg
 from psycopg import sql
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random
 
+from relay.admin import publishing
 from relay.admin.adoption import claim_schema, require_adoptable
 from relay.admin.check_source import require_slot, require_table, unused_slots
 from relay.admin.connections import administrators, on_one_server
@@ -169,18 +170,22 @@ def initialise(
     start: str | None = None,
     warn: Callable[[str], None] = log.warning,
     report: ProgressReport = silent,
+    handlers_publish: bool | None = None,
 ) -> list[str]:
     """Install the objects that are missing; returns a line for each. A second call changes nothing.
 
-    `start` is where a new group begins: `beginning`, `now` (the default) or a c_offset. The DSNs, where given, belong
-    to an administrator; the configured roles need fewer rights. `warn` receives the reasons why relay cannot stream,
-    `report` the progress of long steps. All but the index and the slot is installed in one transaction of each
-    database; if one of these two fails, the objects that this call has created are removed. Raises ConfigurationError.
+    `handlers_publish` grants the role relay the right to publish, or revokes it; None leaves it as it is. `start` is
+    where a new group begins: `beginning`, `now` (the default) or a c_offset. The DSNs, where given, belong to an
+    administrator; the configured roles need fewer rights. `warn` receives the reasons why relay cannot stream, `report`
+    the progress of long steps. All but the index and the slot is installed in one transaction of each database; if one
+    of these two fails, the objects that this call has created are removed. Raises ConfigurationError.
     """
     with administrators(settings, source_dsn, target_dsn, warn) as (source, target):
         try:
             dsn = source_dsn or settings.source_dsn
-            return _Installation(settings, source, target, dsn, Start(start), report).run(warn)
+            return _Installation(
+                settings, source, target, dsn, Start(start), report, handlers_publish
+            ).run(warn)
         except psycopg.errors.InsufficientPrivilege as error:
             raise ConfigurationError(
                 f"source.dsn or target.dsn: {first_line(error)}: connect as an administrator "
@@ -216,6 +221,7 @@ class _Installation:
     source_dsn: Dsn
     start: Start
     report: ProgressReport = silent
+    handlers_publish: bool | None = None
     done: list[str] = field(default_factory=list)
 
     def run(self, warn: Callable[[str], None]) -> list[str]:
@@ -328,6 +334,7 @@ class _Installation:
         removal += self._begin()
         self._begin_sinks()
         self._retain()
+        self._let_publish()
         if self.settings.source.message_prefix is None:
             # Last, since publishers are blocked from here to the commit.
             self._set_gapless()
@@ -441,6 +448,21 @@ class _Installation:
         if self.settings.retention.keep and reader_positions.retain(source, of):
             self.done.append(
                 f"right of the role relay to remove events of {of.table} that are read"
+            )
+
+    def _let_publish(self) -> None:
+        """Grant the right to publish, or revoke it, where the command says so."""
+        wanted, of = self.handlers_publish, self.settings.source
+        if wanted is None:
+            return
+        if not has_role(self.source):
+            raise ConfigurationError(
+                "--handlers-publish: the server has no role relay: create it, run `relay init` again, and connect as a "
+                "member of it"
+            )
+        if publishing.set_right(self.source, of, wanted):
+            self.done.append(
+                f"right of the role relay to publish into {of.table}{'' if wanted else ', revoked'}"
             )
 
 

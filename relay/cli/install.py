@@ -40,6 +40,14 @@ def init(
         ),
     ] = None,
     every: EveryOption = None,
+    handlers_publish: Annotated[
+        bool | None,
+        typer.Option(
+            "--handlers-publish/--no-handlers-publish",
+            help="Grant the role relay the right to publish into the outbox, for handlers with publishes: true, or "
+            "revoke it; default: as it is.",
+        ),
+    ] = None,
 ) -> None:
     """Install schema, publication, slot and group; a second run changes nothing."""
     from relay.admin.install import initialise
@@ -56,7 +64,13 @@ def init(
         try:
             with progress() as report:
                 done = initialise(
-                    settings, source_dsn, target_dsn, start=start, warn=warn, report=report
+                    settings,
+                    source_dsn,
+                    target_dsn,
+                    start=start,
+                    warn=warn,
+                    report=report,
+                    handlers_publish=handlers_publish,
                 )
             if every is not None:
                 done += partition_new(settings, every, source_dsn)

@@ -13,9 +13,10 @@ from relay.client.errors import (
     OutboxForbidden,
     OutboxMismatch,
     OutboxMissing,
+    TooManyHops,
     UnknownSession,
 )
-from relay.client.event import Event
+from relay.client.event import Event, caused_by
 from relay.client.outbox import Outbox
 
 __all__ = [
@@ -29,5 +30,7 @@ __all__ = [
     "OutboxForbidden",
     "OutboxMismatch",
     "OutboxMissing",
+    "TooManyHops",
     "UnknownSession",
+    "caused_by",
 ]

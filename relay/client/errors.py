@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from relay.outcomes import Fail
+
 
 class OutboxError(Exception):
     """The events were not published. The driver's error, if there is one, is the cause."""
@@ -20,6 +22,13 @@ class EventInvalid(OutboxError, ValueError):
 
 class EventTooLarge(OutboxError, ValueError):
     """An event has more bytes of text than `source.max_event_bytes`."""
+
+
+class TooManyHops(OutboxError, Fail):
+    """The event would be one too many in a chain of events that cause each other: a loop.
+
+    A handler or worker that lets it pass has failed for good, so that the chain ends as a dead letter.
+    """
 
 
 class DuplicateEvent(OutboxError):

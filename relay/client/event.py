@@ -8,6 +8,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime
 from typing import Any
 
+from relay import causes
+
 Id = uuid.UUID | str | int
 
 
@@ -31,3 +33,14 @@ class Event:
     event_ts: datetime | None = None
     deliver_at: datetime | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def caused_by(event: Any) -> dict[str, Any]:
+    """Return the metadata of an event that another one causes: `Event(…, metadata=caused_by(event))`.
+
+    `event` is what a handler, a function, a worker or a reader of relay has got. `correlation_id` is that of the first
+    event of the chain, `causation_id` the id of this one, `hop_count` one more than its own. `Outbox.publish` adds them
+    by itself in code that relay or a worker calls for one business transaction.
+    """
+    event_id = getattr(event, "event_id", None) or event.id
+    return causes.caused_by(None if event_id is None else str(event_id), event.metadata)

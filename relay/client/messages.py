@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from relay.client.errors import EventInvalid
-from relay.client.event import Event
+from relay.client.event import Event, caused_by
 from relay.client.sessions import Statement
 from relay.outcomes import Drop, Fail, RetryLater
 
@@ -135,17 +135,12 @@ class Message:
         """Publish an event in answer, in the commit that completes the message, with this message's host.
 
         Its metadata say what it answers: `causation_id` is this event's id, `correlation_id` that of the first event of
-        the conversation. All replies to a message are one business transaction. Raises EventInvalid for a message
-        without a host.
+        the conversation, `hop_count` one more than this event's. All replies to a message are one business transaction.
+        Raises EventInvalid for a message without a host.
         """
         if self.host_id is None:
             raise EventInvalid("reply: the message has no host_id, which an event must have")
-        self.replies.append(replace(event, metadata=self._answered() | dict(event.metadata or {})))
-
-    def _answered(self) -> dict[str, Any]:
-        metadata = self.metadata if isinstance(self.metadata, dict) else {}
-        first = metadata.get("correlation_id", self.event_id)
-        return {"correlation_id": first, "causation_id": self.event_id}
+        self.replies.append(replace(event, metadata=caused_by(self) | dict(event.metadata or {})))
 
     @property
     def of_attempt(self) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
+from relay import causes
 from relay.client import sessions
-from relay.client.errors import EventInvalid, OutboxForbidden, translated
+from relay.client.errors import EventInvalid, OutboxForbidden, TooManyHops, translated
 from relay.client.event import Event, Id
 from relay.client.payloads import encode
 
@@ -60,6 +61,10 @@ class Outbox:
     With a `message_prefix` it emits messages with pg_logical_emit_message instead, for `source.message_prefix`.
     `columns` maps fields to the columns of a table of your own, and a field that has no column to None. Fields that it
     does not name have columns of their own name. See `FIELDS`.
+
+    An event that is published while another one is handled, by a handler or function of relay or by a worker, says so
+    in its metadata: `correlation_id`, `causation_id` and `hop_count`. One with more than `max_hops` is refused, within
+    relay with more than `source.max_hops`.
     """
 
     def __init__(
@@ -68,9 +73,11 @@ class Outbox:
         columns: Mapping[str, str | None] | None = None,
         *,
         message_prefix: str | None = None,
+        max_hops: int = causes.MAX_HOPS,
     ) -> None:
         """Raises ValueError for an unknown field, and for `columns` together with a `message_prefix`."""
         columns = columns or {}
+        self.max_hops = max_hops
         if message_prefix is not None and columns:
             raise ValueError("columns: messages have none: leave out columns or message_prefix")
         self._message_prefix = message_prefix
@@ -180,9 +187,12 @@ class Outbox:
         if published.user_id is not None:
             common["user_id"] = _text(published.user_id)
         context = _trace_context()
-        rows = [
-            common | _row(event, number, context) for number, event in enumerate(published.events)
-        ]
+        causing = causes.current()
+        rows = []
+        for number, event in enumerate(published.events):
+            row = common | _row(event, number)
+            metadata = self._metadata(event, number, context, causing)
+            rows.append(row | {"metadata": metadata} if metadata else row)
         if self._is_relays:
             _require_uuids(rows)
         if any("event_ts" in row for row in rows):
@@ -197,6 +207,35 @@ class Outbox:
                 raise EventInvalid(f"events[{number}].extra: messages have no further columns")
             row.update(event.extra)
         return rows
+
+    def _metadata(
+        self,
+        event: Event,
+        number: int,
+        context: Mapping[str, str],
+        causing: causes.Causing | None,
+    ) -> dict[str, Any]:
+        """Return an event's metadata, with its trace and its cause. Raises TooManyHops."""
+        own = event.metadata or {}
+        if causing is None:
+            metadata = {**context, **own}
+        elif (cause := causing.metadata) is not None:
+            metadata = {**context, **cause, **own, causes.HOPS: cause[causes.HOPS]}
+        elif causes.hops_of(own):
+            metadata = {**context, **own}
+        else:
+            raise EventInvalid(
+                f"events[{number}].metadata: a function of batches publishes: say which event is the cause, with "
+                "metadata=caused_by(event) of relay.client"
+            )
+        most = self.max_hops if causing is None else causing.max_hops
+        if causes.HOPS in metadata and causes.hops_of(metadata) > most:
+            where = "Outbox(max_hops=…)" if causing is None else "max_hops"
+            raise TooManyHops(
+                f"events[{number}]: would be hop {causes.hops_of(metadata)} of a chain of events that cause each "
+                f"other, and {where} allows {most}: end the loop, or raise the limit"
+            )
+        return metadata
 
 
 def _emit(prefix: str) -> sessions.Statement:
@@ -235,8 +274,8 @@ def _published(
     return Published(listed, host_id, user_id, transaction_id or uuid.uuid4())
 
 
-def _row(event: Event, number: int, context: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of an event by field, without those of its business transaction."""
+def _row(event: Event, number: int) -> dict[str, Any]:
+    """Return the values of an event by field, without its metadata and those of its business transaction."""
     for name in ("payload", "id", "event_type"):
         if getattr(event, name) is None:
             raise EventInvalid(f"events[{number}].{name}: must not be None")
@@ -259,8 +298,6 @@ def _row(event: Event, number: int, context: Mapping[str, str]) -> dict[str, Any
         if type(event.version) is not int or abs(event.version) > _LARGEST_VERSION:
             raise EventInvalid(f"events[{number}].version: must be a whole number below 2^63")
         row["aggregate_version"] = event.version
-    if context or event.metadata:
-        row["metadata"] = {**context, **(event.metadata or {})}
     for name in ("event_ts", "deliver_at"):
         moment = getattr(event, name)
         if moment is None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from relay.causes import Causing, handling
 from relay.client.databases import AsyncLink, Link
 from relay.client.errors import LeaseLost, NoHandler
 from relay.client.messages import (
@@ -140,6 +141,10 @@ class Handling:
         if limit is not None:
             limit.reschedule(self.loop.time())
 
+    def causing(self, message: Message) -> Causing:
+        """Return what a handler is called for, for what it publishes."""
+        return Causing(lambda: [(message.event_id, message.metadata)], self.outbox.max_hops)
+
     def extension(self, message: LeasedMessage) -> tuple[Statement, str]:
         """Return the statement that prolongs a lease, and its parameter."""
         return EXTEND, json.dumps(message.of_attempt | {"seconds": self.lease})
@@ -231,6 +236,7 @@ class Slot:
     def _call(self, message: Message, *session: Any) -> None:
         handler = self._handling.choose(message)
         with ExitStack() as stack:
+            stack.enter_context(handling(self._handling.causing(message)))
             for each in self._handling.around:
                 entered: Any = each(message)
                 stack.enter_context(entered)
@@ -246,7 +252,8 @@ class Slot:
 
     def _reply(self, message: Message, session: Any) -> None:
         if message.replies and message.host_id is not None:
-            self._handling.outbox.publish(session, message.replies, host_id=message.host_id)
+            with handling(self._handling.causing(message)):
+                self._handling.outbox.publish(session, message.replies, host_id=message.host_id)
 
     def execute(self, statement: Statement, text: str) -> None:
         """Run a statement in a transaction of its own. Raises what the driver raises."""
@@ -344,6 +351,7 @@ class AsyncSlot:
     async def _call(self, message: Message, *session: Any) -> None:
         handler = self._handling.choose(message)
         async with AsyncExitStack() as stack:
+            stack.enter_context(handling(self._handling.causing(message)))
             for each in self._handling.around:
                 entered: Any = each(message)
                 if hasattr(entered, "__aenter__"):
@@ -362,9 +370,10 @@ class AsyncSlot:
 
     async def _reply(self, message: Message, session: Any) -> None:
         if message.replies and message.host_id is not None:
-            await self._handling.outbox.publish_async(
-                session, message.replies, host_id=message.host_id
-            )
+            with handling(self._handling.causing(message)):
+                await self._handling.outbox.publish_async(
+                    session, message.replies, host_id=message.host_id
+                )
 
     async def execute(self, statement: Statement, text: str) -> None:
         """Run a statement in a transaction of its own. Raises what the driver raises."""

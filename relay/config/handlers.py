@@ -166,7 +166,14 @@ class AnyHandler(Section):
         return [(key, name) for key, each in self.templates.items() for name in each.names]
 
 
-class SqlHandler(AnyHandler):
+class TransactionalHandler(AnyHandler):
+    """A handler with code of the user that runs in the target's database transaction."""
+
+    publishes: Alike[bool] = False
+    """`true`: the handler publishes events into the outbox, and `relay.publish` knows which event is the cause."""
+
+
+class SqlHandler(TransactionalHandler):
     """A statement, run for each event or once over a relation `batch`."""
 
     type: Alike[Literal["sql"]]
@@ -176,7 +183,7 @@ class SqlHandler(AnyHandler):
     """The SQL statement: with the event's fields as `%(name)s`, or over the relation `batch`."""
 
 
-class PythonHandler(AnyHandler):
+class PythonHandler(TransactionalHandler):
     """A callable `module:function(transaction, cursor)`."""
 
     type: Alike[Literal["python"]]

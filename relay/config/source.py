@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from relay.causes import MAX_HOPS
 from relay.config.dsn import Dsn
 from relay.config.secrets import Secret
 from relay.config.types import Alike, Name, Number, Own, Section
@@ -118,6 +119,8 @@ class SourceSettings(Section):
     """The most bytes of the stream that are received before they are durable in the target."""
     max_event_bytes: Own[Annotated[int, Field(ge=1024), Number]] = 16 * 1024 * 1024
     """The largest event that relay's own outbox accepts: its texts and JSON together, in bytes of text."""
+    max_hops: Alike[Annotated[int, Field(ge=1, le=1_000_000), Number]] = MAX_HOPS
+    """The most events in a chain of which each causes the next: a handler or function that publishes one more fails."""
 
     @model_validator(mode="before")
     @classmethod

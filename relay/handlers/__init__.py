@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import LiteralString, Protocol
 
+from relay.causes import MAX_HOPS
 from relay.config.handlers import (
     HandlerSettings,
     PythonHandler,
@@ -56,11 +57,13 @@ def build(
     configured: Mapping[str, HandlerSettings],
     types: Mapping[str, LiteralString],
     upcaster: Upcasting | None = None,
+    max_hops: int = MAX_HOPS,
 ) -> dict[str, Handler]:
     """Build the transactional handlers; returns them by name, in the configuration's order.
 
     `types` are the PostgreSQL types that the fields have in statements. With an upcaster, handlers get events in the
-    current version of their type. Raises ConfigurationError for a handler that cannot be built.
+    current version of their type. `max_hops` is `source.max_hops`. Raises ConfigurationError for a handler that cannot
+    be built.
     """
     from relay.handlers.python import Python
     from relay.handlers.sql import SqlBatch, SqlEvent
@@ -69,11 +72,11 @@ def build(
     for name, settings in configured.items():
         match settings:
             case PythonHandler():
-                handlers[name] = Python(name, settings)
+                handlers[name] = Python(name, settings, max_hops)
             case SqlHandler(each="event"):
-                handlers[name] = SqlEvent(name, settings, types)
+                handlers[name] = SqlEvent(name, settings, types, max_hops)
             case SqlHandler():
-                handlers[name] = SqlBatch(name, settings.statement, types)
+                handlers[name] = SqlBatch(name, settings, types, max_hops)
     if upcaster:
         return {name: Typed(handler, upcaster) for name, handler in handlers.items()}
     return handlers

@@ -8,10 +8,12 @@ from typing import Any
 import psycopg
 from psycopg.pq import TransactionStatus
 
+from relay.causes import handling
 from relay.config.handlers import PythonHandler
 from relay.config.imports import load
 from relay.faults import TransactionAborted, transaction_ended
-from relay.model.events import Transaction
+from relay.handlers import causes
+from relay.model.events import Transaction, causing
 from relay.model.transactions import Routed
 from relay.store.connections import Connection
 from relay.store.handler_sessions import is_open
@@ -23,8 +25,10 @@ _SIGN_ENDS_SECONDS = 10.0
 class Python:
     """Calls its function once for each transaction; changes through the cursor commit with the task."""
 
-    def __init__(self, name: str, settings: PythonHandler) -> None:
+    def __init__(self, name: str, settings: PythonHandler, max_hops: int) -> None:
         self.name = name
+        self._max_hops = max_hops
+        self._publishes = settings.publishes
         self._function = load(
             f"handlers.{name}.callable", settings.callable, "transaction", "cursor"
         )
@@ -47,7 +51,13 @@ class Python:
             for transaction in routed:
                 if cursor.closed:
                     cursor = conn.cursor()
-                call(self.name, self._function, conn, transaction, cursor)
+                cause = causing(transaction, self._max_hops)
+                if self._publishes:
+                    causes.begin(conn, cause)
+                with handling(cause):
+                    call(self.name, self._function, conn, transaction, cursor)
+            if self._publishes:
+                causes.end(conn)
         finally:
             cursor.close()
             # relay runs its own statements on the same connection.

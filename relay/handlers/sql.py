@@ -10,9 +10,10 @@ from typing import LiteralString
 
 from psycopg import sql
 
+from relay.causes import MAX_HOPS, Causing
 from relay.config.handlers import SqlHandler
 from relay.faults import ConfigurationError
-from relay.handlers import relation
+from relay.handlers import causes, relation
 from relay.model.events import SQL_TYPES
 from relay.model.transactions import Routed
 from relay.store import statements
@@ -25,6 +26,9 @@ _ENDS_TRANSACTION = re.compile(
     r"(abort|begin|commit|end|prepare\s+transaction|release|rollback|savepoint|start)\b",
     re.IGNORECASE | re.DOTALL,
 )
+_PUBLISHES = re.compile(r'"?\brelay"?\s*\.\s*"?publish"?\s*\(', re.IGNORECASE)
+_CAUSE_FIELDS = ("id", "metadata")
+_BEGIN_CAUSE = "select relay.begin_cause(%(id)s, %(metadata)s, {})"
 FEW_EVENTS = 50
 """Up to this number of events, to send the statements costs less than the round trips that load the events."""
 _IN_FLIGHT = 1_000
@@ -39,19 +43,31 @@ class SqlEvent:
     """
 
     def __init__(
-        self, name: str, settings: SqlHandler, types: Mapping[str, LiteralString] = SQL_TYPES
+        self,
+        name: str,
+        settings: SqlHandler,
+        types: Mapping[str, LiteralString] = SQL_TYPES,
+        max_hops: int = MAX_HOPS,
     ) -> None:
         """`types` are the PostgreSQL types of the fields."""
         self.name = name
         self._key = f"handlers.{name}.statement"
         self._types = types
+        self._publishes = settings.publishes
         _require_no_end(name, settings.statement)
-        names = _placeholders(name, settings.statement, types)
-        self._names = tuple(dict.fromkeys(names))
+        _require_declared(name, settings)
+        names = tuple(dict.fromkeys(_placeholders(name, settings.statement, types)))
+        self._parameters = len(names)
+        more = _CAUSE_FIELDS if settings.publishes else ()
+        self._names = tuple(dict.fromkeys((*names, *more)))
         self._statement = _typed(settings.statement, types).encode()
         self._numbered = _numbered(settings.statement, self._names, types)
+        self._body = self._numbered
+        if settings.publishes:
+            cause = _numbered(_BEGIN_CAUSE.format(max_hops), self._names, types)
+            self._body = f"{cause}; {self._numbered}"
         # Named after its content, since a handler's name may be too long for PostgreSQL.
-        digest = sha256(self._numbered.encode()).hexdigest()
+        digest = sha256(self._body.encode()).hexdigest()
         self._function = sql.Identifier("pg_temp", f"relay_{digest[:32]}")
 
     def configure(self, conn: Connection) -> None:
@@ -63,14 +79,14 @@ class SqlEvent:
                 sql.SQL("create or replace function {}({}) returns void language sql as {}").format(
                     self._function,
                     sql.SQL(", ").join(sql.SQL(self._types[name]) for name in self._names),
-                    sql.Literal(self._numbered),
+                    sql.Literal(self._body),
                 )
             )
 
     def check(self, conn: Connection) -> None:
         """Let the server parse the statement, and plan it to check privileges. Raises ConfigurationError."""
         relation.require_reserved(conn)
-        statements.parse(conn, self._key, self._numbered, len(self._names))
+        statements.parse(conn, self._key, self._numbered, self._parameters)
         statements.explain(conn, self._key, self._statement, dict.fromkeys(self._names))
 
     def apply(self, conn: Connection, routed: Routed) -> None:
@@ -80,14 +96,23 @@ class SqlEvent:
             self._send(conn, routed)
         else:
             self._call(conn, routed)
+        if self._publishes:
+            causes.end(conn)
 
     def _send(self, conn: Connection, routed: Routed) -> None:
         names = self._names
         events = chain.from_iterable(transaction.events for transaction in routed)
         parameters = ({name: event.text(name) for name in names} for event in events)
+        statement: bytes | sql.Composed = self._statement
+        if self._publishes:
+            # Each event's cause is told in its own round trip, by the body of the function.
+            given = (
+                sql.SQL("{}::{}").format(sql.Placeholder(n), sql.SQL(self._types[n])) for n in names
+            )
+            statement = sql.SQL("select {}({})").format(self._function, sql.SQL(", ").join(given))
         with conn.cursor() as cursor:
             while portion := list(islice(parameters, _IN_FLIGHT)):
-                cursor.executemany(self._statement, portion)
+                cursor.executemany(statement, portion)
 
     def _call(self, conn: Connection, routed: Routed) -> None:
         call = sql.SQL("select {}({}) from pg_temp.relay_batch").format(
@@ -103,14 +128,21 @@ class SqlBatch:
     """Runs its statement once over `batch`, a relation that holds the routed events in commit order."""
 
     def __init__(
-        self, name: str, statement: str, types: Mapping[str, LiteralString] = SQL_TYPES
+        self,
+        name: str,
+        settings: SqlHandler,
+        types: Mapping[str, LiteralString] = SQL_TYPES,
+        max_hops: int = MAX_HOPS,
     ) -> None:
         """`types` are the PostgreSQL types of the fields."""
         self.name = name
         self._key = f"handlers.{name}.statement"
         self._types = types
-        self._written = statement
-        self._statement = relation.bound(statement)
+        _require_declared(name, settings)
+        # A statement for many events has no cause of its own.
+        self._causing = Causing(None, max_hops) if settings.publishes else None
+        self._written = settings.statement
+        self._statement = relation.bound(settings.statement)
         self._columns: tuple[str, ...] = tuple(types)
 
     def configure(self, conn: Connection) -> None:
@@ -128,7 +160,11 @@ class SqlBatch:
         """Load the events by COPY, then run the statement."""
         relation.clear(conn)
         relation.load(conn, relation.chunks(routed), self._types, self._columns)
+        if self._causing is not None:
+            causes.begin(conn, self._causing)
         conn.execute(self._statement.encode())
+        if self._causing is not None:
+            causes.end(conn)
 
 
 def _require_no_end(name: str, statement: str) -> None:
@@ -137,6 +173,15 @@ def _require_no_end(name: str, statement: str) -> None:
         raise ConfigurationError(
             f"handlers.{name}.statement: {match[1].upper()}: a handler runs in relay's transaction, which commits its "
             "effects with offsets and dead letters: write a statement that changes data"
+        )
+
+
+def _require_declared(name: str, settings: SqlHandler) -> None:
+    """Raise ConfigurationError for a handler that publishes and does not say so: a loop would not be seen."""
+    if not settings.publishes and _PUBLISHES.search(settings.statement):
+        raise ConfigurationError(
+            f"handlers.{name}.statement: calls relay.publish: set handlers.{name}.publishes: true, so that an event "
+            "that causes itself is seen"
         )
 
 

@@ -87,7 +87,9 @@ def build(settings: Settings, queues: DeclaredQueues) -> dict[str, handlers.Hand
     `queues` are those that the current task has read. Raises ConfigurationError for a handler that cannot be built.
     """
     upcaster = Upcasting(registered(settings.events))
-    built = handlers.build(settings.handlers, settings.source.sql_types, upcaster)
+    built = handlers.build(
+        settings.handlers, settings.source.sql_types, upcaster, settings.source.max_hops
+    )
     for name, each in settings.handlers.items():
         if isinstance(each, QueueHandler):
             queue = None if name == QUEUES else each.queue or name

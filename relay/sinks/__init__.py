@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import LiteralString, Protocol, Self, cast
 
+from relay.causes import MAX_HOPS
 from relay.config import sink_types
 from relay.config.handlers import (
     KINDS,
@@ -91,7 +92,7 @@ class Target:
     """The target, for a sink that uses it: how to reach it, the group, and how many connections to open at most.
 
     `types` are the PostgreSQL types of an event's fields. When relay stops, calls of a function that are cancelled have
-    `close_seconds` to end.
+    `close_seconds` to end. `max_hops` is `source.max_hops`.
     """
 
     dsn: Dsn
@@ -99,6 +100,7 @@ class Target:
     connections: int
     types: Mapping[str, LiteralString] = field(default_factory=lambda: SQL_TYPES)
     close_seconds: float = 5.0
+    max_hops: int = MAX_HOPS
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -110,6 +112,7 @@ class Target:
             settings.source.sql_types,
             # Deliveries in flight have had half of it.
             settings.shutdown_timeout / 4,
+            settings.source.max_hops,
         )
 
 

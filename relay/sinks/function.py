@@ -13,6 +13,7 @@ from itertools import islice
 from types import CoroutineType
 from typing import Any, Protocol
 
+from relay.causes import MAX_HOPS, Causing, begin
 from relay.config.handlers import FunctionHandler
 from relay.config.imports import ASYNC, WORK, find_function, unfinished_kind
 from relay.faults import (
@@ -25,7 +26,7 @@ from relay.faults import (
 )
 from relay.logs import RepeatedLines
 from relay.model import trace_context
-from relay.model.events import Event, Events, Headers, Transaction
+from relay.model.events import Event, Events, Headers, Transaction, causing
 from relay.sinks import ATTEMPT, Attempt, Target, cloudevents, function_calls
 from relay.sinks.brokers import Shared
 from relay.sinks.function_calls import Call, Calls, Held, LoopCalls, ThreadCalls, contained
@@ -321,9 +322,15 @@ class Function:
             self._require_no_other(delivery)
         loop = asyncio.get_running_loop()
         call = Call(delivery, copy_context(), loop.create_future())
+        call.context.run(begin, self._causing(transaction))
         if "opentelemetry.trace" in sys.modules:
             call.context.run(_continue_trace, delivery)
         self._judge(call, delivery, await self._ended(call))
+
+    def _causing(self, transaction: Transaction | None) -> Causing:
+        """What a call is for, for what it publishes; None: many transactions."""
+        most = MAX_HOPS if self._target is None else self._target.max_hops
+        return Causing(None, most) if transaction is None else causing(transaction, most)
 
     async def _resource(self) -> Any:
         """What `open` has opened, None without it. Raises Undelivered."""

@@ -10,6 +10,7 @@ from contextvars import copy_context
 from datetime import datetime
 from typing import Any
 
+from relay.causes import begin
 from relay.config.imports import WORK
 from relay.faults import DestinationRefused, Drop, describe
 from relay.model.events import Transaction
@@ -186,6 +187,7 @@ class FunctionOfBatches(Function):
             self._require_fewer_others()
         deliveries = Deliveries(self, members, resource)
         call = Call(deliveries, copy_context(), asyncio.get_running_loop().create_future())
+        call.context.run(begin, self._causing(None))
         error = await self._ended(call)
         return self._results(call, deliveries, error)
 

@@ -14,13 +14,14 @@ from weakref import WeakKeyDictionary
 import psycopg
 from psycopg.rows import tuple_row
 
+from relay.causes import MAX_HOPS, Causing, handling
 from relay.config.imports import WORK, contained
 from relay.event_types.current_version import as_current
 from relay.event_types.registry import EventTypes
 from relay.event_types.upcasting import Upcasting
 from relay.faults import ConfigurationError, transaction_ended
 from relay.handlers.python import call
-from relay.model.events import Transaction
+from relay.model.events import Transaction, causing
 from relay.model.transactions import Routed
 from relay.model.tuples import RowDecoder
 from relay.sinks import Attempt
@@ -70,7 +71,8 @@ def deliver(
     delivery = GivenDelivery(
         transaction(*events, attempt=attempt, types=types), resource, timeout, conn
     )
-    _call(function, delivery, "deliver_async(…)")
+    with handling(causing(delivery._transaction, MAX_HOPS)):
+        _call(function, delivery, "deliver_async(…)")
     _require_one_block(delivery)
     return delivery
 
@@ -88,10 +90,11 @@ async def deliver_async(
     delivery = GivenDelivery(
         transaction(*events, attempt=attempt, types=types), resource, timeout, conn
     )
-    returned = function(delivery)
-    if not inspect.isawaitable(returned):
-        raise RuntimeError("the function is no async def: call it with deliver")
-    _require_done(await returned)
+    with handling(causing(delivery._transaction, MAX_HOPS)):
+        returned = function(delivery)
+        if not inspect.isawaitable(returned):
+            raise RuntimeError("the function is no async def: call it with deliver")
+        _require_done(await returned)
     _require_one_block(delivery)
     return delivery
 
@@ -124,7 +127,8 @@ def deliver_batch(
         timeout,
         conn,
     )
-    returned = _call(function, deliveries, "asyncio.to_thread(deliver_batch, …)")
+    with handling(Causing(None, MAX_HOPS)):
+        returned = _call(function, deliveries, "asyncio.to_thread(deliver_batch, …)")
     if returned is not None:
         raise value_returned("test", returned)
     for each in deliveries._members:
@@ -146,7 +150,7 @@ def handle(
     """
     found = transaction(*events, attempt=attempt, types=types)
     require_connection(conn)
-    with in_target(conn), conn.cursor() as cursor:
+    with in_target(conn), conn.cursor() as cursor, handling(causing(found, MAX_HOPS)):
         call("test", contained("callable", function), conn, found, cursor)
     return found
 

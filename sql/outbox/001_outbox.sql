@@ -1,5 +1,5 @@
 -- The transactional outbox and relay.publish, for databases that do not have an outbox of their own. Needs
--- source/001_source.sql.
+-- source/001_source.sql and source/003_causes.sql.
 
 create table if not exists public.outbox_message_t (
     id                  uuid primary key default gen_random_uuid(),
@@ -81,6 +81,8 @@ declare
     how_many    int;
     malformed   bigint;
     too_large   record;
+    -- What relay calls a handler of `publishes: true` with, in that transaction only.
+    cause       jsonb := nullif(current_setting('relay.cause', true), '');
 begin
     if jsonb_typeof(publish.events) is distinct from 'array' or jsonb_array_length(publish.events) = 0 then
         raise invalid_parameter_value using
@@ -130,7 +132,8 @@ begin
            event ->> 'event_type',
            coalesce((event ->> 'event_ts')::timestamptz, clock_timestamp()),
            event -> 'payload',
-           nullif(event -> 'metadata', 'null'),
+           case when cause is null then nullif(event -> 'metadata', 'null')
+                else relay.with_cause(event -> 'metadata', cause, ordinal) end,
            business_id,
            ordinal::int,
            how_many,
@@ -174,6 +177,7 @@ begin
     grant insert on public.outbox_message_t to relay_owner;
     -- To the role that calls it: a file of the source that is applied again takes the functions from PUBLIC.
     grant execute on function relay.max_event_bytes() to relay_owner;
+    grant execute on function relay.with_cause(jsonb, jsonb, bigint), relay.hops_of(jsonb) to relay_owner;
     grant create on schema relay to relay_owner;
     -- A function's new owner must have the right to create in its schema.
     alter function relay.publish(uuid, uuid, jsonb, uuid) owner to relay_owner;

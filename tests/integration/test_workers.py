@@ -206,7 +206,8 @@ def test_a_reply_is_published_with_the_completion(outbox: Outbox, lease: float |
     rows = outbox.conn.execute(
         "select host_id, payload ->> 'answer', metadata from outbox_message_t"
     ).fetchall()
-    assert rows == [(host(7), "kept", {"correlation_id": "c", "causation_id": "e1"})]
+    caused = {"correlation_id": "c", "causation_id": "e1", "hop_count": 1}
+    assert rows == [(host(7), "kept", caused)]
 
 
 def test_as_many_handlers_run_at_once_as_the_concurrency_says(outbox: Outbox) -> None:
