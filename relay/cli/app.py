@@ -24,6 +24,7 @@ from relay.cli.offsets import offsets
 from relay.cli.options import fail, out
 from relay.cli.publish import publish
 from relay.cli.queues import queue
+from relay.cli.readers import reader
 from relay.cli.retention import erase, partition, restore
 from relay.cli.schedules import schedule
 from relay.cli.service import console, demo, run
@@ -48,6 +49,7 @@ _ORDER = (
         "sink",
         "endpoint",
         "queue",
+        "reader",
         "schedule",
         "verify",
         "offsets",
@@ -77,6 +79,7 @@ app.add_typer(deferred, name="deferred")
 app.add_typer(sink, name="sink")
 app.add_typer(endpoint, name="endpoint")
 app.add_typer(queue, name="queue")
+app.add_typer(reader, name="reader")
 app.add_typer(schedule, name="schedule")
 app.add_typer(schema, name="schema")
 app.add_typer(spark, name="spark")

@@ -7,7 +7,6 @@ whoever had the name before is told from whoever has it.
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import select
@@ -15,7 +14,7 @@ import socket
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -36,6 +35,8 @@ _LONGEST_SKIP_SECONDS = 0.1
 """How long at most a reader waits after it has found only events that do not match."""
 _NOTE_SECONDS = 5.0
 """How often the position moves past events that do not match."""
+_SIGN_SECONDS = 60.0
+"""How often an idle reader says that it is in use: it could expire."""
 _LOOK_SECONDS = 0.1
 """From such a pause on, a reader asks whether there were transactions at all, which costs next to nothing."""
 _FIRST_OUTAGE_SECONDS, _LONGEST_OUTAGE_SECONDS = 0.2, 30.0
@@ -206,8 +207,7 @@ class ClaimedReader:
         self,
         dsn: str,
         name: str,
-        match: Mapping[str, Any],
-        start: str | None,
+        declaration: tuple[Any, ...] | None,
         upcast: Callable[[Event], Event] | None,
         page: int,
         poll: float,
@@ -219,7 +219,7 @@ class ClaimedReader:
         self.kind, self.commit_kind = kind, commit_kind
         self.executor: Executor | None = None
         self._dsn = dsn
-        self._declaration = None if start is None else (name, json.dumps(dict(match)), start)
+        self._declaration = declaration
         self._upcast = upcast
         self._most = page
         self._rows = min(page, _FIRST_ROWS)
@@ -317,7 +317,9 @@ class ClaimedReader:
         return page
 
     def _idle(self) -> None:
-        """Wait for something new."""
+        """Wait for something new, and say from time to time that the reader is in use."""
+        if time.monotonic() > self._noted + _SIGN_SECONDS:
+            self._advance(self._stored)
         if self._wait(self._pause, notified=True):
             # What relay has seen in the WAL may become visible a moment later.
             self._pause = min(_FIRST_PAUSE_SECONDS, self._poll)
@@ -504,7 +506,10 @@ class ClaimedReader:
                 "give the address of the server"
             )
         if self._declaration is not None:
-            self._execute("select relay.declare_reader(%s, %s::jsonb, %s)", self._declaration)
+            self._execute(
+                "select relay.declare_reader(%s, %s::jsonb, %s, %s::interval, %s::interval)",
+                self._declaration,
+            )
             # Once: a reader that is dropped meanwhile is not to begin again.
             self._declaration = None
 

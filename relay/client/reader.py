@@ -10,6 +10,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from datetime import timedelta
 from typing import Any
 
 from relay.client import sessions
@@ -26,6 +27,7 @@ __all__ = [
     "subscribe",
 ]
 
+_SHORTEST_LIMIT = timedelta(minutes=5)
 _ADVANCE = sessions.Statement(
     "select relay.advance(p.a->>'reader', p.a->>'position') from (select cast(cast(",
     " as text) as jsonb) as a) as p",
@@ -170,6 +172,8 @@ def subscribe(
     match: Mapping[str, Any] | None = None,
     start: str | None = "now",
     upcast: Callable[[Event], Event] | None = None,
+    expires: timedelta | None = None,
+    max_lag: timedelta | None = None,
     page: int = 1000,
     poll: float = 2.0,
     lease: float = 15.0,
@@ -182,8 +186,10 @@ def subscribe(
         await transaction.done()
 
     A reader that does not exist is declared, see `relay.declare_reader`, and begins at `start`: `now`, `beginning`, or
-    the `position` of a transaction. One that exists gets the `match`, and is not moved; with None as `start`, it has to
-    exist and keeps its match. `upcast` returns each event in its current version, such as `EventTypes.current`.
+    the `position` of a transaction. One that exists gets the `match`, `expires` and `max_lag`, and is not moved; with
+    None as `start`, it has to exist and keeps them. Retention keeps events for a reader until nobody has subscribed to
+    it for as long as it `expires`, or an unread event is older than its `max_lag`. `upcast` returns each event in its
+    current version, such as `EventTypes.current`.
 
     Transactions are read ahead in pages of about `page` events. Those that are not `done` when the process ends come
     again. An idle reader asks every `poll` seconds. Of several processes with one name, one reads, and the others stand
@@ -195,8 +201,12 @@ def subscribe(
             raise ValueError(f"{what}: must be {least} or more")
     if poll > lease / 2:
         raise ValueError("poll: must be at most half of lease")
+    for what, limit in (("expires", expires), ("max_lag", max_lag)):
+        if limit is not None and limit < _SHORTEST_LIMIT:
+            raise ValueError(f"{what}: must be at least five minutes")
+    declaration = None
+    if start is not None:
+        declaration = (name, json.dumps(dict(match or {})), start, expires, max_lag)
     return Subscription(
-        lambda *kinds: ClaimedReader(
-            dsn, name, match or {}, start, upcast, page, poll, lease, *kinds
-        )
+        lambda *kinds: ClaimedReader(dsn, name, declaration, upcast, page, poll, lease, *kinds)
     )

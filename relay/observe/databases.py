@@ -28,12 +28,14 @@ from relay.store import (
     clock,
     dead_letters,
     groups,
+    log_readers,
     presence,
     queues,
     schedules,
 )
 from relay.store.connections import Connection, connect, require_writable_by_default
 from relay.store.deferred import selection as deferred_selection
+from relay.store.log_readers import ReaderRow
 from relay.store.positions import sinks
 from relay.store.queues import QueueFigures
 from relay.store.schedules import ScheduleFigures
@@ -97,6 +99,7 @@ class Counted:
     dead: Mapping[tuple[str, str], int] | None = None
     queues: list[QueueFigures] | None = None
     schedules: list[ScheduleFigures] | None = None
+    readers: list[ReaderRow] | None = None
     at: datetime | None = None
     """When they were counted, by the target's clock."""
 
@@ -285,6 +288,7 @@ class Databases:
                 if_countable(dead_letters.count_by_handler, target, group),
                 if_countable(queues.figures, target, group),
                 if_countable(schedules.figures, source) if own else None,
+                if_countable(log_readers.listed, source) if own else None,
                 clock.present(target),
             )
 

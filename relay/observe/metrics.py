@@ -315,6 +315,13 @@ SERIES: Sequence[MetricFamily] = (
         "1 while the schedule has no next time, since relay does not understand what SQL declared.",
         "schedule",
     ),
+    # Readers
+    _gauge(
+        "relay_reader_lag_seconds",
+        "Age of the oldest event that the reader has not read, whether it matches or not; 0 without any.",
+        "reader",
+    ),
+    _gauge("relay_reader_given_up", "1 while retention keeps no events for the reader.", "reader"),
     # Spark
     _histogram(
         "relay_spark_job_duration_seconds",

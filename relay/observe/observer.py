@@ -199,6 +199,9 @@ class ServiceGauges:
             gauges["relay_schedule_overdue_seconds"][key] = schedule.overdue_seconds
             gauges["relay_schedule_paused"][key] = schedule.is_paused
             gauges["relay_schedule_stands_still"][key] = schedule.stands_still
+        for reader in counted.readers or ():
+            gauges["relay_reader_lag_seconds"][(reader.name,)] = reader.lag_seconds
+            gauges["relay_reader_given_up"][(reader.name,)] = reader.given_up_at is not None
 
     def _sink_bytes(self, gauges: Gauges, end: Lsn | None) -> None:
         target = self._databases.target_readings

@@ -55,6 +55,12 @@ _NOTE = """
 """
 
 
+_MAX_LAG = sql.SQL(
+    "(select l.max_lag from relay.log_readers as l"
+    " where (r.group_id, r.target, r.reader) = ('', 'relay.declare_reader', l.name))"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class OutboxReader:
     """A reader of the outbox. `unread_since` is the c_ts of its oldest unread row, None if it has read all rows.
@@ -68,6 +74,8 @@ class OutboxReader:
     noted_at: datetime
     given_up_at: datetime | None
     unread_since: datetime | None
+    max_lag: timedelta | None = None
+    """Its own limit, instead of `retention.max_lag`."""
 
     @property
     def name(self) -> str:
@@ -148,12 +156,14 @@ def readers(source: Connection, settings: Settings) -> list[OutboxReader]:
         select r.group_id, r.target, r.reader, r.noted_at, r.given_up_at,
                (select o.c_ts from {table} as o
                  where o.c_xid >= pg_snapshot_xmin(r.snapshot) and not pg_visible_in_snapshot(o.c_xid, r.snapshot)
-                 order by o.c_xid limit 1) as unread_since
+                 order by o.c_xid limit 1) as unread_since,
+               {max_lag} as max_lag
           from relay.readers as r where coalesce(r.outbox, {outbox}) = {outbox} order by 1, 2, 3
         """
     ).format(
         table=sql.Identifier(*settings.source.table_name),
         outbox=sql.Literal(settings.source.table),
+        max_lag=_MAX_LAG if settings.source.owns_table else sql.NULL,
     )
     with source.cursor(row_factory=class_row(OutboxReader)) as cursor:
         return cursor.execute(statement).fetchall()
@@ -175,15 +185,16 @@ def noted(source: Connection, group: str, outbox: str) -> list[tuple[str, Snapsh
 
 
 def lagging(
-    candidates: Sequence[OutboxReader], present: datetime, max_lag: timedelta
+    candidates: Sequence[OutboxReader], present: datetime, max_lag: timedelta | None
 ) -> list[OutboxReader]:
-    """Return the readers that have unread rows older than `max_lag` and are not given up."""
+    """Return the readers that are not given up, and have unread rows older than their own limit or else `max_lag`."""
     return [
         each
         for each in candidates
         if each.given_up_at is None
         and each.unread_since is not None
-        and each.unread_since < present - max_lag
+        and (limit := each.max_lag or max_lag) is not None
+        and each.unread_since < present - limit
     ]
 
 

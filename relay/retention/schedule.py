@@ -184,13 +184,16 @@ class Schedule(Recurring):
     def _rotate(self, source: Connection, target: Connection, noted: list[str]) -> None:
         of, present = self._settings.retention, self._clock(source)
         table = self._settings.source.table
+        if self._settings.source.owns_table:
+            with self._step("readers", source):
+                self._expire(source, target)
         given = partitions.retained(source, table)
         if given is None:
             return
         if given.every is not None:
             with self._step("creating partitions", source):
                 self._create_ahead(source, given.every, present)
-        if of.max_lag is not None and self._give_up(source, target, present):
+        if self._give_up(source, target, present):
             # The process that runs the reader stops it at its next turn, before events are removed.
             return
         if of.keep is None or (of.archive is not None and of.archive not in noted):
@@ -219,10 +222,17 @@ class Schedule(Recurring):
         if created:
             log.info("partitions created", extra={"partitions": ", ".join(created)})
 
+    def _expire(self, source: Connection, target: Connection) -> None:
+        """Give up the readers that have expired."""
+        for (name,) in source.execute("select relay.expire_readers()").fetchall():
+            actions.record(target, self._settings.group, "", "give up", "expires", {"reader": name})
+            log.warning(
+                "a reader has expired: events are no longer kept for it", extra={"reader": name}
+            )
+
     def _give_up(self, source: Connection, target: Connection, present: datetime) -> bool:
         """Give up the readers that lag by more than max_lag, except the archive; returns whether there were any."""
         of = self._settings
-        assert of.retention.max_lag is not None  # noqa: S101
         readers = reader_positions.readers(source, of)
         any_given_up = False
         for each in reader_positions.lagging(readers, present, of.retention.max_lag):

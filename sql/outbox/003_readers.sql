@@ -6,7 +6,10 @@ create table if not exists relay.log_readers (
     name       text        not null unique,
     owner      name        not null,
     match      jsonb       not null,
-    created_at timestamptz not null default now()
+    expires    interval,
+    max_lag    interval,
+    created_at timestamptz not null default now(),
+    expired_at timestamptz
 );
 
 comment on table relay.log_readers is
@@ -21,6 +24,12 @@ comment on column relay.log_readers.owner is
     'the role whose members may read and advance';
 comment on column relay.log_readers.match is
     'which events it gets: values, globs or lists of them by field or path; {}: all';
+comment on column relay.log_readers.expires is
+    'after how long without a sign of life retention no longer keeps events for it; null: never';
+comment on column relay.log_readers.max_lag is
+    'the age of an unread event from which on retention no longer keeps events for it; null: retention.max_lag';
+comment on column relay.log_readers.expired_at is
+    'when it expired; null while it has not';
 
 -- The newest row is the position. Appended, since a row that is updated in place is slower while anybody holds a snapshot.
 create table if not exists relay.log_positions (
@@ -104,9 +113,9 @@ begin
 end
 $$;
 
--- The reader, if the caller is a member of its owner, and where it is; an error otherwise.
+-- The reader, if the caller is a member of its owner, or of relay, and where it is; an error otherwise.
 create or replace function relay.log_reader(asked text, out reader bigint, out match jsonb, out number bigint,
-                                            out snapshot pg_snapshot, out given_up_at timestamptz)
+                                            out snapshot pg_snapshot, out given_up_at timestamptz, out expired_at timestamptz)
 language plpgsql stable set search_path = pg_catalog, pg_temp
 as $$
 declare
@@ -115,13 +124,16 @@ declare
 begin
     select * into found from relay.log_readers as r where r.name = asked;
     -- Nobody is told the names of others' readers.
-    if found.id is null or to_regrole(quote_ident(found.owner)) is null or not pg_has_role(caller, found.owner, 'member') then
+    if found.id is null or not (
+        to_regrole(quote_ident(found.owner)) is not null and pg_has_role(caller, found.owner, 'member')
+        or to_regrole('relay') is not null and pg_has_role(caller, 'relay', 'member')) then
         raise insufficient_privilege using
             message = format('relay: there is no reader %L of the role %s', asked, caller),
             hint = 'Declare it with relay.declare_reader, or be a member of the role that has declared it.';
     end if;
     reader := found.id;
     match := found.match;
+    expired_at := found.expired_at;
     select p.number, p.snapshot into number, snapshot
       from relay.log_positions as p where p.reader = found.id order by p.number desc limit 1;
     select r.given_up_at into given_up_at
@@ -157,9 +169,12 @@ begin
 end
 $$;
 
--- Declares a reader of the calling role; returns whether it is new. A second call sets its match, and does not move it.
--- From its commit on, retention keeps what it has not read, up to retention.max_lag.
-create or replace function relay.declare_reader(name text, match jsonb default '{}', start text default 'now') returns boolean
+-- Declares a reader of the calling role; returns whether it is new. A second call sets its match, "expires" and "max_lag", does not
+-- move it, and is a sign of life. From its commit on, retention keeps what it has not read, up to "max_lag", by default
+-- retention.max_lag, and until it has given no sign of life for as long as "expires" says. After that relay.read fails, until
+-- relay.seek says where it goes on; a reader that is expired for seven days is dropped.
+create or replace function relay.declare_reader(name text, match jsonb default '{}', start text default 'now',
+                                                expires interval default null, max_lag interval default null) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
@@ -171,12 +186,23 @@ begin
         raise invalid_parameter_value using message = 'relay.declare_reader: name must have 1 to 100 characters';
     end if;
     perform relay.match_condition(declare_reader.match);
-    insert into relay.log_readers (name, owner, match) values (declare_reader.name, caller, declare_reader.match)
+    -- Signs of life are given once a minute.
+    if declare_reader.expires < interval '5 minutes' or declare_reader.max_lag < interval '5 minutes' then
+        raise invalid_parameter_value using message = 'relay.declare_reader: expires and max_lag must be at least five minutes';
+    end if;
+    insert into relay.log_readers (name, owner, match, expires, max_lag)
+    values (declare_reader.name, caller, declare_reader.match, declare_reader.expires, declare_reader.max_lag)
         on conflict on constraint log_readers_name_key do nothing returning id into new_id;
     if new_id is null then
-        update relay.log_readers as r set match = declare_reader.match
-         where r.id = (select l.reader from relay.log_reader(declare_reader.name) as l)
-           and r.match <> declare_reader.match;
+        perform relay.log_reader(declare_reader.name);
+        update relay.log_readers as r
+           set match = declare_reader.match, expires = declare_reader.expires, max_lag = declare_reader.max_lag
+         where r.name = declare_reader.name
+           and (r.match, r.expires, r.max_lag)
+               is distinct from (declare_reader.match, declare_reader.expires, declare_reader.max_lag);
+        update relay.readers as r set noted_at = now()
+         where (r.group_id, r.target, r.reader) = ('', 'relay.declare_reader', declare_reader.name)
+           and r.noted_at < now() - interval '5 seconds';
         return false;
     end if;
     insert into relay.log_positions (reader, number, snapshot) values (new_id, (new_id << 32) + 1, first);
@@ -226,8 +252,9 @@ begin
     select * into its from relay.log_reader(read.reader);
     if its.given_up_at is not null then
         raise object_not_in_prerequisite_state using
-            message = format('relay.read: the reader %L was given up by retention (retention.max_lag) at %s, and events that '
-                             'it has not read may be gone', read.reader, its.given_up_at),
+            message = format('relay.read: the reader %L was given up by retention (%s) at %s, and events that it has not read '
+                             'may be gone', read.reader,
+                             case when its.expired_at is null then 'max_lag' else 'expires' end, its.given_up_at),
             hint = 'Say with relay.seek where it goes on.', constraint = 'relay_reader_given_up';
     end if;
     -- As relay.log_start: not on a standby, whose snapshots do not say what is in progress.
@@ -321,6 +348,26 @@ begin
            given_up_at = case when from_number is not null then r.given_up_at end
      where (r.group_id, r.target, r.reader) = ('', 'relay.declare_reader', move_reader.reader)
        and (from_number is null or r.noted_at < now() - interval '5 seconds');
+    if from_number is null then
+        update relay.log_readers as r set expired_at = null where r.id = its.reader and r.expired_at is not null;
+    end if;
+end
+$$;
+
+-- Gives up the readers that have expired, and drops those for which that is seven days ago; returns the names of those given up.
+create or replace function relay.expire_readers() returns setof text
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform relay.drop_reader(r.name) from relay.log_readers as r where r.expired_at < now() - interval '7 days';
+    return query
+        with given_up as (
+            update relay.readers as n set given_up_at = now()
+              from relay.log_readers as r
+             where (n.group_id, n.target, n.reader) = ('', 'relay.declare_reader', r.name)
+               and n.given_up_at is null and n.noted_at < now() - r.expires
+         returning r.id, r.name)
+        update relay.log_readers as r set expired_at = now() from given_up as g where g.id = r.id returning r.name;
 end
 $$;
 
@@ -422,21 +469,22 @@ begin
         raise notice 'relay: this role may not create roles; create relay_reader yourself, then run this file again';
     end;
     foreach each in array array['relay.match_condition(jsonb)', 'relay.log_reader(text)', 'relay.log_start(text)',
-                                'relay.move_reader(text, bigint, pg_snapshot)', 'relay.declare_reader(text, jsonb, text)',
+                                'relay.move_reader(text, bigint, pg_snapshot)', 'relay.declare_reader(text, jsonb, text, interval, interval)',
                                 'relay.read(text, int, text)', 'relay.advance(text, text)', 'relay.seek(text, text)',
                                 'relay.drop_reader(text)', 'relay.claim_reader(text)', 'relay.watch_log()',
-                                'relay.wake_readers()'] loop
+                                'relay.wake_readers()', 'relay.expire_readers()'] loop
         execute format('revoke all on function %s from public', each);
     end loop;
     if to_regrole('relay_reader') is not null then
         grant usage on schema relay to relay_reader;
-        grant execute on function relay.declare_reader(text, jsonb, text), relay.read(text, int, text), relay.advance(text, text),
+        grant execute on function relay.declare_reader(text, jsonb, text, interval, interval), relay.read(text, int, text), relay.advance(text, text),
                                   relay.seek(text, text), relay.drop_reader(text), relay.claim_reader(text), relay.watch_log()
             to relay_reader;
     end if;
     if to_regrole('relay') is not null then
         grant select on relay.log_readers, relay.log_positions to relay;
-        grant execute on function relay.wake_readers() to relay;
+        grant execute on function relay.wake_readers(), relay.expire_readers(), relay.seek(text, text),
+                                  relay.drop_reader(text) to relay;
     end if;
 end
 $$;
@@ -454,8 +502,8 @@ begin
                               relay.move_reader(text, bigint, pg_snapshot) to relay_owner;
     grant create on schema relay to relay_owner;
     -- A function's new owner must have the right to create in its schema.
-    foreach each in array array['declare_reader(text, jsonb, text)', 'read(text, int, text)', 'advance(text, text)',
-                                'seek(text, text)', 'drop_reader(text)', 'claim_reader(text)'] loop
+    foreach each in array array['declare_reader(text, jsonb, text, interval, interval)', 'read(text, int, text)', 'advance(text, text)',
+                                'seek(text, text)', 'drop_reader(text)', 'claim_reader(text)', 'expire_readers()'] loop
         execute format('alter function relay.%s owner to relay_owner', each);
     end loop;
     revoke create on schema relay from relay_owner;

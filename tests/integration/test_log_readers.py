@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -17,6 +19,7 @@ from psycopg.types.json import Jsonb
 from relay.retention import reader_positions
 from tests.outbox import Outbox
 from tests.postgres import start_server
+from tests.process import relay
 
 _HOST = uuid.uuid4()
 _Connection = psycopg.Connection[Any]
@@ -347,6 +350,87 @@ def test_each_role_has_its_own_readers(outbox: Outbox) -> None:
     finally:
         for role in roles:
             outbox.conn.execute(f"drop role {role}".encode())
+
+
+def test_a_reader_expires_without_signs_of_life(outbox: Outbox) -> None:
+    """It then fails until it is moved, and is dropped a week later; an advance or a declaration is a sign of life."""
+    expire = "select relay.expire_readers()"
+    outbox.conn.execute("select relay.declare_reader('other', expires => '5 minutes')")
+    outbox.conn.execute("select relay.declare_reader('r', expires => '10 minutes')")
+    older = "update relay.readers set noted_at = noted_at - interval '11 minutes'"
+    outbox.conn.execute(older.encode())
+    outbox.conn.execute("select relay.declare_reader('r', expires => '10 minutes')")
+    assert outbox.column(expire) == ["other"]
+    _publish(outbox.conn, 1)
+    outbox.conn.execute(older.encode())
+    _, position = _read(outbox.conn)
+    outbox.conn.execute("select relay.advance('r', %s)", (position,))
+    assert outbox.column(expire) == []
+    outbox.conn.execute(older.encode())
+    assert outbox.column(expire) == ["r"]
+    assert outbox.column(expire) == []
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match=r"retention \(expires\)"):
+        _read(outbox.conn)
+    outbox.conn.execute("select relay.seek('r', 'beginning')")
+    assert _drain(outbox.conn) == [1]
+    outbox.conn.execute("update relay.log_readers set expired_at = now() - interval '8 days'")
+    outbox.column(expire)
+    assert not outbox.column("select name from relay.log_readers")
+    for limit in ("expires", "max_lag"):
+        with pytest.raises(psycopg.errors.InvalidParameterValue, match="at least five minutes"):
+            outbox.conn.execute(f"select relay.declare_reader('r', {limit} => '1 s')".encode())
+
+
+def test_a_reader_has_its_own_max_lag(outbox: Outbox) -> None:
+    """Also where retention has none."""
+    settings = outbox.settings(retention={"keep": "1d"})
+    reader_positions.retain(outbox.conn, settings.source)
+    outbox.conn.execute("select relay.declare_reader('r', max_lag => '1 hour')")
+    outbox.conn.execute("select relay.declare_reader('patient')")
+    _publish(outbox.conn, 1)
+    found = [
+        each
+        for each in reader_positions.readers(outbox.conn, settings)
+        if each.target == "relay.declare_reader"
+    ]
+    present = datetime.now(UTC)
+    soon, later = present + timedelta(minutes=59), present + timedelta(minutes=62)
+    assert reader_positions.lagging(found, soon, None) == []
+    assert [each.reader for each in reader_positions.lagging(found, later, None)] == ["r"]
+    both = reader_positions.lagging(found, later, timedelta(minutes=1))
+    assert [each.reader for each in both] == ["patient", "r"]
+
+
+def test_commands_list_move_and_drop_readers(outbox: Outbox, tmp_path: Path) -> None:
+    """Whoever has declared them; each act is recorded."""
+    config = str(outbox.config_file(tmp_path / "relay.yaml"))
+    with psycopg.connect(outbox.dsn, autocommit=True) as conn:
+        conn.execute(
+            "select relay.declare_reader('r', '{\"event_type\": \"a\"}', expires => '1 day')"
+        )
+        _publish(conn, 1)
+        claimed = conn.execute("select relay.claim_reader('r')").fetchall()
+        (found,) = json.loads(relay("reader", "list", "-c", config, "--json").stdout)
+        assert (found["name"], found["pid"], found["expires"]) == (
+            "r",
+            conn.info.backend_pid,
+            86400,
+        )
+        assert (found["position"], found["match"]) == (claimed[0][0], {"event_type": "a"})
+        assert found["lag_seconds"] > 0
+        shown = relay("reader", "show", "r", "-c", config).stdout
+        assert "after 1 day" in shown
+        done = relay("reader", "seek", "r", "-c", config, "--to", "now", "--yes")
+        assert done.stdout == "reader r is moved to now\n", done.stderr
+        refused = relay("reader", "seek", "r", "-c", config, "--to", "noon", "--yes")
+        assert (refused.returncode, "neither now" in refused.stderr) == (2, True), refused.stderr
+        assert relay("reader", "drop", "r", "-c", config, "--yes").stdout == "reader r is dropped\n"
+        unknown = relay("reader", "drop", "r", "-c", config, "--yes")
+        assert "the outbox has no reader 'r' (it has none)" in unknown.stderr
+    assert outbox.column("select action from relay.actions order by id") == [
+        "reader seek",
+        "reader drop",
+    ]
 
 
 def test_retention_keeps_what_is_not_read_until_it_gives_up(outbox: Outbox) -> None:

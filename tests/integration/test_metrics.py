@@ -39,6 +39,7 @@ def test_what_relay_does_is_in_a_scrape(outbox: Outbox, tmp_path: Path) -> None:
     outbox.conn.execute(
         "select relay.declare_schedule('late', %s, at => '2999-01-01')", (Jsonb(template),)
     )
+    outbox.conn.execute("select relay.declare_reader('billing')")
     with Webhook() as webhook:
         config = outbox.config_file(tmp_path / "relay.yaml", **posting(webhook), **observing(port))
         with running(config) as service:
@@ -60,6 +61,8 @@ def test_what_relay_does_is_in_a_scrape(outbox: Outbox, tmp_path: Path) -> None:
             wait_until(lambda: value("relay_sink_attached", sink=HOOK) == 1, 30)
             wait_until(lambda: value("relay_target_lag_events") == 0, 30)
             wait_until(lambda: value("relay_schedule_missed", schedule="late") == 0, 30)
+            wait_until(lambda: (value("relay_reader_lag_seconds", reader="billing") or 0) > 0, 30)
+            assert value("relay_reader_given_up", reader="billing") == 0
             found = Scrape(port)
             assert value("relay_transactions_total", engine="inline") == 21
             fault = "CheckViolation 23514"

@@ -439,6 +439,17 @@ def test_relay_queue_dead(running_shop: Shop) -> None:
 
 
 @pytest.mark.rare
+def test_relay_reader_given_up(running_shop: Shop) -> None:
+    with psycopg.connect(running_shop.source, autocommit=True) as conn:
+        conn.execute("select relay.declare_reader('billing')")
+        try:
+            conn.execute("update relay.readers set given_up_at = now() where reader = 'billing'")
+            running_shop.run_book("RelayReaderGivenUp")
+        finally:
+            conn.execute("select relay.drop_reader('billing')")
+
+
+@pytest.mark.rare
 def test_relay_schedule_missed(running_shop: Shop) -> None:
     """A schedule that SQL has declared, and relay does not understand."""
     with psycopg.connect(running_shop.source, autocommit=True) as conn:
@@ -606,6 +617,7 @@ def test_each_alert_has_its_runbook() -> None:
             "RelayQueueOld",
             "RelayQueueDead",
             "RelayScheduleMissed",
+            "RelayReaderGivenUp",
             "RelayDeferredOld",
             "RelayPolling",
             "RelayHandlerStopped",

@@ -1,0 +1,67 @@
+"""The readers of `relay.declare_reader`: their rows in the source, and the functions that move and drop them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import psycopg
+from psycopg.rows import class_row
+
+_LISTED = """
+    select r.name, r.owner, r.match, r.expires, r.max_lag, r.created_at, p.moved_at,
+           p.number || '/' || p.snapshot as position, h.given_up_at,
+           (select max(l.pid) from pg_locks as l
+             where l.locktype = 'advisory' and l.classid = x'72647263'::int::oid and l.objid = (r.id %% 2147483648)::oid
+               and l.objsubid = 2 and l.granted
+               and l.database = (select d.oid from pg_database as d where d.datname = current_database())) as pid,
+           coalesce(extract(epoch from clock_timestamp() - unread.c_ts), 0)::float8 as lag_seconds
+      from relay.log_readers as r
+      join lateral (select * from relay.log_positions as n
+                     where n.reader = r.id order by n.number desc limit 1) as p on true
+      join relay.readers as h on (h.group_id, h.target, h.reader) = ('', 'relay.declare_reader', r.name)
+      left join lateral (
+          select coalesce((to_jsonb(o) ->> 'c_ts')::timestamptz, o.event_ts) as c_ts from public.outbox_message_t as o
+           where o.c_xid >= pg_snapshot_xmin(p.snapshot) and not pg_visible_in_snapshot(o.c_xid, p.snapshot)
+           order by o.c_xid limit 1) as unread on true
+     where %(name)s::text is null or r.name = %(name)s
+     order by r.name
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderRow:
+    """A reader, and where it is. `pid` is the server's process for the session that has claimed it, if there is one.
+
+    `lag_seconds` is the age of the oldest event that it has not read, whether it matches or not; 0 without any.
+    """
+
+    name: str
+    owner: str
+    match: Mapping[str, Any]
+    expires: timedelta | None
+    max_lag: timedelta | None
+    created_at: datetime
+    moved_at: datetime
+    position: str
+    given_up_at: datetime | None
+    pid: int | None
+    lag_seconds: float
+
+
+def listed(source: psycopg.Connection[Any], name: str | None = None) -> list[ReaderRow]:
+    """Read all readers, or the one of a name. Raises psycopg.Error."""
+    with source.cursor(row_factory=class_row(ReaderRow)) as cursor:
+        return cursor.execute(_LISTED, {"name": name}).fetchall()
+
+
+def seek(source: psycopg.Connection[Any], name: str, to: str) -> None:
+    """Move a reader to `now`, `beginning` or a position. Raises psycopg.Error."""
+    source.execute("select relay.seek(%s, %s)", (name, to))
+
+
+def drop(source: psycopg.Connection[Any], name: str) -> None:
+    """Drop a reader. Raises psycopg.Error."""
+    source.execute("select relay.drop_reader(%s)", (name,))
