@@ -9,11 +9,9 @@ event is handled has a `hop_count`, one more than that of the event, and is refu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 CORRELATION, CAUSATION, HOPS = "correlation_id", "causation_id", "hop_count"
@@ -21,9 +19,6 @@ CORRELATION, CAUSATION, HOPS = "correlation_id", "causation_id", "hop_count"
 MAX_HOPS = 32
 _MOST_HOPS = 10**9
 """More are not counted: somebody else wrote the number."""
-
-Identified = tuple[str | None, Any]
-"""The id of an event, and its metadata as JSON has them."""
 
 
 def hops_of(metadata: Any) -> int:
@@ -36,8 +31,10 @@ def hops_of(metadata: Any) -> int:
     return int(min(count, _MOST_HOPS))
 
 
-def caused_by(event_id: str | None, metadata: Any) -> dict[str, Any]:
-    """Return what the metadata of an event say that another one, with these metadata, causes."""
+def caused_by(event: Any) -> dict[str, Any]:
+    """Return what the metadata of an event say that `event`, of a handler or of a message, causes."""
+    given = getattr(event, "event_id", None) or event.id
+    event_id, metadata = None if given is None else str(given), _metadata_of(event)
     known = metadata if isinstance(metadata, Mapping) else {}
     correlation = known.get(CORRELATION)
     return {
@@ -47,24 +44,38 @@ def caused_by(event_id: str | None, metadata: Any) -> dict[str, Any]:
     }
 
 
-@dataclass
+def _metadata_of(event: Any) -> Any:
+    try:
+        return event.metadata
+    except ValueError:
+        return None  # a column of text has no JSON
+
+
 class Causing:
-    """What users' code is called with. `events` returns its events; None: many, so each published one says which."""
+    """What users' code is called with: `events`, or None if they are many, so that each published one says which."""
 
-    events: Callable[[], Iterable[Identified]] | None
-    max_hops: int
+    __slots__ = ("_found", "events", "max_hops")
 
-    @cached_property
+    def __init__(self, events: Iterable[Any] | None, max_hops: int) -> None:
+        self.events = events
+        self.max_hops = max_hops
+        self._found: Mapping[str, Any] | None = None
+
+    def begin(self, events: Iterable[Any]) -> None:
+        """Note what the code is called with next."""
+        self.events, self._found = events, None
+
+    @property
     def metadata(self) -> Mapping[str, Any] | None:
         """What the metadata of a published event say; None where that is for the event to say.
 
-        The cause is the event with the most hops, the first of these, so that no loop is missed. Read when something
-        is published, so that others pay nothing.
+        The cause is the event with the most hops, the first of these, so that no loop is missed. The events are read
+        when something is published, so that others pay nothing.
         """
-        if self.events is None:
-            return None
-        found = max(self.events(), key=lambda each: hops_of(each[1]), default=None)
-        return None if found is None else caused_by(*found)
+        if self.events is not None and self._found is None:
+            cause = max(self.events, key=lambda each: hops_of(_metadata_of(each)), default=None)
+            self._found = None if cause is None else caused_by(cause)
+        return self._found
 
 
 _CURRENT: ContextVar[Causing | None] = ContextVar("relay_causing", default=None)
@@ -81,10 +92,10 @@ def begin(causing: Causing) -> None:
 
 
 @contextmanager
-def handling(causing: Causing) -> Iterator[None]:
-    """Note what the code in the block is called with."""
+def handling(causing: Causing) -> Iterator[Causing]:
+    """Note what the code in the block is called with; yields it."""
     token = _CURRENT.set(causing)
     try:
-        yield
+        yield causing
     finally:
         _CURRENT.reset(token)

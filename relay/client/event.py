@@ -42,5 +42,4 @@ def caused_by(event: Any) -> dict[str, Any]:
     event of the chain, `causation_id` the id of this one, `hop_count` one more than its own. `Outbox.publish` adds them
     by itself in code that relay or a worker calls for one business transaction.
     """
-    event_id = getattr(event, "event_id", None) or event.id
-    return causes.caused_by(None if event_id is None else str(event_id), event.metadata)
+    return causes.caused_by(event)

@@ -143,7 +143,7 @@ class Handling:
 
     def causing(self, message: Message) -> Causing:
         """Return what a handler is called for, for what it publishes."""
-        return Causing(lambda: [(message.event_id, message.metadata)], self.outbox.max_hops)
+        return Causing([message], self.outbox.max_hops)
 
     def extension(self, message: LeasedMessage) -> tuple[Statement, str]:
         """Return the statement that prolongs a lease, and its parameter."""

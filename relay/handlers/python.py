@@ -8,12 +8,12 @@ from typing import Any
 import psycopg
 from psycopg.pq import TransactionStatus
 
-from relay.causes import handling
+from relay.causes import Causing, handling
 from relay.config.handlers import PythonHandler
 from relay.config.imports import load
 from relay.faults import TransactionAborted, transaction_ended
 from relay.handlers import causes
-from relay.model.events import Transaction, causing
+from relay.model.events import Transaction
 from relay.model.transactions import Routed
 from relay.store.connections import Connection
 from relay.store.handler_sessions import is_open
@@ -48,13 +48,13 @@ class Python:
         factories = conn.row_factory, conn.cursor_factory
         cursor = conn.cursor()
         try:
-            for transaction in routed:
-                if cursor.closed:
-                    cursor = conn.cursor()
-                cause = causing(transaction, self._max_hops)
-                if self._publishes:
-                    causes.begin(conn, cause)
-                with handling(cause):
+            with handling(Causing((), self._max_hops)) as causing:
+                for transaction in routed:
+                    if cursor.closed:
+                        cursor = conn.cursor()
+                    causing.begin(transaction.events)
+                    if self._publishes:
+                        causes.begin(conn, causing)
                     call(self.name, self._function, conn, transaction, cursor)
             if self._publishes:
                 causes.end(conn)

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any, LiteralString, NamedTuple, Protocol
 from uuid import UUID
 
-from relay.causes import Causing, Identified
 from relay.model import exact_json
 from relay.model import headers as header_fields
 
@@ -384,15 +383,3 @@ class Transaction:
 
     def __len__(self) -> int:
         return len(self.events)
-
-
-def causing(transaction: Transaction, max_hops: int) -> Causing:
-    """Return what the events that users' code publishes for a transaction are caused by."""
-    return Causing(lambda: map(_identified, transaction.events), max_hops)
-
-
-def _identified(event: Event) -> Identified:
-    try:
-        return event.text("id"), event.metadata
-    except ValueError:
-        return event.text("id"), None  # a column of text has no JSON

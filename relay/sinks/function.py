@@ -26,7 +26,7 @@ from relay.faults import (
 )
 from relay.logs import RepeatedLines
 from relay.model import trace_context
-from relay.model.events import Event, Events, Headers, Transaction, causing
+from relay.model.events import Event, Events, Headers, Transaction
 from relay.sinks import ATTEMPT, Attempt, Target, cloudevents, function_calls
 from relay.sinks.brokers import Shared
 from relay.sinks.function_calls import Call, Calls, Held, LoopCalls, ThreadCalls, contained
@@ -330,7 +330,7 @@ class Function:
     def _causing(self, transaction: Transaction | None) -> Causing:
         """What a call is for, for what it publishes; None: many transactions."""
         most = MAX_HOPS if self._target is None else self._target.max_hops
-        return Causing(None, most) if transaction is None else causing(transaction, most)
+        return Causing(None if transaction is None else transaction.events, most)
 
     async def _resource(self) -> Any:
         """What `open` has opened, None without it. Raises Undelivered."""

@@ -21,7 +21,7 @@ from relay.event_types.registry import EventTypes
 from relay.event_types.upcasting import Upcasting
 from relay.faults import ConfigurationError, transaction_ended
 from relay.handlers.python import call
-from relay.model.events import Transaction, causing
+from relay.model.events import Transaction
 from relay.model.transactions import Routed
 from relay.model.tuples import RowDecoder
 from relay.sinks import Attempt
@@ -71,7 +71,7 @@ def deliver(
     delivery = GivenDelivery(
         transaction(*events, attempt=attempt, types=types), resource, timeout, conn
     )
-    with handling(causing(delivery._transaction, MAX_HOPS)):
+    with handling(Causing(delivery.events, MAX_HOPS)):
         _call(function, delivery, "deliver_async(…)")
     _require_one_block(delivery)
     return delivery
@@ -90,7 +90,7 @@ async def deliver_async(
     delivery = GivenDelivery(
         transaction(*events, attempt=attempt, types=types), resource, timeout, conn
     )
-    with handling(causing(delivery._transaction, MAX_HOPS)):
+    with handling(Causing(delivery.events, MAX_HOPS)):
         returned = function(delivery)
         if not inspect.isawaitable(returned):
             raise RuntimeError("the function is no async def: call it with deliver")
@@ -150,7 +150,7 @@ def handle(
     """
     found = transaction(*events, attempt=attempt, types=types)
     require_connection(conn)
-    with in_target(conn), conn.cursor() as cursor, handling(causing(found, MAX_HOPS)):
+    with in_target(conn), conn.cursor() as cursor, handling(Causing(found.events, MAX_HOPS)):
         call("test", contained("callable", function), conn, found, cursor)
     return found
 

@@ -118,6 +118,13 @@ begin
         end if;
     end if;
 
+    if cause is not null then
+        -- Not in the INSERT, which would be planned at each call.
+        select jsonb_agg(event || jsonb_build_object('metadata', relay.with_cause(event -> 'metadata', cause, ordinal))
+                         order by ordinal) into publish.events
+          from jsonb_array_elements(publish.events) with ordinality as element (event, ordinal);
+    end if;
+
     how_many := jsonb_array_length(publish.events);
 
     insert into public.outbox_message_t (
@@ -132,8 +139,7 @@ begin
            event ->> 'event_type',
            coalesce((event ->> 'event_ts')::timestamptz, clock_timestamp()),
            event -> 'payload',
-           case when cause is null then nullif(event -> 'metadata', 'null')
-                else relay.with_cause(event -> 'metadata', cause, ordinal) end,
+           nullif(event -> 'metadata', 'null'),
            business_id,
            ordinal::int,
            how_many,
