@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import psycopg
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable, first_line, refused_for_good
 from relay.store import migrations
-from relay.store.connections import Connection, Dsn, connect
+from relay.store.connections import Connection, Dsn, connect, connect_pooled, settled
 from relay.store.session_settings import SessionKind
 
 LOCK_TIMEOUT = "10s"
@@ -29,17 +29,22 @@ class TableLocked(Unreachable):
 
 @contextmanager
 def reach(
-    dsn: Dsn, key: str, kind: SessionKind = SessionKind.OWN, bounded: bool = False
+    dsn: Dsn,
+    key: str,
+    kind: SessionKind = SessionKind.OWN,
+    bounded: bool = False,
+    pooled: bool = False,
 ) -> Iterator[Connection]:
     """Open a connection. Raises ConfigurationError with the server's message and the configuration key.
 
     Raises Unreachable where waiting may help, also if the connection is lost later, and TableLocked; ConfigurationError
     too where a pooler does not keep one session of the server for it. Statements of handlers are checked in a session
-    of the `kind` in which they run. `bounded` statements wait for a lock for LOCK_TIMEOUT.
+    of the `kind` in which they run. `bounded` statements wait for a lock for LOCK_TIMEOUT. With `pooled` the block is
+    one database transaction, for which any pooler will do.
     """
     try:
-        conn = connect(dsn, kind)
-        if bounded:
+        conn = connect_pooled(dsn) if pooled else connect(dsn, kind)
+        if bounded and not pooled:
             conn.execute(_BOUNDED)
     except psycopg.OperationalError as error:
         first = first_line(error).removeprefix("connection failed: ").removeprefix(f"{key}: ")
@@ -52,7 +57,8 @@ def reach(
         ) from None
     with conn:
         try:
-            yield conn
+            with settled(conn, {"lock_timeout": LOCK_TIMEOUT}) if pooled else nullcontext():
+                yield conn
         except psycopg.errors.LockNotAvailable as error:
             raise TableLocked(
                 f"{key}: a table is locked by another session ({first_line(error)}): end that session, which `relay "
@@ -72,9 +78,9 @@ def source_sides(settings: Settings) -> tuple[migrations.Side, ...]:
 
 
 @contextmanager
-def reach_source(settings: Settings) -> Iterator[Connection]:
+def reach_source(settings: Settings, pooled: bool = False) -> Iterator[Connection]:
     """Open a connection to the source. Raises ConfigurationError unless it has this program's schema."""
-    with reach(settings.source_dsn, "source.dsn", bounded=True) as conn:
+    with reach(settings.source_dsn, "source.dsn", bounded=True, pooled=pooled) as conn:
         require_schema(conn, settings)
         yield conn
 
@@ -86,9 +92,9 @@ def require_schema(source: Connection, settings: Settings) -> None:
 
 
 @contextmanager
-def reach_target(settings: Settings) -> Iterator[Connection]:
+def reach_target(settings: Settings, pooled: bool = False) -> Iterator[Connection]:
     """Open a connection to the target. Raises ConfigurationError unless it has this program's schema."""
-    with reach(settings.target_dsn, "target.dsn", bounded=True) as conn:
+    with reach(settings.target_dsn, "target.dsn", bounded=True, pooled=pooled) as conn:
         migrations.require(conn, "target", "target.dsn")
         yield conn
 

@@ -1,4 +1,4 @@
-"""Lists schedules and acts on them, while relay runs or not: `relay schedule`."""
+"""Lists schedules and acts on them, while relay runs or not, also through a pooler: `relay schedule`."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def listed(settings: Settings, after: str = "", limit: int | None = None) -> lis
     Raises ConfigurationError, psycopg.Error.
     """
     _require_own_outbox(settings)
-    with reach_source(settings) as source:
+    with reach_source(settings, pooled=True) as source:
         return schedules.listed(source, after, limit)
 
 
 def upcoming(settings: Settings, name: str, count: int) -> tuple[ScheduleRow, list[datetime]]:
     """Read a schedule, and compute its next times. Raises UnknownSchedule, ConfigurationError, psycopg.Error."""
     _require_own_outbox(settings)
-    with reach_source(settings) as source:
+    with reach_source(settings, pooled=True) as source:
         found = schedules.named(source, name)
         if found is None:
             raise _unknown(source, name)
@@ -82,7 +82,7 @@ def run_now(settings: Settings, name: str, reason: str | None) -> UUID:
 def run(settings: Settings, stop: Event) -> None:
     """Publish what is due until `stop` is set. Raises RelayError if that cannot go on."""
     _require_own_outbox(settings)
-    with reach_source(settings):
+    with reach_source(settings, pooled=True):
         pass
     ticker = Ticker(settings, stop.set)
     with closing(ticker):
@@ -96,7 +96,10 @@ def run(settings: Settings, stop: Event) -> None:
 def _acting(settings: Settings) -> Iterator[tuple[Connection, Connection]]:
     """Open connections to source and target: nothing is done that the target cannot record."""
     _require_own_outbox(settings)
-    with reach_target(settings) as target, reach_source(settings) as source:
+    with (
+        reach_target(settings, pooled=True) as target,
+        reach_source(settings, pooled=True) as source,
+    ):
         yield source, target
 
 

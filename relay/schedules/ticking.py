@@ -18,7 +18,7 @@ from relay.faults import ConfigurationError, first_line, is_transient
 from relay.runtime.parts import SOON_SECONDS, Condition, Recurring
 from relay.schedules.steps import step
 from relay.store import locks, schedules
-from relay.store.connections import SHORT_TIMEOUTS, Connection, connect
+from relay.store.connections import SHORT_TIMEOUTS, Connection, connect_pooled, settled
 from relay.store.groups import APPLICATION_NAME
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ _RETRY_SECONDS = 60.0
 class Ticker(Recurring):
     """Declares the schedules of the configuration, and publishes what is due, with a connection of its own.
 
+    A pooler that gives each transaction to another session of the server will do.
     `failed` is called once, with `error` set, if the database refuses a schedule of the configuration.
     """
 
@@ -64,7 +65,9 @@ class Ticker(Recurring):
         try:
             if self._conn is None:
                 dsn = self._settings.source_dsn
-                self._conn = connect(dsn, application_name=APPLICATION_NAME, **SHORT_TIMEOUTS)
+                self._conn = connect_pooled(
+                    dsn, application_name=APPLICATION_NAME, **SHORT_TIMEOUTS
+                )
             if not self._has_declared:
                 self._declare(self._conn)
             return self._tick(self._conn)
@@ -78,7 +81,8 @@ class Ticker(Recurring):
             raise
 
     def _declare(self, conn: Connection) -> None:
-        changed, gone = declare(conn, self._settings)
+        with settled(conn):
+            changed, gone = declare(conn, self._settings)
         self._has_declared = True
         if changed:
             log.info("schedules declared", extra={"schedules": ", ".join(changed)})
@@ -89,14 +93,18 @@ class Ticker(Recurring):
             )
 
     def _tick(self, conn: Connection) -> float:
-        wait, has_moved = schedules.wait(conn), False
-        if wait == 0:
-            for each in schedules.due(conn):
+        has_moved = False
+        with settled(conn):
+            wait = schedules.wait(conn)
+            due = schedules.due(conn) if wait == 0 else []
+        if due:
+            for each in due:
                 if self.stopping.is_set():
                     break
                 if self._refused.get(each.name, 0.0) <= time.monotonic():
                     has_moved |= self._publish(conn, each)
-            wait = schedules.wait(conn)
+            with settled(conn):
+                wait = schedules.wait(conn)
         if not self._refused:
             self.condition.works()
         if wait == 0:
@@ -115,7 +123,8 @@ class Ticker(Recurring):
                 extra={"schedule": schedule.name, "fault": to_do.fault},
             )
         try:
-            ticked = schedules.tick(conn, schedule, to_do)
+            with settled(conn):
+                ticked = schedules.tick(conn, schedule, to_do)
         except psycopg.Error as error:
             if (
                 conn.broken

@@ -138,9 +138,8 @@ class _Pool(Pool):
                 raise
 
 
-_session_settings: ContextVar[Mapping[str, str]] = ContextVar(
-    "session_settings", default=MappingProxyType({})
-)
+_NO_MORE: Mapping[str, str] = MappingProxyType({})
+_session_settings: ContextVar[Mapping[str, str]] = ContextVar("session_settings", default=_NO_MORE)
 
 
 class _LsnDumper(Dumper):
@@ -206,6 +205,43 @@ def connect(
         conn.close()
         raise
     return conn
+
+
+def connect_pooled(dsn: Dsn, **options: Any) -> psycopg.Connection[Any]:
+    """Open a connection in autocommit mode, of which a pooler may give each transaction to another session.
+
+    Its statements run in `settled`: nothing is left in sessions that others use, too. Raises psycopg.OperationalError,
+    and ConfigurationError as `connect` does.
+    """
+    conn = _opened_noting(dsn, psycopg.connect, **{**_OPTIONS, **options})
+    try:
+        if leads_to_pooler(conn):
+            conn.prepare_threshold = None
+            conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+        else:
+            settings = session_settings.statements(SessionKind.OWN, _session_settings.get())
+            session_settings.apply(conn, settings)
+    except BaseException:
+        conn.close()
+        raise
+    return conn
+
+
+@contextmanager
+def settled(conn: psycopg.Connection[Any], more: Mapping[str, str] = _NO_MORE) -> Iterator[None]:
+    """Run a block with the settings of relay's own sessions, and `more`, on a connection of `connect_pooled`.
+
+    Behind a pooler, or with `more`, the block is one database transaction. Raises psycopg.Error.
+    """
+    # Nothing is prepared where a pooler exchanges sessions.
+    if conn.prepare_threshold is not None and not more:
+        yield
+        return
+    settings = {**more, **_session_settings.get()}
+    with conn.transaction():
+        local = session_settings.statements(SessionKind.OWN, settings, local=True)
+        session_settings.apply(conn, local)
+        yield
 
 
 def require_writable(conn: psycopg.Connection[Any]) -> None:

@@ -39,7 +39,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from itertools import starmap
 from types import MappingProxyType
 from typing import Any
 
@@ -144,25 +143,26 @@ def statements(
     more: Mapping[str, str] = _NONE,
     defaults: Mapping[str, str] = _NONE,
     durable: bool = True,
+    local: bool = False,
 ) -> bytes:
     """Return the statements, for one round trip, that give a session its settings.
 
     `more` are pinned too; `defaults` are set where the user has set nothing (0). Without `durable`, a crash of the
-    server may lose what the session commits.
+    server may lose what the session commits. `local` ones end with the open transaction.
     """
-    calls = [*starmap(_pin, PINNED[kind].items()), *starmap(_set, more.items())]
-    calls += starmap(_default, defaults.items())
+    calls = [_pin(*each, local) for each in PINNED[kind].items()]
+    calls += [_set(*each, local) for each in more.items()]
+    calls += [_default(*each, local) for each in defaults.items()]
     if durable:
-        calls.append(sql.SQL(_DURABLE).format(_set("synchronous_commit", "on")))
+        calls.append(sql.SQL(_DURABLE).format(_set("synchronous_commit", "on", local)))
     else:
-        calls.append(_set("synchronous_commit", "off"))
+        calls.append(_set("synchronous_commit", "off", local))
+    scope = "local " if local else ""
     # The first ones decide whose functions and operators the last one calls, and how long it may take.
-    unlimited = "set statement_timeout = 0; " if kind is SessionKind.OWN else ""
-    return (
-        sql.SQL(_PIN_PATH + "; " + unlimited + "select {}")
-        .format(sql.SQL(", ").join(calls))
-        .as_bytes(None)
-    )
+    first = f"set {scope}search_path = {SEARCH_PATH}; "
+    if kind is SessionKind.OWN:
+        first += f"set {scope}statement_timeout = 0; "
+    return (sql.SQL(first + "select {}").format(sql.SQL(", ").join(calls))).as_bytes(None)
 
 
 def apply(conn: psycopg.Connection[Any], settings: bytes) -> None:
@@ -180,20 +180,20 @@ def apply(conn: psycopg.Connection[Any], settings: bytes) -> None:
         ) from None
 
 
-def _set(name: str, value: str) -> sql.Composed:
-    return sql.SQL("set_config({}, {}, false)").format(name, value)
+def _set(name: str, value: str, local: bool) -> sql.Composed:
+    return sql.SQL("set_config({}, {}, {})").format(name, value, local)
 
 
-def _pin(name: str, value: str) -> sql.Composed:
+def _pin(name: str, value: str, local: bool) -> sql.Composed:
     """Set one that differs: older servers lack some, and to set one may need rights even where it changes nothing."""
     return sql.SQL("case when current_setting({}, true) <> {} then {} end").format(
-        name, value, _set(name, value)
+        name, value, _set(name, value, local)
     )
 
 
-def _default(name: str, value: str) -> sql.Composed:
+def _default(name: str, value: str, local: bool) -> sql.Composed:
     return sql.SQL("case when current_setting({}) = '0' then {} end").format(
-        name, _set(name, value)
+        name, _set(name, value, local)
     )
 
 

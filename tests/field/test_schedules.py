@@ -21,6 +21,7 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
+from relay.admin import schedules as admin
 from relay.client import Event
 from relay.client.schedule import EventSchedule, drop_schedule, drop_schedule_async
 from relay.config.settings import Settings
@@ -232,8 +233,8 @@ def declare(outbox: Outbox, **more: Any) -> None:
     )
 
 
-def turn(outbox: Outbox) -> None:
-    ticker = Ticker(outbox.settings())
+def turn(outbox: Outbox, settings: Settings | None = None) -> None:
+    ticker = Ticker(settings or outbox.settings())
     try:
         ticker.turn()
     finally:
@@ -403,6 +404,43 @@ def test_ordinary_work_leaves_no_error_in_the_servers_log(server: Server, outbox
         wait_until(lambda: outbox.column("select 1 from relay.schedules") == [])
     written = server.cluster.log.read_bytes()[before:].decode(errors="replace")
     assert [line for line in written.splitlines() if "ERROR" in line or "FATAL" in line] == []
+
+
+def test_instances_publish_through_pgbouncer(outbox: Outbox) -> None:
+    """In transaction mode each statement may have another session of the server."""
+    with pooled(outbox.dsn, sessions=2) as dsn:
+        source = {**outbox.config()["source"], "dsn": dsn}
+        settings = outbox.settings(
+            source=source, schedules={"often": {"every": "1s", "publish": EVENT}}
+        )
+        with ticking(settings, 3) as tickers:
+            # So often that statements would be prepared.
+            wait_until(
+                lambda: outbox.column("select published > 6 from relay.schedules") == [True], 60
+            )
+            assert [each.conditions[0].fault for each in tickers] == [None] * 3
+    times = outbox.column("select metadata ->> 'scheduled_at' from outbox_message_t")
+    assert len(times) == len(set(times))
+
+
+def test_the_commands_work_through_pgbouncer(outbox: Outbox) -> None:
+    declare(outbox, every="1 h")
+    with pooled(outbox.dsn) as dsn:
+        settings = outbox.settings(source={**outbox.config()["source"], "dsn": dsn})
+        for _ in range(8):
+            assert [each.name for each in admin.listed(settings)] == ["often"]
+            assert len(admin.upcoming(settings, "often", 3)[1]) == 3
+            assert admin.pause(settings, "often", True, "rest")
+            assert admin.pause(settings, "often", False, None)
+            admin.run_now(settings, "often", None)
+        turn(outbox, settings)
+        # Nothing is left in the sessions, which others use, too.
+        with psycopg.connect(dsn, autocommit=True) as other:
+            for _ in range(4):
+                left = other.execute("select name from pg_settings where source = 'session'")
+                assert {"search_path", "lock_timeout"}.isdisjoint(name for (name,) in left)
+    assert outbox.value("select count(*) from outbox_message_t") == 8
+    assert outbox.value("select count(*) from relay.actions") == 24
 
 
 def test_a_service_declares_asynchronously_through_pgbouncer(outbox: Outbox) -> None:
