@@ -258,9 +258,9 @@ def idle(plan: Plan) -> Iterator[Workload]:
                     lambda: int(outbox.value(count)) >= 2 * workers, "all are connected", 120
                 )
                 # By then, all of them have their longest pause.
-                time.sleep(10)
+                time.sleep(60)
                 return _usage(
-                    cluster, outbox, psutil.Process(process.pid), 10 if plan.quick else 30
+                    cluster, outbox, psutil.Process(process.pid), 10 if plan.quick else 60
                 )
 
     yield Workload(

@@ -11,6 +11,10 @@ _FIRST_PAUSE_SECONDS = 0.005
 _FIRST_DELAY_SECONDS = 0.002
 _LONGEST_DELAY = 1 / 4
 """Of `poll`: how long a worker may wait after a notification."""
+_MOST_SHARING = 16
+"""How many times `poll` a pause may last at most."""
+_COUNT_AFTER = 4
+"""How many times `poll` it takes at least until the workers that share the polls are counted again."""
 
 
 class Idle:
@@ -21,10 +25,10 @@ class Idle:
     messages do not keep all workers busy.
     """
 
-    def __init__(self, longest: float) -> None:
-        """`longest` is the most seconds between two polls."""
-        self._longest = longest
-        self._pause = min(_FIRST_PAUSE_SECONDS, longest)
+    def __init__(self, poll: float) -> None:
+        """`poll` is the most seconds between two polls of the workers that share them, see `share`."""
+        self._poll = self.longest = poll
+        self._pause = min(_FIRST_PAUSE_SECONDS, poll)
         self._delay = 0.0
         self._sleeping: list[asyncio.Future[None]] = []
         self._woken = asyncio.Event()
@@ -36,7 +40,7 @@ class Idle:
 
     def found(self) -> None:
         """Note that there was a message: where one was, there may be more."""
-        self._pause = min(_FIRST_PAUSE_SECONDS, self._longest)
+        self._pause = min(_FIRST_PAUSE_SECONDS, self._poll)
         self._delay = 0.0
         self.wake()
 
@@ -58,6 +62,15 @@ class Idle:
         """Let a slot look for messages, now or when it is idle next."""
         self._woken.set()
 
+    def share(self, workers: int) -> None:
+        """Let a number of workers, all of which are woken by notifications, poll about as often together as one."""
+        self.longest = self._poll * min(max(workers, 1), _MOST_SHARING)
+
+    @property
+    def count_after(self) -> float:
+        """In how many seconds the workers that share the polls should be counted again."""
+        return max(self.longest, _COUNT_AFTER * self._poll)
+
     def notify(self) -> bool:
         """Note that messages have come, which other workers may have taken; returns whether a slot is idle."""
         self.was_woken = self._is_notified = True
@@ -76,13 +89,14 @@ class Idle:
         self.is_watched.set()
         try:
             # Idle workers do not poll in step.
-            await either(self._woken, self._pause * random.uniform(0.75, 1.25))  # noqa: S311
+            pause = min(self._pause, self.longest)
+            await either(self._woken, pause * random.uniform(0.75, 1.25))  # noqa: S311
             if self._is_notified:
                 await either(stopping, self._delay * random.random())  # noqa: S311
                 delay = max(2 * self._delay, _FIRST_DELAY_SECONDS)
-                self._delay = min(delay, _LONGEST_DELAY * self._longest)
+                self._delay = min(delay, _LONGEST_DELAY * self._poll)
             elif not self._woken.is_set():
-                self._pause = min(self._pause * 2, self._longest)
+                self._pause = min(self._pause * 2, self.longest)
         finally:
             self._woken.clear()
             self._is_notified = False

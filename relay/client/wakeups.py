@@ -10,7 +10,7 @@ import logging
 import random
 from typing import Any
 
-from relay.client.idle import Idle
+from relay.client.idle import Idle, either
 
 log = logging.getLogger("relay.worker")
 
@@ -49,6 +49,9 @@ async def listen(dsn: str, queue: str, idle: Idle) -> None:
                 "the connection that listens was lost",
                 extra={"queue": queue, "error": type(error).__name__},
             )
+            idle.share(1)
+            # A slot may be in a long pause, and a notification lost.
+            idle.poll()
         if idle.was_woken:
             pause, idle.was_woken = _FIRST_PAUSE_SECONDS, False
         await asyncio.sleep(pause * random.uniform(0.5, 1))  # noqa: S311
@@ -69,6 +72,8 @@ async def _wake(conn: Any, queue: str, idle: Idle) -> None:
     """Ask for notifications while a slot is idle, and pass them on. Raises psycopg.Error."""
     from psycopg import sql
 
+    # Those that come with the result of a statement.
+    conn.add_notify_handler(lambda _: idle.notify())
     channel: str | None = None
     while True:
         await idle.is_watched.wait()
@@ -77,26 +82,49 @@ async def _wake(conn: Any, queue: str, idle: Idle) -> None:
         if named != channel:
             channel = named
             await conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
+        _, unaware = await _watchers(conn, queue)
         idle.poll()
-        await _pass_on(conn, idle)
+        while await _pass_on(conn, idle):
+            # Were the connection dead, nobody would answer, nor notify.
+            idle.share(1)
+            workers, running = await _watchers(conn, queue)
+            # Those that put messages into the queue before the session watched have notified nobody.
+            unaware &= running
+            if not unaware:
+                idle.share(workers)
+        idle.share(1)
         await conn.execute("select pg_advisory_unlock_all()")
 
 
-async def _pass_on(conn: Any, idle: Idle) -> None:
-    """Return after a notification that has found no slot idle: while all are at work, nobody should send any."""
+async def _watchers(conn: Any, queue: str) -> tuple[int, frozenset[str]]:
+    """Return how many sessions watch a queue, and the running transactions of the server."""
+    cursor = await conn.execute("select watchers, running from relay.queue_watchers(%s)", (queue,))
+    workers, running = await cursor.fetchone()
+    return workers, frozenset(running)
+
+
+async def _pass_on(conn: Any, idle: Idle) -> bool:
+    """Pass notifications on; returns whether a slot is idle when it is time to count the workers.
+
+    It is not after a notification that has found none: while all are at work, nobody should send any.
+    """
     # A wait of psycopg would wake the process ten times a second.
     loop, arrived = asyncio.get_running_loop(), asyncio.Event()
     socket = conn.pgconn.socket
     loop.add_reader(socket, arrived.set)
+    ends = loop.time() + idle.count_after * random.uniform(0.75, 1.25)  # noqa: S311
     try:
         while True:
-            await arrived.wait()
-            arrived.clear()
+            # What libpq has read already comes first: the socket does not show it.
             conn.pgconn.consume_input()
             found = False
             while conn.pgconn.notifies() is not None:
                 found = True
             if found and not idle.notify():
-                return
+                return False
+            await either(arrived, ends - loop.time())
+            if not arrived.is_set():
+                return idle.is_watched.is_set()
+            arrived.clear()
     finally:
         loop.remove_reader(socket)

@@ -85,7 +85,8 @@ class Worker:
         managers that its call runs in, see `relay.client.middleware`. `outbox` is where replies are published. An idle
         worker looks for messages every `poll` seconds, and is woken when there are some: it listens on one more
         connection, where `database` is a connection string, or on that of another connection string `listen`, which
-        needs psycopg; False: it polls only. When it is stopped, it lets its handlers run for up to `grace` seconds.
+        needs psycopg; False: it polls only. Idle workers of a queue that listen share the polls: together they look
+        about every `poll` seconds. When it is stopped, it lets its handlers run for up to `grace` seconds.
 
         Raises TypeError for a database of an unknown kind, and ValueError for a number that makes no sense.
         """

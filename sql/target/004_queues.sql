@@ -496,6 +496,24 @@ begin
 end
 $$;
 
+-- How many sessions wait for messages of a queue, so that they can share the polls, and which transactions are running that have
+-- changed something: those that were when the session began to wait may have seen nobody wait.
+create or replace function relay.queue_watchers(queue text, out watchers int, out running text[])
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q record;
+begin
+    q := relay.require_queue(queue);
+    select count(*) filter (where l.locktype = 'advisory' and l.objsubid = 2 and l.classid = x'7169776b'::int
+                                  and l.objid = (q.id % 2147483648)::int and l.mode = 'ShareLock' and l.granted
+                                  and l.database = (select d.oid from pg_database as d where d.datname = current_database())),
+           coalesce(array_agg(l.transactionid::text) filter (where l.locktype = 'transactionid' and l.mode = 'ExclusiveLock'), '{}')
+      into watchers, running
+      from pg_locks as l;
+end
+$$;
+
 -- Takes messages, at most `max`: they are deleted, and so done when the caller's transaction commits. After a rollback, or when the
 -- session ends, they can be taken again at once. Nobody waits for messages that another has.
 create or replace function relay.take(queue text, max int default 1)
@@ -1173,7 +1191,7 @@ begin
                    and p.proname in ('calling_role', 'may_act_as', 'queue_state', 'require_queue', 'begin_messages', 'begin_times', 'move_marks',
                                      'was_aborted', 'lock_messages', 'dead_letter_messages', 'keep_messages', 'take', 'claim',
                                      'lease', 'lock_message', 'complete', 'extend', 'release', 'retry', 'fail', 'requeue', 'enqueue',
-                                     'declare_queue', 'wake_workers', 'watch_queue', 'satisfies', 'is_event_field', 'note_queues', 'queues_revision',
+                                     'declare_queue', 'wake_workers', 'watch_queue', 'queue_watchers', 'satisfies', 'is_event_field', 'note_queues', 'queues_revision',
                                      'pause_queue', 'purge_queue', 'drop_queue') loop
         execute format('revoke all on function %s from public', each);
     end loop;
@@ -1205,7 +1223,8 @@ begin
             relay.enqueue(text, jsonb, text, text, text, timestamptz, jsonb, text),
             relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text, interval, text, jsonb,
                                 boolean),
-            relay.pause_queue(text, boolean), relay.purge_queue(text), relay.drop_queue(text), relay.watch_queue(text) to relay_worker;
+            relay.pause_queue(text, boolean), relay.purge_queue(text), relay.drop_queue(text), relay.watch_queue(text),
+            relay.queue_watchers(text) to relay_worker;
     end if;
     if to_regrole('relay') is not null then
         grant select on relay.queues, relay.queue_revisions, relay.queue_items, relay.queue_figures to relay;
@@ -1246,7 +1265,7 @@ begin
     -- A function's new owner must have the right to create in its schema.
     for each in select p.oid from pg_proc as p where p.pronamespace = 'relay'::regnamespace and p.prosecdef
                    and p.proname in ('take', 'claim', 'lease', 'complete', 'extend', 'release', 'retry', 'fail', 'requeue', 'enqueue',
-                                     'declare_queue', 'pause_queue', 'purge_queue', 'drop_queue', 'watch_queue') loop
+                                     'declare_queue', 'pause_queue', 'purge_queue', 'drop_queue', 'watch_queue', 'queue_watchers') loop
         execute format('alter function %s owner to relay_owner', each);
     end loop;
     revoke create on schema relay from relay_owner;

@@ -309,8 +309,9 @@ def test_functions_run_as_a_role_that_can_do_just_what_they_do(outbox: Outbox) -
         *("advance", "cancel", "cancel_messages", "claim", "complete", "declare_queue"),
         *("declare_reader", "declare_schedule", "drop_queue", "drop_reader", "drop_schedule"),
         *("enqueue", "extend", "fail", "lease", "move_messages", "pause_queue"),
-        *("pause_schedule", "prune_history", "publish", "purge_queue", "read", "release"),
-        *("requeue", "reschedule", "retry", "run_schedule", "seek", "take", "tick", "watch_queue"),
+        *("pause_schedule", "prune_history", "publish", "purge_queue"),
+        *("queue_watchers", "read", "release", "requeue", "reschedule", "retry", "run_schedule"),
+        *("seek", "take", "tick", "watch_queue"),
     ]
     assert outbox.column(
         "select distinct pg_get_userbyid(proowner)::text from pg_proc"

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import psycopg
 import pytest
 
 from relay import Drop, Fail, RetryLater
-from relay.client import Event, idle, slots
+from relay.client import Event, idle, slots, wakeups
 from relay.client.middleware import backoff, limit, timing
 from relay.client.worker import LeasedMessage, Message, Queue, Worker, WorkerError
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -506,8 +507,8 @@ def no_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle, "_FIRST_PAUSE_SECONDS", 3600.0)
 
 
-def noting(outbox: Outbox, **more: Any) -> Worker:
-    worker = Worker(outbox.dsn, "mail", poll=3600, **more)
+def noting(outbox: Outbox, poll: float = 3600, **more: Any) -> Worker:
+    worker = Worker(outbox.dsn, "mail", poll=poll, **more)
 
     @worker.handles()
     async def handle(message: Message, conn: psycopg.AsyncConnection[Any]) -> None:
@@ -550,6 +551,32 @@ def test_a_worker_whose_listening_connection_is_cut_is_woken_again(outbox: Outbo
         wait_until(lambda: listeners(outbox) not in ([], [former]))
         fill(outbox, 1)
         wait_until(lambda: done(outbox) == [1])
+
+
+def test_idle_workers_share_the_polls_once_nobody_can_have_missed_them(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a transaction runs that began before they watched, and may not have seen them, each polls as if alone."""
+    counted: list[int] = []
+    count = wakeups._watchers
+
+    async def counting(conn: Any, queue: str) -> tuple[int, frozenset[str]]:
+        found = await count(conn, queue)
+        counted.append(found[0])
+        return found
+
+    monkeypatch.setattr(wakeups, "_watchers", counting)
+    fill(outbox)
+    workers = [noting(outbox, poll=0.05) for _ in range(3)]
+    with psycopg.connect(outbox.dsn) as conn, ExitStack() as stack:
+        conn.execute("select relay.enqueue('mail', '1')")
+        for each in workers:
+            stack.enter_context(working(each))
+        wait_until(lambda: counted.count(3) > 10)
+        assert {each._idle.longest for each in workers} == {0.05}
+        conn.commit()
+        wait_until(lambda: done(outbox) == [1])
+        wait_until(lambda: {round(each._idle.longest, 3) for each in workers} == {0.15})
 
 
 def test_a_worker_behind_a_pooler_polls(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 
+import psycopg
 import pytest
 
-from relay.client import idle
+from relay.client import idle, wakeups
 from relay.client.idle import Idle
 
 
@@ -77,5 +78,63 @@ def test_a_worker_that_comes_too_late_again_and_again_lets_others_go_first(
         assert delays[-1] == 0.5, "a quarter of the polling interval at most"
         waiting.found()
         assert await notified(waiting) == 0.0
+
+    asyncio.run(scenario())
+
+
+def test_workers_that_are_woken_share_the_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def either(event: asyncio.Event, seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(idle, "either", either)
+    monkeypatch.setattr(random, "uniform", lambda low, high: 1.0)
+
+    async def pauses(waiting: Idle, polls: int) -> list[float]:
+        waits.clear()
+        for _ in range(polls):
+            await waiting.wait(asyncio.Event())
+        return waits
+
+    async def scenario() -> None:
+        waiting = Idle(2.0)
+        assert (await pauses(waiting, 20))[-1] == 2.0
+        waiting.share(5)
+        assert await pauses(waiting, 4) == [2.0, 4.0, 8.0, 10.0]
+        waiting.share(1000)
+        assert (await pauses(waiting, 3))[-1] == 32.0
+        waiting.share(1)
+        waiting.share(1000)
+        assert await pauses(waiting, 1) == [32.0], "counted again"
+        waiting.share(1)
+        assert await pauses(waiting, 2) == [2.0, 2.0]
+        waiting.share(3)
+        waiting.found()
+        assert (await pauses(waiting, 1)) == [0.005]
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_no_longer_listens_polls_at_once_and_shares_no_polls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(idle, "_FIRST_PAUSE_SECONDS", 3600)
+
+    async def refused(*given: object, **named: object) -> None:
+        raise psycopg.OperationalError("the server is gone")
+
+    monkeypatch.setattr(psycopg.AsyncConnection, "connect", refused)
+
+    async def scenario() -> None:
+        waiting = Idle(3600)
+        waiting.share(10)
+        slot = asyncio.create_task(_polls(waiting, asyncio.Event()))
+        await waiting.is_watched.wait()
+        listening = asyncio.create_task(wakeups.listen("", "mail", waiting))
+        await slot
+        assert waiting.longest == 3600
+        listening.cancel()
+        await asyncio.wait([listening])
 
     asyncio.run(scenario())
