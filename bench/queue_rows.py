@@ -258,7 +258,7 @@ def idle(plan: Plan) -> Iterator[Workload]:
                     lambda: int(outbox.value(count)) >= 2 * workers, "all are connected", 120
                 )
                 # By then, all of them have their longest pause.
-                time.sleep(60)
+                time.sleep(100)
                 return _usage(
                     cluster, outbox, psutil.Process(process.pid), 10 if plan.quick else 60
                 )

@@ -159,12 +159,16 @@ create table if not exists relay.queue_marks (
     due_mark     timestamptz not null,
     noted_at     timestamptz not null default clock_timestamp()
 );
-create index if not exists queue_marks_newest on relay.queue_marks (queue_id, mark desc, due_mark desc);
+alter table relay.queue_marks add column if not exists start bigint not null default 0;
+drop index if exists relay.queue_marks_newest;
+create index if not exists queue_marks_latest on relay.queue_marks (queue_id, mark desc, due_mark desc, noted_at desc);
 
 comment on column relay.queue_marks.mark is
     'no message of the queue with a lower id can be taken now, or ever becomes so';
 comment on column relay.queue_marks.due_mark is
     'no message of the queue becomes available before this time';
+comment on column relay.queue_marks.start is
+    'for a second after noted_at, whoever takes by key begins here: the messages below wait for others of their keys, or somebody has them';
 
 -- The functions that nobody else may call have no settings of their own, which would cost as much as a statement: those that call
 -- them set the search path and how statements are planned.
@@ -193,14 +197,16 @@ drop function if exists relay.release(text, bigint, int);
 -- of the clock, which was set back then. One less far ahead is the queue's present until the clock has reached it.
 create or replace function relay.queue_state(asked text)
 returns table (id bigint, keyed boolean, key text, attempts int, backoff interval, max_backoff interval, keeps boolean,
-               paused boolean, mark bigint, due_mark timestamptz, noted_at timestamptz)
+               paused boolean, mark bigint, due_mark timestamptz, noted_at timestamptz, start bigint)
 language sql stable
 as $$
     select q.id, q.key <> 'none', q.key, q.attempts, q.backoff, q.max_backoff, q.keep_done is not null,
-           q.paused_at is not null, coalesce(m.mark, 0), coalesce(m.due_mark, '-infinity'), coalesce(m.noted_at, '-infinity')
+           q.paused_at is not null, coalesce(m.mark, 0), coalesce(m.due_mark, '-infinity'), coalesce(m.noted_at, '-infinity'),
+           case when m.noted_at > statement_timestamp() - interval '1 second' and m.noted_at <= statement_timestamp()
+                then m.start else 0 end
       from relay.queues as q
-      left join lateral (select n.mark, n.due_mark, n.noted_at from relay.queue_marks as n
-                          where n.queue_id = q.id order by n.mark desc, n.due_mark desc limit 1) as m on true
+      left join lateral (select n.mark, n.due_mark, n.noted_at, n.start from relay.queue_marks as n
+                          where n.queue_id = q.id order by n.mark desc, n.due_mark desc, n.noted_at desc limit 1) as m on true
      where q.name = asked and relay.may_act_as(q.workers)
        and (m.due_mark is null or m.due_mark <= statement_timestamp() + interval '1 minute')
 $$;
@@ -259,10 +265,15 @@ begin
 end
 $$;
 
--- Moves the marks of a queue to what can be taken first, unless that was done within a second. Its statements have to see what was committed meanwhile, in this order:
+drop function if exists relay.move_marks(bigint, bigint, timestamptz, timestamptz);
+
+-- Moves the marks of a queue to what can be taken first, unless that was done within a second. `first_open` is where a search by key that began
+-- at the mark has found something. Its statements have to see what was committed meanwhile, in this order:
 -- ids and times that are given later need no lock; those that were given before are held by a lock, or their transactions have
 -- ended and the last statements see what they have left.
-create or replace function relay.move_marks(the_queue bigint, former bigint, former_due timestamptz, noted_at timestamptz)
+create or replace function relay.move_marks(
+    the_queue bigint, former bigint, former_due timestamptz, noted_at timestamptz,
+    first_open bigint default null)
 returns void
 language plpgsql
 as $$
@@ -291,10 +302,11 @@ begin
      where m.queue_id = the_queue and m.available_at is null and m.id >= former order by m.id limit 1;
     select m.available_at into first_due from relay.queue_messages as m
      where m.queue_id = the_queue and m.available_at >= former_due order by m.available_at limit 1;
-    insert into relay.queue_marks (queue_id, mark, due_mark)
+    insert into relay.queue_marks (queue_id, mark, due_mark, start)
     values (the_queue,
             greatest(former, least(first, begun, newest)),
-            greatest(former_due, least(first_due, begun_at, now_at)));
+            greatest(former_due, least(first_due, begun_at, now_at)),
+            case when first_due is null then 0 else coalesce(first_open, 0) end);
     delete from relay.queue_marks where ctid = any (array(
         select n.ctid from relay.queue_marks as n
          where n.queue_id = the_queue and n.noted_at < now_at - interval '10 seconds'
@@ -322,20 +334,32 @@ begin
 end
 $$;
 
+-- After messages were locked: moves the marks where much has been passed. Whoever began at `start` has not seen what is below.
+create or replace function relay.note_progress(q record, locked record) returns void
+language plpgsql
+as $$
+begin
+    if (locked.first_ready >= q.mark + 500 or locked.due > 0) and (q.start = 0 or locked.first_open is not null) then
+        perform relay.move_marks(q.id, q.mark, q.due_mark, q.noted_at, locked.first_open);
+    end if;
+end
+$$;
+
 drop function if exists relay.lock_messages(bigint, boolean, int, bigint, timestamptz, int);
 
 -- Locks messages that can be taken, at most `most`, and returns where they are. Passes by what others have locked. Messages whose
 -- last lease has expired become dead letters. `left_over` are those of them that a transaction had locked which was aborted: the id
 -- of who locked a row outlives the lock.
 create or replace function relay.lock_messages(
-    the_queue bigint, keyed boolean, most_attempts int, low bigint, low_due timestamptz, most int,
-    out chosen tid[], out first_ready bigint, out due int, out left_over tid[]
+    the_queue bigint, keyed boolean, most_attempts int, low bigint, low_due timestamptz, start bigint, most int,
+    out chosen tid[], out first_ready bigint, out due int, out left_over tid[], out first_open bigint
 )
 language plpgsql
 as $$
 declare
     now_at    timestamptz := greatest(clock_timestamp(), low_due);
     exhausted tid[];
+    since     bigint;
     candidate tid;
     locked_by xid;
 begin
@@ -364,26 +388,33 @@ begin
     -- The oldest messages that are the first of their keys, read until there are enough. A window, since a key may have any number of
     -- messages. Without "offset 0" the planner may read all messages that wait; without the cast to text, all of a partial index
     -- instead of the rows by their ctid.
-    select chosen || coalesce(array_agg(m.ctid), '{}'), min(m.id),
-           left_over || coalesce(array_agg(m.ctid) filter (where m.locked_by <> '0' and relay.was_aborted(m.locked_by)), '{}')
-      into chosen, first_ready, left_over
-      from (select n.ctid, n.id, n.xmax as locked_by
-              from (select w.ctid, w.id, w.key from relay.queue_messages as w
-                     where w.queue_id = the_queue and w.available_at is null and w.id >= low
-                     order by w.id limit 50 + 2 * most) as o
-              join relay.queue_messages as n on n.ctid = o.ctid and n.available_at::text is null
-             where o.key is null
-                or not exists (select from relay.queue_messages as e
-                                where e.queue_id = the_queue and e.available_at is null and e.key = o.key
-                                  and e.id >= low and e.id < o.id offset 0)
-               and not exists (select from relay.queue_messages as e
-                                where e.queue_id = the_queue and e.key = o.key and e.available_at >= low_due offset 0)
-             order by o.id limit most - cardinality(chosen) for update of n skip locked) as m;
-    if cardinality(chosen) > 0
-       or (select count(*)
+    foreach since in array case when start > low then array[start, low] else array[low] end loop
+        select chosen || coalesce(array_agg(m.ctid), '{}'), min(m.id),
+               left_over || coalesce(array_agg(m.ctid) filter (where m.locked_by <> '0' and relay.was_aborted(m.locked_by)), '{}')
+          into chosen, first_ready, left_over
+          from (select n.ctid, n.id, n.xmax as locked_by
+                  from (select w.ctid, w.id, w.key from relay.queue_messages as w
+                         where w.queue_id = the_queue and w.available_at is null and w.id >= since
+                         order by w.id limit 100 + 10 * most) as o
+                  join relay.queue_messages as n on n.ctid = o.ctid and n.available_at::text is null
+                 where o.key is null
+                    or not exists (select from relay.queue_messages as e
+                                    where e.queue_id = the_queue and e.available_at is null and e.key = o.key
+                                      and e.id >= low and e.id < o.id offset 0)
+                   and (not (select exists (select from relay.queue_messages as e
+                                             where e.queue_id = the_queue and e.available_at >= low_due))
+                        or not exists (select from relay.queue_messages as e
+                                        where e.queue_id = the_queue and e.key = o.key and e.available_at >= low_due offset 0))
+                 order by o.id limit most - cardinality(chosen) for update of n skip locked) as m;
+        if cardinality(chosen) > 0 then
+            first_open := case when since = low then first_ready end;
+            return;
+        end if;
+    end loop;
+    if (select count(*)
              from (select from relay.queue_messages as n
                     where n.queue_id = the_queue and n.available_at is null and n.id >= low
-                    order by n.id limit 50 + 2 * most) as w) < 50 + 2 * most then
+                    order by n.id limit 100 + 10 * most) as w) < 100 + 10 * most then
         return;
     end if;
     -- All of the window is blocked. A larger one, unless more keys are held than can be compared at once: its first message of a key is
@@ -394,7 +425,7 @@ begin
     oldest as materialized (
         select n.ctid, n.id, n.key from relay.queue_messages as n
          where n.queue_id = the_queue and n.available_at is null and n.id >= low and (select count(*) from held) <= 1000
-         order by n.id limit 1000 + 2 * most),
+         order by n.id limit 1000 + 20 * most),
     firsts as materialized (
         select f.ctid, f.id
           from (select distinct on (o.key) o.ctid, o.id from oldest as o
@@ -405,8 +436,10 @@ begin
          where n.ctid = any (array(select f.ctid from firsts as f)) and n.available_at::text is null
          order by n.id limit most - cardinality(chosen) for update skip locked)
     select chosen || coalesce((select array_agg(l.ctid) from locked as l), '{}'),
-           left_over || coalesce((select array_agg(l.ctid) filter (where l.locked_by <> '0' and relay.was_aborted(l.locked_by)) from locked as l), '{}')
-      into chosen, left_over;
+           left_over || coalesce((select array_agg(l.ctid) filter (where l.locked_by <> '0' and relay.was_aborted(l.locked_by)) from locked as l), '{}'),
+           (select min(f.id) from firsts as f)
+      into chosen, left_over, first_open;
+    first_ready := first_open;
     if cardinality(chosen) > 0 then
         return;
     end if;
@@ -555,7 +588,7 @@ begin
         end if;
         return;
     end if;
-    select * into locked from relay.lock_messages(q.id, q.keyed, q.attempts, q.mark, q.due_mark, greatest(take.max, 1));
+    select * into locked from relay.lock_messages(q.id, q.keyed, q.attempts, q.mark, q.due_mark, q.start, greatest(take.max, 1));
     if q.keeps then
         perform relay.keep_messages(locked.chosen);
     end if;
@@ -564,9 +597,7 @@ begin
         select id, attempts + 1, key, event_id, event_type, host_id, user_id, aggregate_type, aggregate_id, aggregate_version,
                event_ts, transaction_id, payload, metadata, enqueued_at, coalesce(first_taken_at, clock_timestamp())
           from gone order by id;
-    if locked.first_ready >= q.mark + 500 or locked.due > 0 then
-        perform relay.move_marks(q.id, q.mark, q.due_mark, q.noted_at);
-    end if;
+    perform relay.note_progress(q, locked);
 end
 $$;
 
@@ -595,7 +626,7 @@ begin
     if q.paused then
         return;
     end if;
-    select * into locked from relay.lock_messages(q.id, q.keyed, q.attempts, q.mark, q.due_mark, greatest(claim.max, 1));
+    select * into locked from relay.lock_messages(q.id, q.keyed, q.attempts, q.mark, q.due_mark, q.start, greatest(claim.max, 1));
     if locked.left_over <> '{}' then
         most := greatest(q.attempts, 3);
         perform relay.dead_letter_messages(
@@ -608,9 +639,7 @@ begin
         select id, attempts + 1, key, event_id, event_type, host_id, user_id, aggregate_type, aggregate_id, aggregate_version,
                event_ts, transaction_id, payload, metadata, enqueued_at, coalesce(first_taken_at, clock_timestamp())
           from relay.queue_messages where ctid = any (locked.chosen) and ctid <> all (locked.left_over) order by id;
-    if locked.first_ready >= q.mark + 500 or locked.due > 0 then
-        perform relay.move_marks(q.id, q.mark, q.due_mark, q.noted_at);
-    end if;
+    perform relay.note_progress(q, locked);
 end
 $$;
 
@@ -636,7 +665,7 @@ begin
         return;
     end if;
     perform relay.begin_times();
-    select * into locked from relay.lock_messages(q.id, q.keyed, q.attempts, q.mark, q.due_mark, greatest(lease.max, 1));
+    select * into locked from relay.lock_messages(q.id, q.keyed, q.attempts, q.mark, q.due_mark, q.start, greatest(lease.max, 1));
     return query
         with held as (
             update relay.queue_messages as m
@@ -647,9 +676,7 @@ begin
         select id, attempts, key, event_id, event_type, host_id, user_id, aggregate_type, aggregate_id, aggregate_version,
                event_ts, transaction_id, payload, metadata, enqueued_at, first_taken_at
           from held order by id;
-    if locked.first_ready >= q.mark + 500 or locked.due > 0 then
-        perform relay.move_marks(q.id, q.mark, q.due_mark, q.noted_at);
-    end if;
+    perform relay.note_progress(q, locked);
 end
 $$;
 
@@ -1188,7 +1215,7 @@ declare
 begin
     for each in select p.oid from pg_proc as p
                  where p.pronamespace = 'relay'::regnamespace
-                   and p.proname in ('calling_role', 'may_act_as', 'queue_state', 'require_queue', 'begin_messages', 'begin_times', 'move_marks',
+                   and p.proname in ('calling_role', 'may_act_as', 'queue_state', 'require_queue', 'begin_messages', 'begin_times', 'move_marks', 'note_progress',
                                      'was_aborted', 'lock_messages', 'dead_letter_messages', 'keep_messages', 'take', 'claim',
                                      'lease', 'lock_message', 'complete', 'extend', 'release', 'retry', 'fail', 'requeue', 'enqueue',
                                      'declare_queue', 'wake_workers', 'watch_queue', 'queue_watchers', 'satisfies', 'is_event_field', 'note_queues', 'queues_revision',
@@ -1257,7 +1284,8 @@ begin
     grant select, usage on sequence relay.queue_message_ids to relay_owner;
     grant execute on function relay.calling_role(), relay.may_act_as(text), relay.queue_state(text), relay.require_queue(text),
         relay.begin_messages(), relay.begin_times(),
-        relay.move_marks(bigint, bigint, timestamptz, timestamptz), relay.was_aborted(xid), relay.lock_messages(bigint, boolean, int, bigint, timestamptz, int),
+        relay.move_marks(bigint, bigint, timestamptz, timestamptz, bigint), relay.note_progress(record, record), relay.was_aborted(xid),
+        relay.lock_messages(bigint, boolean, int, bigint, timestamptz, bigint, int),
         relay.dead_letter_messages(tid[], text), relay.keep_messages(tid[], int), relay.lock_message(bigint, bigint, int, boolean),
         relay.is_event_field(text), relay.wake_workers(bigint),
         relay.note_queues(text) to relay_owner;

@@ -298,6 +298,40 @@ def test_a_hot_key_hides_nobody(outbox: Outbox) -> None:
         assert ids(second, 1) == []
 
 
+def test_messages_that_wait_for_others_of_their_keys_are_not_walked_by_each_take(
+    outbox: Outbox,
+) -> None:
+    """For a second, takes begin where the last search from the mark has found something; the next sees all."""
+    numbers = queue(outbox, *["failing"] * 600, *["other"] * 50, key="user")
+    retry = "select relay.retry('mail', id, attempt, %s) from relay.claim('mail')"
+    assert outbox.column(retry, ("1 hour",)) == ["retry"]
+    walked = "select idx_tup_fetch from pg_stat_xact_user_tables where relid = 'relay.queue_messages'::regclass"
+
+    def fetched(noted_at: str) -> int:
+        """How many rows a take has looked at."""
+        with worker(outbox) as conn, conn.transaction(force_rollback=True):
+            conn.execute(f"update relay.queue_marks set noted_at = {noted_at}".encode())
+            assert ids(conn, 1) == [other]
+            row = conn.execute(walked).fetchone()
+            assert row is not None
+            return int(row[0])
+
+    # The first take after a second notes where it has found something.
+    outbox.conn.execute("update relay.queue_marks set noted_at = '-infinity'")
+    with worker(outbox) as conn:
+        assert ids(conn, 1) == [numbers[600]]
+    other = numbers[601]
+    assert outbox.value("select max(start) from relay.queue_marks") == numbers[600]
+    assert fetched("'-infinity'") > 600
+    wait_until(lambda: fetched("clock_timestamp()") < 50)
+    outbox.conn.execute(
+        "update relay.queue_messages set available_at = now() where not leased and attempts = 1"
+    )
+    with worker(outbox) as conn:
+        assert ids(conn, 1) == numbers[:1]
+        wait_until(lambda: ids(conn, 1) == numbers[1:2])
+
+
 def test_a_lease_that_has_gone_to_another_ends_nothing(outbox: Outbox) -> None:
     (number,) = queue(outbox, "")
     lease = "select attempt from relay.lease('mail', 1, %s)"
