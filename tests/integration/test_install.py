@@ -306,9 +306,18 @@ def test_functions_run_as_a_role_that_can_do_just_what_they_do(outbox: Outbox) -
     assert outbox.column(
         "select proname::text from pg_proc where pronamespace = 'relay'::regnamespace and prosecdef order by 1"
     ) == [
-        *("advance", "cancel", "cancel_messages", "claim", "complete", "declare_queue"),
-        *("declare_reader", "declare_schedule", "drop_queue", "drop_reader", "drop_schedule"),
-        *("enqueue", "extend", "fail", "lease", "move_messages", "pause_queue"),
+        *("advance", "cancel", "cancel_messages", "claim", "claim_reader", "complete"),
+        *("declare_queue", "declare_reader", "declare_schedule", "drop_queue", "drop_reader"),
+        *(
+            "drop_schedule",
+            "enqueue",
+            "expire_readers",
+            "extend",
+            "fail",
+            "lease",
+            "move_messages",
+            "pause_queue",
+        ),
         *("pause_schedule", "prune_history", "publish", "purge_queue"),
         *("queue_watchers", "read", "release", "requeue", "reschedule", "retry", "run_schedule"),
         *("seek", "take", "tick", "watch_queue"),
