@@ -16,6 +16,7 @@ from bench import (
     outage_workloads,
     queue_rows,
     queues,
+    scheduled,
     sink_workloads,
     spark_work,
 )
@@ -369,6 +370,7 @@ WORKLOADS: dict[str, Callable[[Plan], Iterator[Workload]]] = {
     "queues-filling": queue_rows.filling,
     "queues-held": queue_rows.held,
     "queues-idle": queue_rows.idle,
+    "scheduled": scheduled.scheduled,
     "spark-read": spark_read,
     "delta": delta_table,
     "spark-work-waits": spark_work.waits,
