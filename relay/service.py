@@ -25,6 +25,7 @@ from relay.observe.engines import EngineCounts
 from relay.observe.liveness import Parts
 from relay.observe.long_tasks import LongTasks
 from relay.observe.traces import open_traces
+from relay.pipeline.backfill import QueueFills
 from relay.pipeline.deferral import rekey
 from relay.pipeline.listeners import Listeners, Meter
 from relay.pipeline.retries import RetryWorker
@@ -120,6 +121,7 @@ class Service:
             self._pipeline,
             retry_worker,
             Schedule(settings, self.stop),
+            QueueFills(settings),
             Ticker(settings, self.stop) if settings.source.owns_table else None,
             self._readers,
             self._source,

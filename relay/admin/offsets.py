@@ -104,13 +104,14 @@ def find_goal(
             )
         offset = int(to)
     else:
-        first = table.first_since(source, _moment(to, option, lsn))
+        first = table.first_since(source, moment_of(to, option, lsn))
         offset = following if first is None else first
     split = tuple(table.split_at(source, offset - 1))
     return Goal(f"at c_offset {offset}", BEGINNING, seen.snapshot, offset - 1, split)
 
 
-def _moment(to: str, option: str, lsn: bool) -> datetime:
+def moment_of(to: str, option: str, lsn: bool) -> datetime:
+    """Parse a time, of UTC if it names no zone; `lsn` is as in `find_goal`. Raises ConfigurationError."""
     try:
         moment = datetime.fromisoformat(to)
     except ValueError:

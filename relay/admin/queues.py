@@ -9,11 +9,15 @@ from typing import Any, TypeVar
 
 import psycopg
 
-from relay.admin.connections import reach_target
+from relay.admin.connections import reach_source, reach_target
+from relay.admin.offsets import find_goal, moment_of
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
+from relay.retention import reader_positions
+from relay.source.outbox.table import OutboxTable
 from relay.store import actions, queues
 from relay.store.dead_letters.selection import DeadLetterSelection
+from relay.store.positions import offsets
 from relay.store.queues import DeadMessage, QueueFigures, QueueItem
 
 Changed = TypeVar("Changed")
@@ -170,6 +174,49 @@ def discard(settings: Settings, name: str, ids: Sequence[int], reason: str | Non
         *(settings, name, "queue discard", reason),
         lambda target: queues.discard(target, name, ids or None),
     )
+
+
+def plan_rebuild(settings: Settings, name: str, start: str) -> tuple[QueueFigures, str]:
+    """Find the position of `start` (OFFSET, TIME or beginning), and what the queue has now.
+
+    Returns the figures, and a text for the position. Raises UnknownQueue, ConfigurationError, psycopg.Error.
+    """
+    if settings.source.mode == "wal":
+        raise ConfigurationError(
+            "source.mode: is wal, and past events are only in the slot, which the whole group reads: set it to auto"
+        )
+    if "/" in start or start == "end":
+        raise ConfigurationError(
+            f"--from: {start!r} is neither a c_offset, a time such as 2026-03-01T12:00, nor beginning"
+        )
+    with reach_target(settings) as target:
+        found = queues.figures(target, settings.group, name)
+        if not found:
+            raise _unknown(target, settings, name)
+        with reach_source(settings) as source:
+            table = OutboxTable(settings)
+            goal = find_goal(settings, source, table, start, "--from", lsn=False)
+            oldest = table.oldest_offset(source)
+    text = goal.text
+    if oldest is not None and offsets.FIRST < goal.polled_offset < oldest - 1:
+        text = f"at c_offset {oldest}, the oldest event"
+    return found[0], text
+
+
+def rebuild(settings: Settings, name: str, start: str, reason: str | None) -> None:
+    """Let relay empty a queue, and fill it from the log again. Raises ConfigurationError, psycopg.Error."""
+    if start != "beginning" and not start.isdecimal():
+        start = moment_of(start, "--from", lsn=False).isoformat()
+
+    def rebuilt(target: psycopg.Connection[Any]) -> bool:
+        queues.rebuild(target, name, start)
+        # Before the commit, so that retention keeps the events that are read again.
+        with reach_source(settings) as source:
+            reader = reader_positions.of_queue(name)
+            reader_positions.accept(source, target, settings, [reader])
+        return True
+
+    _act(settings, name, "queue rebuild", reason, rebuilt)
 
 
 def drop(settings: Settings, name: str, reason: str | None) -> bool:

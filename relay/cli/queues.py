@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from datetime import datetime
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,6 +22,9 @@ from relay.config.files import load
 from relay.faults import ConfigurationError
 from relay.model.json_fields import json_fields
 from relay.observe.phrases import counted, moment, pausing
+
+if TYPE_CHECKING:
+    from relay.store.queues import QueueFigures
 
 queue = typer.Typer(
     help="Work queues: what is in them, and who works it.",
@@ -68,6 +71,17 @@ def queue_list(config: ConfigOption = None, as_json: JsonOption = False) -> None
             for each in found
         ),
     )
+    for each in found:
+        _print_filling(each)
+
+
+def _print_filling(queue: QueueFigures) -> None:
+    """Say that a queue is being filled from the log, if it is."""
+    if queue.filled is None:
+        return
+    fails = f"; it cannot go on: {queue.fill_error}" if queue.fill_error else ""
+    so_far = counted(queue.filled, "message", "messages")
+    print(f"queue {queue.queue} is being filled from the log, with {so_far} so far{fails}")
 
 
 @queue.command("show")
@@ -92,6 +106,7 @@ def queue_show(
             json.dumps({**json_fields(figures), "items": list(map(json_fields, found))}, indent=2)
         )
         return
+    _print_filling(figures)
     if not found:
         print("no such message", file=sys.stderr)
         return
@@ -196,6 +211,29 @@ def queue_move(
     if not moved:
         warn("no such message waits for its time: `relay queue show` lists what there is")
     print(counted(moved, "message", "messages"), f"moved to {moment(to)}")
+
+
+@queue.command("rebuild")
+def queue_rebuild(
+    name: QueueArgument,
+    from_: Annotated[
+        str, typer.Option("--from", metavar="OFFSET|TIME|beginning", help="The first event.")
+    ] = "beginning",
+    config: ConfigOption = None,
+    reason: ReasonOption = None,
+    yes: YesOption = False,
+) -> None:
+    """Empty a queue, with its dead letters, and let relay fill it from the log again."""
+    from relay.admin.queues import plan_rebuild, rebuild
+
+    settings = load(config)
+    figures, begins = plan_rebuild(settings, name, from_)
+    print(f"queue {name} is filled again {begins}")
+    there = counted(figures.ready + figures.waiting + figures.leased, "message", "messages")
+    dead = counted(figures.dead, "dead letter", "dead letters")
+    print(f"{there} and {dead} are deleted, also those that are not in the log")
+    approve(yes)
+    rebuild(settings, name, from_, reason)
 
 
 @queue.command("drop")

@@ -41,6 +41,7 @@ class Queue:
     `max_backoff` are in seconds, and so is `keep_done`, for which done messages stay in `relay.queue_items`. `where` is
     a path of SQL/JSON which the events that match must satisfy, such as `$.payload.amount >= $least`; `params` has its
     variables. `workers` is the role whose members may take from it, `group_id` the group of relay that fills it.
+    `start` puts events into it that were published before it was made: "beginning", a c_offset, or a time.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Queue:
     params: Mapping[str, Any] | None = None
     workers: str | None = None
     group_id: str | None = None
+    start: str | None = None
 
     def declaration(self) -> tuple[Statement, str]:
         """Return the statement that declares the queue, and its parameter."""
@@ -78,6 +80,7 @@ _DECLARED = {
     "params": "(p.a->'params')::jsonb",
     "workers": "p.a->>'workers'",
     "group_id": "p.a->>'group_id'",
+    "start": "p.a->>'start'",
 }
 _AFTER = " as text) as json) as a"
 

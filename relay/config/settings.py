@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 from uuid import UUID
@@ -242,6 +242,9 @@ class QueueSettings(Section):
     """The role whose members may take from the queue."""
     paused: bool = False
     """Whether nobody can take from the queue at first, until `relay.pause_queue(name, false)`."""
+    start: str | None = None
+    """Which events of the log go into the queue when it is made: those from the `beginning`, from a c_offset or from a
+    time on; null: those that are published from then on."""
 
     @field_validator("match")
     @classmethod
@@ -260,6 +263,23 @@ class QueueSettings(Section):
                 f"{value!r} is neither {', '.join(QUEUE_KEYS)} nor a path such as payload.customer.id"
             )
         return value
+
+    @field_validator("start", mode="before")
+    @classmethod
+    def _is_a_start(cls, value: Any) -> Any:
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = str(value)
+        if isinstance(value, date):
+            value = value.isoformat()
+        if not isinstance(value, str) or value == "beginning" or re.fullmatch(r"\d{1,18}", value):
+            return value
+        try:
+            moment = datetime.fromisoformat(value)
+        except ValueError:
+            raise ValueError(
+                f"{value!r} is neither beginning, a c_offset, nor a time such as 2026-03-01T12:00"
+            ) from None
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).isoformat()
 
     @model_validator(mode="after")
     def _can_be_declared(self) -> QueueSettings:
@@ -669,6 +689,16 @@ class Settings(BaseSettings):
             if handler.start == "beginning" and self.source.mode == "wal":
                 raise ValueError(
                     f"handlers.{name}.start: source.mode: wal reads nothing older than the slot: set start to now, or "
+                    "the mode to auto"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _queues_can_begin(self) -> Settings:
+        for name, queue in self.queues.items():
+            if queue.start is not None and self.source.mode == "wal":
+                raise ValueError(
+                    f"queues.{name}.start: source.mode: wal reads nothing older than the slot: leave start out, or set "
                     "the mode to auto"
                 )
         return self

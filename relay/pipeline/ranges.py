@@ -133,7 +133,7 @@ def wanted_of(
         unread = np.logical_or.reduce(list(masks.values()))
         xids.append(share.xids[unread])
         positions.append(share.positions[unread])
-        done += _done(masks, np.flatnonzero(unread))
+        done += left_out(masks, np.flatnonzero(unread))
     return Wanted(
         np.concatenate(xids),
         np.concatenate(positions),
@@ -141,8 +141,8 @@ def wanted_of(
     )
 
 
-def _done(masks: Mapping[int, Mask], indices: Int64Array) -> list[str]:
-    """For each transaction, by its index, the partitions that have applied it, as a PostgreSQL array."""
+def left_out(masks: Mapping[int, Mask], indices: Int64Array) -> list[str]:
+    """For each transaction, by its index, the partitions whose mask leaves it out, as a PostgreSQL array."""
     first, *others = masks.values()
     if all((first == other).all() for other in others):
         return [_NONE] * len(indices)

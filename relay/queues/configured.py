@@ -27,7 +27,7 @@ _DECLARE = """
         name => %(name)s, match => %(match)s, "where" => %(where)s, params => %(params)s, key => %(key)s,
         attempts => %(attempts)s, backoff => make_interval(secs => %(backoff)s),
         max_backoff => make_interval(secs => %(max_backoff)s), keep_done => %(keep_done)s, workers => %(workers)s,
-        paused => %(paused)s, group_id => %(group)s, configured => true)
+        paused => %(paused)s, group_id => %(group)s, configured => true, start => %(start)s)
 """
 
 

@@ -26,12 +26,16 @@ Chooser = Callable[[Transactions, ColumnDecoder], Iterator[tuple[str, ...]]]
 
 
 class DeclaredQueue(NamedTuple):
-    """A queue, what orders its messages, and whether the events that match must satisfy a condition, too."""
+    """A queue, what orders its messages, and whether the events that match must satisfy a condition, too.
+
+    `is_being_filled`: relay fills it from the log, also with what tasks apply meanwhile.
+    """
 
     id: int
     name: str
     key: str
     is_conditional: bool
+    is_being_filled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,9 @@ class Declared:
 
 
 _READ = """
-    select id, name, key, condition is not null, match from relay.queues where group_id = %s order by id
+    select id, name, key, condition is not null,
+           exists (select from relay.queue_fills as f where f.queue_id = q.id and f.ended_at is null), match
+      from relay.queues as q where group_id = %s order by id
 """
 
 
@@ -86,7 +92,7 @@ class DeclaredQueues:
         for *of, match in conn.execute(_READ, (self._group,)):
             queue = DeclaredQueue(*of)
             queues[name := queue.name] = queue
-            if match is not None:
+            if match is not None and not queue.is_being_filled:
                 route = {"match": match, "handlers": [name], "continue": True}
                 routes.append(Route.model_validate(route))
         return Declared(revision, queues, self._chooser(routes))

@@ -103,6 +103,10 @@ class Filling:
 
         Raises ConfigurationError if the queue of the handler is not declared.
         """
+        self.put(conn, routed)
+
+    def put(self, conn: Connection, routed: Routed) -> int:
+        """Do what `apply` does; returns the number of messages."""
         declared = self._known()
         chosen: Iterator[tuple[str, ...]]
         if self._queue is not None:
@@ -111,15 +115,18 @@ class Filling:
                     f"handlers.{self.name}.queue: there is no queue {self._queue!r} that the group fills: declare it "
                     "with relay.declare_queue"
                 )
+            if declared.queues[self._queue].is_being_filled:
+                return 0
             chosen = repeat((self._queue,), routed.events)
         elif declared is not None:
             chosen = declared.choose(routed.transactions, routed.decoder)
         else:
-            return
+            return 0
         keyed = {field for each in declared.queues.values() for field in _fields_of(each.key)}
         fields = tuple(dict.fromkeys((*_FIELDS, *keyed)))
         current = routed_as_current(routed, self._upcaster)
         filled: set[int] = set()
+        count = 0
         for rows in routed.transactions.portions():
             messages = [
                 (index, declared.queues[name])
@@ -136,6 +143,7 @@ class Filling:
             if not filled:
                 conn.execute(_BEGIN)
             filled |= {queue.id for _, queue in messages}
+            count += len(messages)
             columns: dict[str, Values] = {
                 column: [values[field][index] for index, _ in messages]
                 for field, (column, _) in _FIELDS.items()
@@ -144,6 +152,7 @@ class Filling:
             _copy(conn, np.array([queue.id for _, queue in messages], np.int64), columns)
         if filled:
             conn.execute(_WAKE, (literals.of_numbers(filled),))
+        return count
 
 
 def _satisfying(

@@ -26,6 +26,10 @@ _POSITIONS = """
         select sink, snapshot from relay.sinks where group_id = %(group)s
          union all
         select sink, before from relay.spark_batches where group_id = %(group)s and batch is not null
+         union all
+        -- What a fill has passed by, since it was deferred, is read again.
+        select 'queue ' || q.name, '1:1:' from relay.queue_fills as f join relay.queues as q on q.id = f.queue_id
+         where q.group_id = %(group)s and f.ended_at is null
     )
     select distinct on (reader) reader, snapshot::text,
            case when reader = '' then
@@ -81,6 +85,11 @@ class OutboxReader:
     def name(self) -> str:
         """The group, and the name of the sink if it is one, as text."""
         return " ".join(filter(None, (self.group_id, self.reader)))
+
+
+def of_queue(queue: str) -> str:
+    """Return the name of the reader that fills a queue from the log."""
+    return f"queue {queue}"
 
 
 def identity(target: Connection) -> str:

@@ -13,6 +13,7 @@ Every function raises psycopg.Error.
 | `chain` | target | the database transaction that changes the snapshots of a group |
 | those of `relay.begin_messages` and `begin_times` | target | who puts messages into queues, shared, to its commit |
 | `queues` | target | the database transaction that declares the queues of a group's configuration |
+| `queue_fills` | target | the instance that fills queues of a group from the log |
 | that of `relay.lock_streaks` in `sql/` | target | the database transaction that changes `relay.brakes` |
 | `retention` | source | the instance that creates and drops partitions of the outbox |
 
@@ -72,6 +73,11 @@ def chain(group: str) -> Key:
 def queues(group: str) -> Key:
     """The key of the queues in the configuration of a group."""
     return Key(0x71756575, group)  # "queu"
+
+
+def queue_fills(group: str) -> Key:
+    """The key of the queues of a group that are filled from the log."""
+    return Key(0x71756669, group)  # "qufi"
 
 
 def schedules(group: str) -> Key:

@@ -20,7 +20,8 @@ ITEM_STATES = (*UNDONE_STATES, "done")
 class QueueFigures:
     """How many messages a queue has, each figure up to 100,001, and how long the oldest that can be taken waits.
 
-    `ready` can be taken now or are taken by transactions; `waiting` wait for their time or a retry.
+    `ready` can be taken now or are taken by transactions; `waiting` wait for their time or a retry. `filled` is how
+    many messages relay has put into it from the log, None unless it is being filled; `fill_error` is why it is not.
     """
 
     queue: str
@@ -31,6 +32,8 @@ class QueueFigures:
     dead: int
     oldest_seconds: float
     workers: int
+    filled: int | None = None
+    fill_error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +107,8 @@ def figures(
     """Read the figures of a group's queues, or of one, in the order of their names. Raises psycopg.Error."""
     with conn.cursor(row_factory=class_row(QueueFigures)) as cursor:
         return cursor.execute(
-            "select queue, paused_at, ready, waiting, leased, dead, oldest_seconds, workers from relay.queue_figures"
-            " where group_id = %s and (%s::text is null or queue = %s) order by queue",
+            "select queue, paused_at, ready, waiting, leased, dead, oldest_seconds, workers, filled, fill_error"
+            " from relay.queue_figures where group_id = %s and (%s::text is null or queue = %s) order by queue",
             (group, name, name),
         ).fetchall()
 
@@ -211,6 +214,11 @@ def discard(conn: psycopg.Connection[Any], name: str, ids: Collection[int] | Non
         " where q.name = %s and d.queue_id = q.id and (%s::bigint[] is null or d.id = any (%s))",
         (name, chosen, chosen),
     ).rowcount
+
+
+def rebuild(conn: psycopg.Connection[Any], name: str, start: str) -> None:
+    """Ask for a queue to be emptied and filled from the log again. Raises psycopg.Error."""
+    conn.execute("select relay.rebuild_queue(%s, %s)", (name, start))
 
 
 def drop(conn: psycopg.Connection[Any], name: str) -> None:

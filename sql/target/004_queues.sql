@@ -170,6 +170,60 @@ comment on column relay.queue_marks.due_mark is
 comment on column relay.queue_marks.start is
     'for a second after noted_at, whoever takes by key begins here: the messages below wait for others of their keys, or somebody has them';
 
+-- How far the log has been read for a queue that relay fills from it: relay.declare_queue with start, or relay.rebuild_queue, asks for
+-- that. The rest of the group fills such a queue only once what it has applied before is there: docs/explanation/queues.md.
+create table if not exists relay.queue_fills (
+    queue_id      bigint      primary key,
+    start         text        not null,
+    asked_at      timestamptz not null default clock_timestamp(),
+    purges        boolean     not null default false,
+    purge_upto    bigint,
+    from_offset   bigint,
+    seen          pg_snapshot,
+    before        pg_snapshot,
+    after         pg_snapshot,
+    polled_offset bigint,
+    messages      bigint      not null default 0,
+    begun_at      timestamptz,
+    ended_at      timestamptz,
+    error         text
+);
+
+comment on table relay.queue_fills is
+    'the queues that are filled from the log, or were: what has been read of it';
+comment on column relay.queue_fills.start is
+    'from where on: beginning, a c_offset, or a time';
+comment on column relay.queue_fills.purges is
+    'what was in the queue before is deleted first';
+comment on column relay.queue_fills.purge_upto is
+    'the id up to which messages and dead letters are still to be deleted';
+comment on column relay.queue_fills.from_offset is
+    'the transactions that end at a lower c_offset, and are visible in `seen`, are left out';
+comment on column relay.queue_fills.before is
+    'all that this snapshot sees has been read';
+comment on column relay.queue_fills.after is
+    'of what this snapshot sees as well, transactions up to polled_offset have been read; null between two such differences';
+comment on column relay.queue_fills.ended_at is
+    'from when on the queue is filled like others; null: it is not yet';
+comment on column relay.queue_fills.error is
+    'why it cannot go on; it is tried again';
+
+-- The transactions of the log that a fill has passed by, since they were deferred or dead-lettered: those that are applied while the
+-- queue is being filled are read again, the others come with their retry or replay.
+create table if not exists relay.queue_fill_deferred (
+    queue_id    bigint   not null,
+    last_offset bigint   not null,
+    position    bigint   not null,
+    unmarked    boolean  not null,
+    keys        bigint[] not null,
+    primary key (queue_id, last_offset)
+);
+
+comment on column relay.queue_fill_deferred.last_offset is
+    'the greatest c_offset of the business transaction, which identifies it';
+comment on column relay.queue_fill_deferred.keys is
+    'how its rows are found: their c_xid or, if they are older than that column, each c_offset';
+
 -- The functions that nobody else may call have no settings of their own, which would cost as much as a statement: those that call
 -- them set the search path and how statements are planned.
 
@@ -190,6 +244,7 @@ $$;
 
 -- Functions of former editions with other arguments or results.
 drop function if exists relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text);
+drop function if exists relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text, interval, text, jsonb, boolean);
 drop function if exists relay.queue_state(text);
 drop function if exists relay.release(text, bigint, int);
 
@@ -913,8 +968,38 @@ begin
 end
 $$;
 
+-- Where a fill from the log begins, as it is stored: beginning, a c_offset, or a time. Raises an error, which names the function, for
+-- anything else, and for a group that has no log to read.
+create or replace function relay.fill_start(asked text, the_group text, named text) returns text
+language plpgsql
+as $$
+declare
+    moment timestamptz;
+begin
+    if not exists (select from relay.snapshots as s where s.group_id = the_group) then
+        raise feature_not_supported using
+            message = format('%s: start: the group %L reads only the WAL (source.mode: wal), which has no earlier events', named,
+                             the_group);
+    end if;
+    if asked = 'beginning' or asked ~ '^[0-9]{1,18}$' then
+        return asked;
+    end if;
+    begin
+        moment := asked::timestamptz;
+    exception when data_exception then
+        null;
+    end;
+    if moment is null or not isfinite(moment) then
+        raise invalid_parameter_value using
+            message = format('%s: start: %L is neither beginning, a c_offset, nor a time such as 2026-03-01T12:00Z', named, asked);
+    end if;
+    return to_char(moment at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"+00:00"');
+end
+$$;
+
 -- Declares a queue: the events of the log that match go into it, from the first that is published after this transaction has
--- committed. Returns whether anything changed; a second call with the same arguments changes nothing, and writes nothing. It does not
+-- committed; with `start`, from an earlier one on: beginning, which is the oldest that is there, a c_offset, or a time. `start` counts
+-- when the queue is made: relay.rebuild_queue fills one that is there again. Returns whether anything changed; a second call with the same arguments changes nothing, and writes nothing. It does not
 -- touch what is in the queue, nor whether it is paused. `where` is a path of SQL/JSON into a message, such as
 -- '$.payload.amount >= $least', with its variables in `params`; it is true where it yields anything but false or null first.
 -- Whoever calls it with `configured` is relay.
@@ -922,12 +1007,13 @@ create or replace function relay.declare_queue(
     name text, match jsonb default '{}', key text default 'none', attempts int default 5, backoff interval default '1 second',
     max_backoff interval default '5 minutes', workers text default null, paused boolean default false,
     group_id text default null, keep_done interval default null, "where" text default null, params jsonb default null,
-    configured boolean default false
+    configured boolean default false, start text default null
 ) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     path   jsonpath;
+    begins text;
     unset  text;
     caller text := relay.calling_role();
     owner  text := coalesce(declare_queue.workers, caller);
@@ -1005,6 +1091,9 @@ begin
     elsif not exists (select from relay.group_partitions as p where p.group_id = whose) then
         raise invalid_parameter_value using message = format('relay.declare_queue: there is no group %L', whose);
     end if;
+    if declare_queue.start is not null then
+        begins := relay.fill_start(declare_queue.start, whose, 'relay.declare_queue');
+    end if;
     loop
         select * into former from relay.queues as q where q.name = declare_queue.name;
         exit when found;
@@ -1013,8 +1102,12 @@ begin
         values (whose, declare_queue.name, declare_queue.match, declare_queue.key, declare_queue.attempts, declare_queue.backoff,
                 declare_queue.max_backoff, owner, case when paused then clock_timestamp() end, case when paused then caller end,
                 declare_queue.keep_done, path, declare_queue.params, declare_queue.configured)
-        on conflict do nothing;
+        on conflict do nothing
+        returning * into former;
         if found then
+            if begins is not null then
+                insert into relay.queue_fills (queue_id, start) values (former.id, begins);
+            end if;
             perform relay.note_queues(whose);
             return true;
         end if;
@@ -1120,6 +1213,28 @@ begin
 end
 $$;
 
+-- Empties a queue, and fills it from the log again, from `start` on as in relay.declare_queue. Of what is there, messages that workers
+-- have under a lease and dead letters go, too: what such a worker completes then is not its any more. Messages that relay.enqueue put
+-- there are in no log: they are gone. relay does it, and waits for the transactions of workers that have taken messages.
+create or replace function relay.rebuild_queue(name text, start text default 'beginning') returns void
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q      record;
+    whose  text;
+    begins text;
+begin
+    q := relay.require_queue(name);
+    select d.group_id into whose from relay.queues as d where d.id = q.id;
+    begins := relay.fill_start(coalesce(rebuild_queue.start, 'beginning'), whose, 'relay.rebuild_queue');
+    -- Waits for the portion that a fill of before has in flight.
+    delete from relay.queue_fills as f where f.queue_id = q.id;
+    delete from relay.queue_fill_deferred as f where f.queue_id = q.id;
+    insert into relay.queue_fills (queue_id, start, purges) values (q.id, begins, true);
+    perform relay.note_queues(whose);
+end
+$$;
+
 -- Drops a queue with its messages. Waits for the tasks of relay that fill it.
 create or replace function relay.drop_queue(name text) returns void
 language plpgsql security definer set search_path = pg_catalog, pg_temp
@@ -1129,10 +1244,14 @@ declare
     whose text;
 begin
     q := relay.require_queue(name);
-    delete from relay.queues as u where u.id = q.id returning u.group_id into whose;
-    perform relay.note_queues(whose);
+    select d.group_id into whose from relay.queues as d where d.id = q.id;
+    -- Waits for the portion that a fill from the log has in flight.
+    delete from relay.queue_fills as f where f.queue_id = q.id;
+    delete from relay.queue_fill_deferred as f where f.queue_id = q.id;
     -- A task that read the queues before has the lock of its partitions until its messages are there.
     perform from relay.group_partitions as p where p.group_id = whose order by p.partition_id for update;
+    delete from relay.queues as u where u.id = q.id;
+    perform relay.note_queues(whose);
     delete from relay.queue_messages as m where m.queue_id = q.id;
     delete from relay.queue_dead_letters as d where d.queue_id = q.id;
     delete from relay.queue_done as d where d.queue_id = q.id;
@@ -1162,8 +1281,8 @@ comment on column relay.queue_items.state is
 
 -- A figure counts to 100,001 at most, so that reading it stays cheap. `workers` are the connections of relay.client.worker.
 create or replace view relay.queue_figures as
-select f.queue, f.group_id, f.paused_at, f.ready, f.waiting, f.leased, f.dead, f.oldest_seconds, f.workers
-  from (select q.name as queue, q.group_id, q.paused_at, ready.messages + due.messages as ready, waiting.messages as waiting,
+select f.queue, f.group_id, f.paused_at, f.ready, f.waiting, f.leased, f.dead, f.oldest_seconds, f.workers, f.filled, f.fill_error
+  from (select q.name as queue, q.group_id, q.paused_at, open.messages as filled, open.error as fill_error, ready.messages + due.messages as ready, waiting.messages as waiting,
                leased.messages as leased, dead.messages as dead,
                coalesce(extract(epoch from clock_timestamp() - least(oldest.enqueued_at, due.since))::float8, 0) as oldest_seconds,
                (select count(*) from pg_stat_activity as a
@@ -1171,6 +1290,7 @@ select f.queue, f.group_id, f.paused_at, f.ready, f.waiting, f.leased, f.dead, f
                            when q.name collate "C" ~ '^[ -~]{1,50}$' then q.name
                            else encode(sha256(convert_to(q.name, 'UTF8')), 'hex') end, 63)) as workers
           from relay.queues as q
+          left join relay.queue_fills as open on open.queue_id = q.id and open.ended_at is null
           left join lateral (select n.mark, n.due_mark from relay.queue_marks as n
                               where n.queue_id = q.id order by n.mark desc, n.due_mark desc limit 1) as m on true
           left join lateral (select i.enqueued_at from relay.queue_messages as i
@@ -1206,6 +1326,10 @@ comment on column relay.queue_figures.oldest_seconds is
     'how long the oldest message that can be taken has been in the queue, or due; 0 without one';
 comment on column relay.queue_figures.workers is
     'connections of workers in Python, by the name that they give the server';
+comment on column relay.queue_figures.filled is
+    'how many messages relay has put into it from the log, while it is being filled; null when that is over';
+comment on column relay.queue_figures.fill_error is
+    'why that does not go on';
 
 -- Least privilege. relay_worker may declare queues and take from those of its roles; what it calls runs with the rights of the owner.
 
@@ -1219,7 +1343,7 @@ begin
                                      'was_aborted', 'lock_messages', 'dead_letter_messages', 'keep_messages', 'take', 'claim',
                                      'lease', 'lock_message', 'complete', 'extend', 'release', 'retry', 'fail', 'requeue', 'enqueue',
                                      'declare_queue', 'wake_workers', 'watch_queue', 'queue_watchers', 'satisfies', 'is_event_field', 'note_queues', 'queues_revision',
-                                     'pause_queue', 'purge_queue', 'drop_queue') loop
+                                     'pause_queue', 'purge_queue', 'drop_queue', 'rebuild_queue', 'fill_start') loop
         execute format('revoke all on function %s from public', each);
     end loop;
 end
@@ -1249,12 +1373,17 @@ begin
             relay.retry(text, bigint, int, interval, text), relay.fail(text, bigint, int, text), relay.requeue(text, bigint[]),
             relay.enqueue(text, jsonb, text, text, text, timestamptz, jsonb, text),
             relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text, interval, text, jsonb,
-                                boolean),
-            relay.pause_queue(text, boolean), relay.purge_queue(text), relay.drop_queue(text), relay.watch_queue(text),
-            relay.queue_watchers(text) to relay_worker;
+                                boolean, text),
+            relay.pause_queue(text, boolean), relay.purge_queue(text), relay.drop_queue(text), relay.rebuild_queue(text, text),
+            relay.watch_queue(text), relay.queue_watchers(text) to relay_worker;
     end if;
     if to_regrole('relay') is not null then
         grant select on relay.queues, relay.queue_revisions, relay.queue_items, relay.queue_figures to relay;
+        -- To fill a queue from the log, and to say that it is filled.
+        grant select, insert, update, delete on relay.queue_fills, relay.queue_fill_deferred to relay;
+        grant insert, update on relay.queue_revisions to relay;
+        grant execute on function relay.note_queues(text) to relay;
+        grant insert on relay.queue_dead_letters to relay;
         -- To erase a host, and what is done.
         grant select, delete on relay.queue_dead_letters, relay.queue_done to relay;
         grant select, insert, delete on relay.queue_messages to relay;
@@ -1262,8 +1391,9 @@ begin
         grant execute on function relay.begin_messages(), relay.queues_revision(text), relay.wake_workers(bigint) to relay;
         grant execute on function relay.satisfies(jsonb, jsonpath, jsonb) to relay;
         grant execute on function relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text, interval, text,
-            jsonb, boolean) to relay;
-        grant execute on function relay.pause_queue(text, boolean), relay.purge_queue(text), relay.drop_queue(text) to relay;
+            jsonb, boolean, text) to relay;
+        grant execute on function relay.pause_queue(text, boolean), relay.purge_queue(text), relay.drop_queue(text),
+            relay.rebuild_queue(text, text) to relay;
         grant execute on function relay.requeue(text, bigint[]) to relay;
     end if;
 end
@@ -1280,20 +1410,21 @@ begin
     -- To lock its rows.
     grant select, update on relay.group_partitions to relay_owner;
     grant select, insert, update, delete on relay.queues, relay.queue_revisions, relay.queue_messages, relay.queue_dead_letters,
-        relay.queue_done, relay.queue_marks to relay_owner;
+        relay.queue_done, relay.queue_marks, relay.queue_fills, relay.queue_fill_deferred to relay_owner;
+    grant select on relay.snapshots to relay_owner;
     grant select, usage on sequence relay.queue_message_ids to relay_owner;
     grant execute on function relay.calling_role(), relay.may_act_as(text), relay.queue_state(text), relay.require_queue(text),
         relay.begin_messages(), relay.begin_times(),
         relay.move_marks(bigint, bigint, timestamptz, timestamptz, bigint), relay.note_progress(record, record), relay.was_aborted(xid),
         relay.lock_messages(bigint, boolean, int, bigint, timestamptz, bigint, int),
         relay.dead_letter_messages(tid[], text), relay.keep_messages(tid[], int), relay.lock_message(bigint, bigint, int, boolean),
-        relay.is_event_field(text), relay.wake_workers(bigint),
+        relay.is_event_field(text), relay.wake_workers(bigint), relay.fill_start(text, text, text),
         relay.note_queues(text) to relay_owner;
     grant create on schema relay to relay_owner;
     -- A function's new owner must have the right to create in its schema.
     for each in select p.oid from pg_proc as p where p.pronamespace = 'relay'::regnamespace and p.prosecdef
                    and p.proname in ('take', 'claim', 'lease', 'complete', 'extend', 'release', 'retry', 'fail', 'requeue', 'enqueue',
-                                     'declare_queue', 'pause_queue', 'purge_queue', 'drop_queue', 'watch_queue', 'queue_watchers') loop
+                                     'declare_queue', 'pause_queue', 'purge_queue', 'drop_queue', 'rebuild_queue', 'watch_queue', 'queue_watchers') loop
         execute format('alter function %s owner to relay_owner', each);
     end loop;
     revoke create on schema relay from relay_owner;

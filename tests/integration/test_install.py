@@ -319,8 +319,8 @@ def test_functions_run_as_a_role_that_can_do_just_what_they_do(outbox: Outbox) -
             "pause_queue",
         ),
         *("pause_schedule", "prune_history", "publish", "purge_queue"),
-        *("queue_watchers", "read", "release", "requeue", "reschedule", "retry", "run_schedule"),
-        *("seek", "take", "tick", "watch_queue"),
+        *("queue_watchers", "read", "rebuild_queue", "release", "requeue", "reschedule", "retry"),
+        *("run_schedule", "seek", "take", "tick", "watch_queue"),
     ]
     assert outbox.column(
         "select distinct pg_get_userbyid(proowner)::text from pg_proc"

@@ -245,6 +245,15 @@ def test_an_unknown_key_is_named(text: str, start: str) -> None:
         ("queues: {mail: {where: '$.a', match: null}}", "queues.mail: where: without match"),
         ("queues: {mail: {keep_done: 1y}}", "queues.mail.keep_done: must be a number of minutes"),
         ("queues: {mail: {params: []}}", "queues.mail.params: must be a mapping"),
+        (
+            "queues: {mail: {start: now}}",
+            "queues.mail.start: 'now' is neither beginning, a c_offset",
+        ),
+        ("queues: {mail: {start: -1}}", "queues.mail.start: '-1' is neither beginning, a c_offset"),
+        (
+            "{source: {mode: wal}, queues: {mail: {start: beginning}}}",
+            "queues.mail.start: source.mode: wal reads nothing older than the slot",
+        ),
         ("queues: {mail: null}", "queues.mail: must be a mapping"),
         ("queues: {'': {}}", "queues: '' is no name of a queue"),
         ("queues: [mail]", "queues: must be a mapping"),

@@ -99,6 +99,13 @@ class OutboxTable:
         # Above the range of bigint where a row has the greatest number.
         return int(row[0]) + 1 if row and row[0] is not None else 1
 
+    def oldest_offset(self, conn: Connection) -> int | None:
+        """The least c_offset; None without rows."""
+        row = conn.execute(
+            sql.SQL("select min({}) from {}").format(self._offset, self._table)
+        ).fetchone()
+        return int(row[0]) if row and row[0] is not None else None
+
     def event(self, conn: Connection, event_id: str) -> Event | None:
         """The event with an id; None if there is no row of it, also where no id of this outbox can be the text."""
         present = self._names(conn)
