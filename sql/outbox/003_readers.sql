@@ -51,6 +51,52 @@ comment on column relay.log_positions.number is
 comment on column relay.log_positions.snapshot is
     'everything that it sees is read';
 
+-- The regular expression that a pattern stands for: *, ?, [abc], [a-c], [!abc], as fnmatch of Python has them. A [ without an
+-- end is itself.
+create or replace function relay.glob_expression(glob text) returns text
+language plpgsql immutable set search_path = pg_catalog, pg_temp
+as $$
+declare
+    parts     text[] := '{}';
+    items     text;
+    rest      text := glob;
+    class     text;
+    inverted  boolean;
+    character text;
+begin
+    while rest <> '' loop
+        class := substring(rest from '^\[(!?\]?[^\]]*)\]');
+        if class is null or class in ('', '!') then
+            character := left(rest, 1);
+            rest := substr(rest, 2);
+            parts := parts || case when character = '*' then '.*' when character = '?' then '.'
+                                   when character ~ '[[:alnum:]]' then character else '\' || character end;
+            continue;
+        end if;
+        rest := substr(rest, length(class) + 3);
+        inverted := class like '!%';
+        class := case when inverted then substr(class, 2) else class end;
+        items := '';
+        while class <> '' loop
+            if class like '_-_%' then
+                -- A range that ends before it begins is empty.
+                if left(class, 1) collate "C" <= substr(class, 3, 1) collate "C" then
+                    items := items || regexp_replace(left(class, 1), '([][\\^-])', '\\\1') || '-'
+                             || regexp_replace(substr(class, 3, 1), '([][\\^-])', '\\\1');
+                end if;
+                class := substr(class, 4);
+            else
+                items := items || regexp_replace(left(class, 1), '([][\\^-])', '\\\1');
+                class := substr(class, 2);
+            end if;
+        end loop;
+        parts := parts || case when items <> '' then format('[%s%s]', case when inverted then '^' else '' end, items)
+                               when inverted then '.' else '(?!.)(?=.)' end;
+    end loop;
+    return '^(?:' || array_to_string(parts, '') || ')$';
+end
+$$;
+
 -- The condition on the rows o of the outbox that a match stands for. Fails for a match that cannot be.
 create or replace function relay.match_condition(match jsonb) returns text
 language plpgsql immutable set search_path = pg_catalog, pg_temp
@@ -60,7 +106,6 @@ declare
     given     jsonb;
     item      jsonb;
     value     text;
-    glob      text;
     any_of    text[];
     condition text := 'true';
 begin
@@ -83,15 +128,7 @@ begin
         for item in select e from jsonb_array_elements(case jsonb_typeof(given) when 'array' then given
                                                             else jsonb_build_array(given) end) as e loop
             if jsonb_typeof(item) = 'string' then
-                glob := regexp_replace(item #>> '{}', '([\\.+(){}|^$])', '\\\1', 'g');
-                glob := replace(replace(replace(glob, '*', '.*'), '?', '.'), '[!', '[^');
-                begin
-                    perform '' ~ ('^(?:' || glob || ')$');
-                exception when invalid_regular_expression then
-                    raise invalid_parameter_value using
-                        message = format('relay.declare_reader: match: the pattern %s of %s is not complete', item, field);
-                end;
-                any_of := any_of || format('%s #>> ''{}'' ~ %L', value, '^(?:' || glob || ')$');
+                any_of := any_of || format('%s #>> ''{}'' ~ %L', value, relay.glob_expression(item #>> '{}'));
             elsif jsonb_typeof(item) in ('number', 'boolean') then
                 any_of := any_of || format('%s = %L::jsonb', value, item);
                 if jsonb_typeof(item) = 'number' then
@@ -468,7 +505,7 @@ begin
               when insufficient_privilege then
         raise notice 'relay: this role may not create roles; create relay_reader yourself, then run this file again';
     end;
-    foreach each in array array['relay.match_condition(jsonb)', 'relay.log_reader(text)', 'relay.log_start(text)',
+    foreach each in array array['relay.glob_expression(text)', 'relay.match_condition(jsonb)', 'relay.log_reader(text)', 'relay.log_start(text)',
                                 'relay.move_reader(text, bigint, pg_snapshot)', 'relay.declare_reader(text, jsonb, text, interval, interval)',
                                 'relay.read(text, int, text)', 'relay.advance(text, text)', 'relay.seek(text, text)',
                                 'relay.drop_reader(text)', 'relay.claim_reader(text)', 'relay.watch_log()',
@@ -498,7 +535,7 @@ begin
     end if;
     grant select on public.outbox_message_t to relay_owner;
     grant select, insert, update, delete on relay.log_readers, relay.log_positions, relay.readers to relay_owner;
-    grant execute on function relay.match_condition(jsonb), relay.log_reader(text), relay.log_start(text),
+    grant execute on function relay.glob_expression(text), relay.match_condition(jsonb), relay.log_reader(text), relay.log_start(text),
                               relay.move_reader(text, bigint, pg_snapshot) to relay_owner;
     grant create on schema relay to relay_owner;
     -- A function's new owner must have the right to create in its schema.
