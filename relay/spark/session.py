@@ -336,8 +336,10 @@ def _classic_conf(spark: SparkSettings) -> dict[str, str]:
         return _DEFAULTS | protection | {"spark.driver.extraJavaOptions": options}
     # This JVM does little more than pass bytes on, for which the second compiler and the parallel collector cost more
     # than they gain. Measured on 2 cores: half the CPU time, 1.4 times the rate. G1 does not move arrays of megabytes;
-    # the serial collector copies them, and spends half of the time in full collections.
+    # the serial collector copies them, and spends half of the time in full collections. By default G1 marks the heap
+    # whenever the arrays of two batches fill 45 % of it, although they are freed without: 0.19 of the CPU time.
     options += " -XX:TieredStopAtLevel=1 -XX:+UseG1GC"
+    options += " -XX:-G1UseAdaptiveIHOP -XX:InitiatingHeapOccupancyPercent=70"
     return _DEFAULTS | _LOCAL | {"spark.driver.extraJavaOptions": options}
 
 
