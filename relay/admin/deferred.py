@@ -117,8 +117,8 @@ class DeferredTransactions:
     def move(self, selected: FoundDeferred, to: datetime, reason: str | None) -> dict[str, int]:
         """Move scheduled transactions to another time; returns how many of each sink.
 
-        One of the target is either moved or was applied before, and does not count. A delivery to a sink in flight may
-        still arrive.
+        One of the target is either moved or was applied before, and does not count. One of a sink whose time has come
+        may be in flight: it is not moved.
         """
         with self._conn.transaction():
             if not selected.wanted.sink:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,16 +13,26 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
+from psycopg.rows import dict_row
 from typer.testing import CliRunner
 
 from relay.admin.events import find
 from relay.cli.app import app
-from relay.client.errors import EventInvalid
-from relay.client.scheduled import Stop, cancel, cancel_messages, move_messages, reschedule
+from relay.client.errors import EventInvalid, NotInTransaction, UnknownSession
+from relay.client.scheduled import (
+    Stop,
+    cancel,
+    cancel_async,
+    cancel_messages,
+    move_messages,
+    reschedule,
+    reschedule_async,
+)
 from relay.config.settings import Settings
 from relay.retention.schedule import Schedule
 from relay.store.deferred import event_key
-from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.client_sessions import DRIVERS
+from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.webhook import Answer, Webhook
 
 LATER = datetime(2999, 1, 1, tzinfo=UTC)
@@ -268,6 +279,32 @@ def test_a_delivery_in_flight_is_told_of(outbox: Outbox) -> None:
         assert states(settings, gone) == {"target": "cancelled", "hook": "delivered"}
 
 
+def test_what_may_be_in_flight_is_not_moved(
+    outbox: Outbox, tmp_path: Path, settings: Settings
+) -> None:
+    """A job that was rescheduled while it ran, ran again.
+
+    https://github.com/graphile/worker/issues/303
+    """
+    with relaying(settings):
+        publish(outbox)
+        wait_until(lambda: deferred(outbox) == 2)
+    # Due at both, while nobody works them.
+    outbox.conn.execute("update relay.deferred set retry_at = now()")
+    file = outbox.config_file(tmp_path / "relay.yaml", handlers=_handlers(settings), routes=_ROUTES)
+    words = ["deferred", "move", "--config", str(file), "--all", "--yes", "--to", "2999-01-01"]
+    assert "1 transaction is moved" in CliRunner().invoke(app, words).output
+    assert outbox.column("select sink from relay.deferred where retry_at > now()") == [""]
+
+
+_ROUTES = [{"handlers": ["projection", "hook"]}]
+
+
+def _handlers(settings: Settings) -> dict[str, Any]:
+    hook = settings.handlers["hook"].model_dump(mode="json", exclude_unset=True)
+    return {"projection": {"type": "sql", "statement": APPEND}, "hook": hook}
+
+
 def test_an_event_is_found_by_an_index(outbox: Outbox) -> None:
     """Deleting a job by its id took seconds with a few hundred thousand scheduled.
 
@@ -392,6 +429,72 @@ def test_who_may_cancel(outbox: Outbox) -> None:
         assert outbox.column(asked) == [name]
     finally:
         outbox.conn.execute(f"drop owned by {name}; drop role {name}".encode())
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_every_session_may_cancel(outbox: Outbox, driver: str) -> None:
+    """In the caller's transaction, whatever its driver: a rollback takes it back."""
+    with relaying(outbox.settings()):
+        moved = publish(outbox)
+        wait_until(lambda: deferred(outbox) == 1)
+    asyncio.run(_act(outbox.dsn, driver, moved))
+    assert outbox.column("select retry_at from relay.deferred") == [LATER + timedelta(days=1)]
+
+
+async def _act(dsn: str, driver: str, event_id: str) -> None:
+    at = LATER + timedelta(days=1)
+    async with DRIVERS[driver](dsn) as opened:
+        if opened.asynchronous:
+            found = await reschedule_async(opened.session, event_id, at)
+        else:
+            found = reschedule(opened.session, event_id, at)
+        assert found == [Stop("target", "", "moved")]
+        await opened.run(opened.commit)
+    async with DRIVERS[driver](dsn) as opened:
+        if opened.asynchronous:
+            found = await cancel_async(opened.session, event_id)
+        else:
+            found = cancel(opened.session, event_id)
+        assert found == [Stop("target", "", "cancelled")]
+        await opened.run(opened.rollback)
+
+
+def test_rows_may_be_mappings(outbox: Outbox) -> None:
+    """What makes the rows of the caller's connection does not matter, nor autocommit, which has no transaction."""
+    with psycopg.connect(outbox.dsn, row_factory=dict_row) as conn:
+        assert cancel(conn, "x") == [Stop(None, None, "requested")]
+        assert reschedule(conn, "y", LATER) == [Stop(None, None, "unknown")]
+    with (
+        psycopg.connect(outbox.dsn, autocommit=True) as conn,
+        pytest.raises(NotInTransaction, match="autocommit"),
+    ):
+        cancel(conn, "x")
+    with pytest.raises(UnknownSession):
+        cancel(object(), "x")
+
+
+def test_an_operator_cancels_and_moves_messages(outbox: Outbox, tmp_path: Path) -> None:
+    """As an application does, and it is recorded who did it."""
+    outbox.conn.execute("select relay.declare_queue('mail', null)")
+    enqueue = "select relay.enqueue('mail', '{}', deliver_at => %s, event_id => %s)"
+    number = outbox.value(enqueue, (LATER, "a"))
+    outbox.value(enqueue, (LATER, "b"))
+    config = ["--config", str(outbox.config_file(tmp_path / "relay.yaml"))]
+
+    def command(*words: str) -> str:
+        done = CliRunner().invoke(app, ["queue", words[0], "mail", *config, *words[1:]])
+        return f"{done.output}{done.exception or ''}"
+
+    assert "1 message moved" in command("move", "--id", str(number), "--to", "2999-02-01")
+    assert "1 message cancelled" in command("cancel", "--event", "b")
+    assert "no such message" in command("cancel", "--event", "b")
+    assert "--event, --key or --id" in command("cancel")
+    found = outbox.conn.execute(
+        "select event_id, available_at from relay.queue_messages"
+    ).fetchall()
+    assert found == [("a", datetime(2999, 2, 1, tzinfo=UTC))]
+    actions = outbox.column("select action from relay.actions order by id")
+    assert actions[:2] == ["queue move", "queue cancel"]
 
 
 def test_messages_of_a_queue_are_cancelled_and_moved(outbox: Outbox) -> None:

@@ -194,7 +194,10 @@ def make_due(conn: Connection, group: str, found: FoundDeferred) -> dict[str, in
 
 
 def move(conn: Connection, group: str, found: FoundDeferred, to: datetime) -> dict[str, int]:
-    """Set the time of the found transactions that are still scheduled; returns how many of each sink."""
+    """Set the time of the found transactions that are still scheduled; returns how many of each sink.
+
+    Those of sinks whose time has come may be in flight, and keep it: what is not due is never in flight.
+    """
     where, parameters = found.wanted.where()
     return dict(
         conn.execute(
@@ -203,6 +206,7 @@ def move(conn: Connection, group: str, found: FoundDeferred, to: datetime) -> di
                 with moved as (
                     update relay.deferred d set retry_at = %(to)s
                      where {where} and {kind} = 'scheduled' and d.id <= %(last_id)s
+                       and (d.sink = '' or d.retry_at > clock_timestamp())
                     returning d.sink)
                 select sink, count(*) from moved group by sink order by sink
                 """
