@@ -17,7 +17,8 @@ from relay.admin.install import initialise
 from relay.client import Event
 from relay.client import Outbox as Client
 from relay.model.events import Transaction
-from tests.outbox import Outbox, event, host, relaying, wait_until
+from relay.spark.session import Session
+from tests.outbox import LONG_SECONDS, Outbox, event, host, relaying, wait_until
 from tests.process import running
 from tests.published import HANDLERS, chain, loop, next_step
 
@@ -262,12 +263,75 @@ def adopted(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
         client.publish(cursor, Event(next_step(each.event_type), payload={}), host_id="a")
 
 
+PREFIX = "shop.outbox"
+
+
+def emit(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    client = Client(message_prefix=PREFIX)
+    for each in transaction.events:
+        assert each.event_type is not None
+        assert each.host_id is not None
+        following = Event(next_step(each.event_type), payload={})
+        client.publish(cursor, following, host_id=each.host_id)
+
+
+def test_messages_in_place_of_a_table_have_causes_too(database: str) -> None:
+    """A handler emits them in relay's transaction, whose commit relay then reads."""
+    emitted = (
+        f"select pg_logical_emit_message(true, '{PREFIX}', jsonb_build_object('host_id', %(host_id)s, 'id', "
+        "gen_random_uuid(), 'event_type', 'step.2', 'payload', '{}'::jsonb, "
+        "'metadata', relay.caused_by(%(id)s, %(metadata)s))::text)"
+    )
+    with Outbox(database) as outbox:
+        outbox.conn.execute("create table seen (event_type text, hops int)")
+        source = {**outbox.config()["source"], "mode": "wal", "message_prefix": PREFIX}
+        seen = "insert into seen values (%(event_type)s, (%(metadata)s ->> 'hop_count')::int)"
+        settings = outbox.settings(
+            source=source,
+            handlers={
+                "first": {"type": "python", "callable": f"{__name__}:emit", "publishes": True},
+                "second": {"type": "sql", "statement": emitted, "publishes": True},
+                "seen": {"type": "sql", "statement": seen},
+            },
+            routes=[
+                {"match": {"event_type": "step.0"}, "handlers": ["first"]},
+                {"match": {"event_type": "step.1"}, "handlers": ["second", "seen"]},
+                {"match": {"event_type": "step.2"}, "handlers": ["seen"]},
+            ],
+        )
+        initialise(settings, handlers_publish=True)
+        assert errors(settings) == []
+        with relaying(settings):
+            with outbox.conn.transaction():
+                Client(message_prefix=PREFIX).publish(
+                    outbox.conn, Event("step.0", payload={}), host_id=host(1)
+                )
+            wait_until(lambda: outbox.value("select count(*) from seen") == 2)
+        assert outbox.conn.execute("select * from seen order by hops").fetchall() == [
+            ("step.1", 1),
+            ("step.2", 2),
+        ]
+
+
+@pytest.mark.rare
+def test_chains_of_handlers_on_spark(outbox: Outbox, spark_session: Session) -> None:
+    """Executors know the cause as relay's own process does."""
+    chains = 30
+    kinds = ("python", "sql", "batch")
+    with relaying(outbox.settings("spark", **chain(*kinds)), spark_session):
+        for number in range(chains):
+            outbox.publish(host(number), event(number, "step.0"))
+        wait_until(lambda: published(outbox) >= 4 * chains, LONG_SECONDS)
+        outbox.wait_drained(LONG_SECONDS)
+    assert_each_caused_one(outbox, chains)
+
+
 @pytest.mark.chaos
 def test_chains_are_exact_and_complete_however_often_relay_is_killed(
     outbox: Outbox, tmp_path: Path
 ) -> None:
     """Three hops, by a function, a statement for each event and one for many; killed when it has got a bit further."""
-    chains, kills = 600, 4
+    chains, kills = 300, 3
     config = outbox.config_file(
         tmp_path / "relay.yaml",
         batch={"max_events": 50, "inline_max_events": 1_000_000_000},
