@@ -155,6 +155,12 @@ def _schedules(conn: Connection, settings: Settings) -> Iterator[Finding]:
     if settings.schedules:
         yield finding_of("schedules", "they can be declared", _require_schedules, conn, settings)
     for each in schedules.listed(conn):
+        if each.state == "over" and not each.published:
+            yield Finding(
+                Severity.WARNING,
+                "schedules",
+                f"{each.name}: its time had passed when it was declared, so it publishes nothing: give it another time",
+            )
         if each.fault is not None:
             yield Finding(
                 Severity.WARNING,

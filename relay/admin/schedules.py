@@ -45,7 +45,7 @@ def upcoming(settings: Settings, name: str, count: int) -> tuple[ScheduleRow, li
             raise _unknown(source, name)
     try:
         return found, steps.upcoming(found, count, found.present)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         # No instance has looked at it yet.
         return replace(found, fault=str(error)), []
 

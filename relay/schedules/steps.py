@@ -40,9 +40,13 @@ def dues(schedule: ScheduleRow, times: Iterable[datetime]) -> Iterator[tuple[dat
 def step(schedule: ScheduleRow, now: datetime) -> DueTicks:
     """Return what is published now, and the next time. What SQL declared and nobody understands stands still."""
     try:
-        following = dues(schedule, schedule.timing.after(schedule.begins))
-    except ValueError as error:
+        return _step(schedule, now)
+    except (ValueError, OverflowError) as error:
         return DueTicks((), (), None, None, None, fault=str(error))
+
+
+def _step(schedule: ScheduleRow, now: datetime) -> DueTicks:
+    following = dues(schedule, schedule.timing.after(schedule.begins))
     passed: dict[datetime, datetime] = {}
     most = MOST_EVENTS if schedule.missed == "all" else MOST_TIMES
     upcoming, due = next(following, _NOTHING)
@@ -67,5 +71,5 @@ def step(schedule: ScheduleRow, now: datetime) -> DueTicks:
 
 
 def upcoming(schedule: ScheduleRow, count: int, now: datetime) -> list[datetime]:
-    """Return the next times of a schedule. Raises ValueError for one that relay does not understand."""
+    """Return the next times of a schedule. Raises ValueError or OverflowError where they cannot be computed."""
     return list(islice(schedule.timing.after(max(now, schedule.begins)), count))

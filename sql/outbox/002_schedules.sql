@@ -71,6 +71,20 @@ comment on column relay.schedules.fault is
 comment on column relay.schedules.version is
     'counts the changes of the row, so that of two instances one publishes';
 
+-- Raises an error where another role than relay's gives the group whose configuration has a schedule.
+create or replace function relay.require_configuring(configured_by text) returns void
+language plpgsql set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_variable
+declare
+    caller name := case current_setting('role') when 'none' then session_user else current_setting('role')::name end;
+begin
+    if configured_by is not null and to_regrole('relay') is not null and not pg_has_role(caller, 'relay', 'member') then
+        raise insufficient_privilege using message = 'configured_by: only a member of the role relay may give it';
+    end if;
+end
+$$;
+
 -- Declares a schedule, or changes it; returns whether that changed anything. One of cron, every and at is given. Other times
 -- than before begin now. publish is an event as in relay.publish, with host_id: {"host_id": ..., "event_type": ..., "payload": {}}.
 create or replace function relay.declare_schedule(
@@ -101,11 +115,13 @@ begin
         when name is null or length(name) not between 1 and 100 then 'name: must have 1 to 100 characters'
         when name ~ '[[:cntrl:]]' then 'name: must not have control characters'
         when num_nonnulls(cron, every, at) <> 1 then 'give one of cron, every and at'
+        when length(cron) > 1000 then 'cron: must have at most 1000 characters'
         when cron !~ '^\s*(@\w+|\S+(\s+\S+){4})\s*$' then 'cron: must have five fields: 0 3 * * *'
-        when at in ('infinity', '-infinity') then 'at: must be a time'
+        when at not between '1970-01-01Z' and '9000-01-01Z' then 'at: must be a time from 1970 to 9000'
         when every < '1 s' or extract(year from every) <> 0 or extract(month from every) <> 0
              or extract(epoch from every) <> floor(extract(epoch from every))
             then 'every: must be whole seconds, without months: use cron'
+        when every > '36500 days' then 'every: must be at most 36500 days'
         when jitter is null or jitter < '0 s' or jitter > '1 day' then 'jitter: must be from 0 to 1 day'
         when missed is null or missed not in ('latest', 'all', 'skip') then 'missed: must be latest, all or skip'
         when timezone is null then 'timezone: must be the name of a time zone'
@@ -122,6 +138,7 @@ begin
         raise invalid_parameter_value using message = 'relay.declare_schedule: ' || fault;
     end if;
     perform clock_timestamp() at time zone timezone;
+    perform relay.require_configuring(configured_by);
 
     insert into relay.schedules as s (name, cron, every, at, timezone, missed, jitter, publish, configured_by)
     values (name, cron, every, at, timezone, missed, jitter, publish, configured_by)
@@ -158,6 +175,7 @@ as $$
 declare
     by_group text;
 begin
+    perform relay.require_configuring(configured_by);
     delete from relay.schedules as s
      where s.name = drop_schedule.name and s.configured_by is not distinct from drop_schedule.configured_by;
     if found then
@@ -262,7 +280,7 @@ comment on function relay.declare_schedule(text, jsonb, text, interval, timestam
 
 revoke all on function relay.declare_schedule(text, jsonb, text, interval, timestamptz, text, text, interval, text),
     relay.drop_schedule(text, text), relay.pause_schedule(text, boolean), relay.run_schedule(text),
-    relay.schedule_event(relay.schedules, uuid, jsonb),
+    relay.schedule_event(relay.schedules, uuid, jsonb), relay.require_configuring(text),
     relay.tick(text, bigint, timestamptz[], uuid[], timestamptz, timestamptz, timestamptz, bigint, text) from public;
 
 do $$
@@ -291,7 +309,7 @@ begin
         return;
     end if;
     grant select, insert, update, delete on relay.schedules to relay_owner;
-    grant execute on function relay.schedule_event(relay.schedules, uuid, jsonb) to relay_owner;
+    grant execute on function relay.schedule_event(relay.schedules, uuid, jsonb), relay.require_configuring(text) to relay_owner;
     grant create on schema relay to relay_owner;
     foreach called in array array[
         'declare_schedule(text, jsonb, text, interval, timestamptz, text, text, interval, text)', 'drop_schedule(text, text)',

@@ -225,6 +225,18 @@ def test_what_is_no_expression_is_an_error() -> None:
         Cron.parse("*/INVALID * * * *", ZoneInfo("UTC"))
 
 
+def test_what_cannot_be_computed_stands_still() -> None:
+    """One schedule without a time that can be reached stopped those of everybody.
+
+    https://github.com/sixb-ai/sixb/pull/418, https://github.com/Steve-Mcl/node-red-contrib-cron-plus/pull/130
+    """
+    assert step(row(every=None, cron="0 0 30 2 *"), NOON).fault == (
+        "'0 0 30 2 *': there is no such day"
+    )
+    found = step(row(every=timedelta(days=10_000_000)), NOON)
+    assert found.fault == "date value out of range"
+
+
 def declare(outbox: Outbox, **more: Any) -> None:
     arguments = "".join(f', "{key}" => %({key})s' for key in more)
     outbox.conn.execute(

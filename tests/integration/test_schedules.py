@@ -13,6 +13,7 @@ import pytest
 from psycopg.types.json import Jsonb
 
 from relay.admin import schedules as admin
+from relay.admin.check import examine
 from relay.admin.schedules import UnknownSchedule
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable
@@ -187,6 +188,11 @@ def test_what_nobody_understands_stands_still_and_others_go_on(outbox: Outbox) -
         ({"every": "1 month"}, "every: must be whole seconds"),
         ({"every": "0.5 s"}, "every: must be whole seconds"),
         ({"every": "0 s"}, "every: must be whole seconds"),
+        ({"every": "36501 days"}, "every: must be at most 36500 days"),
+        ({"at": "infinity"}, "at: must be a time from 1970 to 9000"),
+        ({"at": "20000-01-01"}, "at: must be a time from 1970 to 9000"),
+        ({"at": "0044-03-15 BC"}, "at: must be a time from 1970 to 9000"),
+        ({"cron": "* * * * " + "1," * 500}, "cron: must have at most 1000 characters"),
         ({"every": "1 h", "name": "a\nb"}, "name: must not have control characters"),
         ({"every": "1 h", "missed": "some"}, "missed: must be latest, all or skip"),
         ({"every": "1 h", "jitter": "-1 s"}, "jitter: must be from 0"),
@@ -321,3 +327,25 @@ def test_a_renamed_schedule_goes_on_under_its_new_name(outbox: Outbox) -> None:
     # Times before it had its name are not missed.
     assert published(outbox) == []
     assert [each.name for each in schedules.listed(outbox.conn)] == ["hourly"]
+
+
+def test_who_may_publish_does_not_act_for_the_configuration(outbox: Outbox) -> None:
+    with connect(outbox.dsn) as conn:
+        declare(conn, outbox.settings(schedules={"nightly": {"cron": "@daily", "publish": EVENT}}))
+    outbox.conn.execute("set role relay_publisher")
+    with pytest.raises(psycopg.errors.InsufficientPrivilege, match="configured_by: only a member"):
+        outbox.conn.execute("select relay.drop_schedule('nightly', 'default')")
+    with pytest.raises(psycopg.errors.InsufficientPrivilege, match="configured_by: only a member"):
+        declared(outbox, every="1 h", configured_by="default")
+    outbox.conn.execute("reset role; set role relay")
+    assert declared(outbox, every="1 h", configured_by="default")
+    outbox.conn.execute("reset role")
+
+
+def test_a_time_that_has_passed_is_found_by_the_check(outbox: Outbox) -> None:
+    declared(outbox, at=datetime(2026, 1, 1, tzinfo=UTC))
+    turn(outbox)
+    found = [each.text for each in examine(outbox.settings()) if each.subject == "schedules"]
+    assert found == [
+        "nightly: its time had passed when it was declared, so it publishes nothing: give it another time"
+    ]
