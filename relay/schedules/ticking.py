@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from uuid import UUID
 
 import psycopg
 
@@ -53,8 +54,8 @@ class Ticker(Recurring):
         self._settings = settings
         self._conn: Connection | None = None
         self._has_declared = False
-        self._refused: dict[str, float] = {}
-        """The schedules whose event was refused, and when they are tried again."""
+        self._refused: dict[tuple[UUID, int], float] = {}
+        """The schedules, in a version, whose event was refused, and when they are tried again."""
 
     def stop(self) -> None:
         """End after the statement in flight."""
@@ -97,11 +98,14 @@ class Ticker(Recurring):
         with settled(conn):
             wait = schedules.wait(conn)
             due = schedules.due(conn) if wait == 0 else []
+        # Not those that were dropped, paused or changed meanwhile.
+        still = {(each.id, each.version) for each in due}
+        self._refused = {each: again for each, again in self._refused.items() if each in still}
         if due:
             for each in due:
                 if self.stopping.is_set():
                     break
-                if self._refused.get(each.name, 0.0) <= time.monotonic():
+                if self._refused.get((each.id, each.version), 0.0) <= time.monotonic():
                     has_moved |= self._publish(conn, each)
             with settled(conn):
                 wait = schedules.wait(conn)
@@ -132,10 +136,10 @@ class Ticker(Recurring):
                 or isinstance(error, psycopg.errors.ReadOnlySqlTransaction)
             ):
                 raise
-            self._refused[schedule.name] = time.monotonic() + _RETRY_SECONDS
+            self._refused[schedule.id, schedule.version] = time.monotonic() + _RETRY_SECONDS
             self.condition.fails(f"{schedule.name}: {first_line(error)}")
             return False
-        self._refused.pop(schedule.name, None)
+        self._refused.pop((schedule.id, schedule.version), None)
         if ticked and to_do.missed:
             log.warning(
                 "times of a schedule were missed",

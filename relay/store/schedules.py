@@ -113,7 +113,7 @@ _WAITS = """
       from relay.schedules where paused_at is null
 """
 _TICK = """
-    select relay.tick(%s, %s, %s::timestamptz[], %s::uuid[], %s, %s, coalesce(%s, timestamptz 'infinity'), %s, %s)
+    select relay.tick(%s, %s, %s, %s::timestamptz[], %s::uuid[], %s, %s, coalesce(%s, timestamptz 'infinity'), %s, %s)
 """
 _DECLARE = """
     select relay.declare_schedule(
@@ -174,8 +174,10 @@ def wait(conn: psycopg.Connection[Any]) -> float | None:
 
 def tick(conn: psycopg.Connection[Any], schedule: ScheduleRow, step: DueTicks) -> bool:
     """Publish and move on in one statement; returns whether nobody else has done it. Raises psycopg.Error."""
-    values = (schedule.name, schedule.version, list(step.times), list(step.ids), step.passed)
-    row = conn.execute(_TICK, (*values, step.next, step.due, step.missed, step.fault)).fetchone()
+    of = (schedule.name, schedule.id, schedule.version)
+    published = (list(step.times), list(step.ids), step.passed)
+    following = (step.next, step.due, step.missed, step.fault)
+    row = conn.execute(_TICK, (*of, *published, *following)).fetchone()
     return row == (True,)
 
 

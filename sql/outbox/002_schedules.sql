@@ -235,9 +235,10 @@ end
 $$;
 
 -- Publishes a schedule's events of some times, with their ids, and moves it on; returns whether it did. It does nothing where
--- the row has another version than the one for which that was computed, or another session has it now.
+-- the row is another one, or has another version, than that for which that was computed, or another session has it now.
 create or replace function relay.tick(
     name         text,
+    id           uuid,
     version      bigint,
     times        timestamptz[],
     ids          uuid[],
@@ -254,7 +255,7 @@ declare
     s relay.schedules;
 begin
     select * into s from relay.schedules as r
-     where r.name = tick.name and r.version = tick.version and r.paused_at is null
+     where r.name = tick.name and r.id = tick.id and r.version = tick.version and r.paused_at is null
        for update skip locked;
     if not found then
         return false;
@@ -281,7 +282,7 @@ comment on function relay.declare_schedule(text, jsonb, text, interval, timestam
 revoke all on function relay.declare_schedule(text, jsonb, text, interval, timestamptz, text, text, interval, text),
     relay.drop_schedule(text, text), relay.pause_schedule(text, boolean), relay.run_schedule(text),
     relay.schedule_event(relay.schedules, uuid, jsonb), relay.require_configuring(text),
-    relay.tick(text, bigint, timestamptz[], uuid[], timestamptz, timestamptz, timestamptz, bigint, text) from public;
+    relay.tick(text, uuid, bigint, timestamptz[], uuid[], timestamptz, timestamptz, timestamptz, bigint, text) from public;
 
 do $$
 begin
@@ -296,7 +297,7 @@ begin
         grant execute on function relay.declare_schedule(text, jsonb, text, interval, timestamptz, text, text, interval, text) to relay;
         grant execute on function relay.drop_schedule(text, text), relay.pause_schedule(text, boolean) to relay;
         grant execute on function relay.run_schedule(text) to relay;
-        grant execute on function relay.tick(text, bigint, timestamptz[], uuid[], timestamptz, timestamptz, timestamptz, bigint, text) to relay;
+        grant execute on function relay.tick(text, uuid, bigint, timestamptz[], uuid[], timestamptz, timestamptz, timestamptz, bigint, text) to relay;
     end if;
 end
 $$;
@@ -314,7 +315,7 @@ begin
     foreach called in array array[
         'declare_schedule(text, jsonb, text, interval, timestamptz, text, text, interval, text)', 'drop_schedule(text, text)',
         'pause_schedule(text, boolean)', 'run_schedule(text)',
-        'tick(text, bigint, timestamptz[], uuid[], timestamptz, timestamptz, timestamptz, bigint, text)'] loop
+        'tick(text, uuid, bigint, timestamptz[], uuid[], timestamptz, timestamptz, timestamptz, bigint, text)'] loop
         execute format('alter function relay.%s owner to relay_owner', called);
     end loop;
     revoke create on schema relay from relay_owner;

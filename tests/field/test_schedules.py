@@ -472,3 +472,39 @@ def test_a_service_declares_asynchronously_through_pgbouncer(outbox: Outbox) -> 
     with pooled(outbox.dsn, sessions=2) as dsn:
         asyncio.run(work(dsn))
     assert outbox.column("select name from relay.schedules") == ["ours"]
+
+
+def test_a_refused_schedule_that_is_dropped_is_no_fault(outbox: Outbox) -> None:
+    """An alarm for a schedule that nobody has any more would stand until the process ends."""
+    publish = Jsonb(EVENT | {"aggregate_version": "first"})
+    outbox.conn.execute(
+        "select relay.declare_schedule('bad', %s, every => '1 s', missed => 'all')", (publish,)
+    )
+    ticker = Ticker(outbox.settings())
+
+    def is_failing() -> bool:
+        ticker.turn()
+        return ticker.condition.fault is not None
+
+    try:
+        wait_until(is_failing)
+        outbox.conn.execute("select relay.drop_schedule('bad')")
+        ticker.turn()
+        assert ticker.condition.fault is None
+    finally:
+        ticker.release()
+
+
+def test_times_of_a_dropped_schedule_are_not_those_of_its_successor(outbox: Outbox) -> None:
+    """It was read, dropped, and declared again with other times, before what was computed of it was written."""
+    outbox.conn.execute(
+        "select relay.declare_schedule('often', %s, every => '1 s')", (Jsonb(EVENT),)
+    )
+    (former,) = schedules.due(outbox.conn)
+    outbox.conn.execute("select relay.drop_schedule('often')")
+    outbox.conn.execute(
+        "select relay.declare_schedule('often', %s, cron => '0 0 1 1 *')", (Jsonb(EVENT),)
+    )
+    assert not schedules.tick(outbox.conn, former, step(former, former.present))
+    (found,) = schedules.listed(outbox.conn)
+    assert found.next_at is None
