@@ -6,6 +6,7 @@ import asyncio
 import random
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -27,6 +28,7 @@ from relay.client.reader import (
     Subscription,
     subscribe,
 )
+from relay.retention import reader_positions
 from tests.client_sessions import parameters
 from tests.integration.test_log_readers import _History, _sessions
 from tests.outbox import Outbox, relaying, wait_until
@@ -464,3 +466,123 @@ def test_random_histories(outbox: Outbox, seed: int) -> None:
         read += _numbers(transaction)
         transaction.done()
     history.require_read(read)
+
+
+_PER_PUBLISHER = 60
+
+
+def _publish_at_random(dsn: str, publisher: int) -> None:
+    """Publish transactions with savepoints that are rolled back, some of them long, some rolled back as a whole."""
+    choose = random.Random(publisher)
+    with psycopg.connect(dsn) as conn:
+        number = 0
+        while number < _PER_PUBLISHER:
+            fails = choose.random() < 0.2
+            with suppress(ZeroDivisionError), conn.transaction():
+                conn.execute("select pg_current_xact_id()")
+                for _ in range(choose.randint(1, 3)):
+                    with suppress(ZeroDivisionError), conn.transaction():
+                        _insert(conn, -1)
+                        raise ZeroDivisionError
+                    with conn.transaction():
+                        _insert(conn, -1 if fails else publisher * 1000 + number)
+                    number += not fails
+                if choose.random() < 0.2:
+                    conn.execute("select pg_sleep(0.05)")
+                if fails:
+                    raise ZeroDivisionError
+
+
+def _insert(conn: psycopg.Connection[Any], number: int) -> None:
+    conn.execute(
+        "insert into public.outbox_message_t (host_id, event_type, payload, c_offset) "
+        "values (%s, 'any', %s, nextval('relay.offsets'))",
+        (_HOST, Jsonb({"number": number})),
+    )
+
+
+_EFFECT = "insert into effects (reader, number) values (%s, %s)"
+
+
+def _subscribe_and_commit(dsn: str, ended: Event) -> None:
+    """Read by `subscribe`, and commit each transaction with its effects, whatever is killed meanwhile."""
+    while not ended.is_set():
+        reader = subscribe(dsn, "python", poll=0.02, start=None, page=7)
+        Thread(target=lambda reader=reader: ended.wait() and reader.stop(), daemon=True).start()
+        with suppress(psycopg.Error, ReaderError), psycopg.connect(dsn) as conn:
+            for transaction in reader:
+                with conn.transaction(), transaction.commit(conn):
+                    for number in _numbers(transaction):
+                        conn.execute(_EFFECT, ("python", number))
+
+
+def _read_in_sql(dsn: str, ended: Event) -> None:
+    """Read and advance in SQL, in the transaction of the effects."""
+    while not ended.is_set():
+        with suppress(psycopg.Error), psycopg.connect(dsn) as conn:
+            while not ended.wait(0.01):
+                with conn.transaction():
+                    rows = conn.execute(
+                        "select position, payload from relay.read('sql', 11)"
+                    ).fetchall()
+                    for _, payload in rows:
+                        conn.execute(_EFFECT, ("sql", payload["number"]))
+                    if rows:
+                        conn.execute("select relay.advance('sql', %s)", (rows[0][0],))
+
+
+@pytest.mark.rare
+def test_readers_beside_publishers_kills_and_retention(outbox: Outbox) -> None:
+    """Two processes of a name read by `subscribe`, two in SQL: each event once, in the order of each publisher."""
+    reader_positions.retain(outbox.conn, outbox.settings(retention={"keep": "1d"}).source)
+    outbox.conn.execute("create table effects (seq bigserial, reader text, number int)")
+    for name in ("python", "sql"):
+        outbox.conn.execute("select relay.declare_reader(%s)", (name,))
+    ended, choose = Event(), random.Random(1)
+    readers = [
+        Thread(target=each, args=(outbox.dsn, ended))
+        for each in (_subscribe_and_commit, _read_in_sql)
+        for _ in range(2)
+    ]
+    publishers = [
+        Thread(target=_publish_at_random, args=(outbox.dsn, number)) for number in range(1, 4)
+    ]
+    for thread in (*readers, *publishers):
+        thread.start()
+
+    def missing() -> set[tuple[str, int]]:
+        found = outbox.conn.execute("select reader, number from effects").fetchall()
+        return {
+            (reader, publisher * 1000 + number)
+            for reader in ("python", "sql")
+            for publisher in (1, 2, 3)
+            for number in range(_PER_PUBLISHER)
+        } - set(found)
+
+    try:
+        for _ in range(25):
+            time.sleep(0.1)
+            pids = outbox.column(
+                "select pid from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid() "
+                "and (query ~ 'relay.(read|advance|claim|watch)|listen|effects' or application_name ~ 'reader')"
+            )
+            if pids:
+                outbox.conn.execute("select pg_terminate_backend(%s)", (choose.choice(pids),))
+            outbox.conn.execute(
+                "select relay.delete_portion('public.outbox_message_t', now() + interval '1 hour', 100, '0')"
+            )
+        for thread in publishers:
+            thread.join()
+        wait_until(lambda: not missing(), 120)
+    finally:
+        ended.set()
+        for thread in readers:
+            thread.join()
+    for reader in ("python", "sql"):
+        numbers = outbox.column(
+            "select number from effects where reader = %s order by seq", (reader,)
+        )
+        assert len(numbers) == len(set(numbers))
+        for publisher in (1, 2, 3):
+            own = [each for each in numbers if each // 1000 == publisher]
+            assert [each % 1000 for each in own] == list(range(len(own)))
