@@ -168,7 +168,7 @@ comment on column relay.queue_marks.mark is
 comment on column relay.queue_marks.due_mark is
     'no message of the queue becomes available before this time';
 comment on column relay.queue_marks.start is
-    'for a second after noted_at, whoever takes by key begins here: the messages below wait for others of their keys, or somebody has them';
+    'for one or two seconds after noted_at, whoever takes by key begins here: the messages below wait for others of their keys, or somebody has them';
 
 -- How far the log has been read for a queue that relay fills from it: relay.declare_queue with start, or relay.rebuild_queue, asks for
 -- that. The rest of the group fills such a queue only once what it has applied before is there: docs/explanation/queues.md.
@@ -257,7 +257,9 @@ language sql stable
 as $$
     select q.id, q.key <> 'none', q.key, q.attempts, q.backoff, q.max_backoff, q.keep_done is not null,
            q.paused_at is not null, coalesce(m.mark, 0), coalesce(m.due_mark, '-infinity'), coalesce(m.noted_at, '-infinity'),
-           case when m.noted_at > statement_timestamp() - interval '1 second' and m.noted_at <= statement_timestamp()
+           -- So that sessions do not all search again at the same moment.
+           case when m.noted_at > statement_timestamp() - interval '1 second' * (1 + pg_backend_pid() % 16 / 16.0)
+                     and m.noted_at <= statement_timestamp()
                 then m.start else 0 end
       from relay.queues as q
       left join lateral (select n.mark, n.due_mark, n.noted_at, n.start from relay.queue_marks as n

@@ -301,7 +301,7 @@ def test_a_hot_key_hides_nobody(outbox: Outbox) -> None:
 def test_messages_that_wait_for_others_of_their_keys_are_not_walked_by_each_take(
     outbox: Outbox,
 ) -> None:
-    """For a second, takes begin where the last search from the mark has found something; the next sees all."""
+    """For a second or two, takes begin where the last search from the mark has found something; later ones see all."""
     numbers = queue(outbox, *["failing"] * 600, *["other"] * 50, key="user")
     retry = "select relay.retry('mail', id, attempt, %s) from relay.claim('mail')"
     assert outbox.column(retry, ("1 hour",)) == ["retry"]
