@@ -234,11 +234,11 @@ as $$
     select case current_setting('role') when 'none' then session_user else current_setting('role')::name end
 $$;
 
--- Whether the caller is a member of a role, or of relay, which has the rights to the tables.
+-- Whether the caller is a member of a role, or of relay, which has the rights to the tables. Nobody is of one that was dropped.
 create or replace function relay.may_act_as(name text) returns boolean
 language sql stable
 as $$
-    select pg_has_role(relay.calling_role(), name, 'member')
+    select coalesce(pg_has_role(relay.calling_role(), to_regrole(quote_ident(name))::oid, 'member'), false)
            or to_regrole('relay') is not null and pg_has_role(relay.calling_role(), 'relay', 'member')
 $$;
 
@@ -452,7 +452,7 @@ begin
           from (select n.ctid, n.id, n.xmax as locked_by
                   from (select w.ctid, w.id, w.key from relay.queue_messages as w
                          where w.queue_id = the_queue and w.available_at is null and w.id >= since
-                         order by w.id limit 100 + 10 * most) as o
+                         order by w.id limit 100 + 10 * most::bigint) as o
                   join relay.queue_messages as n on n.ctid = o.ctid and n.available_at::text is null
                  where o.key is null
                     or not exists (select from relay.queue_messages as e
@@ -471,7 +471,7 @@ begin
     if (select count(*)
              from (select from relay.queue_messages as n
                     where n.queue_id = the_queue and n.available_at is null and n.id >= low
-                    order by n.id limit 100 + 10 * most) as w) < 100 + 10 * most then
+                    order by n.id limit 100 + 10 * most::bigint) as w) < 100 + 10 * most::bigint then
         return;
     end if;
     -- All of the window is blocked. A larger one, unless more keys are held than can be compared at once: its first message of a key is
@@ -482,12 +482,12 @@ begin
     oldest as materialized (
         select n.ctid, n.id, n.key from relay.queue_messages as n
          where n.queue_id = the_queue and n.available_at is null and n.id >= low and (select count(*) from held) <= 1000
-         order by n.id limit 1000 + 20 * most),
+         order by n.id limit 1000 + 20 * most::bigint),
     firsts as materialized (
         select f.ctid, f.id
           from (select distinct on (o.key) o.ctid, o.id from oldest as o
                  where o.key not in (select h.key from held as h) order by o.key, o.id) as f
-         order by f.id limit 100 + 2 * most),
+         order by f.id limit 100 + 2 * most::bigint),
     locked as materialized (
         select n.ctid, n.id, n.xmax as locked_by from relay.queue_messages as n
          where n.ctid = any (array(select f.ctid from firsts as f)) and n.available_at::text is null
@@ -867,7 +867,8 @@ begin
        set leased = false, attempts = retry.attempt, error = retry.error, interruptions = 0,
            first_taken_at = coalesce(m.first_taken_at, clock_timestamp()),
            available_at = greatest(clock_timestamp(), q.due_mark) + greatest('0 s', coalesce(
-               pause, (0.5 + random() / 2) * least(q.max_backoff, q.backoff * 2 ^ least(retry.attempt - 1, 30))))
+               pause, (0.5 + random() / 2) * make_interval(secs => least(
+                   extract(epoch from q.max_backoff), extract(epoch from q.backoff) * 2 ^ least(retry.attempt - 1, 30)))))
      where m.ctid = location
     returning m.ctid into location;
     if retry.attempt >= q.attempts then
@@ -1056,8 +1057,9 @@ begin
         raise invalid_parameter_value using message = 'relay.declare_queue: attempts must be 1 or more, backoff 0 or longer, and '
             'max_backoff not shorter than backoff';
     end if;
-    if declare_queue.keep_done <= '0 s' then
-        raise invalid_parameter_value using message = 'relay.declare_queue: keep_done must be longer than 0, or null';
+    if declare_queue.keep_done <= '0 s' or declare_queue.keep_done > '36500 days' or declare_queue.max_backoff > '36500 days' then
+        raise invalid_parameter_value using message = 'relay.declare_queue: keep_done must be longer than 0, or null, and neither it '
+            'nor max_backoff longer than 36500 days';
     end if;
     begin
         path := declare_queue."where"::jsonpath;
@@ -1209,7 +1211,8 @@ begin
     q := relay.require_queue(name);
     delete from relay.queue_messages as m
      where m.ctid = any (array(select n.ctid from relay.queue_messages as n
-                                where n.queue_id = q.id and not n.leased for update skip locked));
+                                where n.queue_id = q.id and (not n.leased or n.available_at <= clock_timestamp())
+                                  for update skip locked));
     get diagnostics counted = row_count;
     return counted;
 end

@@ -158,7 +158,9 @@ set enable_seqscan = off set plan_cache_mode = force_custom_plan
 as $$
 declare
     q       record;
+    now_at  timestamptz := clock_timestamp();
     waiting bigint;
+    expired bigint;
     ready   bigint;
 begin
     q := relay.require_queue(cancel_messages.queue);
@@ -174,6 +176,16 @@ begin
               and (cancel_messages.id is null or n.id = cancel_messages.id)
               for update skip locked));
     get diagnostics waiting = row_count;
+    -- Whose lease is over: no worker has it, although none has taken it since.
+    delete from relay.queue_messages as m
+     where m.ctid = any (array(
+           select n.ctid from relay.queue_messages as n
+            where n.queue_id = q.id and n.leased and n.available_at >= q.due_mark and n.available_at <= now_at
+              and (cancel_messages.event_id is null or n.event_id = cancel_messages.event_id)
+              and (cancel_messages.key is null or n.key = cancel_messages.key)
+              and (cancel_messages.id is null or n.id = cancel_messages.id)
+              for update skip locked));
+    get diagnostics expired = row_count;
     delete from relay.queue_messages as m
      where m.ctid = any (array(
            select n.ctid from relay.queue_messages as n
@@ -183,7 +195,7 @@ begin
               and (cancel_messages.id is null or n.id = cancel_messages.id)
               for update skip locked));
     get diagnostics ready = row_count;
-    return waiting + ready;
+    return waiting + expired + ready;
 end
 $$;
 
@@ -214,6 +226,9 @@ begin
               and (move_messages.id is null or n.id = move_messages.id)
               for update skip locked));
     get diagnostics moved = row_count;
+    if moved > 0 and move_messages.at <= clock_timestamp() then
+        perform relay.wake_workers(q.id);
+    end if;
     return moved;
 end
 $$;

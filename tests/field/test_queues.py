@@ -339,3 +339,66 @@ def test_failing_keys_with_messages_behind_them_cost_others_little(outbox: Outbo
         assert first in taken
         assert ids(worker, "take('mail', 1000)") == [second]
         assert ids(worker, "take('mail', 1000)") == []
+
+
+def test_a_message_whose_worker_has_died_can_be_purged_and_cancelled(outbox: Outbox) -> None:
+    """What a worker had leased before it died stayed after a purge, while no worker took from the queue."""
+    outbox.conn.execute("select relay.declare_queue('mail', null, key => 'host')")
+    for call in ("cancel_messages('mail', event_id => %s)", "purge_queue('mail')"):
+        enqueue(outbox, "")
+        ((event_id,),) = outbox.conn.execute(
+            "select event_id from relay.lease('mail', 1, '1 hour')"
+        ).fetchall()
+        given = (event_id,) if "%s" in call else ()
+        assert outbox.value(f"select relay.{call}", given) == 0
+        outbox.conn.execute("update relay.queue_messages set available_at = clock_timestamp()")
+        assert outbox.value(f"select relay.{call}", given) == 1
+        assert items(outbox) == []
+
+
+def test_a_queue_whose_role_was_dropped_is_declared_again(outbox: Outbox) -> None:
+    """Every call failed with: role "gone" does not exist. Nobody could drop the queue."""
+    role = f"gone_{outbox.value('select oid from pg_database where datname = current_database()')}"
+    outbox.conn.execute(f'create role "{role}"'.encode())
+    outbox.conn.execute("select relay.declare_queue('mail', null, workers => %s)", (role,))
+    outbox.conn.execute(f'drop role "{role}"'.encode())
+    assert len(enqueue(outbox, "a")) == 1
+    assert outbox.value("select relay.declare_queue('mail', null, workers => session_user::text)")
+    assert len(ids(outbox.conn, "take('mail')")) == 1
+    outbox.conn.execute("select relay.drop_queue('mail')")
+
+
+@pytest.mark.parametrize("key", ["none", "host"])
+def test_the_largest_number_of_messages_may_be_asked_for(outbox: Outbox, key: str) -> None:
+    declare(outbox, key)
+    for call in ("claim('mail', 2147483647)", "lease('mail', 2147483647)"):
+        assert ids(outbox.conn, call) == []
+    enqueue(outbox, "a")
+    assert len(ids(outbox.conn, "take('mail', 2147483647)")) == 1
+
+
+def test_the_longest_times_are_computed(outbox: Outbox) -> None:
+    """A done message that stays for ever made the view of all queues fail; a late attempt could not be ended."""
+    for more in ("keep_done => '300000 years'", "max_backoff => '300000 years'"):
+        with pytest.raises(psycopg.errors.InvalidParameterValue, match="than 36500 days"):
+            outbox.conn.execute(f"select relay.declare_queue('mail', null, {more})".encode())
+    outbox.conn.execute(
+        "select relay.declare_queue('mail', null, attempts => 100, backoff => '36500 days',"
+        " max_backoff => '36500 days', keep_done => '36500 days')"
+    )
+    (number,) = enqueue(outbox, "a")
+    outbox.conn.execute("update relay.queue_messages set attempts = 40")
+    assert outbox.value("select relay.retry('mail', %s, 41)", (number,)) == "retry"
+    assert items(outbox) == [(number, "retry", 41)]
+
+
+def test_a_message_that_is_moved_to_now_wakes_a_worker(queue: Outbox) -> None:
+    number = queue.value(
+        "select relay.enqueue('mail', '{}', deliver_at => now() + interval '1 hour')"
+    )
+    with session(queue) as worker:
+        channel = worker.execute("select relay.watch_queue('mail')").fetchone()
+        assert channel is not None
+        worker.execute(f"listen {channel[0]}".encode())
+        queue.conn.execute("select relay.move_messages('mail', now(), id => %s)", (number,))
+        assert [each.channel for each in worker.notifies(timeout=30, stop_after=1)]
