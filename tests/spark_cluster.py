@@ -27,6 +27,8 @@ PROTECTED = {
 }
 PYTHON = {"PYTHONPATH": str(ROOT), "PYSPARK_PYTHON": sys.executable}
 EXECUTOR = "CoarseGrainedExecutorBackend"
+WORKER_SECONDS = 30
+"""After so many seconds without a heartbeat the master takes a worker for lost; Spark's default is 60."""
 
 
 class Daemon:
@@ -44,7 +46,7 @@ class Daemon:
 
     def start(self) -> None:
         """Start it, and wait until it is ready."""
-        begun = self._last_logged()
+        begun = self.logged(self._says)
         home = Path(pyspark.__file__).parent
         environment = {
             "JAVA_HOME": str(java_home()),
@@ -62,11 +64,8 @@ class Daemon:
                 stdout=output,
                 stderr=output,
             )
-        wait_until(lambda: self._last_logged() > begun or not self.runs, 120)
+        wait_until(lambda: self.logged(self._says) > begun or not self.runs, 120)
         assert self.runs, self._log.read_text()[-4_000:]
-
-    def _last_logged(self) -> int:
-        return self._log.read_text().count(self._says) if self._log.exists() else 0
 
     @property
     def runs(self) -> bool:
@@ -78,6 +77,16 @@ class Daemon:
         assert self._process is not None
         self._process.kill()
         self._process.wait(30)
+
+    @property
+    def process(self) -> psutil.Process:
+        """The running process."""
+        assert self._process is not None
+        return psutil.Process(self._process.pid)
+
+    def logged(self, text: str) -> int:
+        """How often its log has a text."""
+        return self._log.read_text().count(text) if self._log.exists() else 0
 
     def stop(self) -> None:
         """End it with SIGTERM, or with SIGKILL after 15 seconds."""
@@ -108,6 +117,7 @@ class StandaloneCluster:
             "spark.deploy.recoveryMode": "FILESYSTEM",
             "spark.deploy.recoveryDirectory": str(folder / "recovery"),
             "spark.worker.cleanup.enabled": "false",
+            "spark.worker.timeout": str(WORKER_SECONDS),
         }
         conf.write_text("".join(f"{key} {value}\n" for key, value in (PROTECTED | daemons).items()))
         options = ["--properties-file", str(conf), "--webui-port", "0"]

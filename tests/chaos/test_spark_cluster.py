@@ -6,6 +6,7 @@ Each test is a row of the table of docs/how-to/spark.md, "What happens when thin
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,18 +19,20 @@ from tests.chaos.test_faults import progress
 from tests.integration.test_spark_handler import assert_each_once, lake, written_all
 from tests.outbox import Outbox, wait_until
 from tests.process import Running, running
-from tests.spark_cluster import StandaloneCluster, frozen
+from tests.spark_cluster import WORKER_SECONDS, Daemon, StandaloneCluster, frozen
 
 pytestmark = [
     pytest.mark.chaos,
     pytest.mark.rare,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1500),
     pytest.mark.usefixtures("stays_live"),
 ]
 
 CHANCE = random.Random(16)
 TRANSACTIONS = 2_000
 MORE = 300
+LOST_WORKER, REGISTERED_WORKER = "Removing worker ", "Registering worker "
+"""What the master logs of a worker."""
 DYNAMIC = {
     "spark__dynamicAllocation__enabled": "true",
     "spark__dynamicAllocation__minExecutors": "1",
@@ -59,7 +62,7 @@ class Scene:
         self.outbox.fill(MORE, events=5, hosts=64)
         goal = progress(self.outbox) + 5 * MORE
         ends = self.service.process.poll
-        wait_until(lambda: progress(self.outbox) >= goal or ends() is not None, 240)
+        wait_until(lambda: progress(self.outbox) >= goal or ends() is not None, 480)
         assert ends() is None, self.service.log.read_text()[-4_000:]
 
     def executor(self) -> psutil.Process:
@@ -119,6 +122,44 @@ def executor_frozen_for_good(scene: Scene) -> None:
         written_all(scene.outbox, 240)
 
 
+def machine_frozen(scene: Scene) -> None:
+    """A worker with its executor and Python workers, which have tasks, locks and sessions of the target."""
+    worker = CHANCE.choice(scene.cluster.workers)
+    scene.outbox.fill(TRANSACTIONS, events=5, hosts=64)
+    _frozen_until_lost(scene, worker)
+
+
+def _frozen_until_lost(scene: Scene, worker: Daemon) -> None:
+    master = scene.cluster.master
+    lost, registered = master.logged(LOST_WORKER), master.logged(REGISTERED_WORKER)
+    with frozen(worker.process):
+        scene.go_on()
+        wait_until(lambda: master.logged(LOST_WORKER) > lost, 120)
+        scene.go_on()
+    wait_until(lambda: master.logged(REGISTERED_WORKER) > registered, 120)
+    wait_until(lambda: len(scene.cluster.executors()) == len(scene.cluster.workers), 120, 0.2)
+    scene.go_on()
+
+
+def master_frozen(scene: Scene) -> None:
+    """Work goes on until executors are lost too; then relay applies by itself, and says why."""
+    with frozen(scene.cluster.master.process):
+        thaws = time.monotonic() + 1.5 * WORKER_SECONDS
+        scene.go_on()
+        for each in scene.cluster.executors():
+            each.kill()
+        scene.go_on()
+        wait_until(
+            lambda: "no Spark slot free" in scene.outbox.column("select reason from relay.engines"),
+            120,
+        )
+        scene.go_on()
+        # Thawed, the master takes every worker for lost until it has read their heartbeats.
+        time.sleep(max(0.0, thaws - time.monotonic()))
+    wait_until(lambda: len(scene.cluster.executors()) == len(scene.cluster.workers), 120, 0.2)
+    scene.go_on()
+
+
 def executors_come_and_go(scene: Scene) -> None:
     scene.outbox.wait_handled(240)
     wait_until(lambda: len(scene.cluster.executors()) == 1, 120, 0.2)
@@ -158,12 +199,14 @@ FAULTS: dict[str, tuple[Callable[[Scene], None], dict[str, str]]] = {
             "spark__executor__heartbeatInterval": "2s",
         },
     ),
+    "machine frozen": (machine_frozen, {}),
+    "master frozen": (master_frozen, {}),
     "dynamic allocation": (executors_come_and_go, DYNAMIC),
 }
 _LONG = {
     *("executor killed, one failure allowed", "worker killed", "master restarted"),
     *("driver killed", "dynamic allocation", "executor frozen, no speculation"),
-    "executor frozen for good",
+    *("executor frozen for good", "machine frozen", "master frozen"),
 }
 """Variants of the other faults, which take minutes each."""
 
@@ -196,7 +239,7 @@ def test_exact_on_a_cluster(
         scene.start()
         happens(scene)
         outbox.wait_handled(240)
-        written_all(outbox)
+        written_all(outbox, 480)
         assert scene.service.terminate() == 0
     outbox.assert_exact()
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
