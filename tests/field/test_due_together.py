@@ -256,6 +256,23 @@ def round_trips(conn: psycopg.Connection[Any], work: Callable[[], object]) -> in
     return count["waits"]
 
 
+def test_many_due_transactions_are_read_in_few_round_trips(outbox: Outbox) -> None:
+    """How long what is due takes must depend on the work, not on how many were due together.
+
+    https://github.com/resque/resque-scheduler/issues/640
+    """
+    conn = outbox.conn
+    deferred.defer(conn, "default", ((undecoded(), Deferral(())) for _ in range(300)))
+    due = deferred_due.heads(conn, "default", "", 300, MUCH)
+    assert len(due) == 300
+
+    def read() -> None:
+        with conn.transaction():
+            assert len(deferred_due.transactions(conn, due, MUCH, None)) == 300
+
+    assert round_trips(conn, read) < 20
+
+
 @pytest.mark.parametrize("holds", [False, True], ids=["", "that hold their keys"])
 def test_a_thousand_dead_letters_take_few_round_trips(outbox: Outbox, holds: bool) -> None:
     conn = outbox.conn

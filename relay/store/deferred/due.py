@@ -472,8 +472,9 @@ def transactions(
     hosts = [tuple(each.hosts) for each in due]
     columns = tuple(due[0].columns)
     attempts = [each.attempts + 1 for each in due]
-    stored = _rows(conn, [each.id for each in due])
-    if sum(each.size for each in due) <= spool_above:
+    size = sum(each.size for each in due)
+    stored = _rows(conn, [each.id for each in due], size)
+    if size <= spool_above:
         rows: dict[int, list[bytes]] = {each.id: [] for each in due}
         for deferred_id, row in stored:
             rows[deferred_id].append(row)
@@ -488,13 +489,18 @@ def transactions(
     return Transactions(columns, facts, ids, hosts, Rows.of([]), list(spooled.values()), attempts)
 
 
-def _rows(conn: Connection, ids: Collection[int]) -> Iterator[tuple[int, bytes]]:
-    """Yield (id, row), the rows of each transaction in order, one portion in memory at a time."""
+_AT_ONCE_BYTES = 1024 * 1024
+"""Up to so many bytes are received at once: one at a time, each row costs a wait for the connection."""
+
+
+def _rows(conn: Connection, ids: Collection[int], size: int) -> Iterator[tuple[int, bytes]]:
+    """Yield (id, row), the rows of each transaction in order; above _AT_ONCE_BYTES one portion in memory at a time."""
     others = set(ids)
     for deferred_id, row in _portions(
         conn,
         "select id, sizes, data from relay.deferred where id = any(%s::bigint[]) and data is not null",
         ids,
+        size,
     ):
         others.discard(deferred_id)
         yield deferred_id, row
@@ -506,14 +512,21 @@ def _rows(conn: Connection, ids: Collection[int]) -> Iterator[tuple[int, bytes]]
              order by deferred_id, portion
             """,
             others,
+            size,
         )
 
 
 def _portions(
-    conn: Connection, query: LiteralString, ids: Collection[int]
+    conn: Connection, query: LiteralString, ids: Collection[int], size: int
 ) -> Iterator[tuple[int, bytes]]:
+    given = (literals.of_numbers(ids),)
     with conn.cursor(binary=True, row_factory=tuple_row) as cursor:
-        for deferred_id, sizes, data in cursor.stream(query, (literals.of_numbers(ids),)):
+        received = (
+            cursor.execute(query, given, prepare=False)
+            if size <= _AT_ONCE_BYTES
+            else cursor.stream(query, given)
+        )
+        for deferred_id, sizes, data in received:
             start = 0
             for size in sizes:
                 yield deferred_id, data[start : start + size]
