@@ -42,7 +42,7 @@ def upcoming(settings: Settings, name: str, count: int) -> tuple[ScheduleRow, li
     with reach_source(settings, pooled=True) as source:
         found = schedules.named(source, name)
         if found is None:
-            raise _unknown(source, name)
+            raise _unknown(settings, source, name)
     try:
         return found, steps.upcoming(found, count, found.present)
     except (ValueError, OverflowError) as error:
@@ -57,7 +57,7 @@ def pause(settings: Settings, name: str, paused: bool, reason: str | None) -> bo
     """
     with _acting(settings) as (source, target):
         if schedules.named(source, name) is None:
-            raise _unknown(source, name)
+            raise _unknown(settings, source, name)
         changed = schedules.pause(source, name, paused)
         if changed:
             action = "schedule pause" if paused else "schedule resume"
@@ -73,7 +73,7 @@ def run_now(settings: Settings, name: str, reason: str | None) -> UUID:
     with _acting(settings) as (source, target):
         published = schedules.run_now(source, name)
         if published is None:
-            raise _unknown(source, name)
+            raise _unknown(settings, source, name)
         detail = {"schedule": name, "event_id": str(published)}
         actions.record(target, settings.group, "", "schedule run-now", reason, detail)
     return published
@@ -111,7 +111,11 @@ def _require_own_outbox(settings: Settings) -> None:
         )
 
 
-def _unknown(source: Connection, name: str) -> UnknownSchedule:
+def _unknown(settings: Settings, source: Connection, name: str) -> UnknownSchedule:
+    if name in settings.schedules:
+        return UnknownSchedule(
+            f"schedule {name!r} is in the configuration, but not declared yet: start relay, or `relay schedule run`"
+        )
     found = [each.name for each in schedules.listed(source, limit=_NAMED + 1)]
     known = ", ".join([*found[:_NAMED], *["…"][: len(found) > _NAMED]])
     return UnknownSchedule(

@@ -32,12 +32,14 @@ def schedule_list(config: ConfigOption = None, as_json: JsonOption = False) -> N
     """List the schedules of the outbox, their last and their next time."""
     from relay.admin.schedules import listed
 
-    found = listed(load(config))
+    settings = load(config)
+    found = listed(settings)
     if as_json:
         print(json.dumps([json_fields(each) for each in found], indent=2, default=str))
         return
     if not found:
-        print("there is no schedule", file=sys.stderr)
+        hint = "; relay declares those of the configuration when it starts"
+        print(f"there is no schedule{hint if settings.schedules else ''}", file=sys.stderr)
         return
     print_table(
         ("schedule", "when", "next", "last", "published", "missed", "of group", "state"),

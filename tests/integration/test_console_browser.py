@@ -60,7 +60,10 @@ return [...document.querySelectorAll("input:not([type=hidden]), select, textarea
   .concat([...document.querySelectorAll("th:not([scope])")].map((t) => t.outerHTML));
 """
 """Controls without a name, tables without a caption, headers without a scope."""
-_PAGES = ("", "sinks", "sink?name=hook", "dead-letters", "deferred", "partitions", "actions")
+_PAGES = (
+    *("", "sinks", "sink?name=hook", "dead-letters", "deferred", "partitions", "actions"),
+    *("schedules", "schedule?name=nightly"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +164,13 @@ def test_an_operator_pauses_a_sink(
             handlers=handlers,
             routes=[{"handlers": ["projection", "hook"]}],
             observe=console_of(),
+            schedules={
+                "nightly": {
+                    "cron": "0 3 * * *",
+                    "timezone": "Europe/Paris",
+                    "publish": {"event_type": "cron.nightly", "host_id": str(host(1))},
+                }
+            },
         )
         outbox.install_again(settings)
         _measured()

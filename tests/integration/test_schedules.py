@@ -280,7 +280,9 @@ def test_the_commands(outbox: Outbox, tmp_path: Path) -> None:
     assert outbox.column("select id::text from outbox_message_t") == [event_id]
     for command in ("next", "pause", "resume", "run-now"):
         assert faulty(command, "other").startswith(unknown)
-    outbox.config_file(config, schedules={"nightly": {"every": "1h", "publish": EVENT}})
+    hourly = {"every": "1h", "publish": EVENT}
+    outbox.config_file(config, schedules={"nightly": hourly, "new": hourly})
+    assert "'new' is in the configuration, but not declared yet: start" in faulty("pause", "new")
     text = "relay: schedules.nightly: nightly is declared in SQL: drop it there first\n"
     assert faulty("run") == text
     done = outbox.column("select action from relay.actions order by id")
