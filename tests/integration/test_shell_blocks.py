@@ -183,6 +183,16 @@ def scheduled(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
     assert outbox.column("select event_type from outbox_message_t") == ["cron.nightly"]
 
 
+@contextmanager
+def with_reader(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
+    """The reader of the page, with an event before it."""
+    outbox.config_file(folder / "relay.yaml")
+    outbox.publish(host(1), event(1))
+    outbox.conn.execute("select relay.declare_reader('billing', start => 'beginning')")
+    yield {}
+    assert outbox.column("select name from relay.log_readers") == []
+
+
 def dead(outbox: Outbox) -> list[str]:
     return outbox.column("select handler from relay.dead_letter_queue order by handler")
 
@@ -196,6 +206,7 @@ SITUATIONS: Mapping[str, Situation] = {
     "install.md": installed,
     "local-development.md": installed,
     "operations.md": with_faults,
+    "readers.md": with_reader,
     "schedules.md": scheduled,
     "several-outboxes.md": several,
     "tracing.md": installed,
