@@ -546,3 +546,31 @@ def test_an_id_of_any_length_is_deferred_and_found(outbox: Outbox) -> None:
     (key,) = outbox.conn.execute("select relay.event_key(%s)", (long,)).fetchone() or ("",)
     assert key == event_key(long)
     assert len(key) == 64
+
+
+@pytest.mark.parametrize("call", ["cancel", "reschedule"])
+def test_a_sink_gets_nothing_that_an_open_transaction_has_stopped(
+    outbox: Outbox, settings: Settings, webhook: Webhook, call: str
+) -> None:
+    """A job was cancelled before its time, in a transaction that committed after it, and had run."""
+    stopped = publish(outbox, LATER)
+    with relaying(settings):
+        wait_until(lambda: deferred(outbox) == 2)
+        outbox.conn.execute(
+            "update relay.deferred set retry_at = clock_timestamp() + interval '5 s'"
+        )
+        with psycopg.connect(outbox.dsn) as conn:
+            stops = cancel(conn, stopped) if call == "cancel" else reschedule(conn, stopped, LATER)
+            assert {each.outcome for each in stops} == {
+                "cancelled" if call == "cancel" else "moved"
+            }
+            wait_until(
+                lambda: outbox.value("select bool_and(retry_at < now()) from relay.deferred")
+            )
+            # What is due later has had its turn meanwhile.
+            first = publish(outbox, datetime.now(UTC) + timedelta(seconds=1), 2)
+            wait_until(lambda: any(each.event["id"] == first for each in webhook.requests))
+        second = publish(outbox, datetime.now(UTC) + timedelta(seconds=1), 2)
+        wait_until(lambda: any(each.event["id"] == second for each in webhook.requests))
+        wait_until(lambda: deferred(outbox) == (0 if call == "cancel" else 2))
+    assert stopped not in [each.event["id"] for each in webhook.requests]

@@ -81,32 +81,11 @@ def claim(conn: Connection, group: str, limit: int, size: int) -> list[DueTransa
     """Return the transactions of the target that are due, as `heads` finds them.
 
     No other session can claim any of the group until the database transaction ends. Empty where one has. Their rows are
-    locked: who cancels or moves one waits until it is applied. One that is locked by another session is left out, with
-    what it blocks.
+    locked: who cancels or moves one waits until it is applied.
     """
     if not locks.try_lock_in_transaction(conn, locks.retries(group)):
         return []
-    due = heads(conn, group, "", limit, size)
-    if not due:
-        return []
-    with conn.cursor(row_factory=scalar_row) as cursor:
-        cursor.execute(
-            """
-            select d.id from relay.deferred as d
-             where d.id = any(%s::bigint[]) order by d.id for update skip locked
-            """,
-            (literals.of_numbers(each.id for each in due),),
-            prepare=False,
-        )
-        locked = set(cursor)
-    free: list[DueTransaction] = []
-    held: set[str] = set()
-    for each in due:
-        if each.id in locked and held.isdisjoint(each.keys):
-            free.append(each)
-        elif each.holds:
-            held.update(each.keys)
-    return free
+    return heads(conn, group, "", limit, size)
 
 
 def heads(
@@ -124,7 +103,10 @@ def heads(
     limits keep those that have been due longest. The transactions `in_flight`, by id, are left out; they hold their
     keys.
 
-    One that somebody has asked to cancel is deleted instead.
+    One that somebody has asked to cancel is deleted instead. One that another session has locked is left out, with what
+    it blocks: whoever cancels or moves it has been told that it stands still. The others are locked, too, to the end of
+    the database transaction or, without one, of the statement: who cancels or moves one after that knows that its time
+    had come.
 
     Replayed dead letters, of which an operator may queue any number at once, have half of both limits while others are
     due, but at least one has its turn. Replays that block a transaction that is none belong to the others: those of
@@ -151,7 +133,31 @@ def heads(
             due = [each for each in due if not each.is_cancelled]
         if due or (len(ready) < limit and not cancelled):
             break
-    return sorted(due, key=lambda each: each.id)
+    return _free(conn, sorted(due, key=lambda each: each.id))
+
+
+def _free(conn: Connection, due: Sequence[DueTransaction]) -> list[DueTransaction]:
+    """Lock the rows of transactions; leaves out those that another session has locked, with what they block."""
+    if not due:
+        return []
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        cursor.execute(
+            """
+            select d.id from relay.deferred as d
+             where d.id = any(%s::bigint[]) order by d.id for update skip locked
+            """,
+            (literals.of_numbers(each.id for each in due),),
+            prepare=False,
+        )
+        locked = set(cursor)
+    free: list[DueTransaction] = []
+    held: set[str] = set()
+    for each in due:
+        if each.id in locked and held.isdisjoint(each.keys):
+            free.append(each)
+        elif each.holds:
+            held.update(each.keys)
+    return free
 
 
 def runs(due: Iterable[DueTransaction]) -> Iterator[list[DueTransaction]]:
