@@ -185,10 +185,13 @@ def plan_rebuild(settings: Settings, name: str, start: str) -> tuple[QueueFigure
         raise ConfigurationError(
             "source.mode: is wal, and past events are only in the slot, which the whole group reads: set it to auto"
         )
-    if "/" in start or start == "end":
-        raise ConfigurationError(
-            f"--from: {start!r} is neither a c_offset, a time such as 2026-03-01T12:00, nor beginning"
-        )
+    if start != "beginning" and not start.isdecimal():
+        try:
+            datetime.fromisoformat(start)
+        except ValueError:
+            raise ConfigurationError(
+                f"--from: {start!r} is neither a c_offset, a time such as 2026-03-01T12:00, nor beginning"
+            ) from None
     with reach_target(settings) as target:
         found = queues.figures(target, settings.group, name)
         if not found:

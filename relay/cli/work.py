@@ -27,7 +27,8 @@ def work(
     """Work the messages of a queue in the foreground until SIGTERM or SIGINT; run as many of them as you like."""
     from relay.client.worker import Worker, WorkerError
 
-    if ":" not in worker:
+    module, _, name = worker.partition(":")
+    if not module or not name:
         raise ConfigurationError(f"{worker}: name a module and a worker in it, as shop.mail:worker")
     configure(log_format, log_level)
     named = find("MODULE:NAME", worker)

@@ -18,6 +18,7 @@ from contextlib import (
 )
 from typing import Any, Protocol
 
+from relay.client.errors import WorkerError
 from relay.client.sessions import Statement, for_sqlalchemy
 
 
@@ -359,6 +360,21 @@ class Database:
             )
         self._kind = found[0]
         self.is_async = self._kind in _ASYNC_POOLS
+
+    def check(self) -> None:
+        """Raise WorkerError for a connection string that libpq does not understand; its text may have a password."""
+        if not isinstance(self._given, str):
+            return
+        import psycopg
+        from psycopg.conninfo import conninfo_to_dict
+
+        try:
+            conninfo_to_dict(self._given)
+        except psycopg.ProgrammingError:
+            raise WorkerError(
+                "the connection string of the worker's database is not valid: write it as "
+                "postgresql://user@host/database or host=… dbname=… user=…"
+            ) from None
 
     def link(self) -> Link:
         """Return what a slot of a synchronous worker uses."""

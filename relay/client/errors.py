@@ -132,10 +132,33 @@ def worker_error(error: BaseException, queue: str) -> WorkerError | None:
             return WorkerError(f"queue {queue}: {_UNUSABLE[code]}")
         if code in _TOLD:
             diag = getattr(each, "diag", None)
-            return WorkerError(f"queue {queue}: {getattr(diag, 'message_primary', None) or each}")
+            text = getattr(diag, "message_primary", None) or each
+            by_server = (
+                getattr(diag, "source_function", None)
+                or getattr(each, "server_source_function", None)
+            ) == "aclcheck_error"
+            cure = ": grant the role relay_worker" if by_server else ""
+            return WorkerError(f"queue {queue}: {text}{cure}")
     return None
 
 
+def outage_of(error: BaseException) -> str:
+    """Return what a log says of an outage: the text of a connection that failed, which quotes no event, or the class.
+
+    psycopg has no SQLSTATE for a server that refuses a connection, such as to a database that does not exist: only the
+    text tells it from a server that is away.
+    """
+    for each in _chain(error):
+        names = [(kind.__module__, kind.__name__) for kind in type(each).__mro__]
+        if isinstance(each, OSError) or (
+            ("psycopg", "OperationalError") in names and _sqlstate(each) is None
+        ):
+            text = " ".join(str(each).split())[:_LONGEST_TEXT]
+            return f"{type(each).__name__}: {text}" if text else type(each).__name__
+    return type(error).__name__
+
+
+_LONGEST_TEXT = 300
 _UNUSABLE = {
     "3D000": "the database does not exist",
     "3F000": "the database has no queues: run `relay init` with it as target.dsn",

@@ -10,6 +10,7 @@ from typing import Any
 from relay.client import sessions
 from relay.client.errors import EventInvalid
 from relay.client.event import Event, Id
+from relay.client.payloads import encode
 
 __all__ = ["EventSchedule", "drop_schedule", "drop_schedule_async"]
 
@@ -19,7 +20,8 @@ class EventSchedule:
     """A schedule that a service declares, as `relay.declare_schedule` does; `relay_publisher` may.
 
     One of `cron`, `every` (seconds) and `at` says when; `timezone` is that of `cron`. `event` is published with an id
-    of its own each time; the id, the times and the version of the given one are not used. `jitter` is in seconds.
+    of its own each time; the id, the times and the version of the given one are not used. `jitter` is in seconds. Its
+    payload may be what that of a published event may be; `declare` raises EventInvalid for another.
     """
 
     name: str
@@ -57,7 +59,7 @@ class EventSchedule:
             publish["metadata"] = dict(self.event.metadata)
         given = {
             "name": self.name,
-            "publish": publish,
+            "publish": json.loads(encode([publish]))[0],
             "cron": self.cron,
             "every": self.every,
             "at": None if self.at is None else self.at.isoformat(),
@@ -65,7 +67,7 @@ class EventSchedule:
             "missed": self.missed,
             "jitter": self.jitter,
         }
-        return json.dumps(given, default=str)
+        return json.dumps(given)
 
 
 def drop_schedule(session: Any, name: str) -> None:

@@ -21,7 +21,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from relay.client.databases import Database
-from relay.client.errors import LeaseLost, NoHandler, WorkerError, worker_error
+from relay.client.errors import LeaseLost, NoHandler, WorkerError, outage_of, worker_error
 from relay.client.idle import Idle, either
 from relay.client.messages import LeasedMessage, Message, Queue, application_name
 from relay.client.outbox import Outbox
@@ -151,10 +151,11 @@ class Worker:
         """Work until `stop`, or until the task is cancelled.
 
         Outages of the database are waited for. Raises WorkerError if the queue does not exist or the role may not take
-        from it, and without a handler.
+        from it, without a handler, and for a connection string that libpq does not understand.
         """
         if not self._handlers:
             raise WorkerError(f"queue {self.queue}: the worker has no handlers")
+        self._database.check()
         self._loop = self._handling.loop = asyncio.get_running_loop()
         if not self._database.is_async:
             # One more prolongs the leases.
@@ -300,7 +301,7 @@ class Worker:
                     raise unusable from error
                 log.warning(
                     "the database does not answer",
-                    extra={"queue": self.queue, "error": type(error).__name__},
+                    extra={"queue": self.queue, "error": outage_of(error)},
                 )
             with suppress(Exception):
                 await close()

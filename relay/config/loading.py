@@ -152,7 +152,8 @@ def _lines(error: ValidationError, file: str, content: Mapping[str, Any]) -> Ite
         elif fault["type"] == HANDLER_TYPE:
             key = f"{key}.type"
         else:
-            message = message[:1].lower() + message[1:]
+            is_acronym = message[1:2].isupper()
+            message = message if is_acronym else message[:1].lower() + message[1:]
         yield f"{origin}: {key}: {message}" if key else f"{origin}: {message}"
 
 

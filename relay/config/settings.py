@@ -346,7 +346,7 @@ class ScheduleSettings(Section):
         if sum(each is not None for each in (self.cron, self.every, self.at)) != 1:
             raise ValueError("give one of cron, every and at")
         if self.cron is None and self.timezone != "UTC":
-            raise ValueError("timezone: is that of cron")
+            raise ValueError("timezone: only cron has one: remove it")
         try:
             zone_of(self.timezone)
         except ValueError as error:

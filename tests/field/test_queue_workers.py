@@ -7,11 +7,13 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import asyncpg
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from relay import Drop, Fail, RetryLater
 from relay.client.worker import LeasedMessage, Message, Queue, Worker, WorkerError
@@ -281,6 +283,35 @@ def test_a_stop_gives_the_key_of_its_message_back(outbox: Outbox) -> None:
         assert begun.wait(20)
     for number in (1, 2):
         assert outbox.column("select payload from relay.take('mail', 5)") == [number]
+
+
+@pytest.mark.parametrize("is_pool", [False, True], ids=["psycopg", "asyncpg"])
+def test_a_role_without_rights_is_told_which_one_to_get(outbox: Outbox, is_pool: bool) -> None:
+    """The server's own text, "permission denied for schema relay", names no cure."""
+    fill(outbox)
+    role = f"{outbox.slot}_plain"
+    outbox.conn.execute(f"create role {role} login password 'p'".encode())
+    dsn = make_conninfo(outbox.dsn, user=role, password="p")
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as stack:
+            database: Any = dsn
+            if is_pool:
+                database = await stack.enter_async_context(
+                    asyncpg.create_pool(**parameters(dsn), min_size=1)
+                )
+            worker = Worker(database, "mail", concurrency=1, listen=False)
+
+            @worker.handles()
+            async def handle(message: Message, conn: object) -> None: ...
+
+            await worker.run()
+
+    try:
+        with pytest.raises(WorkerError, match="schema relay: grant the role relay_worker"):
+            asyncio.run(scenario())
+    finally:
+        outbox.conn.execute(f"drop role {role}".encode())
 
 
 def test_a_worker_does_not_end_in_silence(outbox: Outbox) -> None:

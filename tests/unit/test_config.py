@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 
@@ -320,6 +321,15 @@ def test_an_unknown_key_that_is_like_no_other_suggests_nothing() -> None:
         ("source: {table: .t}", "source.table: must be schema.table"),
         ("source: {slot: Relay-1}", "source.slot: "),
         (f"source: {{slot: {'s' * 64}}}", "source.slot: "),
+        (
+            "schedules: {a: {every: 1m, publish: {event_type: a, host_id: 1}}}",
+            "schedules.a.publish.host_id: UUID input should be a string",
+        ),
+        (
+            "schedules: {a: {every: 1m, timezone: Europe/Paris, publish: {event_type: a, "
+            f"host_id: {UUID(int=1)}}}}}}}",
+            "schedules.a: timezone: only cron has one: remove it",
+        ),
         ("source: {mode: push}", "source.mode: input should be 'auto', 'wal' or 'poll'"),
         ("source: {columns: {hots_id: x}}", "source.columns: 'hots_id' is not a field"),
         ("source: {columns: {id: 5}}", "source.columns.id: "),

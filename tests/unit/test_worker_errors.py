@@ -1,0 +1,66 @@
+"""What a worker, and who declares a schedule, say of a wrong argument, a refused connection or a missing right."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+import psycopg
+import pytest
+
+from relay.cli.work import work
+from relay.client import Event
+from relay.client.errors import EventInvalid, WorkerError, outage_of
+from relay.client.schedule import EventSchedule
+from relay.client.worker import Worker
+from relay.faults import ConfigurationError
+
+
+@pytest.mark.parametrize("named", ["mail", ":worker", "mail:", ":"])
+def test_a_worker_is_named_by_a_module_and_a_name(named: str) -> None:
+    with pytest.raises(ConfigurationError, match="name a module and a worker in it"):
+        work(named)
+
+
+def test_a_connection_string_that_is_none_ends_the_worker_without_quoting_it() -> None:
+    worker = Worker("secret", "mail")
+    worker.handles()(lambda message, conn: None)
+    with pytest.raises(
+        WorkerError, match="the connection string of the worker's database"
+    ) as caught:
+        asyncio.run(worker.run())
+    assert "secret" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_a_refused_connection_is_told_and_an_error_of_a_statement_is_not() -> None:
+    refused = psycopg.OperationalError('connection failed:\n FATAL:  database "shop" is missing')
+    assert outage_of(refused) == (
+        'OperationalError: connection failed: FATAL: database "shop" is missing'
+    )
+    assert outage_of(ConnectionRefusedError(111, "refused")).endswith("refused")
+    assert outage_of(psycopg.errors.AdminShutdown("of an event")) == "AdminShutdown"
+    wrapped = RuntimeError("with the parameters of a statement")
+    wrapped.__cause__ = refused
+    assert outage_of(wrapped) == outage_of(refused)
+
+
+@dataclass
+class _Report:
+    day: UUID
+
+
+def _declared(payload: Any) -> Any:
+    event = Event("cron.report", payload=payload)
+    return json.loads(EventSchedule(name="a", every=60, event=event, host_id="h")._arguments())
+
+
+def test_a_schedule_has_the_payload_that_publishing_would_have() -> None:
+    """`str` was written of what JSON does not know: the payload was a text."""
+    assert _declared(_Report(UUID(int=1)))["publish"]["payload"] == {"day": str(UUID(int=1))}
+    for payload in ({"a": float("nan")}, {"a": object()}):
+        with pytest.raises(EventInvalid, match=r"payload\.a"):
+            _declared(payload)
