@@ -328,3 +328,14 @@ def test_every_transaction_has_its_turn_and_none_before_it(outbox: Outbox) -> No
                 suppress_health_check=list(HealthCheck),
             ),
         )
+
+
+def test_a_replay_has_its_turn_whose_key_was_not_among_those_that_went_first(
+    outbox: Outbox,
+) -> None:
+    a, cd = frozenset("a"), frozenset("cd")
+    Store.conn = Store.other = outbox.conn
+    store = Store()
+    store.defer([(cd, "replayed"), (a, "replayed")])
+    store.defer([(frozenset("ad"), "replayed"), (a, "now"), (a, "now"), (frozenset("ac"), "now")])
+    store.drain()

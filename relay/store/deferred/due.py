@@ -115,6 +115,7 @@ def heads(
     Example: A and B hold key 1, C holds keys 1 and 2, D holds key 2; all are due. A, B, C and D are returned together.
     If B's time has not come, only A is: B blocks C, and C blocks D.
     """
+    known: set[int] = set()
     for _ in range(_ROUNDS):
         ready = _ready(conn, group, sink, limit, in_flight)
         first = [each for each in ready if not each.gives_way]
@@ -131,8 +132,11 @@ def heads(
         if cancelled:
             stop_cancelled(conn, cancelled)
             due = [each for each in due if not each.is_cancelled]
-        if due or (len(ready) < limit and not cancelled):
+        # Fewer than the limit do not mean that there are no more: of replays that block others, some have their turn.
+        found = {each.due.id for each in ready}
+        if due or (found <= known and not cancelled):
             break
+        known |= found
     return _free(conn, sorted(due, key=lambda each: each.id))
 
 
