@@ -13,7 +13,7 @@ import psycopg
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable, first_line, refused_for_good
 from relay.store import migrations
-from relay.store.connections import Connection, Dsn, connect, connect_pooled, settled
+from relay.store.connections import Connection, Dsn, connect, connect_pooled, with_settings
 from relay.store.session_settings import SessionKind
 
 LOCK_TIMEOUT = "10s"
@@ -57,7 +57,7 @@ def reach(
         ) from None
     with conn:
         try:
-            with settled(conn, {"lock_timeout": LOCK_TIMEOUT}) if pooled else nullcontext():
+            with with_settings(conn, {"lock_timeout": LOCK_TIMEOUT}) if pooled else nullcontext():
                 yield conn
         except psycopg.errors.LockNotAvailable as error:
             raise TableLocked(

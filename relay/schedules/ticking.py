@@ -19,7 +19,7 @@ from relay.faults import ConfigurationError, first_line, is_transient
 from relay.runtime.parts import SOON_SECONDS, Condition, Recurring
 from relay.schedules.steps import step
 from relay.store import locks, schedules
-from relay.store.connections import SHORT_TIMEOUTS, Connection, connect_pooled, settled
+from relay.store.connections import SHORT_TIMEOUTS, Connection, connect_pooled, with_settings
 from relay.store.groups import APPLICATION_NAME
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Ticker(Recurring):
             raise
 
     def _declare(self, conn: Connection) -> None:
-        with settled(conn):
+        with with_settings(conn):
             changed, gone = declare(conn, self._settings)
         self._has_declared = True
         if changed:
@@ -95,7 +95,7 @@ class Ticker(Recurring):
 
     def _tick(self, conn: Connection) -> float:
         has_moved = False
-        with settled(conn):
+        with with_settings(conn):
             wait = schedules.wait(conn)
             due = schedules.due(conn) if wait == 0 else []
         # Not those that were dropped, paused or changed meanwhile.
@@ -107,7 +107,7 @@ class Ticker(Recurring):
                     break
                 if self._refused.get((each.id, each.version), 0.0) <= time.monotonic():
                     has_moved |= self._publish(conn, each)
-            with settled(conn):
+            with with_settings(conn):
                 wait = schedules.wait(conn)
         if not self._refused:
             self.condition.works()
@@ -127,7 +127,7 @@ class Ticker(Recurring):
                 extra={"schedule": schedule.name, "fault": to_do.fault},
             )
         try:
-            with settled(conn):
+            with with_settings(conn):
                 ticked = schedules.tick(conn, schedule, to_do)
         except psycopg.Error as error:
             if (

@@ -210,8 +210,8 @@ def connect(
 def connect_pooled(dsn: Dsn, **options: Any) -> psycopg.Connection[Any]:
     """Open a connection in autocommit mode, of which a pooler may give each transaction to another session.
 
-    Its statements run in `settled`: nothing is left in sessions that others use, too. Raises psycopg.OperationalError,
-    and ConfigurationError as `connect` does.
+    Its statements run in `with_settings`: nothing is left in sessions that others use, too. Raises
+    psycopg.OperationalError, and ConfigurationError as `connect` does.
     """
     conn = _opened_noting(dsn, psycopg.connect, **{**_OPTIONS, **options})
     try:
@@ -228,7 +228,9 @@ def connect_pooled(dsn: Dsn, **options: Any) -> psycopg.Connection[Any]:
 
 
 @contextmanager
-def settled(conn: psycopg.Connection[Any], more: Mapping[str, str] = _NO_MORE) -> Iterator[None]:
+def with_settings(
+    conn: psycopg.Connection[Any], more: Mapping[str, str] = _NO_MORE
+) -> Iterator[None]:
     """Run a block with the settings of relay's own sessions, and `more`, on a connection of `connect_pooled`.
 
     Behind a pooler, or with `more`, the block is one database transaction. Raises psycopg.Error.
