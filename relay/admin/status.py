@@ -41,6 +41,7 @@ from relay.store import (
     locks,
     migrations,
     presence,
+    queues,
     schedules,
 )
 from relay.store.connections import (
@@ -91,9 +92,9 @@ class Status:
     which only `Watch` counts; a number that cannot be counted in time is missing. `waits` are sessions of relay that
     wait for a lock of the target. `parts` are background parts that fail. `slot_waits_for` describes the oldest open
     transaction while the slot is being created. `readers` has the readers of the outbox, if retention removes events.
-    `schedules` are those of the outbox, which only `read` reads. `watermarks` say up to when readers have everything;
-    only `read` counts what is dead or deferred of it. `dead_letters` counts events; `dead` counts transactions by
-    sink and handler, which only `Watch` reads.
+    Only `read` reads `queues`, and `schedules`, which are those of the outbox. `watermarks` say up to when readers have
+    everything; only `read` counts what is dead or deferred of it. `dead_letters` counts events; `dead` counts
+    transactions by sink and handler, which only `Watch` reads.
     """
 
     group: str
@@ -114,6 +115,7 @@ class Status:
     endpoints: Sequence[endpoints.EndpointCounts] = ()
     engines: Sequence[activity.EngineTotals] = ()
     readers: Sequence[reader_positions.OutboxReader] = ()
+    queues: Sequence[queues.QueueFigures] = ()
     schedules: Sequence[schedules.ScheduleFigures] = ()
     unread: Mapping[str, Backlog] = field(default_factory=dict)
     watermarks: Sequence[completeness.Watermark] = ()
@@ -165,6 +167,7 @@ class Status:
             "endpoints": [json_fields(each) for each in self.endpoints],
             "engines": [json_fields(each) for each in self.engines],
             "readers": [json_fields(each) for each in self.readers],
+            "queues": [json_fields(each) for each in self.queues],
             "schedules": [json_fields(each) for each in self.schedules],
             "watermarks": [json_fields(each) for each in self.watermarks],
             "waits": [json_fields(each) for each in self.waits],
@@ -343,6 +346,7 @@ def _read_target(settings: Settings, state: Status) -> tuple[Status, ReadPositio
             watermarks=completeness.watermarks(target, name),
             waits=locks.lock_waits(target),
             parts=presence.read_faults(target, name, state.instances),
+            queues=if_countable(queues.figures, target, name) or (),
         )
         try:
             require_writable_by_default(target)

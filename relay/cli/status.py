@@ -204,6 +204,17 @@ def _schedules(figures: Any) -> str:
     return ", ".join(parts)
 
 
+def _queue_state(queue: Any) -> str:
+    """Describe what is in a work queue, and whether it is paused, on one line."""
+    parts = [f"{queue.ready:,} ready", f"{queue.waiting:,} waiting"]
+    if queue.dead:
+        parts.append(counted(queue.dead, "dead letter", "dead letters"))
+    parts.append(counted(queue.workers, "worker", "workers"))
+    if queue.paused_at is not None:
+        parts.append(f"paused since {moment(queue.paused_at)}")
+    return ", ".join(parts)
+
+
 def _target_facts(state: Any) -> list[tuple[str, object]]:
     facts: list[tuple[str, object]] = [("dead letters", state.dead_letters)]
     summary = state.deferred
@@ -219,6 +230,7 @@ def _target_facts(state: Any) -> list[tuple[str, object]]:
         facts.append(
             (f"fails: {each.part}", f"since {moment(each.since)} on {each.instance}: {each.fault}")
         )
+    facts += [(f"queue {each.queue}", _queue_state(each)) for each in state.queues]
     facts += [(f"sink {each.sink}", _sink_state(each, state.instances)) for each in state.sinks]
     facts += [
         (f"endpoints {each.sink}", f"{each.disabled} disabled, {each.failing} failing")

@@ -575,6 +575,11 @@ def test_the_commands_on_dead_letters_of_queues(outbox: Outbox, tmp_path: Path) 
     for number, why in zip(numbers, ("no address", "closed", "closed", "closed"), strict=True):
         assert outbox.value("select relay.fail('mail', %s, 1, %s)", (number, why))
     assert "queue mail has dead letters: relay dlq list --queue mail" in run("list")
+    outbox.value("select relay.pause_queue('mail')")
+    line = "queue mail\t0 ready, 0 waiting, 4 dead letters, 0 workers, paused since "
+    assert line in relay("status", "--config", str(config)).stdout
+    (figures,) = json.loads(relay("status", "--json", "--config", str(config)).stdout)["queues"]
+    assert (figures["queue"], figures["dead"]) == ("mail", 4)
     of = ("--queue", "mail")
     listed = json.loads(run("list", *of, "--json"))
     assert [each["id"] for each in listed] == numbers[::-1]
