@@ -314,8 +314,10 @@ def test_a_lease_that_is_lost_ends_the_call(outbox: Outbox) -> None:
 
     @worker.handles()
     async def handle(message: LeasedMessage) -> None:
-        outbox.conn.execute(
-            "update relay.queue_messages set attempts = 4, available_at = now() + interval '1 hour'"
+        # Not in the worker's thread, where a renewal that holds the row could not end.
+        await asyncio.to_thread(
+            outbox.conn.execute,
+            "update relay.queue_messages set attempts = 4, available_at = now() + interval '1 hour'",
         )
         try:
             await asyncio.sleep(60)
