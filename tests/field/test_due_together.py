@@ -148,6 +148,7 @@ def arrived(webhook: Webhook) -> list[tuple[bool, str, int]]:
     ]
 
 
+@pytest.mark.rare
 def test_live_events_come_between_the_replays_of_other_keys(outbox: Outbox) -> None:
     with with_dead_letters(outbox, 1_500, hosts=50) as (_, webhook, found):
         replayed = found.replay(found.find(DeadLetterSelection()), "all")

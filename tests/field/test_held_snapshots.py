@@ -139,6 +139,7 @@ class Polling:
                 self._superseded.delete(conn)
 
 
+@pytest.mark.rare
 def test_a_task_touches_as_many_pages_after_thousands_of_others(held: Outbox) -> None:
     stream = Stream()
 

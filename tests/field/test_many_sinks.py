@@ -139,6 +139,7 @@ def test_many_sinks_that_poll_share_connections(outbox: Outbox, webhook: Webhook
     assert set(webhook.ids().values()) == {MANY}
 
 
+@pytest.mark.rare
 def test_what_hangs_or_is_locked_holds_up_no_other_sink(outbox: Outbox) -> None:
     """One stops all: vectordotdev/vector#22064, #14828, #13679, sequinstream/sequin#1358, MagicStack/asyncpg#1247."""
     let_go = Event()

@@ -548,6 +548,7 @@ def test_an_id_of_any_length_is_deferred_and_found(outbox: Outbox) -> None:
     assert len(key) == 64
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("call", ["cancel", "reschedule"])
 def test_a_sink_gets_nothing_that_an_open_transaction_has_stopped(
     outbox: Outbox, settings: Settings, webhook: Webhook, call: str

@@ -112,6 +112,7 @@ def takes_every_slot(frame: DataFrame, batch: BatchId) -> None:
     frame.sparkSession.range(0, 2, 1, 2).foreachPartition(wait)
 
 
+@pytest.mark.rare
 def test_the_pipeline_goes_on_while_a_slow_sink_has_every_slot(
     outbox: Outbox, spark_session: Session, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def test_a_standby_slot_that_nobody_reads_holds_back_the_stream(
             outbox.assert_exact()
 
 
+@pytest.mark.rare
 def test_a_walsender_hangs(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hybrid, "STILL_SECONDS", 1.0)
     with relaying(outbox.settings()):

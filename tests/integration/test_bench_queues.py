@@ -45,6 +45,7 @@ def test_workers_take_all_messages(outbox: Outbox, plan: Plan) -> None:
     assert Taking(plan, outbox, 100, 4, 1).in_python("relay")[FIGURE] > 0
 
 
+@pytest.mark.rare
 def test_relay_fills_as_many_queues_as_are_declared(outbox: Outbox, plan: Plan) -> None:
     backlog = queue_rows.backlog_of_types(outbox, 500)
     assert queue_rows.fill(plan, outbox, backlog, 1, watched=True)[FIGURE] > 0

@@ -257,6 +257,7 @@ def hanging_for(key: Any, let_go: Event) -> Answers:
     return answer
 
 
+@pytest.mark.rare
 def test_a_backlog_larger_than_the_buffer_is_polled_in_order(
     outbox: Outbox, webhooks: list[Webhook]
 ) -> None:

@@ -195,6 +195,7 @@ def test_dead_deferred_and_edited_events_are_left_out(
     assert (result.is_equal, result.events, result.left_out) == (True, 49, 2), result
 
 
+@pytest.mark.rare
 def test_what_retention_may_have_removed_is_told_apart(
     outbox: Outbox, spark_session: Session, tmp_path: Path
 ) -> None:
