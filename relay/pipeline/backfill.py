@@ -55,8 +55,8 @@ from relay.store.queue_fills import Passed, QueueFill
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 2.0
-"""How long a queue that is to be filled may go unseen."""
+LOOK_SECONDS = 5.0
+"""How long a queue that is to be filled may go unseen: without one, no connection is kept."""
 JOIN_SECONDS = 0.2
 """How long to wait before another attempt to end a fill, while tasks apply a large difference."""
 MOST_ROWS = 200_000
@@ -154,7 +154,7 @@ class QueueFills(Recurring):
                 self._target = connect(self._settings.target_dsn, application_name=APPLICATION_NAME)
             asked = queue_fills.open_fills(self._target, group)
             if not asked:
-                self._close_filler()
+                self.release()
                 self.condition.works()
                 return LOOK_SECONDS
             key = locks.queue_fills(group)

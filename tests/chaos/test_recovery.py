@@ -313,8 +313,10 @@ def test_a_row_larger_than_memory_is_dead_lettered_by_reference(
     outbox.publish(host(1), event(1))
     with running(outbox.config_file(tmp_path / "relay.yaml"), memory="own") as service:
         outbox.wait_drained()
-        limit = 400 * 1024 * 1024
-        psutil.Process(service.process.pid).rlimit(psutil.RLIMIT_DATA, (limit, limit))
+        # Less than the row has, beside what threads have for their stacks.
+        process = psutil.Process(service.process.pid)
+        limit = process.memory_info().data + 96 * 1024 * 1024
+        process.rlimit(psutil.RLIMIT_DATA, (limit, limit))
         outbox.conn.execute(
             "insert into outbox_message_t (host_id, event_type, payload)"
             " values (%s, 'x', jsonb_build_object('note', repeat('x', 100 * 1024 * 1024)))",
