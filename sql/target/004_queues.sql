@@ -420,16 +420,19 @@ declare
     candidate tid;
     locked_by xid;
 begin
-    select coalesce(array_agg(m.ctid) filter (where m.attempts < most_attempts), '{}'),
-           array_agg(m.ctid) filter (where m.attempts >= most_attempts), count(*),
-           coalesce(array_agg(m.ctid) filter (where m.attempts < most_attempts and m.locked_by <> '0' and relay.was_aborted(m.locked_by)), '{}')
-      into chosen, exhausted, due, left_over
-      from (select n.ctid, n.attempts, n.xmax as locked_by from relay.queue_messages as n
-             where n.queue_id = the_queue and n.available_at >= low_due and n.available_at <= now_at
-             order by n.available_at limit most for update skip locked) as m;
-    if exhausted is not null then
+    loop
+        select coalesce(array_agg(m.ctid) filter (where m.attempts < most_attempts), '{}'),
+               array_agg(m.ctid) filter (where m.attempts >= most_attempts), count(*),
+               coalesce(array_agg(m.ctid) filter (where m.attempts < most_attempts and m.locked_by <> '0' and relay.was_aborted(m.locked_by)), '{}')
+          into chosen, exhausted, due, left_over
+          from (select n.ctid, n.attempts, n.xmax as locked_by from relay.queue_messages as n
+                 where n.queue_id = the_queue and n.available_at >= low_due and n.available_at <= now_at
+                 order by n.available_at limit most for update skip locked) as m;
+        exit when exhausted is null;
         perform relay.dead_letter_messages(exhausted, 'the lease of the last attempt has expired');
-    end if;
+        -- They may have used up the limit.
+        exit when cardinality(chosen) > 0 or due < most;
+    end loop;
     if cardinality(chosen) >= most then
         return;
     end if;

@@ -382,6 +382,18 @@ def test_attempts_end_with_a_dead_letter_that_can_be_enqueued_again(outbox: Outb
     assert outbox.column("select state from relay.queue_items") == ["enqueued"]
 
 
+def test_expired_last_leases_use_up_no_limit(outbox: Outbox) -> None:
+    outbox.conn.execute("select relay.declare_queue('mail', null, 'none', attempts => 1)")
+    for _ in range(8):
+        outbox.conn.execute("select relay.enqueue('mail', '{}')")
+    expired = outbox.column("select id from relay.lease('mail', 7, '0 s')")
+    outbox.conn.execute(
+        "update relay.queue_messages set available_at = clock_timestamp() where available_at is null"
+    )
+    assert len(outbox.column("select id from relay.take('mail', 2)")) == 1
+    assert outbox.column("select id from relay.queue_dead_letters order by id") == expired
+
+
 def test_a_scheduled_message_is_taken_from_its_time_on(outbox: Outbox) -> None:
     declare(outbox, match=None)
     enqueue = "select relay.enqueue('mail', '{}', deliver_at => now() + %s::interval)"
