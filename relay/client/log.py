@@ -178,7 +178,7 @@ class LogPage:
         return log.kind(None if only is None else only.decode(), commit, events)
 
     def snapshot(self, index: int) -> str:
-        """Return the snapshot after a transaction of the page: it sees this one, those before it, and none behind it.
+        """Return the snapshot after a transaction of the page: it sees this one, those before it, and none after it.
 
         It sees the transactions of the page that do not match, too, as far as it reaches.
         """
@@ -186,8 +186,8 @@ class LogPage:
             return self.end
         *_, open_at_end = _parsed(self.end)
         ends = max(_parsed(self._after)[1], max(self._xids[: index + 1]) + 1)
-        behind = {each for each in self._xids[index + 1 :] if each < ends}
-        missing = sorted(behind.union(open_at_end[: bisect_left(open_at_end, ends)]))
+        later = {each for each in self._xids[index + 1 :] if each < ends}
+        missing = sorted(later.union(open_at_end[: bisect_left(open_at_end, ends)]))
         return f"{missing[0] if missing else ends}:{ends}:{','.join(map(str, missing))}"
 
 

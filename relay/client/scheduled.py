@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """What `relay.cancel` or `relay.reschedule` answers about one place where an event was deferred.
+    """What `relay.cancel` or `relay.reschedule` answers about one destination for which an event was deferred.
 
     `kind` is "target" or "sink", `name` that of the sink; both are None where the event is deferred nowhere. `outcome`
     is that of the SQL functions: "cancelled", "in doubt", "done" or "requested", and "moved", "due", "done" or

@@ -344,7 +344,7 @@ class _Filler:
             locks.lock_in_transaction(self._target, locks.retries(self._group))
             with self._locked(fill):
                 offsets.lock_all(self._target, self._group)
-                # A snapshot that replaces the last one takes the place of notes.
+                # A snapshot that replaces the last one replaces notes, too.
                 locks.lock_in_transaction(self._target, locks.chain(self._group))
                 applied = self._applied()
                 if not self._is_near(fill, applied) or self._lacks_earlier(source, fill, applied):

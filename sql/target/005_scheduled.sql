@@ -44,10 +44,10 @@ as $$
 $$;
 
 -- Cancels an event in the caller's transaction: the business transaction that it belongs to is not delivered, wherever it is deferred
--- in this database. Returns a row for each place: kind (target or sink), name, and outcome. cancelled: it is not delivered there. in doubt: its time had
--- come, or an attempt has failed, so that the sink may have it. done: it was applied, or became a dead letter, while this waited for
--- it. The request is recorded: events with deliver_at that relay reads within seven days are stopped, too; if nothing else is found, that is
--- the only row, with the outcome requested. With a host_id, only events of that host are cancelled.
+-- in this database. Returns a row for each destination: kind (target or sink), name, and outcome. cancelled: it is not delivered there.
+-- in doubt: its time had come, or an attempt has failed, so that the sink may have it. done: it was applied, or became a dead letter,
+-- while this waited for it. The request is recorded: events with deliver_at that relay reads within seven days are stopped, too; if
+-- nothing else is found, that is the only row, with the outcome requested. With a host_id, only events of that host are cancelled.
 create or replace function relay.cancel(event_id text, host_id text default null)
 returns table (kind text, name text, outcome text)
 language plpgsql security definer set search_path = pg_catalog, pg_temp
@@ -98,8 +98,8 @@ end
 $$;
 
 -- Gives a scheduled event, with the business transaction that it belongs to, another time, in the caller's transaction. Returns a row
--- for each place, as relay.cancel does, with the outcome moved; due: its time has come, or it has been tried, so that it is not moved; or done.
--- The only row has the outcome unknown where relay has not read the event yet, or it is done.
+-- for each destination, as relay.cancel does, with the outcome moved; due: its time has come, or it has been tried, so that it is not
+-- moved; or done. The only row has the outcome unknown where relay has not read the event yet, or it is done.
 create or replace function relay.reschedule(event_id text, at timestamptz, host_id text default null)
 returns table (kind text, name text, outcome text)
 language plpgsql security definer set search_path = pg_catalog, pg_temp
