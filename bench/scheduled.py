@@ -21,19 +21,23 @@ RATE = 1_000
 """How many are due in a second."""
 AT_ONCE = 1_000_000_000
 LIVE, SCHEDULED, TOGETHER = "live", "scheduled", "scheduled, all due at one moment"
+STEADY = "live, as many a second"
 PUBLISH, HOLD, DELIVER = "publish, CPU µs/event", "hold, CPU µs/event", "deliver, CPU µs/event"
 TOTAL = "total, CPU µs/event"
 _PUBLISH = """
     do $$
+    declare
+        at timestamptz := clock_timestamp();
     begin
         for portion in 0..{last} loop
+            perform pg_sleep_until(at + portion * interval '1 s' * {pause});
             insert into outbox_message_t (id, host_id, user_id, aggregate_type, aggregate_id, event_type, payload,
                                           transaction_id, transaction_ordinal, transaction_count, deliver_at)
             select gen_random_uuid(), ('00000000-0000-4000-8000-' || lpad((n % 64)::text, 12, '0'))::uuid,
                    '00000000-0000-4000-9000-000000000001', 'Order', n::text, 'order.placed',
                    jsonb_build_object('order', n, 'amount', n, 'note', repeat('x', 100)), gen_random_uuid(), 1, 1,
                    {deliver_at}
-              from generate_series(portion * 100, portion * 100 + 99) as n;
+              from generate_series(portion * {size}, portion * {size} + {size} - 1) as n;
             commit;
         end loop;
     end $$
@@ -46,24 +50,33 @@ _LATE = """
 
 
 def scheduled(plan: Plan) -> Iterator[Workload]:
-    """Business transactions of one event, a hundred in a commit, of 64 hosts, into a table."""
+    """Business transactions of one event, of 64 hosts, into a table: 100 in a commit; 10 where they come steadily."""
     outbox = Outbox(plan.cluster, "scheduled")
     events = 5_000 if plan.quick else 100_000
     yield Workload(
         "scheduled",
         f"{events:,} events, {RATE:,} of them due in a second; milliseconds after their time",
         [
-            Contender(name, partial(measure, plan, outbox, events, rate), plan.rounds, LIVE)
-            for name, rate in ((LIVE, None), (SCHEDULED, RATE), (TOGETHER, AT_ONCE))
+            Contender(
+                name, partial(measure, plan, outbox, events, due, paced=paced), plan.rounds, LIVE
+            )
+            for name, due, paced in (
+                (LIVE, None, False),
+                (STEADY, None, True),
+                (SCHEDULED, RATE, False),
+                (TOGETHER, AT_ONCE, False),
+            )
         ],
         [Goal(SCHEDULED, "p50", 50), Goal(SCHEDULED, "p99", 250)],
     )
 
 
-def measure(plan: Plan, outbox: Outbox, events: int, rate: int | None) -> Measurement:
+def measure(
+    plan: Plan, outbox: Outbox, events: int, rate: int | None, *, paced: bool
+) -> Measurement:
     """CPU of relay and the server for each event of publishing, holding and delivering; how late they are applied.
 
-    So many are due in a second; None: they are not scheduled.
+    So many are due in a second; None: they are not scheduled. If `paced`, RATE are published in a second.
     """
     slot = outbox.new_slot()
     outbox.conn.execute("truncate projection; truncate relay.deferred cascade")
@@ -80,7 +93,9 @@ def measure(plan: Plan, outbox: Outbox, events: int, rate: int | None) -> Measur
         begins = time.time() + 5 + events / 1_500
         at = f"to_timestamp({begins}) + n * interval '1 s' / {rate}" if rate else "null"
         before = used()
-        statement = _PUBLISH.format(last=events // 100 - 1, deliver_at=at)
+        size = 10 if paced else 100
+        pause = size / RATE if paced else 0
+        statement = _PUBLISH.format(last=events // size - 1, size=size, pause=pause, deliver_at=at)
         own = _session_seconds(outbox)
         outbox.conn.execute(statement.encode())
         published = _session_seconds(outbox) - own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from contextlib import suppress
 
 _FIRST_PAUSE_SECONDS = 0.005
@@ -33,6 +34,9 @@ class Idle:
         self._sleeping: list[asyncio.Future[None]] = []
         self._woken = asyncio.Event()
         self._is_notified = False
+        self._found_at = 0.0
+        self.is_empty = False
+        """Whether a slot has found none since the last message was taken: who has handled one need not look again."""
         self.is_watched = asyncio.Event()
         """Set while a slot is idle."""
         self.was_woken = False
@@ -42,7 +46,14 @@ class Idle:
         """Note that there was a message: where one was, there may be more."""
         self._pause = min(_FIRST_PAUSE_SECONDS, self._poll)
         self._delay = 0.0
+        self._found_at = time.monotonic()
+        self.is_empty = False
         self.wake()
+
+    def found_none(self, began: float) -> None:
+        """Note that a slot has looked for a message from `began` on, by time.monotonic(), and there was none."""
+        if began >= self._found_at:
+            self.is_empty = True
 
     def wake(self) -> None:
         """Wake a sleeping slot."""
@@ -74,6 +85,7 @@ class Idle:
     def notify(self) -> bool:
         """Note that messages have come, which other workers may have taken; returns whether a slot is idle."""
         self.was_woken = self._is_notified = True
+        self.is_empty = False
         self._woken.set()
         return self.is_watched.is_set()
 

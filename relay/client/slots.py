@@ -159,6 +159,11 @@ def _parameter(message: Message) -> str:
     return json.dumps(message.of_attempt)
 
 
+def _frees(message: Message | None, ending: tuple[Statement, str] | None) -> bool:
+    """Return whether the end of an attempt may let another message be taken, the next one of its key, or it again."""
+    return message is None or message.key is not None or ending is None or ending[0] is not COMPLETE
+
+
 def _complete(message: LeasedMessage, completed: list[str]) -> None:
     if completed != ["true"]:
         raise LeaseLost(f"message {message.id} of the queue {message.queue} is another worker's")
@@ -171,14 +176,16 @@ class Slot:
         self._handling = handling
         self._link = link
 
-    def attempt(self) -> bool:
-        """Handle a message; returns whether there was one. Raises what the driver raises, unless a handler has."""
+    def attempt(self) -> bool | None:
+        """Handle a message; returns whether its end may let another be taken, or it again; None if there was none.
+
+        Raises what the driver raises, unless a handler has.
+        """
         return self._take() if self._handling.lease is None else self._lease()
 
-    def _take(self) -> bool:
+    def _take(self) -> bool | None:
         message: Message | None = None
         ending: tuple[Statement, str] | None = None
-        rows: Sequence[str] = ()
         try:
             with self._link.transaction() as session:
                 rows = self._link.fetch(session, *self._handling.asked())
@@ -195,7 +202,8 @@ class Slot:
             if message is None:
                 raise
             self.execute(*self._handling.again(message, ending, error))
-        return bool(rows)
+            return True
+        return _frees(message, ending) if rows else None
 
     def _handle(self, message: Message, session: Any) -> tuple[Statement, str]:
         """Call the handler in a savepoint; returns the statement that ends the attempt, and its parameter."""
@@ -207,10 +215,12 @@ class Slot:
             return self._handling.ending(message, error)
         return COMPLETE, _parameter(message)
 
-    def _lease(self) -> bool:
+    def _lease(self) -> bool | None:
         with self._link.transaction() as session:
             rows = self._link.fetch(session, *self._handling.asked())
+        frees: bool | None = None
         for row in rows:
+            frees = True
             self._handling.taken()
             try:
                 message = LeasedMessage(
@@ -231,7 +241,8 @@ class Slot:
                 self.execute(*self._handling.ending(message, error))
             finally:
                 del self._handling.leased[message.id]
-        return bool(rows)
+            frees = message.key is not None or not message.lease.is_completed
+        return frees
 
     def _call(self, message: Message, *session: Any) -> None:
         handler = self._handling.choose(message)
@@ -276,14 +287,16 @@ class AsyncSlot:
         self._handling = handling
         self._link = link
 
-    async def attempt(self) -> bool:
-        """Handle a message; returns whether there was one. Raises what the driver raises, unless a handler has."""
+    async def attempt(self) -> bool | None:
+        """Handle a message; returns whether its end may let another be taken, or it again; None if there was none.
+
+        Raises what the driver raises, unless a handler has.
+        """
         return await (self._take() if self._handling.lease is None else self._lease())
 
-    async def _take(self) -> bool:
+    async def _take(self) -> bool | None:
         message: Message | None = None
         ending: tuple[Statement, str] | None = None
-        rows: Sequence[str] = ()
         try:
             async with self._link.transaction() as session:
                 rows = await self._link.fetch(session, *self._handling.asked())
@@ -300,7 +313,8 @@ class AsyncSlot:
             if message is None:
                 raise
             await self.execute(*self._handling.again(message, ending, error))
-        return bool(rows)
+            return True
+        return _frees(message, ending) if rows else None
 
     async def _handle(self, message: Message, session: Any) -> tuple[Statement, str]:
         """Call the handler in a savepoint; returns the statement that ends the attempt, and its parameter."""
@@ -317,10 +331,12 @@ class AsyncSlot:
             return self._handling.ending(message, error)
         return COMPLETE, _parameter(message)
 
-    async def _lease(self) -> bool:
+    async def _lease(self) -> bool | None:
         async with self._link.transaction() as session:
             rows = await self._link.fetch(session, *self._handling.asked())
+        frees: bool | None = None
         for row in rows:
+            frees = True
             self._handling.taken()
             try:
                 message = LeasedMessage(
@@ -346,7 +362,8 @@ class AsyncSlot:
                     await self.execute(*self._handling.ending(message, error))
             finally:
                 del self._handling.leased[message.id]
-        return bool(rows)
+            frees = message.key is not None or not message.lease.is_completed
+        return frees
 
     async def _call(self, message: Message, *session: Any) -> None:
         handler = self._handling.choose(message)

@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -253,7 +254,11 @@ class Worker:
         run, close = self._opened()
         try:
             while not self._stopping.is_set():
-                if await self._persist(partial(run, "attempt"), close) is False:
+                began = time.monotonic()
+                frees = await self._persist(partial(run, "attempt"), close)
+                if frees is None:
+                    self._idle.found_none(began)
+                if frees is None or (not frees and self._idle.is_empty):
                     await self._idle.wait(self._stopping)
         finally:
             await close()

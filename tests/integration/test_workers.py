@@ -20,6 +20,7 @@ import pytest
 
 from relay import Drop, Fail, RetryLater
 from relay.client import Event, idle, slots, wakeups
+from relay.client.idle import Idle
 from relay.client.middleware import backoff, limit, timing
 from relay.client.worker import LeasedMessage, Message, Queue, Worker, WorkerError
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -606,3 +607,74 @@ def test_nobody_is_notified_while_nobody_waits(outbox: Outbox) -> None:
         # The notifications of a session come in order, and this one after that which does not come.
         outbox.conn.execute(f"notify {channel[0]}, 'mine'".encode())
         assert next(conn.notifies(timeout=30)).payload == "mine"
+
+
+class Looks(Idle):
+    """Counts when slots have found no message."""
+
+    def __init__(self) -> None:
+        super().__init__(3600)
+        self.vain = 0
+
+    def found_none(self, began: float) -> None:
+        super().found_none(began)
+        self.vain += 1
+
+    @property
+    def slots(self) -> int:
+        """How many slots are idle."""
+        return len(self._sleeping) + self.is_watched.is_set()
+
+
+@pytest.mark.parametrize("lease", [None, 60])
+def test_a_slot_does_not_look_again_where_another_has_just_found_none(
+    outbox: Outbox, lease: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle, "_FIRST_PAUSE_SECONDS", 3600)
+    fill(outbox, queue=Queue(name="mail", match=None, key="none"))
+    worker = Worker(outbox.dsn, "mail", concurrency=2, lease=lease, listen=False)
+    worker._idle = looks = Looks()
+    handled: list[Any] = []
+
+    @worker.handles()
+    async def handle(message: Message, *session: Any) -> None:
+        # The other slot was woken when this one took the message.
+        async with asyncio.timeout(30):
+            while looks.vain == before:
+                await asyncio.sleep(0.005)
+        handled.append(message.payload)
+
+    with working(worker):
+        for number in range(5):
+            wait_until(lambda: looks.slots == 2)
+            before = looks.vain
+            fill(outbox, number, queue=Queue(name="mail", match=None, key="none"))
+            assert worker._loop is not None
+            worker._loop.call_soon_threadsafe(looks.poll)
+            wait_until(lambda: len(handled) == number + 1 and looks.slots == 2)  # noqa: B023
+            assert looks.vain == before + 1
+
+
+@pytest.mark.parametrize("lease", [None, 60])
+def test_a_slot_looks_again_for_what_the_end_of_its_message_lets_be_taken(
+    outbox: Outbox, lease: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle, "_FIRST_PAUSE_SECONDS", 3600)
+    fill(outbox, *range(5), queue=Queue(name="mail", match=None, key="host"), key="Ada")
+    worker = Worker(outbox.dsn, "mail", concurrency=2, lease=lease, listen=False)
+    worker._idle = looks = Looks()
+    failed: list[Any] = []
+
+    @worker.handles()
+    async def handle(message: Message, *session: Any) -> None:
+        # The other slot cannot take the next message of the key.
+        async with asyncio.timeout(30):
+            while looks.vain == 0:
+                await asyncio.sleep(0.005)
+        if message.payload == 3 and not failed:
+            failed.append(message.attempt)
+            raise RetryLater("not yet", after=0)
+
+    with working(worker):
+        wait_until(lambda: is_empty(outbox))
+    assert failed == [1]
