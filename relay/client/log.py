@@ -1,31 +1,25 @@
-"""The connection of a reader: it claims the reader's name, reads pages of the log, and moves the position.
+"""A reader at work: it claims the reader's name, reads pages of the log, and moves the position.
 
-A session of the server has the name, by an advisory lock. The server ends a session that says nothing for as long as
-the lease, so that the name of a frozen process is free again. Each claim moves the position's number, by which
-whoever had the name before is told from whoever has it.
+A session of the server has the name, by an advisory lock. Each claim moves the position's number, by which whoever had
+the name before is told from whoever has it. While the handler works on a page, the server reads the next one.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-import select
-import socket
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from relay.client.errors import ReaderError, ReaderMoved, reader_error
-from relay.model.events import FIELDS, Commit, Event, Events, Lsn, Transaction
+from relay.client.errors import ReaderError, ReaderMoved, outage_of
+from relay.client.log_pages import READ, LogCommit, LogPage, LogTransaction, PageMark
+from relay.client.log_session import ReaderSession
+from relay.model.events import Event
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
-
-    import psycopg
 
 logger = logging.getLogger("relay.reader")
 
@@ -36,7 +30,7 @@ _LONGEST_SKIP_SECONDS = 0.1
 _NOTE_SECONDS = 5.0
 """How often the position moves past events that do not match."""
 _SIGN_SECONDS = 60.0
-"""How often an idle reader says that it is in use: it could expire."""
+"""How often a reader that is not moved says that it is in use: it could expire."""
 _LOOK_SECONDS = 0.1
 """From such a pause on, a reader asks whether there were transactions at all, which costs next to nothing."""
 _FIRST_OUTAGE_SECONDS, _LONGEST_OUTAGE_SECONDS = 0.2, 30.0
@@ -45,155 +39,7 @@ _PAGE_BYTES = 8 * 1024 * 1024
 """How many bytes a page should have at most: the next one has fewer rows."""
 _BEATS = 3
 """How often within its lease a reader says that it lives."""
-
-_READ = f"select position, c_xid, {', '.join(FIELDS)} from relay.read(%s, %s, %s)"  # noqa: S608
-_XID = 1
-_FIRST_FIELD = 2
-_TRANSACTION_ID = _FIRST_FIELD + FIELDS.index("transaction_id")
-
-
-@dataclass(frozen=True, slots=True)
-class PageMark:
-    """Which transaction of which page it is, for what moves the reader past it."""
-
-    log: ClaimedReader
-    page: LogPage
-    index: int
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """What orders the transactions of a reader."""
-        return self.page.number, self.index
-
-    @property
-    def snapshot(self) -> str:
-        """The snapshot after the transaction."""
-        return self.page.snapshot(self.index)
-
-
-class LogCommit(Commit):
-    """The commit of a transaction that was read from the log. Only its `xid` is known."""
-
-    mark: PageMark
-
-
-@dataclass(frozen=True, slots=True)
-class LogTransaction(Transaction):
-    """A transaction that was read from the log."""
-
-    commit: LogCommit
-
-    @property
-    def mark(self) -> PageMark:
-        """What moves the reader past it."""
-        return self.commit.mark
-
-    @property
-    def position(self) -> str:
-        """The position after this transaction, for `subscribe` and `relay.seek`."""
-        return f"0/{self.mark.snapshot}"
-
-
-class _PageEvents(Events):
-    """The events of a transaction, from consecutive rows of a page."""
-
-    __slots__ = ("_first", "_last", "_page")
-
-    def __init__(self, page: LogPage, first: int, last: int, commit: Commit) -> None:
-        self._page, self._first, self._last, self.commit = page, first, last, commit
-
-    def __len__(self) -> int:
-        return self._last - self._first
-
-    def __iter__(self) -> Iterator[Event]:
-        fields, upcast = self.commit.fields, self._page.upcast
-        for number in range(self._first, self._last):
-            event = Event(self._page.fields(number) + fields)
-            yield event if upcast is None else upcast(event)
-
-
-class LogPage:
-    """The rows of a call of `relay.read`, of which each database transaction is a transaction.
-
-    `after` is the snapshot from which it was read, `end` the one after all its rows. Pages of another `epoch` than the
-    reader's were read before it was moved; `number` counts pages.
-    """
-
-    def __init__(
-        self,
-        result: Any,
-        after: str,
-        upcast: Callable[[Event], Event] | None,
-        epoch: int,
-        number: int,
-    ) -> None:
-        self._result = result
-        self._after = after
-        self.upcast = upcast
-        self.epoch = epoch
-        self.number = number
-        self.end: str = result.get_value(0, 0).decode().partition("/")[2]
-        self.is_empty = result.get_value(0, _FIRST_FIELD) is None
-        self.rows = 0 if self.is_empty else result.ntuples
-        self._starts: list[int] = []
-        self._xids: list[int] = []
-        before = None
-        for number in range(self.rows):
-            xid = result.get_value(number, _XID)
-            if xid != before:
-                self._starts.append(number)
-                self._xids.append(int(xid))
-                before = xid
-
-    def __len__(self) -> int:
-        return len(self._xids)
-
-    def fields(self, number: int) -> tuple[str | None, ...]:
-        """Return the fields of a row."""
-        get = self._result.get_value
-        return tuple(
-            None if (value := get(number, column)) is None else value.decode()
-            for column in range(_FIRST_FIELD, _FIRST_FIELD + len(FIELDS))
-        )
-
-    def average_bytes(self) -> float:
-        """Return about how many bytes a row has, from some of them."""
-        step = max(1, self.rows // 20)
-        sizes = [
-            sum(len(text) for text in self.fields(number) if text is not None)
-            for number in range(0, self.rows, step)
-        ]
-        return sum(sizes) / len(sizes)
-
-    def transaction(self, index: int, log: ClaimedReader) -> LogTransaction:
-        """Return a transaction of the page."""
-        first = self._starts[index]
-        last = self._starts[index + 1] if index + 1 < len(self._starts) else self.rows
-        ids = {self._result.get_value(number, _TRANSACTION_ID) for number in range(first, last)}
-        only = ids.pop() if len(ids) == 1 else None
-        # As polled rows have it: the 32 bits that the WAL has of an xid.
-        commit = log.commit_kind(Lsn(0), Lsn(0), 0, self._xids[index] & 0xFFFFFFFF)
-        commit.mark = PageMark(log, self, index)
-        events = _PageEvents(self, first, last, commit)
-        return log.kind(None if only is None else only.decode(), commit, events)
-
-    def snapshot(self, index: int) -> str:
-        """Return the snapshot after a transaction of the page: it sees this one, those before it, and none after it.
-
-        It sees the transactions of the page that do not match, too, as far as it reaches.
-        """
-        if index + 1 == len(self._xids):
-            return self.end
-        *_, open_at_end = _parsed(self.end)
-        ends = max(_parsed(self._after)[1], max(self._xids[: index + 1]) + 1)
-        later = {each for each in self._xids[index + 1 :] if each < ends}
-        missing = sorted(later.union(open_at_end[: bisect_left(open_at_end, ends)]))
-        return f"{missing[0] if missing else ends}:{ends}:{','.join(map(str, missing))}"
-
-
-def _parsed(snapshot: str) -> tuple[int, int, list[int]]:
-    xmin, xmax, rest = snapshot.split(":")
-    return int(xmin), int(xmax), [int(each) for each in rest.split(",") if each]
+_TIMELINE = "select pg_catalog.substr(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 1, 8)"
 
 
 class ClaimedReader:
@@ -218,7 +64,7 @@ class ClaimedReader:
         self.name = name
         self.kind, self.commit_kind = kind, commit_kind
         self.executor: Executor | None = None
-        self._dsn = dsn
+        self._session = ReaderSession(dsn, name, lease)
         self._declaration = declaration
         self._upcast = upcast
         self._most = page
@@ -227,14 +73,19 @@ class ClaimedReader:
         self._lease = lease
         self._pause = min(_FIRST_PAUSE_SECONDS, poll)
         self._outage = _FIRST_OUTAGE_SECONDS
-        self._conn: psycopg.Connection[Any] | None = None
         self._number = 0
         self._stored = ""
         """The snapshot of the reader's position; empty before the first claim."""
         self._after = ""
         """The snapshot from which the next page is read."""
+        self._timeline: str | None = None
+        """That of the server at the last claim."""
         self._epoch = 0
         self._pages = 0
+        self._asked: int | None = None
+        """The epoch in which the server was asked for the next page; None if its answer was taken."""
+        self._ahead: LogPage | None = None
+        """The next page, read while the handler works on the one before."""
         self._done = self._delivered = (0, -1)
         """The order of the last transaction that is done, and of the last one that was returned."""
         self._number_before = 0
@@ -244,10 +95,10 @@ class ClaimedReader:
         self._noted = time.monotonic()
         self._stands_by = False
         self._stopping = threading.Event()
-        self._waker, self._wakeup = socket.socketpair()
-        self._waker.setblocking(False)
         self._using = threading.Lock()
-        self._ended = threading.Event()
+        self._ended = False
+        self._called = threading.Event()
+        """Wakes the keeper."""
         self._keeper: threading.Thread | None = None
 
     # What iterates
@@ -285,60 +136,98 @@ class ClaimedReader:
     def stop(self) -> None:
         """End `next_page`, and yield no further transaction. Safe in any thread and in a signal handler."""
         self._stopping.set()
-        with suppress(OSError):
-            self._waker.send(b"!")
+        self._session.wake()
 
     def close(self) -> None:
         """End the session, so that another process reads."""
         self._stopping.set()
-        self._ended.set()
         with self._using:
+            self._ended = True
             self._disconnect()
-            self._waker.close()
-            self._wakeup.close()
+            self._session.dispose()
+        self._called.set()
 
     def _read(self) -> LogPage | None:
         """Return the next page if it has events; wait if there is none. Raises ReaderError, psycopg.Error."""
-        if self._pause >= _LOOK_SECONDS and self._is_quiet():
+        self._take_ahead()
+        page, self._ahead = self._ahead, None
+        if page is None or page.epoch != self._epoch:
+            if self._pause >= _LOOK_SECONDS and self._is_quiet():
+                self._idle()
+                return None
+            self._ask()
+            page = self._answer()
+        if page is None:
             self._idle()
             return None
-        result = self._execute(_READ, (self.name, self._rows, f"{self._number}/{self._after}"))
-        if not result.ntuples:
-            self._idle()
-            return None
-        self._pages += 1
-        page = LogPage(result, self._after, self._upcast, self._epoch, self._pages)
-        self._after, self._seen = page.end, ""
         if page.is_empty:
             self._pass(page)
             return None
         self._pause = min(_FIRST_PAUSE_SECONDS, self._poll)
+        asked = self._rows
         self._rows = max(1, min(self._most, int(_PAGE_BYTES / page.average_bytes())))
+        if page.rows * 2 >= asked:
+            # There is probably more.
+            self._ask()
+            self._called.set()
         return page
+
+    def _ask(self) -> None:
+        """Send the question for the next page. Raises psycopg.Error."""
+        given = (self.name, str(self._rows), f"{self._number}/{self._after}")
+        self._session.send(READ, given)
+        self._asked = self._epoch
+
+    def _answer(self) -> LogPage | None:
+        """Return the page that was asked for; None if nothing is new. Raises ReaderError, psycopg.Error."""
+        epoch, self._asked = self._asked or 0, None
+        result = self._session.received()
+        if not result.ntuples:
+            return None
+        self._pages += 1
+        page = LogPage(result, self._after, self._upcast, epoch, self._pages)
+        self._after, self._seen = page.end, ""
+        return page
+
+    def _take_ahead(self) -> None:
+        """Take the page that was asked for while the handler works, so that the connection is free."""
+        import psycopg
+
+        if self._asked is not None:
+            try:
+                self._ahead = self._answer()
+            except (ReaderError, psycopg.Error, OSError):
+                # A commit may have moved the reader meanwhile. Any other error comes again with the next statement.
+                self._ahead = None
 
     def _idle(self) -> None:
         """Wait for something new, and say from time to time that the reader is in use."""
-        if time.monotonic() > self._noted + _SIGN_SECONDS:
-            self._advance(self._stored)
-        if self._wait(self._pause, notified=True):
+        self._sign()
+        if self._session.wait(self._pause, notified=True):
             # What relay has seen in the WAL may become visible a moment later.
             self._pause = min(_FIRST_PAUSE_SECONDS, self._poll)
         else:
             self._pause = min(self._pause * 2, self._poll)
+
+    def _sign(self) -> None:
+        """Say that the reader is in use, if it was neither moved nor said so for a while."""
+        if time.monotonic() > self._noted + _SIGN_SECONDS:
+            self._execute("select relay.keep_reader(%s)", (self.name,))
+            self._noted = time.monotonic()
 
     def _pass(self, page: LogPage) -> None:
         """Go on past events that do not match."""
         if self._delivered <= self._done and time.monotonic() > self._noted + _NOTE_SECONDS:
             self._advance(page.end)
         self._rows = max(self._rows, min(self._most * 10, _SKIPPED_ROWS))
-        self._wait(min(self._pause, _LONGEST_SKIP_SECONDS), notified=False)
+        self._session.wait(min(self._pause, _LONGEST_SKIP_SECONDS), notified=False)
         self._pause = min(self._pause * 2, _LONGEST_SKIP_SECONDS)
 
     def _is_quiet(self) -> bool:
         """Return whether no transaction has come to an end since a page without rows. Raises psycopg.Error."""
-        seen = self._execute("select pg_catalog.pg_current_snapshot()").get_value(0, 0).decode()
+        seen = str(self._value("select pg_catalog.pg_current_snapshot()"))
         before, self._seen = self._seen, seen
-        return bool(seen == before)
+        return seen == before
 
     # What moves the position
 
@@ -385,7 +274,7 @@ class ClaimedReader:
         import psycopg
 
         with self._using:
-            if self._ended.is_set():
+            if self._ended:
                 raise ReaderError(f"reader {self.name}: its iteration has ended")
             while True:
                 try:
@@ -433,27 +322,29 @@ class ClaimedReader:
 
         `moved_to` is the snapshot to which the reader may have moved the position without knowing it.
         """
-        if self._conn is None:
-            self._connect()
+        if not self._session.is_open:
+            self._session.open()
+            self._declare()
         if self._number:
             return True
-        claimed = self._execute("select relay.claim_reader(%s)", (self.name,)).get_value(0, 0)
+        claimed = self._value("select relay.claim_reader(%s)", (self.name,))
         if claimed is None:
             if not self._stands_by:
                 logger.info("another process reads: this one stands by", extra=self._extra)
                 self._stands_by = True
-            self._wait(self._poll * random.uniform(0.75, 1.25), notified=False)  # noqa: S311
+            self._session.wait(self._poll * random.uniform(0.75, 1.25), notified=False)  # noqa: S311
             return False
-        number, _, snapshot = claimed.decode().partition("/")
+        number, _, snapshot = claimed.partition("/")
         self._number = int(number)
-        if snapshot not in (self._stored, moved_to):
-            # What was read comes again, or is no longer next.
+        former, self._timeline = self._timeline, self._value(_TIMELINE)
+        if snapshot not in (self._stored, moved_to) or self._timeline != former:
+            # What was read comes again, is no longer next, or was lost in a failover, after which others have its xids.
             self._epoch += 1
             self._done = self._delivered = (self._pages, 0)
             self._after = snapshot
         self._stored = snapshot
         self._stands_by, self._seen = False, ""
-        channel = self._execute("select relay.watch_log()").get_value(0, 0).decode()
+        channel = self._value("select relay.watch_log()")
         self._execute(f'listen "{channel}"')
         if self._keeper is None:
             self._keeper = threading.Thread(
@@ -463,48 +354,7 @@ class ClaimedReader:
         logger.info("reading", extra=self._extra)
         return True
 
-    def _connect(self) -> None:
-        import psycopg
-        from psycopg.conninfo import conninfo_to_dict
-
-        given = conninfo_to_dict(self._dsn)
-        options: dict[str, Any] = {
-            "application_name": f"relay reader {self.name}"[:63],
-            "connect_timeout": 10,
-            "keepalives_idle": 10,
-            "keepalives_interval": 5,
-            "keepalives_count": 3,
-        }
-        conn = psycopg.connect(
-            self._dsn,
-            autocommit=True,
-            client_encoding="UTF8",
-            **{each: value for each, value in options.items() if each not in given},
-        )
-        self._conn = conn
-        milliseconds = str(round(self._lease * 1000))
-        settings = {
-            "DateStyle": "ISO",
-            "TimeZone": "UTC",
-            "IntervalStyle": "postgres",
-            "bytea_output": "hex",
-            "default_transaction_isolation": "read committed",
-            "idle_session_timeout": milliseconds,
-            "lock_timeout": milliseconds,
-            "statement_timeout": "0",
-            "tcp_user_timeout": milliseconds,
-        }
-        conn.execute(
-            "select pg_catalog.set_config(s.name, s.value, false) "
-            "from unnest(%s::text[], %s::text[]) as s (name, value)",
-            (list(settings), list(settings.values())),
-        )
-        found = self._execute("select pg_catalog.pg_backend_pid()").get_value(0, 0)
-        if int(found) != conn.info.backend_pid:
-            raise ReaderError(
-                f"reader {self.name}: a pooler is between this process and the server, and a reader needs a session: "
-                "give the address of the server"
-            )
+    def _declare(self) -> None:
         if self._declaration is not None:
             self._execute(
                 "select relay.declare_reader(%s, %s::jsonb, %s, %s::interval, %s::interval)",
@@ -513,67 +363,50 @@ class ClaimedReader:
             # Once: a reader that is dropped meanwhile is not to begin again.
             self._declaration = None
 
-    def _execute(self, statement: str, parameters: tuple[Any, ...] = ()) -> Any:
-        """Run a statement, and return its result as libpq has it. Raises ReaderError, psycopg.Error."""
-        import psycopg
+    def _execute(self, statement: str, parameters: tuple[Any, ...] = ()) -> None:
+        """Run a statement. Raises ReaderError, psycopg.Error."""
+        self._take_ahead()
+        self._session.execute(statement, parameters)
 
-        assert self._conn is not None  # noqa: S101
-        try:
-            cursor = self._conn.execute(statement.encode(), parameters)
-        except psycopg.Error as error:
-            known = reader_error(error, self.name)
-            if known is not None:
-                raise known from error
-            raise
-        return cursor.pgresult
+    def _value(self, statement: str, parameters: tuple[Any, ...] = ()) -> str | None:
+        """Return the only value of a statement. Raises ReaderError, psycopg.Error."""
+        self._take_ahead()
+        return self._session.value(statement, parameters)
 
     def _lose(self, error: Exception) -> None:
         logger.warning(
-            "the database does not answer", extra=self._extra | {"error": type(error).__name__}
+            "the database does not answer", extra=self._extra | {"error": outage_of(error)}
         )
         self._disconnect()
 
     def _disconnect(self) -> None:
-        conn, self._conn = self._conn, None
+        self._session.close()
         self._number = 0
-        if conn is not None:
-            with suppress(Exception):
-                conn.close()
+        self._asked = None
 
     def _keep(self) -> None:
-        """Say that the process lives while its handler works."""
-        while not self._ended.wait(self._lease / _BEATS):
-            if not self._using.acquire(blocking=False):
-                continue
-            try:
-                if self._conn is not None:
-                    self._conn.execute(b"select")
-            except Exception as error:
-                self._lose(error)
-            finally:
-                self._using.release()
+        """While the handler works, take the page that was asked for, and say that the process lives."""
+        import psycopg
 
-    def _wait(self, seconds: float, notified: bool) -> bool:
-        """Wait until the reader is stopped or, if asked for, notified; returns whether it was. Raises psycopg.Error."""
-        assert self._conn is not None  # noqa: S101
-        # A wait of psycopg would wake the process ten times a second.
-        pgconn = self._conn.pgconn
-        poll = select.poll()
-        poll.register(pgconn.socket, select.POLLIN)
-        poll.register(self._wakeup, select.POLLIN)
-        deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            readable = [number for number, _ in poll.poll(left * 1000)]
-            if self._wakeup.fileno() in readable:
-                return False
-            if readable:
-                pgconn.consume_input()
-                found = False
-                while pgconn.notifies() is not None:
-                    found = True
-                if found and notified:
-                    return True
-        return False
+        while True:
+            was_called = self._called.wait(self._lease / _BEATS)
+            self._called.clear()
+            with self._using:
+                if self._ended:
+                    return
+                self._take_ahead()
+                if not self._session.is_open:
+                    continue
+                try:
+                    if not was_called:
+                        self._execute("select")
+                    if self._number:
+                        self._sign()
+                except ReaderError:
+                    # It comes again, for who reads.
+                    continue
+                except (psycopg.Error, OSError) as error:
+                    self._lose(error)
 
     @property
     def _extra(self) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from typing import Any
 
 from relay.client import sessions
 from relay.client.errors import ReaderError, ReaderMoved, reader_error
-from relay.client.log import ClaimedReader, LogCommit, LogTransaction
+from relay.client.log import ClaimedReader
+from relay.client.log_pages import LogCommit, LogTransaction
 from relay.model.events import Event
 
 __all__ = [

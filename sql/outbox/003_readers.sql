@@ -465,6 +465,21 @@ begin
 end
 $$;
 
+-- Says that a reader is in use, so that it does not expire, and moves nothing; relay.advance and relay.declare_reader say so, too.
+create or replace function relay.keep_reader(reader text) returns void
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform relay.log_reader(keep_reader.reader);
+    -- A transaction that has advanced it, and is still open, has said so.
+    update relay.readers as r set noted_at = now()
+      from (select n.ctid from relay.readers as n
+             where (n.group_id, n.target, n.reader) = ('', 'relay.declare_reader', keep_reader.reader)
+               and n.noted_at < now() - interval '5 seconds' for update skip locked) as found
+     where r.ctid = found.ctid;
+end
+$$;
+
 -- Notifies the sessions that wait for new events; returns whether there are any.
 create or replace function relay.wake_readers() returns boolean
 language plpgsql set search_path = pg_catalog, pg_temp
@@ -508,14 +523,15 @@ begin
     foreach each in array array['relay.glob_expression(text)', 'relay.match_condition(jsonb)', 'relay.log_reader(text)', 'relay.log_start(text)',
                                 'relay.move_reader(text, bigint, pg_snapshot)', 'relay.declare_reader(text, jsonb, text, interval, interval)',
                                 'relay.read(text, int, text)', 'relay.advance(text, text)', 'relay.seek(text, text)',
-                                'relay.drop_reader(text)', 'relay.claim_reader(text)', 'relay.watch_log()',
+                                'relay.drop_reader(text)', 'relay.claim_reader(text)', 'relay.keep_reader(text)', 'relay.watch_log()',
                                 'relay.wake_readers()', 'relay.expire_readers()'] loop
         execute format('revoke all on function %s from public', each);
     end loop;
     if to_regrole('relay_reader') is not null then
         grant usage on schema relay to relay_reader;
         grant execute on function relay.declare_reader(text, jsonb, text, interval, interval), relay.read(text, int, text), relay.advance(text, text),
-                                  relay.seek(text, text), relay.drop_reader(text), relay.claim_reader(text), relay.watch_log()
+                                  relay.seek(text, text), relay.drop_reader(text), relay.claim_reader(text), relay.keep_reader(text),
+                                  relay.watch_log()
             to relay_reader;
     end if;
     if to_regrole('relay') is not null then
@@ -540,7 +556,8 @@ begin
     grant create on schema relay to relay_owner;
     -- A function's new owner must have the right to create in its schema.
     foreach each in array array['declare_reader(text, jsonb, text, interval, interval)', 'read(text, int, text)', 'advance(text, text)',
-                                'seek(text, text)', 'drop_reader(text)', 'claim_reader(text)', 'expire_readers()'] loop
+                                'seek(text, text)', 'drop_reader(text)', 'claim_reader(text)', 'keep_reader(text)',
+                                'expire_readers()'] loop
         execute format('alter function relay.%s owner to relay_owner', each);
     end loop;
     revoke create on schema relay from relay_owner;

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from datetime import timedelta
 from threading import Thread
 from typing import Any
 
@@ -20,6 +21,7 @@ from psycopg.types.json import Jsonb
 
 import relay
 from relay.client import log
+from relay.client.log_pages import LogPage
 from relay.client.reader import ReaderError, ReaderMoved, ReadTransaction, subscribe
 from tests.outbox import Outbox, wait_until
 
@@ -298,3 +300,245 @@ def test_a_cancelled_task_leaves_no_lock(outbox: Outbox) -> None:
 
     asyncio.run(run())
     wait_until(lambda: not _claimed_by(outbox))
+
+
+def _wait_for_page(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Returns a function that waits until so many pages have been read, also ahead."""
+    pages: list[int] = []
+
+    class Noted(LogPage):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            pages.append(self.number)
+
+    monkeypatch.setattr(log, "LogPage", Noted)
+    return lambda count: wait_until(lambda: len(pages) >= count)
+
+
+def test_what_was_fetched_ahead_is_not_yielded_after_a_seek(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """thomhurst/Dekaf#1722, fsprojects/pulsar-client-dotnet#348, tulios/kafkajs#367: messages of before the seek."""
+    wait_for_page = _wait_for_page(monkeypatch)
+    for number in range(8):
+        _publish(outbox.conn, number)
+    with closing(_reading(outbox, page=2)) as reader:  # type: ignore[type-var]
+        first = next(reader)
+        position = first.position
+        first.done()
+        second = next(reader)
+        wait_for_page(2)
+        outbox.conn.execute("select relay.seek('r', %s)", (position,))
+        with pytest.raises(ReaderMoved):
+            second.done()
+        assert [_numbers(next(reader)) for _ in range(7)] == [[number] for number in range(1, 8)]
+
+
+def test_what_was_fetched_ahead_is_not_yielded_after_another_has_read_it(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """segmentio/kafka-go#1398: after a rebalance, a reader's queue had messages that another one had committed."""
+    wait_for_page = _wait_for_page(monkeypatch)
+    for number in range(8):
+        _publish(outbox.conn, number)
+    with closing(_reading(outbox, page=2)) as first:  # type: ignore[type-var]
+        transaction = next(first)
+        wait_for_page(2)
+        outbox.conn.execute(_END.encode())
+        assert _take(outbox, 6) == [[number] for number in range(6)]
+        with pytest.raises(ReaderMoved):
+            transaction.done()
+        assert [_numbers(next(first)) for _ in range(2)] == [[6], [7]]
+
+
+def test_an_acknowledgement_of_before_a_move_moves_nothing(outbox: Outbox) -> None:
+    """kafka4beam/brod#52: acknowledgements from before a move counted for what was read after it."""
+    for number in range(6):
+        _publish(outbox.conn, number)
+    with closing(_reading(outbox)) as reader:  # type: ignore[type-var]
+        late = [next(reader) for _ in range(4)]
+        late[0].done()
+        outbox.conn.execute("select relay.seek('r', 'beginning')")
+        with pytest.raises(ReaderMoved):
+            late[1].done()
+        again = [next(reader) for _ in range(2)]
+        for each in late:
+            with pytest.raises(ReaderMoved):
+                each.done()
+        again[0].done()
+    assert _take(outbox, 1) == [[1]]
+
+
+def test_a_handler_that_works_for_long_keeps_its_reader(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """aio-libs/aiokafka#848, dpkp/kafka-python#2422: it was taken for dead, and its message went round for ever."""
+    monkeypatch.setattr(log, "_SIGN_SECONDS", 0.0)
+    _publish(outbox.conn, 1)
+    with closing(_reading(outbox, lease=1.2, expires=timedelta(minutes=5))) as reader:  # type: ignore[type-var]
+        transaction = next(reader)
+        outbox.conn.execute("update relay.readers set noted_at = now() - interval '6 minutes'")
+        wait_until(
+            lambda: bool(
+                outbox.column(
+                    "select 1 from relay.readers where noted_at > now() - interval '1 minute'"
+                )
+            )
+        )
+        assert outbox.column("select relay.expire_readers()") == []
+        transaction.done()
+
+
+def test_a_handler_that_fails_ends_the_iteration(outbox: Outbox) -> None:
+    """Eventuous/eventuous#407, #25: the subscription stood still without a word, or its checkpoint passed the event."""
+    for number in range(3):
+        _publish(outbox.conn, number)
+
+    async def run() -> list[list[int]]:
+        found = []
+        async for transaction in subscribe(outbox.dsn, "r", start="beginning", poll=0.05):
+            found.append(_numbers(transaction))
+            if found[-1] == [1]:
+                raise ZeroDivisionError
+            await transaction.done()
+        return found
+
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            asyncio.run(run())
+    assert _take(outbox, 2) == [[1], [2]]
+
+
+def test_locks_of_the_application_are_others(outbox: Outbox) -> None:
+    """commanded/eventstore#166: an advisory lock of the application had the number of a subscription's."""
+    outbox.conn.execute("select relay.declare_reader('r', start => 'beginning')")
+    _publish(outbox.conn, 1)
+    outbox.conn.execute(
+        "select pg_advisory_lock(id), pg_advisory_lock((x'72647263'::bigint << 32) | id) from relay.log_readers"
+    )
+    assert _take(outbox, 1) == [[1]]
+    outbox.conn.execute("select pg_advisory_unlock_all()")
+
+
+def test_no_transaction_is_open_while_a_handler_works(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """debezium/debezium#1713, #3224: a connector that did nothing held a transaction open."""
+    wait_for_page = _wait_for_page(monkeypatch)
+    for number in range(4):
+        _publish(outbox.conn, number)
+    open_since = (
+        "select 1 from pg_stat_activity where application_name = 'relay reader r' "
+        "and datname = current_database() and (xact_start is not null or backend_xmin is not null)"
+    )
+    with closing(_reading(outbox, page=2)) as reader:  # type: ignore[type-var]
+        next(reader)
+        wait_for_page(2)
+        wait_until(lambda: not outbox.column(open_since))
+
+
+def test_the_end_of_the_log_is_not_its_beginning(outbox: Outbox) -> None:
+    """gravitational/teleport#15160: a reader that had come to the end began again with the first event."""
+    for number in range(3):
+        _publish(outbox.conn, number)
+    found: list[list[int]] = []
+    reader = subscribe(outbox.dsn, "r", start="beginning", poll=0.01)
+    thread = Thread(target=lambda: found.extend(_numbers(each) for each in reader))
+    thread.start()
+    wait_until(lambda: len(found) == 3)
+    _publish(outbox.conn, 3)
+    wait_until(lambda: len(found) >= 4)
+    reader.stop()
+    thread.join(30)
+    assert found == [[0], [1], [2], [3]]
+
+
+def test_what_is_in_flight_at_a_loss_comes_again(outbox: Outbox) -> None:
+    """kurrent-io/KurrentDB#1301: a client was disconnected while it worked, and the checkpoint was after its events."""
+    for number in range(5):
+        _publish(outbox.conn, number)
+    reader = _reading(outbox)
+    next(reader).done()
+    for _ in range(3):
+        next(reader)
+    outbox.conn.execute(_END.encode())
+    reader.close()  # type: ignore[attr-defined]
+    assert _take(outbox, 4) == [[1], [2], [3], [4]]
+
+
+def test_a_start_counts_once(outbox: Outbox) -> None:
+    """kurrent-io/KurrentDB#1081: a subscription that starts from the beginning did so after each restart."""
+    for number in range(3):
+        _publish(outbox.conn, number)
+    for number in range(3):
+        assert _take(outbox, 1, start="beginning") == [[number]]
+
+
+def test_nothing_comes_after_a_stop(outbox: Outbox) -> None:
+    """kurrent-io/KurrentDB#929: a subscription that was dropped went on with the events that it had fetched."""
+    for number in range(5):
+        _publish(outbox.conn, number)
+    reader = subscribe(outbox.dsn, "r", start="beginning", poll=0.05)
+    found = []
+    for transaction in reader:
+        found.append(_numbers(transaction))
+        reader.stop()
+    assert found == [[0]]
+    assert list(reader) == []
+
+
+def test_events_that_were_deleted_stop_nobody(outbox: Outbox) -> None:
+    """kurrent-io/KurrentDB#3449: a subscription whose next events had been scavenged did not go on."""
+    for number in range(6):
+        _publish(outbox.conn, number)
+    with closing(_reading(outbox)) as reader:  # type: ignore[type-var]
+        for _ in range(2):
+            next(reader).done()
+    outbox.conn.execute(
+        "delete from outbox_message_t where (payload ->> 'number')::int between 1 and 3"
+    )
+    assert _take(outbox, 2) == [[4], [5]]
+
+
+def test_a_rare_event_in_a_large_backlog_is_found(outbox: Outbox) -> None:
+    """JasperFx/marten#3705: between matching events lay so many others that the query timed out."""
+    _publish(outbox.conn, 1, event_type="rare")
+    outbox.fill(2_000, events=10)
+    _publish(outbox.conn, 2, event_type="rare")
+    assert _take(outbox, 2, match={"event_type": "rare"}) == [[1], [2]]
+
+
+def test_a_second_iteration_begins_with_what_was_not_done(outbox: Outbox) -> None:
+    """apache/pinot#18669: a batch that was fetched and not processed was skipped by the next call."""
+    for number in range(5):
+        _publish(outbox.conn, number)
+    reader = subscribe(outbox.dsn, "r", start="beginning", poll=0.05)
+    for expected in ([0], [1], [2]):
+        for transaction in reader:
+            assert _numbers(transaction) == expected
+            transaction.done()
+            break
+
+
+def test_a_task_that_is_cancelled_at_once_leaves_no_connection(outbox: Outbox) -> None:
+    """MagicStack/asyncpg#464, sqlalchemy/sqlalchemy#12077: cancelled while it connected, and the connection stayed."""
+
+    async def run() -> None:
+        async def read() -> None:
+            async for _ in subscribe(outbox.dsn, "r", poll=0.05):
+                pass
+
+        for turns in range(6):
+            task = asyncio.create_task(read())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    asyncio.run(run())
+    found = (
+        "select 1 from pg_stat_activity where application_name = 'relay reader r' "
+        "and datname = current_database()"
+    )
+    wait_until(lambda: not outbox.column(found))

@@ -314,6 +314,7 @@ def test_functions_run_as_a_role_that_can_do_just_what_they_do(outbox: Outbox) -
             "expire_readers",
             "extend",
             "fail",
+            "keep_reader",
             "lease",
             "move_messages",
             "pause_queue",

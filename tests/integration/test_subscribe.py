@@ -10,16 +10,19 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from datetime import timedelta
 from threading import Event, Thread
 from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 from psycopg.types.json import Jsonb
 from pydantic import BaseModel
 
 import relay
 from relay.client import log
+from relay.client.log_pages import LogPage
 from relay.client.reader import (
     AsyncReadTransaction,
     ReaderError,
@@ -32,8 +35,13 @@ from relay.retention import reader_positions
 from tests.client_sessions import parameters
 from tests.integration.test_log_readers import _History, _sessions
 from tests.outbox import Outbox, relaying, wait_until
+from tests.pgbouncer import pooled
 
 _HOST = uuid.uuid4()
+_END_READERS = """
+    select pg_terminate_backend(pid) from pg_stat_activity
+     where application_name = 'relay reader r' and datname = current_database()
+"""
 
 
 def _publish(outbox: Outbox, *numbers: int, event_type: str = "order.placed") -> None:
@@ -291,10 +299,6 @@ def test_one_process_reads_and_another_stands_by(outbox: Outbox) -> None:
 
 def test_a_lost_connection_is_opened_again(outbox: Outbox) -> None:
     """What is in flight is done on the next one, and comes once."""
-    end = (
-        "select pg_terminate_backend(pid) from pg_stat_activity "
-        "where application_name = 'relay reader r' and datname = current_database()"
-    )
     for number in range(3):
         _publish(outbox, number)
     found = []
@@ -302,9 +306,9 @@ def test_a_lost_connection_is_opened_again(outbox: Outbox) -> None:
         for _ in range(3):
             transaction = next(iterator)
             found += _numbers(transaction)
-            outbox.conn.execute(end.encode())
+            outbox.conn.execute(_END_READERS.encode())
             transaction.done()
-            outbox.conn.execute(end.encode())
+            outbox.conn.execute(_END_READERS.encode())
         _publish(outbox, 3)
         found += _numbers(next(iterator))
     assert found == [0, 1, 2, 3]
@@ -359,10 +363,7 @@ def test_a_zombie_is_fenced_before_its_successor_moves(outbox: Outbox) -> None:
     _publish(outbox, 2)
     zombie = iter(_reader(outbox))
     transaction = next(zombie)
-    outbox.conn.execute(
-        "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'relay reader r' "
-        "and datname = current_database()"
-    )
+    outbox.conn.execute(_END_READERS.encode())
     with psycopg.connect(outbox.dsn) as conn, closing(iter(_reader(outbox))) as successor:  # type: ignore[type-var]
         begun = transaction.commit(conn)
         assert _numbers(next(successor)) == [1]
@@ -431,6 +432,119 @@ def test_a_reader_that_cannot_go_on_says_why(outbox: Outbox) -> None:
         outbox.conn.execute("select relay.drop_reader('r')")
         with pytest.raises(ReaderError, match="there is no reader 'r'"):
             next(iterator)
+
+
+def _note_pages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the pages that were read, also ahead, while the test runs."""
+    numbers: list[int] = []
+
+    class Noted(LogPage):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            numbers.append(self.number)
+
+    monkeypatch.setattr(log, "LogPage", Noted)
+    return numbers
+
+
+def test_the_next_page_is_read_while_a_handler_works(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What commits after it was read comes once, and a lost connection repeats nothing of it."""
+    pages = _note_pages(monkeypatch)
+    for number in range(6):
+        _publish(outbox, number)
+    with (
+        psycopg.connect(outbox.dsn) as late,
+        psycopg.connect(outbox.dsn) as effects,
+        closing(iter(_reader(outbox, page=2))) as iterator,  # type: ignore[type-var]
+    ):
+        _insert(late, 100)
+        transaction = next(iterator)
+        wait_until(lambda: pages == [1, 2])
+        late.commit()
+        outbox.conn.execute(_END_READERS.encode())
+        found = []
+        for _ in range(6):
+            with effects.transaction(), transaction.commit(effects):
+                found += _numbers(transaction)
+            transaction = next(iterator)
+        transaction.done()
+        found += _numbers(transaction)
+    assert (sorted(found), found[:4]) == ([0, 1, 2, 3, 4, 5, 100], [0, 1, 2, 3])
+    assert not _rows(outbox, "select * from relay.read('r')")
+
+
+def test_a_page_that_was_read_before_the_reader_was_moved_is_not_yielded(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = _note_pages(monkeypatch)
+    for number in range(6):
+        _publish(outbox, number)
+    with closing(iter(_reader(outbox, page=2))) as iterator:  # type: ignore[type-var]
+        for _ in range(2):
+            transaction = next(iterator)
+        wait_until(lambda: pages == [1, 2])
+        outbox.conn.execute("select relay.seek('r', 'beginning')")
+        with pytest.raises(ReaderMoved):
+            transaction.done()
+        assert [_numbers(next(iterator)) for _ in range(6)] == [[number] for number in range(6)]
+
+
+def test_a_handler_that_takes_long_keeps_its_reader_in_use(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its transaction has moved the reader and is still open; it can be committed."""
+    monkeypatch.setattr(log, "_SIGN_SECONDS", 0.0)
+    older = "update relay.readers set noted_at = now() - interval '4 minutes' where reader = 'r'"
+    recent = (
+        "select 1 from relay.readers where reader = 'r' and noted_at > now() - interval '1 minute'"
+    )
+    for number in range(2):
+        _publish(outbox, number)
+    options = {"expires": timedelta(minutes=5), "lease": 1.5}
+    with (
+        psycopg.connect(outbox.dsn) as conn,
+        closing(iter(_reader(outbox, **options))) as iterator,  # type: ignore[type-var]
+    ):
+        transaction = next(iterator)
+        outbox.conn.execute(older.encode())
+        wait_until(lambda: bool(outbox.column(recent)))
+        with conn.transaction():
+            with transaction.commit(conn):
+                pass
+            # Longer than several signs of life.
+            time.sleep(2)
+        next(iterator).done()
+    assert not _rows(outbox, "select * from relay.read('r')")
+
+
+def test_an_outage_is_logged_with_its_cause(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a server that refuses the connection only the text tells why."""
+    reader = subscribe(make_conninfo(outbox.dsn, dbname="nowhere"), "r", poll=0.05)
+    reading = Thread(target=list, args=(reader,))
+    reading.start()
+    try:
+        wait_until(lambda: any("nowhere" in getattr(each, "error", "") for each in caplog.records))
+    finally:
+        reader.stop()
+        reading.join()
+    record = next(each for each in caplog.records if each.name == "relay.reader")
+    assert record.getMessage() == "the database does not answer"
+
+
+@pytest.mark.parametrize("mode", ["session", "transaction"])
+def test_a_pooler_is_refused(outbox: Outbox, mode: str) -> None:
+    """In one line, whatever its mode: nothing but the server itself tells what a session of it still has."""
+    with pooled(outbox.dsn, mode) as dsn, pytest.raises(ReaderError) as refused:
+        next(iter(subscribe(dsn, "r", poll=0.05)))
+    assert str(refused.value) == (
+        "reader r: a pooler is between this process and the server, and a reader needs a session: "
+        "give the address of the server"
+    )
+    assert not outbox.column("select name from relay.log_readers")
 
 
 @pytest.mark.parametrize("seed", range(2))
