@@ -6,7 +6,7 @@ A failover with a loss stops relay until an operator decides.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from threading import Event, Thread
@@ -86,9 +86,11 @@ class Pair:
 
 
 @contextmanager
-def streaming_pair(synchronised: bool = False) -> Iterator[Pair]:
+def streaming_pair(
+    synchronised: bool = False, settings: Mapping[str, str] | None = None
+) -> Iterator[Pair]:
     """A new pair; skips the test where the standby cannot have the slot but should (`synchronised`)."""
-    with start_server(PRIMARY) as primary:
+    with start_server({**PRIMARY, **(settings or {})}) as primary:
         if not isinstance(primary, EmbeddedServer):
             pytest.skip("needs pg_basebackup beside the server")
         with Outbox(primary.create_database("app")) as source:
@@ -96,7 +98,7 @@ def streaming_pair(synchronised: bool = False) -> Iterator[Pair]:
                 pytest.skip("failover slots came with PostgreSQL 17")
             source.conn.execute("select pg_create_physical_replication_slot('standby', true)")
             with (
-                start_standby(primary, STANDBY) as standby,
+                start_standby(primary, {**STANDBY, **(settings or {})}) as standby,
                 Outbox(standby.dsn("app")) as copy,
             ):
                 yield Pair(primary, source, standby, copy)
