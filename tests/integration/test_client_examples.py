@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from sqlalchemy.pool import NullPool
 import relay.client.alembic  # noqa: F401
 from relay.client import Event
 from relay.client import Outbox as Client
+from relay.client.schema import install_inbox
 from tests.client_sessions import parameters
 from tests.outbox import Outbox, host
 from tests.process import ROOT
@@ -87,19 +89,22 @@ with TestClient(app) as client:
 """
 
 
-def test_fastapi(outbox: Outbox) -> None:
-    found = parameters(outbox.dsn)
-    url = sqlalchemy.URL.create(
+def url_for_asyncpg(dsn: str) -> str:
+    found = parameters(dsn)
+    return sqlalchemy.URL.create(
         "postgresql+asyncpg",
         found["user"],
         found["password"],
         database=found["database"],
         query={"host": found["host"], "port": str(found["port"])},
-    )
+    ).render_as_string(False)
+
+
+def test_fastapi(outbox: Outbox) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ASK, str(host(1))],
         cwd=EXAMPLES / "fastapi_shop",
-        env={**os.environ, "PYTHONPATH": str(ROOT), "DATABASE_URL": url.render_as_string(False)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "DATABASE_URL": url_for_asyncpg(outbox.dsn)},
         capture_output=True,
         text=True,
         timeout=60,
@@ -111,6 +116,113 @@ def test_fastapi(outbox: Outbox) -> None:
     ).fetchall()
     assert rows == [(host(1), "1", {"sku": "A-1", "amount": "19.99"})]
     assert outbox.column("select sku from orders") == ["A-1"]
+
+
+DELIVER = """
+import base64, hmac, json, os, time
+from fastapi.testclient import TestClient
+import webhook
+
+body = json.dumps({"subject": "7", "data": {"amount": 19.99}}).encode()
+at = str(int(time.time()))
+
+def signed(identity, secret=webhook.secret):
+    digest = hmac.digest(secret, f"{identity}.{at}.".encode() + body, "sha256")
+    signature = "v1," + base64.b64encode(digest).decode()
+    return {"webhook-id": identity, "webhook-timestamp": at, "webhook-signature": signature}
+
+async def fail(*_):
+    raise RuntimeError
+
+with TestClient(webhook.app, raise_server_exceptions=False) as client:
+    makes = webhook.make_invoice
+    webhook.make_invoice = fail
+    answers = [client.post("/events", content=body, headers=signed("a"))]
+    webhook.make_invoice = makes
+    for headers in (signed("a"), signed("a"), signed("b"), signed("c", b"other"), {}):
+        answers.append(client.post("/events", content=body, headers=headers))
+print(*(answer.status_code for answer in answers))
+"""
+
+
+@pytest.fixture
+def invoices(database: str) -> str:
+    """The database of the example `inbox`."""
+    with psycopg.connect(database) as conn:
+        conn.execute(install_inbox().encode())
+        conn.execute((EXAMPLES / "inbox" / "invoices.sql").read_bytes())
+    return database
+
+
+def test_a_webhook_with_an_inbox(invoices: str) -> None:
+    """What failed comes again and counts, what was handled does not, and forged requests are refused."""
+    done = subprocess.run(
+        [sys.executable, "-c", DELIVER],
+        cwd=EXAMPLES / "inbox",
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "DATABASE_URL": url_for_asyncpg(invoices),
+            "SIGNING_SECRET": "whsec_c2VjcmV0",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.split() == ["500", "204", "204", "204", "401", "400"], done.stderr
+    with psycopg.connect(invoices) as conn:
+        found = conn.execute("select order_id, amount::text from invoices").fetchall()
+        assert found == [("7", "19.99")] * 2
+        assert conn.execute("select id from relay.inbox order by 1").fetchall() == [("a",), ("b",)]
+
+
+class Delivered:
+    """A message of Kafka."""
+
+    def __init__(self, identity: str) -> None:
+        self._identity = identity
+
+    def headers(self) -> list[tuple[str, bytes]]:
+        return [("content-type", b"application/json"), ("ce_id", self._identity.encode())]
+
+    def value(self) -> bytes:
+        return b'{"subject": "7", "data": {"amount": 0.1}}'
+
+    def error(self) -> None:
+        return None
+
+
+class Topic:
+    """A consumer of a topic, which is killed when it has no message left."""
+
+    def __init__(self, *identities: str) -> None:
+        self._left = list(identities)
+        self.stored: list[object] = []
+
+    def poll(self, _: float) -> Delivered:
+        if not self._left:
+            raise KeyboardInterrupt
+        return Delivered(self._left.pop(0))
+
+    def store_offsets(self, message: object) -> None:
+        self.stored.append(message)
+
+
+def test_a_consumer_with_an_inbox(invoices: str) -> None:
+    """What comes again after a crash makes no second invoice, and its offset is stored."""
+    spec = importlib.util.spec_from_file_location("consumer", EXAMPLES / "inbox" / "consumer.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    with psycopg.connect(invoices, autocommit=True) as conn:
+        for identities in (["a", "b"], ["b", "a", "c"]):
+            topic = Topic(*identities)
+            with pytest.raises(KeyboardInterrupt):
+                example.consume(topic, conn)
+            assert len(topic.stored) == len(identities)
+        assert conn.execute("select amount::text from invoices").fetchall() == [("0.1",)] * 3
 
 
 def migrated(conn: sqlalchemy.Connection, what: str) -> None:

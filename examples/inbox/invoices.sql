@@ -1,0 +1,1 @@
+create table invoices (order_id text, amount numeric);
