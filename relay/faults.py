@@ -303,6 +303,8 @@ _OUTAGE_ERRNOS = frozenset(
     }
 )
 """Errors of the operating system about the network or an exhausted resource."""
+_NO_THREAD = "can't start new thread"
+"""What Python's RuntimeError says where the system, or a limit of the container, refuses a thread."""
 _NAME_RESOLUTION = frozenset({socket.EAI_AGAIN, socket.EAI_FAIL, socket.EAI_NONAME})
 _LOST_CONNECTION = re.compile("connection|consuming input|flushing|resolve host")
 """Matches messages of psycopg and libpq about a connection that is lost or failed; these errors have no SQLSTATE."""
@@ -384,6 +386,8 @@ def _names_outage(error: BaseException, depth: int = 0) -> bool:
     if isinstance(error, socket.gaierror):
         return error.errno in _NAME_RESOLUTION
     if isinstance(error, OSError) and error.errno in _OUTAGE_ERRNOS:
+        return True
+    if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         return True
     return depth < _CHAIN_LENGTH and any(
         _names_outage(inner, depth + 1) for inner in _wrapped(error)

@@ -176,10 +176,13 @@ def discard(settings: Settings, name: str, ids: Sequence[int], reason: str | Non
     )
 
 
-def plan_rebuild(settings: Settings, name: str, start: str) -> tuple[QueueFigures, str]:
+def plan_rebuild(
+    settings: Settings, name: str, start: str, option: str = "--from"
+) -> tuple[QueueFigures, str]:
     """Find the position of `start` (OFFSET, TIME or beginning), and what the queue has now.
 
-    Returns the figures, and a text for the position. Raises UnknownQueue, ConfigurationError, psycopg.Error.
+    Returns the figures, and a text for the position. Raises UnknownQueue, ConfigurationError, which names `option`,
+    psycopg.Error.
     """
     if settings.source.mode == "wal":
         raise ConfigurationError(
@@ -190,7 +193,7 @@ def plan_rebuild(settings: Settings, name: str, start: str) -> tuple[QueueFigure
             datetime.fromisoformat(start)
         except ValueError:
             raise ConfigurationError(
-                f"--from: {start!r} is neither a c_offset, a time such as 2026-03-01T12:00, nor beginning"
+                f"{option}: {start!r} is neither a c_offset, a time such as 2026-03-01T12:00, nor beginning"
             ) from None
     with reach_target(settings) as target:
         found = queues.figures(target, settings.group, name)
@@ -198,7 +201,7 @@ def plan_rebuild(settings: Settings, name: str, start: str) -> tuple[QueueFigure
             raise _unknown(target, settings, name)
         with reach_source(settings) as source:
             table = OutboxTable(settings)
-            goal = find_goal(settings, source, table, start, "--from", lsn=False)
+            goal = find_goal(settings, source, table, start, option, lsn=False)
             oldest = table.oldest_offset(source)
     text = goal.text
     if oldest is not None and offsets.FIRST < goal.polled_offset < oldest - 1:

@@ -229,7 +229,7 @@ def queue_rebuild(
     settings = load(config)
     figures, begins = plan_rebuild(settings, name, from_)
     print(f"queue {name} is filled again, beginning {begins}")
-    there = counted(figures.ready + figures.waiting + figures.leased, "message", "messages")
+    there = counted(figures.undone, "message", "messages")
     dead = counted(figures.dead, "dead letter", "dead letters")
     print(f"{there} and {dead} are deleted, also those that are not in the log")
     approve(yes)

@@ -59,7 +59,8 @@ def status(
         int | None, typer.Option(min=0, metavar="N", help="Check the deferred transactions.")
     ] = None,
     max_dead: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Check the dead letters.")
+        int | None,
+        typer.Option(min=0, metavar="N", help="Check the dead letters, also those of each queue."),
     ] = None,
     complete_before: Annotated[
         datetime | None,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from typing import Any
 
-from relay.client.errors import EventInvalid
+from relay.client.errors import EventInvalid, WorkerError
 from relay.client.event import Event, caused_by
 from relay.client.sessions import Statement
 from relay.outcomes import Drop, Fail, RetryLater
@@ -58,14 +58,17 @@ class Queue:
     start: str | None = None
 
     def declaration(self) -> tuple[Statement, str]:
-        """Return the statement that declares the queue, and its parameter."""
+        """Return the statement that declares the queue, and its parameter.
+
+        Raises WorkerError, which names the argument, for a value that JSON cannot represent.
+        """
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         given = {
             name: value for name, value in values.items() if value is not None or name == "match"
         }
         listed = ", ".join(f'"{name}" => {_DECLARED[name]}' for name in given)
         before = f"select relay.declare_queue({listed})::text from (select cast(cast("  # noqa: S608
-        return Statement(before, _AFTER + ") as p"), json.dumps(given)
+        return Statement(before, _AFTER + ") as p"), _encoded(self.name, given)
 
 
 _DECLARED = {
@@ -83,6 +86,17 @@ _DECLARED = {
     "start": "p.a->>'start'",
 }
 _AFTER = " as text) as json) as a"
+
+
+def _encoded(queue: str, given: Mapping[str, Any]) -> str:
+    for name, value in given.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise WorkerError(
+                f"queue {queue}: {name}: cannot be written as JSON: {error}"
+            ) from None
+    return json.dumps(given)
 
 
 def _call(function: str, *arguments: str) -> Statement:

@@ -152,7 +152,8 @@ class Worker:
         """Work until `stop`, or until the task is cancelled.
 
         Outages of the database are waited for. Raises WorkerError if the queue does not exist or the role may not take
-        from it, without a handler, and for a connection string that libpq does not understand.
+        from it, without a handler, for a `Queue` that JSON cannot represent, and for a connection string that libpq
+        does not understand.
         """
         if not self._handlers:
             raise WorkerError(f"queue {self.queue}: the worker has no handlers")
@@ -242,8 +243,8 @@ class Worker:
         """Declare the worker's queue, unless it is only named."""
         if self._declared is None:
             return
-        run, close = self._opened()
         statement, text = self._declared.declaration()
+        run, close = self._opened()
         try:
             await self._persist(partial(run, "execute", statement, text), close)
         finally:

@@ -176,6 +176,19 @@ def discard_queue(
     return MessageCount(messages=group.discard_queue(queue, act.ids, caller.name, act.reason))
 
 
+@router.post(_GROUP + "/queues/{queue:path}/rebuild", tags=["queues"])
+def rebuild_queue(
+    group: GroupDep, caller: CallerDep, queue: str, act: models.RebuildAct
+) -> models.QueueRebuild:
+    """Empty a queue, with its dead letters, and let relay fill it from the log again."""
+    figures, begins = group.plan_queue_rebuild(queue, act.from_)
+    if not act.dry_run:
+        begins = group.rebuild_queue(queue, act.from_, caller.name, act.reason)
+    return models.QueueRebuild(
+        begins=begins, messages=figures.undone, dead=figures.dead, done=not act.dry_run
+    )
+
+
 @router.get(_GROUP + "/schedules", tags=["schedules"])
 def schedules(group: GroupDep, limit: Limit = MOST, after: str = "") -> models.SchedulesAnswer:
     """List the schedules of the outbox in the order of their names, with their last ten times."""

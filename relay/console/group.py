@@ -408,6 +408,18 @@ class GroupView:
         with acting(by), _known():
             return queues.discard(self._settings, name, ids, reason)
 
+    def plan_queue_rebuild(self, name: str, start: str) -> tuple[QueueFigures, str]:
+        """Return what a queue has, and in words where a rebuild would begin. Raises Missing."""
+        with reading(ACT_SECONDS), _known():
+            return queues.plan_rebuild(self._settings, name, start, "from")
+
+    def rebuild_queue(self, name: str, start: str, by: str, reason: str) -> str:
+        """Let relay empty a queue and fill it from the log again; return in words where it begins. Raises Missing."""
+        with acting(by), _known():
+            _, begins = queues.plan_rebuild(self._settings, name, start, "from")
+            queues.rebuild(self._settings, name, start, reason)
+        return begins
+
     def schedules(self, limit: int = PAGE, after: str = "") -> tuple[list[ScheduleRow], str | None]:
         """Read schedules in the order of their names, and the name after which more follow; None at the end."""
         with reading():

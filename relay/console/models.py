@@ -180,7 +180,7 @@ class OffsetsSeekAct(SeekAct):
 
 
 class RebuildAct(Act):
-    """A rebuild of a sink: deliver everything again from a position on."""
+    """A rebuild from a position on: deliver everything to a sink again, or fill a queue again."""
 
     from_: Text = Field("beginning", alias="from")
     dry_run: bool = Field(False, description="Only report what the action would do.")
@@ -232,6 +232,15 @@ class MessageCount(BaseModel):
     """How many messages of a queue the action concerned."""
 
     messages: int
+
+
+class QueueRebuild(BaseModel):
+    """Where a queue begins after a rebuild, in words, and how many messages and dead letters are deleted."""
+
+    begins: str
+    messages: int
+    dead: int
+    done: bool
 
 
 class Moved(BaseModel):

@@ -259,6 +259,7 @@ def queue(
         **old.values,
         state=state,
         states=ITEM_STATES,
+        mode=group.settings.source.mode,
         refresh=_OFTEN,
     )
 
@@ -272,10 +273,21 @@ def queue_discard_confirmation(
     return views.page(request, "confirm_queue_discard.html", queue=figures)
 
 
+@router.get("/groups/{group}/queue/rebuild")
+def queue_rebuild_confirmation(
+    request: Request, views: ViewsDep, group: GroupDep, name: str, start: str = "beginning"
+) -> Response:
+    """Show what a rebuild of a queue would do, and ask for confirmation."""
+    figures, begins = group.plan_queue_rebuild(name, start.strip())
+    return views.page(
+        request, "confirm_queue_rebuild.html", queue=figures, begins=begins, start=start.strip()
+    )
+
+
 @router.post("/groups/{group}/queue/{action}")
 def queue_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: str) -> Response:
-    """Pause or resume a queue, or replay or discard its dead letters."""
-    require_action(action, "pause", "resume", "replay", "discard")
+    """Pause, resume or rebuild a queue, or replay or discard its dead letters."""
+    require_action(action, "pause", "resume", "replay", "discard", "rebuild")
     name, operator, reason = sent.fields.get("name", ""), sent.operator, sent.reason
     if action == "replay":
         replayed = sent.group.replay_queue(name, (), operator, reason)
@@ -283,6 +295,9 @@ def queue_action(request: Request, views: ViewsDep, sent: SubmissionDep, action:
     elif action == "discard":
         discarded = sent.group.discard_queue(name, (), operator, reason)
         text = f"{counted(discarded, 'dead letter', 'dead letters')} of the queue {name} discarded."
+    elif action == "rebuild":
+        begins = sent.group.rebuild_queue(name, sent.fields.get("start", ""), operator, reason)
+        text = f"Queue {name} is filled again, beginning {begins}."
     else:
         paused = action == "pause"
         changed = sent.group.pause_queue(name, paused, operator, reason)

@@ -293,6 +293,11 @@ SERIES: Sequence[MetricFamily] = (
         "queue",
     ),
     _gauge("relay_queue_paused", "1 while nobody can take from the queue.", "queue"),
+    _gauge(
+        "relay_queue_filled_messages",
+        "Messages that relay has put into the queue from the log so far, while it fills it; absent at other times.",
+        "queue",
+    ),
     # Schedules
     _gauge(
         "relay_schedule_published",

@@ -192,6 +192,8 @@ class ServiceGauges:
             gauges["relay_queue_oldest_seconds"][(each.queue,)] = each.oldest_seconds
             gauges["relay_queue_workers"][(each.queue,)] = each.workers
             gauges["relay_queue_paused"][(each.queue,)] = each.paused_at is not None
+            if each.filled is not None:
+                gauges["relay_queue_filled_messages"][(each.queue,)] = each.filled
         for schedule in counted.schedules or ():
             key = (schedule.name,)
             gauges["relay_schedule_published"][key] = schedule.published

@@ -35,6 +35,11 @@ class QueueFigures:
     filled: int | None = None
     fill_error: str | None = None
 
+    @property
+    def undone(self) -> int:
+        """The messages that are neither done nor dead."""
+        return self.ready + self.waiting + self.leased
+
 
 @dataclass(frozen=True, slots=True)
 class QueueItem:

@@ -446,7 +446,8 @@ begin
         return;
     end if;
     -- The oldest messages that are the first of their keys, read until there are enough. A window, since a key may have any number of
-    -- messages. Without "offset 0" the planner may read all messages that wait; without the cast to text, all of a partial index
+    -- messages. Only one index has the order that each inner query asks for: a planner whose statistics are of a queue where nothing
+    -- waited may otherwise read all messages that wait, for each row. Without the cast to text it may read all of a partial index
     -- instead of the rows by their ctid.
     foreach since in array case when start > low then array[start, low] else array[low] end loop
         select chosen || coalesce(array_agg(m.ctid), '{}'), min(m.id),
@@ -458,13 +459,17 @@ begin
                          order by w.id limit 100 + 10 * most::bigint) as o
                   join relay.queue_messages as n on n.ctid = o.ctid and n.available_at::text is null
                  where o.key is null
-                    or not exists (select from relay.queue_messages as e
-                                    where e.queue_id = the_queue and e.available_at is null and e.key = o.key
-                                      and e.id >= low and e.id < o.id offset 0)
-                   and (not (select exists (select from relay.queue_messages as e
-                                             where e.queue_id = the_queue and e.available_at >= low_due))
-                        or not exists (select from relay.queue_messages as e
-                                        where e.queue_id = the_queue and e.key = o.key and e.available_at >= low_due offset 0))
+                    or (select e.id from relay.queue_messages as e
+                         where e.queue_id = the_queue and e.available_at is null and e.key is not null
+                           and (e.key, e.id) >= (o.key, low) and (e.key, e.id) < (o.key, o.id)
+                         order by e.key, e.id limit 1) is null
+                   and ((select e.id from relay.queue_messages as e
+                          where e.queue_id = the_queue and e.available_at >= low_due
+                          order by e.available_at limit 1) is null
+                        or (select e.id from relay.queue_messages as e
+                             where e.queue_id = the_queue and e.available_at is not null and e.key is not null
+                               and (e.key, e.available_at) >= (o.key, low_due) and e.key <= o.key
+                             order by e.key, e.available_at limit 1) is null)
                  order by o.id limit most - cardinality(chosen) for update of n skip locked) as m;
         if cardinality(chosen) > 0 then
             first_open := case when since = low then first_ready end;
@@ -481,7 +486,8 @@ begin
     -- the first of that key.
     with held as materialized (
         select e.key from relay.queue_messages as e
-         where e.queue_id = the_queue and e.available_at >= low_due and e.key is not null limit 1001),
+         where e.queue_id = the_queue and e.available_at >= low_due and e.key is not null
+         order by e.available_at limit 1001),
     oldest as materialized (
         select n.ctid, n.id, n.key from relay.queue_messages as n
          where n.queue_id = the_queue and n.available_at is null and n.id >= low and (select count(*) from held) <= 1000
@@ -515,8 +521,10 @@ begin
                     where n.queue_id = the_queue and n.available_at is null and n.key > h.key
                     order by n.key, n.id limit 1) as next)
         select h.ctid from heads as h
-         where not exists (select from relay.queue_messages as e
-                            where e.queue_id = the_queue and e.key = h.key and e.available_at >= low_due offset 0)
+         where (select e.id from relay.queue_messages as e
+                 where e.queue_id = the_queue and e.available_at is not null and e.key is not null
+                   and (e.key, e.available_at) >= (h.key, low_due) and e.key <= h.key
+                 order by e.key, e.available_at limit 1) is null
     loop
         select n.xmax into locked_by from relay.queue_messages as n
           where n.ctid = candidate and n.available_at is null for update skip locked;
@@ -629,15 +637,16 @@ begin
     if q.paused then
         return;
     end if;
-    if not q.keyed and not q.keeps and (
-        select true from relay.queue_messages as m
-         where m.queue_id = q.id and m.available_at >= q.due_mark
-           and m.available_at <= greatest(clock_timestamp(), q.due_mark) order by m.available_at limit 1) is null then
-        -- What relay.lock_messages does, in one statement. Each row is looked up by its ctid, in the order of the ids.
+    if not q.keyed and not q.keeps then
+        -- What relay.lock_messages does where nothing is due, in one statement. Each row is looked up by its ctid, in the order of the ids.
         return query
             delete from relay.queue_messages as m
              using (select n.ctid from relay.queue_messages as n
                      where n.queue_id = q.id and n.available_at is null and n.id >= q.mark
+                       and (select true from relay.queue_messages as d
+                             where d.queue_id = q.id and d.available_at >= q.due_mark
+                               and d.available_at <= greatest(clock_timestamp(), q.due_mark)
+                             order by d.available_at limit 1) is null
                      order by n.id limit greatest(take.max, 1) for update skip locked) as o
              where m.ctid = o.ctid
             returning m.id, m.attempts + 1, m.key, m.event_id, m.event_type, m.host_id, m.user_id, m.aggregate_type, m.aggregate_id,
@@ -646,7 +655,9 @@ begin
         if random() < taken / 250.0 then -- seldom, since the statement does not say how far it had to look
             perform relay.move_marks(q.id, q.mark, q.due_mark, q.noted_at);
         end if;
-        return;
+        if taken > 0 then
+            return;
+        end if;
     end if;
     select * into locked from relay.lock_messages(q.id, q.keyed, q.attempts, q.mark, q.due_mark, q.start, greatest(take.max, 1));
     if q.keeps then
@@ -754,19 +765,20 @@ begin
            for update skip locked;
     end if;
     if location is null then
+        -- With the order that only the index of ids has, as in relay.lock_messages.
         select m.ctid into location from relay.queue_messages as m
-         where m.queue_id = the_queue and m.id = the_id and m.available_at is not null
+         where m.queue_id = the_queue and m.id >= the_id and m.id <= the_id and m.available_at is not null
            and (m.leased and m.attempts = attempt
                 or not only_leased and m.attempts = attempt - 1 and (not m.leased or m.available_at <= clock_timestamp()))
-           for update skip locked;
+         order by m.id for update skip locked;
     end if;
     if location is null then
         -- Whoever looked for messages while this one was leased may have its lock for a moment, though not the message: only one whose
         -- lease is over can be another's.
         select m.ctid into location from relay.queue_messages as m
-         where m.queue_id = the_queue and m.id = the_id and m.available_at > clock_timestamp() and m.leased
+         where m.queue_id = the_queue and m.id >= the_id and m.id <= the_id and m.available_at > clock_timestamp() and m.leased
            and m.attempts = attempt
-           for update;
+         order by m.id for update;
     end if;
     return location;
 end
@@ -969,7 +981,10 @@ begin
             coalesce(enqueue.event_id, gen_random_uuid()::text), enqueue.event_type,
             enqueue.host_id, enqueue.payload, enqueue.metadata)
     returning queue_messages.id into given;
-    perform relay.wake_workers(q.id);
+    -- A time that comes later wakes nobody: a poll finds it.
+    if deliver_at is null or deliver_at <= clock_timestamp() then
+        perform relay.wake_workers(q.id);
+    end if;
     return given;
 end
 $$;

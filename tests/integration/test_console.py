@@ -393,8 +393,26 @@ def test_work_queues(outbox: Outbox) -> None:
         assert api.post(f"{path}/discard", all=True) == {"messages": 0}
         assert visitor.client.get(f"{G}/queue/discard?name=other").status_code == 404
         assert outbox.value("select count(*) from relay.queue_dead_letters") == 0
+        outbox.conn.execute("select relay.enqueue('a/b <i>', '{}') from generate_series(1, 2)")
+        outbox.conn.execute("select relay.fail('a/b <i>', id, 1) from relay.claim('a/b <i>')")
+        assert api.post(f"{path}/rebuild", dry_run=True) == {
+            **{"begins": "with the oldest event", "messages": 1, "dead": 1, "done": False}
+        }
+        unclear = api.client.post(f"{path}/rebuild", json={"reason": "x", "from": "noon"})
+        assert (unclear.status_code, unclear.json()["detail"][:12]) == (409, "from: 'noon'")
+        wanted = "select count(*) from relay.queue_fills where purges and start = %s"
+        assert outbox.value(wanted, ["beginning"]) == 0
+        page = visitor.page(f"{G}/queue/rebuild?name=a/b%20%3Ci%3E&start=beginning")
+        assert "1 messages and 1 dead letters are deleted" in page
+        sent = visitor.send(f"{G}/queue/rebuild", name=name, start="beginning", reason="a fault")
+        assert "is filled again, beginning with the oldest event" in sent.text
+        assert outbox.value(wanted, ["beginning"]) == 1
+        assert api.post(f"{path}/rebuild", **{"from": "1"})["done"] is True
+        assert outbox.value(wanted, ["1"]) == 1
+        assert visitor.client.get(f"{G}/queue/rebuild?name=other").status_code == 404
     assert [action for _, action, _, _ in acted(outbox)] == [
-        *("queue pause", "queue resume", "queue replay", "queue discard", "queue discard")
+        *("queue pause", "queue resume", "queue replay", "queue discard", "queue discard"),
+        *("queue rebuild", "queue rebuild"),
     ]
 
 
@@ -565,7 +583,7 @@ def test_the_api_is_described(address: str) -> None:
         for path, item in document["paths"].items()
         for method, operation in item.items()
     ]
-    assert len(operations) == 40
+    assert len(operations) == 41
     for path, method, operation in operations:
         assert operation["summary"], path
         assert operation["description"], path

@@ -106,6 +106,8 @@ class SdkError(Exception):
         (MemoryError(), FaultAction.RETRY),
         (OSError(errno.ENOSPC, "no space left on device"), FaultAction.RETRY),
         (OSError(errno.EMFILE, "too many open files"), FaultAction.RETRY),
+        (RuntimeError("can't start new thread"), FaultAction.RETRY),
+        (RuntimeError("the reactor is hot"), FaultAction.DEAD_LETTER),
         (
             OSError(errno.EIO, "the spool file of a large transaction was truncated"),
             FaultAction.RETRY,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
@@ -15,7 +16,7 @@ from relay.cli.work import work
 from relay.client import Event
 from relay.client.errors import EventInvalid, WorkerError, outage_of
 from relay.client.schedule import EventSchedule
-from relay.client.worker import Worker
+from relay.client.worker import Queue, Worker
 from relay.faults import ConfigurationError
 
 
@@ -34,6 +35,15 @@ def test_a_connection_string_that_is_none_ends_the_worker_without_quoting_it() -
         asyncio.run(worker.run())
     assert "secret" not in str(caught.value)
     assert caught.value.__cause__ is None
+
+
+def test_an_argument_of_a_queue_that_json_cannot_represent_ends_the_worker() -> None:
+    worker = Worker("dbname=shop", Queue(name="mail", params={"least": Decimal("9.99")}))
+    worker.handles()(lambda message, conn: None)
+    with pytest.raises(WorkerError, match=r"queue mail: params: cannot be .* Decimal"):
+        asyncio.run(worker.run())
+    with pytest.raises(WorkerError, match="queue mail: backoff: cannot be written"):
+        Queue(name="mail", backoff=float("nan")).declaration()
 
 
 def test_a_refused_connection_is_told_and_an_error_of_a_statement_is_not() -> None:
