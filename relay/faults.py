@@ -175,8 +175,13 @@ class Undecodable(Exception):
 class InvalidEvent(Exception):
     """An event does not match what `events:` of the configuration declares for its type.
 
-    Its message is safe in a log: it names fields and no values. Its cause is the error of an upcaster.
+    Its message is safe in a log: it names fields and no values. Its cause is the error of an upcaster. `faults` has the
+    path of each field at fault, from `payload` or `metadata`, and what is wrong with it.
     """
+
+    def __init__(self, text: str, faults: Sequence[tuple[tuple[str | int, ...], str]] = ()) -> None:
+        super().__init__(text)
+        self.faults = faults
 
 
 class NotReceived(Exception):

@@ -16,6 +16,7 @@ from relay.config.effects import Effects
 from relay.config.settings import Settings
 from relay.delivery.sinks import Sinks
 from relay.faults import Interrupted, RelayError, TaskFault, is_transient
+from relay.intake.configured import intakes
 from relay.logs import BATCH
 from relay.model.batch import Batch, Outcome
 from relay.model.events import Lsn
@@ -124,6 +125,7 @@ class Service:
             QueueFills(settings),
             Ticker(settings, self.stop) if settings.source.owns_table else None,
             self._readers,
+            *intakes(settings, meter.taken_in),
             self._source,
             # Closed before the source, to which they confirm.
             self._sinks,

@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from relay.cli.app import app
 from relay.config.description import DescribedKey, described, first_paragraph, keys, model_in
 from relay.config.handlers import KINDS, AnyHandler, BrokerHandler, DeliveryHandler, SinkHandler
+from relay.config.intake import INTAKES, BrokerSource
 from relay.config.settings import (
     EventTypeSettings,
     QueueSettings,
@@ -134,6 +135,17 @@ def settings() -> str:
             sections.append(
                 f"## schedules\n\n{texts[name]}\n\n{keys_table(ScheduleSettings)}"
                 f"\n### schedules: publish\n\n{keys_table(ScheduledEvent)}"
+            )
+        elif name == "intake":
+            sections.append(
+                f"## intake\n\n{texts[name]}\n\n{keys_table(BrokerSource)}\n"
+                + "\n".join(
+                    f"### intake: {kind}\n\n{first_paragraph(each)}\n\n"
+                    + keys_table(
+                        each, set(each.model_fields) - set(BrokerSource.model_fields) - {"type"}
+                    )
+                    for kind, each in INTAKES.items()
+                )
             )
         elif name == "routes":
             (route,) = get_args(field.annotation)

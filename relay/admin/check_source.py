@@ -9,11 +9,13 @@ from dataclasses import replace
 import psycopg
 from psycopg import sql
 
+from relay.admin import publishing
 from relay.admin.connections import source_sides
 from relay.admin.findings import Finding, Severity, finding_of, finding_of_error, schema_finding
 from relay.config.settings import Settings
 from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError, Unreachable, first_line, refused_for_good
+from relay.intake.configured import intakes
 from relay.model.events import FIELDS
 from relay.retention import partitions, reader_positions
 from relay.schedules.ticking import declare
@@ -105,6 +107,9 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
         yield from _retention(conn, settings)
         if source.owns_table:
             yield from _schedules(conn, settings)
+            if settings.intake:
+                yield finding_of("intake", "brokers can be taken from", intakes, settings)
+                yield finding_of("intake", "relay may publish", publishing.require, conn, "intake")
     functions = finding_of(
         "functions",
         "relay may call what it needs",

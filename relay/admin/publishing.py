@@ -56,6 +56,15 @@ def _may(conn: Connection, table: str, role: str) -> list[bool]:
     return list(row) if table == OWN_OUTBOX else [row[0]]
 
 
+def require(source: Connection, key: str) -> None:
+    """Raise ConfigurationError unless the session may call `relay.publish`, as the configuration key needs it."""
+    if not _may(source, OWN_OUTBOX, source.info.user)[-1]:
+        raise ConfigurationError(
+            f"{key}: the role {source.info.user} may not publish: run `relay init --handlers-publish`, and connect as "
+            "a member of relay"
+        )
+
+
 def check(source: Connection | None, target: Connection, settings: Settings) -> Iterator[Finding]:
     """Check handlers that publish. `source` is None if it cannot be reached."""
     here = settings.one_database

@@ -803,12 +803,9 @@ class RedisHandler(BrokerHandler):
     """The approximate number of messages that a stream keeps; null: all."""
 
 
-class NatsHandler(BrokerHandler):
-    """NATS JetStream; `topic` is the subject."""
+class NatsServers(Section):
+    """The servers of NATS."""
 
-    RESERVED = ("$", "_INBOX.")
-
-    type: Alike[Literal["nats"]]
     servers: Alike[
         Annotated[
             list[Annotated[Secret, _address("nats", "tls", "ws", "wss")]], Field(min_length=1)
@@ -821,7 +818,7 @@ class NatsHandler(BrokerHandler):
     """Begin TLS before the server sends anything, for a server with `handshake_first`."""
 
     @model_validator(mode="after")
-    def _servers_are_encrypted(self) -> NatsHandler:
+    def _servers_are_encrypted(self) -> Self:
         if not self.tls_first and "tls" not in self.model_fields_set:
             return self
         known = [text for text in map(known_text, self.servers) if text is not None]
@@ -830,14 +827,27 @@ class NatsHandler(BrokerHandler):
         return self
 
 
-class RabbitmqHandler(BrokerHandler):
+class NatsHandler(NatsServers, BrokerHandler):
+    """NATS JetStream; `topic` is the subject."""
+
+    RESERVED = ("$", "_INBOX.")
+
+    type: Alike[Literal["nats"]]
+
+
+class RabbitmqServer(Section):
+    """The server of RabbitMQ."""
+
+    url: Alike[Annotated[Secret, _address("amqp", "amqps")]]
+    """The server, an address of amqp or amqps."""
+
+
+class RabbitmqHandler(RabbitmqServer, BrokerHandler):
     """RabbitMQ; `topic` is the routing key, or the queue with the exchange ""."""
 
     RESERVED = ("amq.",)
 
     type: Alike[Literal["rabbitmq"]]
-    url: Alike[Annotated[Secret, _address("amqp", "amqps")]]
-    """The server, an address of amqp or amqps."""
     exchange: Alike[str] = ""
     """The exchange; with "" the topic names a queue."""
 

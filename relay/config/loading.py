@@ -19,6 +19,7 @@ from pydantic_settings import SettingsError
 
 from relay.config.fields import nearest
 from relay.config.handlers import HANDLER_TYPE, AnyHandler, settings_of
+from relay.config.intake import INTAKES
 from relay.config.settings import ENV_PREFIX, REGISTRY, TYPES, Settings
 from relay.faults import ConfigurationError
 
@@ -162,9 +163,11 @@ _INVISIBLE = frozenset({"function-before", "str", "int", "float", "bool"})
 
 
 def _location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """The location of a fault in the file, without the form of `events` that pydantic inserts."""
+    """The location of a fault in the file, without what pydantic inserts: the form of `events`, an intake's type."""
     if len(location) > 1 and location[0] == "events" and location[1] in (TYPES, REGISTRY):
         return (location[0], *location[2:])
+    if len(location) > 2 and location[0] == "intake" and location[2] in INTAKES:
+        return (*location[:2], *location[3:])
     return location
 
 

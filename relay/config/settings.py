@@ -30,6 +30,7 @@ from pydantic_settings import (
 from relay.config.dsn import DatabaseAccess, Dsn
 from relay.config.fields import JSON_FIELDS, is_header, is_name, suggestion
 from relay.config.handlers import BatchHandler, HandlerSettings, SinkHandler, SparkHandler
+from relay.config.intake import IntakeSettings
 from relay.config.secrets import Secret, known_text
 from relay.config.source import SourceSettings
 from relay.config.types import (
@@ -554,6 +555,8 @@ class Settings(BaseSettings):
     """Work queues that relay declares when it starts, by name; others are declared in SQL."""
     schedules: Alike[dict[str, ScheduleSettings]] = Field(default_factory=dict)
     """Events that relay publishes at given times, by name; others are declared in SQL."""
+    intake: Own[dict[str, IntakeSettings]] = Field(default_factory=dict)
+    """Brokers whose messages relay publishes, by name."""
     sinks: Own[SinksSettings] = Field(default_factory=SinksSettings)
     """How long relay keeps the WAL for a sink."""
     dead_letters: Own[DeadLetterLimits] = Field(default_factory=DeadLetterLimits)
@@ -578,22 +581,27 @@ class Settings(BaseSettings):
             raise ValueError("a handler has the name ''; give it another one")
         return value
 
-    @field_validator("queues", "schedules")
+    @field_validator("queues", "schedules", "intake")
     @classmethod
     def _declared_have_names(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        kind = str(info.field_name).removesuffix("s")
+        kind = {"queues": "queue", "schedules": "schedule"}.get(str(info.field_name), "intake")
+        article = "an" if kind == "intake" else "a"
         for name in value:
             if not 1 <= len(name) <= LONGEST_NAME or not name.isprintable():
                 raise ValueError(
-                    f"{name!r} is no name of a {kind}, which has 1 to {LONGEST_NAME} characters"
+                    f"{name!r} is no name of {article} {kind}, which has 1 to {LONGEST_NAME} characters"
                 )
         return value
 
     @model_validator(mode="after")
-    def _schedules_have_an_outbox(self) -> Settings:
+    def _what_publishes_has_an_outbox(self) -> Settings:
         if self.schedules and not self.source.owns_table:
             raise ValueError(
                 "schedules: relay publishes into its own outbox only: remove source.table or source.message_prefix"
+            )
+        if self.intake and not self.source.owns_table:
+            raise ValueError(
+                "intake: relay publishes into its own outbox only: remove source.table or source.message_prefix"
             )
         return self
 

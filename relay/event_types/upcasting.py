@@ -18,6 +18,8 @@ from relay.model import exact_json
 from relay.model.events import Event, Row, TypedEvent
 from relay.model.transactions import Values
 
+Path = tuple[str | int, ...]
+
 _FAULTS_SHOWN = 10
 _VERSION_DIGITS = 9
 _REFUSED = "is refused by a validator of the model"
@@ -47,7 +49,7 @@ class _Typed:
             return self._checked(event)
         except InvalidEvent as error:
             which = f"{self._type.name} {event.text('id') or event.text('c_offset')}"
-            raise InvalidEvent(f"{which}: {error}") from error.__cause__
+            raise InvalidEvent(f"{which}: {error}", error.faults) from error.__cause__
 
     def _checked(self, event: Event) -> TypedEvent:
         version = self._version(event)
@@ -63,11 +65,11 @@ class _Typed:
             value = 1
         if isinstance(value, str) and value.isdecimal() and len(value) <= _VERSION_DIGITS:
             value = int(value)
-        where = self._type.version_from
+        where = (self._head, *self._path)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidEvent(f"{where}: is not a version, a whole number from 1")
+            raise _invalid(where, "is not a version, a whole number from 1")
         if not self._type.oldest <= value <= self._current:
-            raise InvalidEvent(f"{where}: an unknown version; known are {self._span()}")
+            raise _invalid(where, f"an unknown version; known are {self._span()}")
         return value
 
     def _span(self) -> str:
@@ -83,11 +85,9 @@ class _Typed:
                 payload = upcaster(payload)
             except BaseException as error:
                 _raise_unless_of_event(error)
-                raise InvalidEvent(f"{where}: raised {type(error).__name__}") from error
+                raise _of_code(where, f"raised {type(error).__name__}") from error
             if payload is None:
-                raise InvalidEvent(
-                    f"{where}: returned None: return the payload of the next version"
-                )
+                raise _of_code(where, "returned None: return the payload of the next version")
         documents = {"payload": payload}
         if self._head not in documents:
             documents[self._head] = _parsed(event, self._head)
@@ -101,11 +101,11 @@ class _Typed:
         try:
             return model.model_validate_json("null" if payload is None else payload)
         except ValidationError as error:
-            raise InvalidEvent(_described(error, self._keys)) from None
+            raise _described(error, self._keys) from None
         except BaseException as error:
             _raise_unless_of_event(error)
             where = f"model ({_name(model)})"
-            raise InvalidEvent(f"{where}: raised {type(error).__name__}") from error
+            raise _of_code(where, f"raised {type(error).__name__}") from error
 
 
 class Upcasting:
@@ -146,14 +146,14 @@ def _parsed(event: Event, name: str) -> Any:
     try:
         return None if text is None else exact_json.loads(text)
     except ValueError:
-        raise InvalidEvent(f"{name}: cannot be read as JSON") from None
+        raise _invalid((name,), "cannot be read as JSON") from None
 
 
 def _text(document: Any, name: str) -> str:
     try:
         return exact_json.dumps(document, name)
     except ValueError as error:
-        raise InvalidEvent(str(error)) from None
+        raise InvalidEvent(str(error), [((name,), "cannot be written as JSON")]) from None
 
 
 def _with_version(document: Any, path: Sequence[str], version: int) -> Any:
@@ -180,27 +180,44 @@ def _name(code: Any) -> str:
     return f"{code.__module__}:{getattr(code, '__qualname__', type(code).__name__)}"
 
 
-def _described(error: ValidationError, keys: frozenset[str]) -> str:
+def _invalid(path: Path, message: str) -> InvalidEvent:
+    return InvalidEvent(f"{_shown(path)}: {message}", [(path, message)])
+
+
+def _of_code(where: str, message: str) -> InvalidEvent:
+    """Return the fault of a payload that the user's code refuses."""
+    return InvalidEvent(f"{where}: {message}", [(("payload",), f"{where} {message}")])
+
+
+def _described(error: ValidationError, keys: frozenset[str]) -> InvalidEvent:
     """Describe the faults field by field: pydantic's messages without the values that they quote."""
-    faults = error.errors(include_url=False, include_input=False)
-    shown = [f"{_where(each['type'], each['loc'], keys)}: {_message(each)}" for each in faults]
-    shown = list(dict.fromkeys(shown))
+    faults = [
+        (_path(each["type"], each["loc"], keys), _message(each))
+        for each in error.errors(include_url=False, include_input=False)
+    ]
+    faults = list(dict.fromkeys(faults))
+    shown = [f"{_shown(path)}: {message}" for path, message in faults]
     more = len(shown) - _FAULTS_SHOWN
-    return "; ".join(shown[:_FAULTS_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+    text = "; ".join(shown[:_FAULTS_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+    return InvalidEvent(text, faults)
 
 
-def _where(kind: str, location: Sequence[int | str], keys: frozenset[str]) -> str:
+def _shown(path: Path) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _path(kind: str, location: Sequence[int | str], keys: frozenset[str]) -> Path:
     """Return the path of a field, with `*` for a key that the model does not name: it may be a value."""
     extra: list[str] = []
     if kind == "extra_forbidden":
         *location, key = location
         extra = [exact_json.safe_key(str(key))]
     parts = [
-        str(part) if isinstance(part, int) or part in keys else "*"
+        part if isinstance(part, int) or part in keys else "*"
         for part in location
         if isinstance(part, int) or "[" not in part  # a validator's own step
     ]
-    return ".".join(("payload", *parts, *extra))
+    return ("payload", *parts, *extra)
 
 
 def _message(fault: ErrorDetails) -> str:

@@ -327,6 +327,13 @@ SERIES: Sequence[MetricFamily] = (
         "reader",
     ),
     _gauge("relay_reader_given_up", "1 while retention keeps no events for the reader.", "reader"),
+    # Intake
+    _counter(
+        "relay_intake_messages_total",
+        "Messages of a broker, by result: published, repeated (published before) or rejected.",
+        "intake",
+        "result",
+    ),
     # Spark
     _histogram(
         "relay_spark_job_duration_seconds",
@@ -435,6 +442,9 @@ class Metrics(Meter):
             self._histogram("relay_spark_job_duration_seconds")
             for result in ("succeeded", "failed"):
                 self._counter("relay_spark_jobs_total", result)
+        for name in settings.intake:
+            for result in ("published", "repeated", "rejected"):
+                self._counter("relay_intake_messages_total", name, result)
         for name in settings.handlers:
             if name in settings.spark_handlers:
                 self._histogram("relay_spark_batch_duration_seconds", name)
@@ -532,6 +542,10 @@ class Metrics(Meter):
         self._histogram("relay_spark_batch_duration_seconds", sink).observe(seconds)
         self._counter("relay_spark_batch_events_total", sink).inc(events)
         self._sums[f"delivered {sink}"] += events
+
+    def taken_in(self, intake: str, result: str, messages: int) -> None:
+        """Count messages of a broker."""
+        self._counter("relay_intake_messages_total", intake, result).inc(messages)
 
     # Collection
 

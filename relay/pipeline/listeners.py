@@ -62,3 +62,6 @@ class Meter(BatchListener):
 
     def spark_batch(self, sink: str, seconds: float, events: int) -> None:
         """Receive a batch that a sink of type spark has written."""
+
+    def taken_in(self, intake: str, result: str, messages: int) -> None:
+        """Receive how many messages of a broker were published, repeated or rejected."""

@@ -25,10 +25,15 @@ class Certificates:
     """The TLS context of a handler, built again when one of its files has changed."""
 
     def __init__(
-        self, name: str, tls: TlsSettings, prepare: Callable[[ssl.SSLContext], None] | None = None
+        self,
+        name: str,
+        tls: TlsSettings,
+        prepare: Callable[[ssl.SSLContext], None] | None = None,
+        section: str = "handlers",
     ) -> None:
         """`prepare` is called with each new context. Raises ConfigurationError if a certificate cannot be used."""
         self._name = name
+        self._key = f"{section}.{name}.tls"
         self._tls = tls
         self._prepare = prepare
         self._marks = self._refused = self._marks_now()
@@ -68,7 +73,7 @@ class Certificates:
                 context.load_cert_chain(tls.cert_file, tls.key_file)
         except OSError as error:
             raise ConfigurationError(
-                f"handlers.{self._name}.tls: {_files(tls)}: a certificate cannot be used: {error.strerror or error}: "
+                f"{self._key}: {_files(tls)}: a certificate cannot be used: {error.strerror or error}: "
                 "give the files of a CA, or of a certificate and its key, in PEM"
             ) from None
         if self._prepare is not None:

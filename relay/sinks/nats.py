@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,7 +20,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import BadSubjectError, ConnectionClosedError, Error, MaxPayloadError
 
-from relay.config.handlers import NatsHandler
+from relay.config.handlers import NatsHandler, NatsServers
 from relay.faults import Rejected, Unauthorized, Undelivered
 from relay.sinks import cloudevents
 from relay.sinks.brokers import Message, Publishing, Sending, SendWindow, Shared, Unanswered
@@ -47,7 +47,7 @@ class NoTls(Error):
     """The server offers no TLS although the configuration asks for it; nothing was sent."""
 
 
-class _SecureClient(Client):
+class SecureClient(Client):
     """A client that sends nothing in plain text if TLS is configured.
 
     The server's INFO comes in plain text, and nats-py continues without TLS unless INFO demands it. If TLS is
@@ -133,42 +133,55 @@ class Nats:
 
     async def _connect(self) -> _Link:
         settings = self._settings
-        client = _SecureClient(always_tls="tls" in settings.model_fields_set)
+        client = SecureClient(always_tls="tls" in settings.model_fields_set)
         link = _Link(client, settings.timeout)
-        noted = _Noted()
-        options: dict[str, Any] = {
-            "closed_cb": link.closed,
-            # The client tries each server twice, without a wait in between.
-            "connect_timeout": settings.timeout / len(settings.servers),
-            "allow_reconnect": False,
-            "max_reconnect_attempts": 1,
-            "reconnect_time_wait": 0,
-            "ping_interval": settings.timeout,
-            "max_outstanding_pings": 1,
-            # Publishing never waits for the socket, where the client swallows cancellations. `SendWindow` limits it.
-            "pending_size": 0,
-            "tls": self._tls.context(),
-            "error_cb": noted.note,
-            "tls_handshake_first": settings.tls_first,
-        }
-        servers = [
-            await read_aside(f"servers.{number}", each)
-            for number, each in enumerate(settings.servers)
-        ]
-        try:
-            async with asyncio.timeout(settings.timeout):
-                await client.connect(servers, **options)
-                await link.subscribe()
-        except BaseException as error:
-            client.abandon()
-            noted.errors.append(error)
-            for each in filter(is_refusal, noted.errors):
-                self._tls.refused()
-                raise Unauthorized(f"{type(each).__name__}: a certificate is refused") from None
-            if any(isinstance(each, Error) and _REFUSAL.search(str(each)) for each in noted.errors):
-                raise Unauthorized("the server refuses relay's credentials") from None
-            raise
+        await connect(client, settings, settings.timeout, self._tls, link.closed)
+        await link.subscribe()
         return link
+
+
+async def connect(
+    client: SecureClient,
+    settings: NatsServers,
+    timeout: float,
+    tls: Certificates,
+    closed: Callable[[], Awaitable[None]],
+) -> None:
+    """Connect a client, which calls `closed` when the connection is lost, and does not connect again.
+
+    Raises Unauthorized, SecretUnavailable, and the client's errors.
+    """
+    noted = _Noted()
+    options: dict[str, Any] = {
+        "closed_cb": closed,
+        # The client tries each server twice, without a wait in between.
+        "connect_timeout": timeout / len(settings.servers),
+        "allow_reconnect": False,
+        "max_reconnect_attempts": 1,
+        "reconnect_time_wait": 0,
+        "ping_interval": timeout,
+        "max_outstanding_pings": 1,
+        # Publishing never waits for the socket, where the client swallows cancellations. `SendWindow` limits it.
+        "pending_size": 0,
+        "tls": tls.context(),
+        "error_cb": noted.note,
+        "tls_handshake_first": settings.tls_first,
+    }
+    servers = [
+        await read_aside(f"servers.{number}", each) for number, each in enumerate(settings.servers)
+    ]
+    try:
+        async with asyncio.timeout(timeout):
+            await client.connect(servers, **options)
+    except BaseException as error:
+        client.abandon()
+        noted.errors.append(error)
+        for each in filter(is_refusal, noted.errors):
+            tls.refused()
+            raise Unauthorized(f"{type(each).__name__}: a certificate is refused") from None
+        if any(isinstance(each, Error) and _REFUSAL.search(str(each)) for each in noted.errors):
+            raise Unauthorized("the server refuses relay's credentials") from None
+        raise
 
 
 class _Noted:
@@ -184,7 +197,7 @@ class _Noted:
 class _Link:
     """A connection, and the inbox to which JetStream answers: each message has a number in its reply subject."""
 
-    def __init__(self, client: _SecureClient, timeout: float) -> None:
+    def __init__(self, client: SecureClient, timeout: float) -> None:
         """After `timeout` seconds of `_NotHere` alone the link gives up its connection."""
         self.client = client
         self.unanswered = Unanswered()

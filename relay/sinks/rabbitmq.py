@@ -24,6 +24,7 @@ from pika.exceptions import (
     ProbableAuthenticationError,
     ShortStringTooLong,
 )
+from pydantic import SecretStr
 
 from relay.config.handlers import RabbitmqHandler
 from relay.config.secrets import known_text
@@ -46,7 +47,7 @@ class _FrameTooLarge(Exception):
     """A message's header does not fit into a frame; nothing was sent. The server would close the connection."""
 
 
-class _Connection(AsyncioConnection):  # type: ignore[misc] # pika has no types
+class Connection(AsyncioConnection):  # type: ignore[misc] # pika has no types
     """A connection that writes the frames of a message with one system call, if all are as small as was agreed."""
 
     def _output_marshaled_frames(self, marshaled_frames: Sequence[bytes]) -> None:
@@ -72,7 +73,7 @@ class Rabbitmq:
         url = known_text(settings.url)
         if url is not None:
             try:
-                self._parameters(url)
+                parameters(url, settings.timeout)
             except SecretUnavailable as error:
                 raise ConfigurationError(f"handlers.{name}.{error}") from None
         self._connection = Shared(self._connect, lambda connection: bool(connection.is_open))
@@ -107,7 +108,7 @@ class Rabbitmq:
         except (Undelivered, Rejected):
             raise
         except Exception as error:
-            raise _fault_of(error) from None
+            raise fault_of(error) from None
 
     async def _send_alone(self, messages: Sequence[Message]) -> None:
         """Send messages one by one on a channel of their own: if the broker closes it, the last message is at fault."""
@@ -124,38 +125,11 @@ class Rabbitmq:
         except TimeoutError:
             if channel.unanswered.is_silent(self._timeout):
                 channel.unanswered.fail(TimeoutError())
-                _end(channel.connection)
+                end(channel.connection)
             raise
 
-    def _parameters(self, url: str) -> pika.ConnectionParameters:
-        """The parameters of a connection; certificates that the address names are loaded. Raises SecretUnavailable."""
-        try:
-            parameters = pika.URLParameters(url)
-        except (ValueError, TypeError, OSError):
-            raise SecretUnavailable(
-                "url: the part after ? has an option that cannot be used"
-            ) from None
-        parameters.blocked_connection_timeout = self._timeout
-        parameters.socket_timeout = self._timeout
-        parameters.stack_timeout = self._timeout
-        # The heartbeat ends an idle connection whose server has vanished.
-        parameters.heartbeat = max(1, round(self._timeout))
-        return parameters
-
-    async def _connect(self) -> _Connection:
-        parameters = self._parameters(await read_aside("url", self._url))
-        opened: asyncio.Future[_Connection] = asyncio.get_running_loop().create_future()
-        connection = _Connection(
-            parameters,
-            on_open_callback=partial(_open, opened),
-            on_open_error_callback=partial(_fail, opened),
-        )
-        try:
-            async with asyncio.timeout(self._timeout):
-                return await opened
-        except BaseException:
-            _end(connection)
-            raise
+    async def _connect(self) -> Connection:
+        return await connect(self._url, self._timeout)
 
     async def _open_channel(self) -> _Channel:
         connection = await self._connection.get()
@@ -164,15 +138,46 @@ class Rabbitmq:
             async with asyncio.timeout(self._timeout):
                 await channel.ready
         except TimeoutError:
-            _end(connection)
+            end(connection)
             raise
         return channel
+
+
+def parameters(url: str, timeout: float) -> pika.ConnectionParameters:
+    """The parameters of a connection; certificates that the address names are loaded. Raises SecretUnavailable."""
+    try:
+        found = pika.URLParameters(url)
+    except (ValueError, TypeError, OSError):
+        raise SecretUnavailable("url: the part after ? has an option that cannot be used") from None
+    found.blocked_connection_timeout = timeout
+    found.socket_timeout = timeout
+    found.stack_timeout = timeout
+    # The heartbeat ends an idle connection whose server has vanished.
+    found.heartbeat = max(1, round(timeout))
+    return found
+
+
+async def connect(url: SecretStr, timeout: float) -> Connection:
+    """Open a connection. Raises SecretUnavailable, TimeoutError, and the client's errors."""
+    found = parameters(await read_aside("url", url), timeout)
+    opened: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
+    connection = Connection(
+        found,
+        on_open_callback=partial(_open, opened),
+        on_open_error_callback=partial(_fail, opened),
+    )
+    try:
+        async with asyncio.timeout(timeout):
+            return await opened
+    except BaseException:
+        end(connection)
+        raise
 
 
 class _Channel:
     """A channel in confirm mode, which numbers published messages from 1. `ready` is done once it is open."""
 
-    def __init__(self, connection: _Connection, exchange: str) -> None:
+    def __init__(self, connection: Connection, exchange: str) -> None:
         self.connection = connection
         self.unanswered = Unanswered()
         self.ready = asyncio.get_running_loop().create_future()
@@ -256,7 +261,7 @@ class _Channel:
         self.unanswered.fail(reason)
 
 
-def _open(future: asyncio.Future[_Connection], connection: _Connection) -> None:
+def _open(future: asyncio.Future[Connection], connection: Connection) -> None:
     if not future.done():
         future.set_result(connection)
 
@@ -268,7 +273,7 @@ def _fail(future: asyncio.Future[Any], _: object, error: BaseException) -> None:
         future.exception()
 
 
-def _fault_of(error: Exception) -> Exception:
+def fault_of(error: Exception) -> Exception:
     """The Rejected or Undelivered for an error of the client."""
     if isinstance(error, ShortStringTooLong):
         return Rejected(type(error).__name__)
@@ -299,7 +304,7 @@ def _refuses_credentials(error: BaseException) -> bool:
     )
 
 
-def _end(connection: _Connection) -> None:
+def end(connection: Connection) -> None:
     """Close a connection without waiting for the server; the heartbeat ends it if the server has vanished."""
     with suppress(Exception):  # the client may raise anything when a connection breaks
         if not connection.is_closing and not connection.is_closed:

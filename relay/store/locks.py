@@ -15,6 +15,8 @@ Every function raises psycopg.Error.
 | `queues` | target | the database transaction that declares the queues of a group's configuration |
 | `queue_fills` | target | the instance that fills queues of a group from the log |
 | that of `relay.lock_streaks` in `sql/` | target | the database transaction that changes `relay.brakes` |
+| `intake` | source | the instance that takes messages from a broker |
+| `lock_events` | source | the database transaction that publishes events of others, which may come twice |
 | `retention` | source | the instance that creates and drops partitions of the outbox |
 
 Source: PostgreSQL documentation, "Advisory Locks".
@@ -83,6 +85,25 @@ def queue_fills(group: str) -> Key:
 def schedules(group: str) -> Key:
     """The key of the schedules in the configuration of a group."""
     return Key(0x73636865, group)  # "sche"
+
+
+def intake(group: str, name: str) -> Key:
+    """The key of the intake of a broker's messages."""
+    return Key(0x696E7461, f"{group} {name}")  # "inta"
+
+
+_EVENTS = 0x6576656E  # "even"
+
+
+def lock_events(conn: psycopg.Connection[Any], ids: Sequence[str]) -> None:
+    """Let no other session publish events of these ids until the transaction ends: its statements see theirs."""
+    conn.execute(
+        """
+        select count(pg_advisory_xact_lock(%s, key))
+          from (select distinct hashtext(id) as key from unnest(%s::text[]) as id order by key) as sorted
+        """,
+        (_EVENTS, list(ids)),
+    )
 
 
 def retention(table: str) -> Key:

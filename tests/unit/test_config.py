@@ -330,6 +330,16 @@ def test_an_unknown_key_that_is_like_no_other_suggests_nothing() -> None:
             f"host_id: {UUID(int=1)}}}}}}}",
             "schedules.a: timezone: only cron has one: remove it",
         ),
+        ("intake: {a: {type: kafka}}", "intake.a: "),
+        ("intake: {a: {type: rabbitmq, url: 'http://h', queue: q}}", "intake.a.url: "),
+        (
+            "intake: {'': {type: rabbitmq, url: 'amqp://h', queue: q}}",
+            "intake: '' is no name of an intake",
+        ),
+        (
+            "{source: {table: a.b}, intake: {a: {type: rabbitmq, url: 'amqp://h', queue: q}}}",
+            "intake: relay publishes into its own outbox only",
+        ),
         ("source: {mode: push}", "source.mode: input should be 'auto', 'wal' or 'poll'"),
         ("source: {columns: {hots_id: x}}", "source.columns: 'hots_id' is not a field"),
         ("source: {columns: {id: 5}}", "source.columns.id: "),
