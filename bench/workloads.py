@@ -19,6 +19,7 @@ from bench import (
     scheduled,
     sink_workloads,
     spark_work,
+    subscribers,
 )
 from bench.backlog import STATEMENTS
 from bench.live import Consumer
@@ -371,6 +372,7 @@ WORKLOADS: dict[str, Callable[[Plan], Iterator[Workload]]] = {
     "queues-held": queue_rows.held,
     "queues-idle": queue_rows.idle,
     "scheduled": scheduled.scheduled,
+    "readers-many": subscribers.many,
     "spark-read": spark_read,
     "delta": delta_table,
     "spark-work-waits": spark_work.waits,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import groupby
 
 import psycopg
 
@@ -19,6 +22,40 @@ class UnknownReader(ConfigurationError):
     """The outbox has no reader of this name."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReaderSummary:
+    """A reader, or all lanes of a name: the greatest lag, the oldest move, and who has claimed how many."""
+
+    name: str
+    owner: str
+    lanes: int | None
+    lag_seconds: float
+    moved_at: datetime
+    claims: int
+    pid: int | None
+    given_up_at: datetime | None
+
+
+def summed(rows: Sequence[ReaderRow]) -> list[ReaderSummary]:
+    """Put the lanes of a name together; `rows` are in the order in which they are listed."""
+    return [
+        ReaderSummary(
+            name=name,
+            owner=lanes[0].owner,
+            lanes=lanes[0].lanes,
+            lag_seconds=max(each.lag_seconds for each in lanes),
+            moved_at=min(each.moved_at for each in lanes),
+            claims=sum(each.pid is not None for each in lanes),
+            pid=lanes[0].pid,
+            given_up_at=min((each.given_up_at for each in lanes if each.given_up_at), default=None),
+        )
+        for name, lanes in (
+            (name, list(group))
+            for name, group in groupby(rows, lambda each: each.lane_of or each.name)
+        )
+    ]
+
+
 def listed(settings: Settings) -> list[ReaderRow]:
     """Read the readers of the outbox. Raises ConfigurationError, psycopg.Error."""
     require_own_outbox(settings)
@@ -26,8 +63,8 @@ def listed(settings: Settings) -> list[ReaderRow]:
         return log_readers.listed(source)
 
 
-def shown(settings: Settings, name: str) -> ReaderRow:
-    """Read one reader. Raises UnknownReader, ConfigurationError, psycopg.Error."""
+def shown(settings: Settings, name: str) -> list[ReaderRow]:
+    """Read one reader, or the lanes of a name. Raises UnknownReader, ConfigurationError, psycopg.Error."""
     require_own_outbox(settings)
     with reach_source(settings) as source:
         return _named(source, name)
@@ -64,9 +101,9 @@ def _act(
         actions.record(target, settings.group, "", action, reason, {"reader": name})
 
 
-def _named(source: Connection, name: str) -> ReaderRow:
+def _named(source: Connection, name: str) -> list[ReaderRow]:
     found = log_readers.listed(source, name)
     if found:
-        return found[0]
-    names = ", ".join(each.name for each in log_readers.listed(source))
+        return found
+    names = ", ".join(each.name for each in summed(log_readers.listed(source)))
     raise UnknownReader(f"the outbox has no reader {name!r} (it has {names or 'none'})")

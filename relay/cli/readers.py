@@ -25,7 +25,7 @@ ReaderArgument = Annotated[str, typer.Argument(metavar="READER", help="Its name.
 @reader.command("list")
 def reader_list(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """List the readers of the outbox."""
-    from relay.admin.readers import listed
+    from relay.admin.readers import listed, summed
 
     found = listed(load(config))
     if as_json:
@@ -35,17 +35,18 @@ def reader_list(config: ConfigOption = None, as_json: JsonOption = False) -> Non
         print("no reader is declared", file=sys.stderr)
         return
     print_table(
-        ("reader", "owner", "lag seconds", "moved", "claimed by", "given up"),
+        ("reader", "lanes", "owner", "lag seconds", "moved", "claimed by", "given up"),
         (
             (
                 each.name,
+                "-" if each.lanes is None else f"{each.claims} of {each.lanes} claimed",
                 each.owner,
                 f"{each.lag_seconds:,.0f}",
                 moment(each.moved_at),
-                "-" if each.pid is None else f"pid {each.pid}",
+                "-" if each.lanes is not None or each.pid is None else f"pid {each.pid}",
                 moment(each.given_up_at),
             )
-            for each in found
+            for each in summed(found)
         ),
     )
 
@@ -54,28 +55,37 @@ def reader_list(config: ConfigOption = None, as_json: JsonOption = False) -> Non
 def reader_show(
     name: ReaderArgument, config: ConfigOption = None, as_json: JsonOption = False
 ) -> None:
-    """Show a reader: what it gets, where it is, and how long retention keeps events for it."""
+    """Show a reader, or each lane of a name: what it gets, where it is, how long retention keeps events for it."""
     from relay.admin.readers import shown
 
     found = shown(load(config), name)
     if as_json:
-        print(json.dumps(json_fields(found), indent=2))
+        fields = [json_fields(each) for each in found]
+        print(json.dumps(fields if found[0].lane_of == name else fields[0], indent=2))
         return
-    print_facts(
-        [
-            ("reader", found.name),
-            ("owner", found.owner),
-            ("match", json.dumps(found.match)),
-            ("declared", moment(found.created_at)),
-            ("position", found.position),
-            ("moved", moment(found.moved_at)),
-            ("lag", f"{found.lag_seconds:,.0f} s"),
-            ("claimed by", "nobody" if found.pid is None else f"pid {found.pid}"),
-            ("expires", "never" if found.expires is None else f"after {found.expires}"),
-            ("max_lag", "retention.max_lag" if found.max_lag is None else str(found.max_lag)),
-            ("given up", moment(found.given_up_at)),
-        ]
-    )
+    for each in found:
+        print_facts(
+            [
+                ("reader", each.name),
+                *(
+                    [("lane", f"{each.lane} of {each.lanes}, by {each.lane_key}")]
+                    if each.lanes is not None
+                    else []
+                ),
+                ("owner", each.owner),
+                ("match", json.dumps(each.match)),
+                ("where", each.where or "-"),
+                ("params", "-" if each.params is None else json.dumps(each.params)),
+                ("declared", moment(each.created_at)),
+                ("position", each.position),
+                ("moved", moment(each.moved_at)),
+                ("lag", f"{each.lag_seconds:,.0f} s"),
+                ("claimed by", "nobody" if each.pid is None else f"pid {each.pid}"),
+                ("expires", "never" if each.expires is None else f"after {each.expires}"),
+                ("max_lag", "retention.max_lag" if each.max_lag is None else str(each.max_lag)),
+                ("given up", moment(each.given_up_at)),
+            ]
+        )
 
 
 @reader.command("seek")

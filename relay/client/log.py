@@ -129,6 +129,8 @@ class ClaimedReader:
                     )
                     self._number = 0
                 except (psycopg.Error, OSError) as error:
+                    if isinstance(error, psycopg.errors.QueryCanceled):
+                        self._rows = max(1, self._rows // 4)
                     self._lose(error)
                     self._pause_in_outage()
         return None
@@ -357,7 +359,7 @@ class ClaimedReader:
     def _declare(self) -> None:
         if self._declaration is not None:
             self._execute(
-                "select relay.declare_reader(%s, %s::jsonb, %s, %s::interval, %s::interval)",
+                "select relay.declare_reader(%s, %s::jsonb, %s, %s::interval, %s::interval, %s, %s::jsonb)",
                 self._declaration,
             )
             # Once: a reader that is dropped meanwhile is not to begin again.

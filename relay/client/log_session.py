@@ -16,6 +16,9 @@ from relay.client.errors import ReaderError, reader_error
 if TYPE_CHECKING:
     import psycopg
 
+_LONGEST_STATEMENT_SECONDS = 60
+"""How long a page may take, which holds a snapshot: a condition may be costly."""
+
 
 class ReaderSession:
     """A connection that is opened, used and closed again and again, by one thread at a time; `wake` by any.
@@ -66,7 +69,7 @@ class ReaderSession:
             "default_transaction_isolation": "read committed",
             "idle_session_timeout": milliseconds,
             "lock_timeout": milliseconds,
-            "statement_timeout": "0",
+            "statement_timeout": str(_LONGEST_STATEMENT_SECONDS * 1000),
             "tcp_user_timeout": milliseconds,
         }
         conn.execute(

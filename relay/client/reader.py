@@ -175,6 +175,8 @@ def subscribe(
     upcast: Callable[[Event], Event] | None = None,
     expires: timedelta | None = None,
     max_lag: timedelta | None = None,
+    where: str | None = None,
+    params: Mapping[str, Any] | None = None,
     page: int = 1000,
     poll: float = 2.0,
     lease: float = 15.0,
@@ -187,10 +189,11 @@ def subscribe(
         await transaction.done()
 
     A reader that does not exist is declared, see `relay.declare_reader`, and begins at `start`: `now`, `beginning`, or
-    the `position` of a transaction. One that exists gets the `match`, `expires` and `max_lag`, and is not moved; with
-    None as `start`, it has to exist and keeps them. Retention keeps events for a reader until nobody has subscribed to
-    it for as long as it `expires`, or an unread event is older than its `max_lag`. `upcast` returns each event in its
-    current version, such as `EventTypes.current`.
+    the `position` of a transaction. One that exists gets the `match`, `where`, `params`, `expires` and `max_lag`, and
+    is not moved; with None as `start`, it has to exist and keeps them. `where` is a path of SQL/JSON into an event,
+    such as `$.payload.amount >= $least`, with its variables in `params`. Retention keeps events for a reader until
+    nobody has subscribed to it for as long as it `expires`, or an unread event is older than its `max_lag`. `upcast`
+    returns each event in its current version, such as `EventTypes.current`.
 
     Transactions are read ahead in pages of about `page` events. Those that are not `done` when the process ends come
     again. An idle reader asks every `poll` seconds. Of several processes with one name, one reads, and the others stand
@@ -207,7 +210,22 @@ def subscribe(
             raise ValueError(f"{what}: must be at least five minutes")
     declaration = None
     if start is not None:
-        declaration = (name, json.dumps(dict(match or {})), start, expires, max_lag)
+        declaration = (
+            name,
+            _json("match", match or {}),
+            start,
+            expires,
+            max_lag,
+            where,
+            None if params is None else _json("params", params),
+        )
     return Subscription(
         lambda *kinds: ClaimedReader(dsn, name, declaration, upcast, page, poll, lease, *kinds)
     )
+
+
+def _json(what: str, value: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(value))
+    except TypeError as error:
+        raise ValueError(f"{what}: must have values that JSON has: {error}") from error

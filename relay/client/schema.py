@@ -20,10 +20,23 @@ _USERS_PATH = """
            pg_catalog.set_config('plpgsql.extra_errors', pg_catalog.current_setting('relay.extra_errors'), true);
 """
 _REMOVE = """
-    drop function if exists relay.declare_reader(text, jsonb, text), relay.read(text, int), relay.advance(text, text),
-        relay.seek(text, text), relay.drop_reader(text), relay.move_reader(text, bigint, pg_snapshot),
-        relay.log_reader(text), relay.log_start(text), relay.match_condition(jsonb);
-    drop table if exists relay.log_positions, relay.log_readers;
+    do $$
+    declare
+        each regprocedure;
+    begin
+        for each in select p.oid from pg_proc as p
+                     where p.pronamespace = 'relay'::regnamespace
+                       and p.proname in ('declare_reader', 'read', 'advance', 'seek', 'drop_reader', 'claim_reader',
+                                         'keep_reader', 'watch_log', 'wake_readers', 'expire_readers', 'share_lanes',
+                                         'move_reader', 'reader_names', 'log_reader', 'log_start', 'lane_condition',
+                                         'event_satisfies', 'event_condition', 'condition_path', 'match_condition',
+                                         'glob_expression', 'declare_subscriber', 'subscribers_of',
+                                         'drop_subscriber', 'expire_subscribers', 'event_texts') loop
+            execute format('drop function %s', each);
+        end loop;
+    end
+    $$;
+    drop table if exists relay.log_subscribers, relay.log_conditions, relay.log_positions, relay.log_readers;
     delete from relay.readers where target = 'relay.declare_reader';
     drop function if exists relay.publish(uuid, uuid, jsonb, uuid);
     drop function if exists relay.limit_event_bytes(bigint);

@@ -223,7 +223,8 @@ class Schedule(Recurring):
             log.info("partitions created", extra={"partitions": ", ".join(created)})
 
     def _expire(self, source: Connection, target: Connection) -> None:
-        """Give up the readers that have expired."""
+        """Give up the readers that have expired, and drop such subscribers."""
+        source.execute("select relay.expire_subscribers()")
         for (name,) in source.execute("select relay.expire_readers()").fetchall():
             actions.record(target, self._settings.group, "", "give up", "expires", {"reader": name})
             log.warning(

@@ -11,23 +11,27 @@ import psycopg
 from psycopg.rows import class_row
 
 _LISTED = """
+    with claims as materialized (
+        select l.objid, max(l.pid) as pid from pg_locks as l
+         where l.locktype = 'advisory' and l.classid = x'72647263'::int::oid and l.objsubid = 2 and l.granted
+           and l.database = (select d.oid from pg_database as d where d.datname = current_database())
+         group by l.objid)
     select r.name, r.owner, r.match, r.expires, r.max_lag, r.created_at, p.moved_at,
            p.number || '/' || p.snapshot as position, h.given_up_at,
-           (select max(l.pid) from pg_locks as l
-             where l.locktype = 'advisory' and l.classid = x'72647263'::int::oid and l.objid = (r.id %% 2147483648)::oid
-               and l.objsubid = 2 and l.granted
-               and l.database = (select d.oid from pg_database as d where d.datname = current_database())) as pid,
+           r.condition::text as where, r.params, r.lane_of, r.lane, r.lanes, r.lane_key,
+           c.pid,
            coalesce(extract(epoch from clock_timestamp() - unread.c_ts), 0)::float8 as lag_seconds
       from relay.log_readers as r
       join lateral (select * from relay.log_positions as n
                      where n.reader = r.id order by n.number desc limit 1) as p on true
       join relay.readers as h on (h.group_id, h.target, h.reader) = ('', 'relay.declare_reader', r.name)
+      left join claims as c on c.objid = (r.id %% 2147483648)::oid
       left join lateral (
           select coalesce((to_jsonb(o) ->> 'c_ts')::timestamptz, o.event_ts) as c_ts from public.outbox_message_t as o
            where o.c_xid >= pg_snapshot_xmin(p.snapshot) and not pg_visible_in_snapshot(o.c_xid, p.snapshot)
            order by o.c_xid limit 1) as unread on true
-     where %(name)s::text is null or r.name = %(name)s
-     order by r.name
+     where %(name)s::text is null or %(name)s in (r.name, r.lane_of)
+     order by coalesce(r.lane_of, r.name), r.lane
 """
 
 
@@ -47,12 +51,18 @@ class ReaderRow:
     moved_at: datetime
     position: str
     given_up_at: datetime | None
+    where: str | None
+    params: Mapping[str, Any] | None
+    lane_of: str | None
+    lane: int | None
+    lanes: int | None
+    lane_key: str | None
     pid: int | None
     lag_seconds: float
 
 
 def listed(source: psycopg.Connection[Any], name: str | None = None) -> list[ReaderRow]:
-    """Read all readers, or the one of a name. Raises psycopg.Error."""
+    """Read all readers, or the one of a name, or its lanes in their order. Raises psycopg.Error."""
     with source.cursor(row_factory=class_row(ReaderRow)) as cursor:
         return cursor.execute(_LISTED, {"name": name}).fetchall()
 

@@ -9,8 +9,19 @@ create table if not exists relay.log_readers (
     expires    interval,
     max_lag    interval,
     created_at timestamptz not null default now(),
-    expired_at timestamptz
+    expired_at timestamptz,
+    condition  jsonpath,
+    params     jsonb,
+    lane_of    text,
+    lane       int,
+    lanes      int,
+    lane_key   text
 );
+alter table relay.log_readers
+    add column if not exists condition jsonpath, add column if not exists params jsonb,
+    add column if not exists lane_of text, add column if not exists lane int, add column if not exists lanes int,
+    add column if not exists lane_key text;
+create index if not exists log_readers_lanes on relay.log_readers (lane_of) where lane_of is not null;
 
 comment on table relay.log_readers is
     'the readers of relay.declare_reader';
@@ -30,6 +41,18 @@ comment on column relay.log_readers.max_lag is
     'the age of an unread event from which on retention no longer keeps events for it; null: retention.max_lag';
 comment on column relay.log_readers.expired_at is
     'when it expired; null while it has not';
+comment on column relay.log_readers.condition is
+    'where: of the events that match, it gets those that satisfy this path; null: all';
+comment on column relay.log_readers.params is
+    'the variables of the path';
+comment on column relay.log_readers.lane_of is
+    'the name that was declared with lanes, of which this reader is one; null: it has no lanes';
+comment on column relay.log_readers.lane is
+    'the number of the lane, from 1';
+comment on column relay.log_readers.lanes is
+    'how many lanes there are';
+comment on column relay.log_readers.lane_key is
+    'what each value of is in one lane: host or aggregate';
 
 -- The newest row is the position. Appended, since a row that is updated in place is slower while anybody holds a snapshot.
 create table if not exists relay.log_positions (
@@ -150,9 +173,75 @@ begin
 end
 $$;
 
+-- The condition on the rows o of the outbox that are in a lane.
+create or replace function relay.lane_condition(key text, lane int, lanes int) returns text
+language sql immutable
+as $$
+    select format('(hashtextextended(%s collate "C", 0) & 9223372036854775807) %% %s = %s',
+                  case key when 'host' then 'coalesce(o.host_id::text, '''')'
+                           else 'concat_ws('':'', o.host_id, o.aggregate_type, o.aggregate_id)' end, lanes, lane - 1)
+$$;
+
+-- Whether an event satisfies a path of SQL/JSON, as relay.declare_reader says. One that fails for the event, in whatever way, is not
+-- satisfied. relay.satisfies is the same in the target's database.
+create or replace function relay.event_satisfies(event jsonb, path jsonpath, params jsonb) returns boolean
+language plpgsql stable
+as $$
+begin
+    return coalesce(jsonb_path_query_first_tz(event, path, coalesce(params, '{}'), true) not in ('null', 'false'), false);
+exception when others then
+    return false;
+end
+$$;
+
+-- The condition on the rows o of the outbox that satisfy a path: two parameters of a statement.
+create or replace function relay.event_condition(path text, params text) returns text
+language sql immutable
+as $$
+    select 'relay.event_satisfies(jsonb_build_object(' || string_agg(format('%1$L, o.%1$I', f), ', ') || format('), %s, %s)', path, params)
+      from unnest(array['id', 'event_type', 'host_id', 'user_id', 'aggregate_type', 'aggregate_id', 'aggregate_version', 'event_ts',
+                        'transaction_id', 'payload', 'metadata']) as f
+$$;
+
+-- The path of a condition. Fails, in the name of a function, for text that is no path, and without a variable that it has.
+create or replace function relay.condition_path("where" text, params jsonb, called text) returns jsonpath
+language plpgsql stable set search_path = pg_catalog, pg_temp
+as $$
+declare
+    path  jsonpath;
+    unset text;
+begin
+    if length("where") > 10000 then
+        raise invalid_parameter_value using message = format('%s: where must have at most 10000 characters', called);
+    end if;
+    begin
+        path := "where"::jsonpath;
+    exception when others then
+        raise invalid_parameter_value using message = format('%s: where is no path of SQL/JSON: %s', called, sqlerrm);
+    end;
+    if jsonb_typeof(params) <> 'object' then
+        raise invalid_parameter_value using message = format('%s: params must be an object, such as {"least": 100}', called);
+    end if;
+    -- What PostgreSQL prints of a path has its variables as $"least"; names and texts are in quotes, too.
+    select v.name into unset
+      from regexp_matches(path::text, '([$]?)("(?:[^"\\]|\\.)*")', 'g') as token,
+           lateral (select token[2]::jsonb #>> '{}') as v (name)
+     where token[1] = '$' and not coalesce(params ? v.name, false);
+    if found then
+        raise invalid_parameter_value using message = format('%s: params: the variable %s of where is missing', called, unset);
+    end if;
+    return path;
+end
+$$;
+
+-- Functions of former editions with other arguments or results.
+drop function if exists relay.declare_reader(text, jsonb, text, interval, interval);
+drop function if exists relay.log_reader(text);
+
 -- The reader, if the caller is a member of its owner, or of relay, and where it is; an error otherwise.
-create or replace function relay.log_reader(asked text, out reader bigint, out match jsonb, out number bigint,
-                                            out snapshot pg_snapshot, out given_up_at timestamptz, out expired_at timestamptz)
+create or replace function relay.log_reader(asked text, out reader bigint, out number bigint, out snapshot pg_snapshot,
+                                            out given_up_at timestamptz, out expired_at timestamptz,
+                                            out declared relay.log_readers)
 language plpgsql stable set search_path = pg_catalog, pg_temp
 as $$
 declare
@@ -166,10 +255,11 @@ begin
         or to_regrole('relay') is not null and pg_has_role(caller, 'relay', 'member')) then
         raise insufficient_privilege using
             message = format('relay: there is no reader %L of the role %s', asked, caller),
-            hint = 'Declare it with relay.declare_reader, or be a member of the role that has declared it.';
+            hint = 'Declare it with relay.declare_reader, or be a member of the role that has declared it. Of a reader with '
+                   'lanes, read each lane: the first one of billing is billing/1.';
     end if;
     reader := found.id;
-    match := found.match;
+    declared := found;
     expired_at := found.expired_at;
     select p.number, p.snapshot into number, snapshot
       from relay.log_positions as p where p.reader = found.id order by p.number desc limit 1;
@@ -206,46 +296,96 @@ begin
 end
 $$;
 
--- Declares a reader of the calling role; returns whether it is new. A second call sets its match, "expires" and "max_lag", does not
--- move it, and is a sign of life. From its commit on, retention keeps what it has not read, up to "max_lag", by default
--- retention.max_lag, and until it has given no sign of life for as long as "expires" says. After that relay.read fails, until
+-- Declares a reader of the calling role; returns whether it is new. A second call sets its match, "where", params, "expires" and
+-- "max_lag", does not move it, and is a sign of life. From its commit on, retention keeps what it has not read, up to "max_lag", by
+-- default retention.max_lag, and until it has given no sign of life for as long as "expires" says. After that relay.read fails, until
 -- relay.seek says where it goes on; a reader that is expired for seven days is dropped.
-create or replace function relay.declare_reader(name text, match jsonb default '{}', start text default 'now',
-                                                expires interval default null, max_lag interval default null) returns boolean
-language plpgsql security definer set search_path = pg_catalog, pg_temp
+-- "where" is a path of SQL/JSON into an event, such as '$.payload.amount >= $least', with its variables in params; it is true where it
+-- yields anything but false or null first, and false where it fails. An event has the fields id, event_type, host_id, user_id,
+-- aggregate_type, aggregate_id, aggregate_version, event_ts, transaction_id, payload and metadata.
+-- With "lanes", it declares as many readers, name/1 and so on: the events of one host, or one aggregate, as "lane_key" says, are in one
+-- of them, in order.
+create or replace function relay.declare_reader(
+    name text, match jsonb default '{}', start text default 'now', expires interval default null, max_lag interval default null,
+    "where" text default null, params jsonb default null, lanes int default null, lane_key text default 'host'
+) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
 as $$
 declare
     caller name := case current_setting('role') when 'none' then session_user else current_setting('role')::name end;
     first  pg_snapshot := relay.log_start(declare_reader.start);
+    path   jsonpath;
+    others record;
+    each   text;
     new_id bigint;
+    is_new boolean := false;
 begin
     if declare_reader.name is null or declare_reader.name !~ '^[^[:cntrl:]]{1,100}$' then
         raise invalid_parameter_value using message = 'relay.declare_reader: name must have 1 to 100 characters';
     end if;
     perform relay.match_condition(declare_reader.match);
+    path := relay.condition_path(declare_reader."where", declare_reader.params, 'relay.declare_reader');
     -- Signs of life are given once a minute.
     if declare_reader.expires < interval '5 minutes' or declare_reader.max_lag < interval '5 minutes' then
         raise invalid_parameter_value using message = 'relay.declare_reader: expires and max_lag must be at least five minutes';
     end if;
-    insert into relay.log_readers (name, owner, match, expires, max_lag)
-    values (declare_reader.name, caller, declare_reader.match, declare_reader.expires, declare_reader.max_lag)
-        on conflict on constraint log_readers_name_key do nothing returning id into new_id;
-    if new_id is null then
-        perform relay.log_reader(declare_reader.name);
-        update relay.log_readers as r
-           set match = declare_reader.match, expires = declare_reader.expires, max_lag = declare_reader.max_lag
-         where r.name = declare_reader.name
-           and (r.match, r.expires, r.max_lag)
-               is distinct from (declare_reader.match, declare_reader.expires, declare_reader.max_lag);
-        update relay.readers as r set noted_at = now()
-         where (r.group_id, r.target, r.reader) = ('', 'relay.declare_reader', declare_reader.name)
-           and r.noted_at < now() - interval '5 seconds';
-        return false;
+    if declare_reader.lanes not between 1 and 256 then
+        raise invalid_parameter_value using message = 'relay.declare_reader: lanes must be 1 to 256, or null';
     end if;
-    insert into relay.log_positions (reader, number, snapshot) values (new_id, (new_id << 32) + 1, first);
-    insert into relay.readers (group_id, target, reader, snapshot, outbox)
-    values ('', 'relay.declare_reader', declare_reader.name, first, 'public.outbox_message_t');
-    return true;
+    if declare_reader.lane_key is null or declare_reader.lane_key not in ('host', 'aggregate') then
+        raise invalid_parameter_value using message = 'relay.declare_reader: lane_key must be host or aggregate';
+    end if;
+    -- How many readers the name stands for: two sessions cannot make it one with lanes and one without.
+    if not exists (select from relay.log_readers as r where r.name = declare_reader.name)
+       and not exists (select from relay.log_readers as r where r.lane_of = declare_reader.name) then
+        perform pg_advisory_xact_lock(x'7264726c'::int, hashtext(declare_reader.name));
+    end if;
+    select r.lanes, r.lane_key, r.name into others
+      from (select * from relay.log_readers as r where r.name = declare_reader.name
+             union all
+            select * from relay.log_readers as r where r.lane_of = declare_reader.name) as r
+     where (r.lane_of, r.lanes, r.lane_key) is distinct from
+           (case when declare_reader.lanes is not null then declare_reader.name end, declare_reader.lanes,
+            case when declare_reader.lanes is not null then declare_reader.lane_key end) limit 1;
+    if found then
+        perform relay.log_reader(others.name);
+        raise invalid_parameter_value using
+            message = format('relay.declare_reader: lanes: the reader %L has %s: to change that, drop it and declare it again',
+                             declare_reader.name, coalesce(others.lanes || ' lanes by ' || others.lane_key, 'no lanes'));
+    end if;
+    for each in select case when declare_reader.lanes is null then declare_reader.name else declare_reader.name || '/' || n end
+                  from generate_series(1, coalesce(declare_reader.lanes, 1)) as n order by n loop
+        insert into relay.log_readers (name, owner, match, expires, max_lag, condition, params, lane_of, lane, lanes, lane_key)
+        select each, caller, declare_reader.match, declare_reader.expires, declare_reader.max_lag, path, declare_reader.params,
+               l.lane_of, substr(each, length(l.lane_of) + 2)::int, declare_reader.lanes,
+               case when l.lane_of is not null then declare_reader.lane_key end
+          from (select case when declare_reader.lanes is not null then declare_reader.name end as lane_of) as l
+            on conflict on constraint log_readers_name_key do nothing returning id into new_id;
+        if new_id is null then
+            perform relay.log_reader(each);
+            if not exists (select from relay.log_readers as r where r.name = each
+                              and r.lanes is not distinct from declare_reader.lanes) then
+                raise invalid_parameter_value using
+                    message = format('relay.declare_reader: there is a reader %L that is no lane: drop it first', each);
+            end if;
+            update relay.log_readers as r
+               set match = declare_reader.match, expires = declare_reader.expires, max_lag = declare_reader.max_lag,
+                   condition = path, params = declare_reader.params
+             where r.name = each
+               and (r.match, r.expires, r.max_lag, r.condition::text, r.params)
+                   is distinct from (declare_reader.match, declare_reader.expires, declare_reader.max_lag, path::text,
+                                     declare_reader.params);
+            update relay.readers as r set noted_at = now()
+             where (r.group_id, r.target, r.reader) = ('', 'relay.declare_reader', each)
+               and r.noted_at < now() - interval '5 seconds';
+            continue;
+        end if;
+        is_new := true;
+        insert into relay.log_positions (reader, number, snapshot) values (new_id, (new_id << 32) + 1, first);
+        insert into relay.readers (group_id, target, reader, snapshot, outbox)
+        values ('', 'relay.declare_reader', each, first, 'public.outbox_message_t');
+    end loop;
+    return is_new;
 end
 $$;
 
@@ -263,7 +403,7 @@ returns table ("position" text, id uuid, host_id uuid, user_id uuid, aggregate_t
                transaction_id uuid, transaction_ordinal int, transaction_count int, deliver_at timestamptz, c_offset bigint,
                c_xid xid8)
 language plpgsql security definer set search_path = pg_catalog, pg_temp set row_security = off
-set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off
+set timezone = 'UTC' set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off
 as $$
 #variable_conflict use_column
 declare
@@ -282,6 +422,7 @@ declare
     ends    xid8;
     missing xid8[];
     reached text;
+    chosen  text;
 begin
     if read.max is null or read.max < 1 then
         raise invalid_parameter_value using message = 'relay.read: max must be 1 or more';
@@ -341,18 +482,36 @@ begin
              union select x from unnest(xids[taken + 1:]) as x where x < ends
              union select x from pg_snapshot_xip(present) as x where x < ends and x >= pg_snapshot_xmax(its.snapshot)) as m;
     reached := format('%s/%s:%s:%s', its.number, coalesce(missing[1], ends), ends, array_to_string(missing, ','));
+    chosen := relay.match_condition((its.declared).match);
+    if (its.declared).lanes is not null then
+        chosen := chosen || ' and '
+                  || relay.lane_condition((its.declared).lane_key, (its.declared).lane, (its.declared).lanes);
+    end if;
+    if (its.declared).condition is not null then
+        chosen := chosen || ' and ' || relay.event_condition('$3', '$4');
+    end if;
     return query execute
         'select $2, o.id, o.host_id, o.user_id, o.aggregate_type, o.aggregate_id, o.aggregate_version, o.event_type, o.event_ts, '
         'o.payload, o.metadata, o.transaction_id, o.transaction_ordinal, o.transaction_count, o.deliver_at, o.c_offset, '
         'o.c_xid '
         'from unnest($1) with ordinality as taken (xid, number) join public.outbox_message_t as o on o.c_xid = taken.xid '
-        'where ' || relay.match_condition(its.match) || ' order by taken.number, o.c_offset'
-        using xids[:taken], reached;
+        'where ' || chosen || ' order by taken.number, o.c_offset'
+        using xids[:taken], reached, (its.declared).condition, (its.declared).params;
     if not found then
         "position" := reached;
         return next;
     end if;
 end
+$$;
+
+-- The readers that a name stands for: itself, or its lanes in their order.
+create or replace function relay.reader_names(asked text) returns setof text
+language sql stable
+as $$
+    select r.name from (select name, lane from relay.log_readers where lane_of = asked
+                         union all
+                        select asked, null where not exists (select from relay.log_readers where lane_of = asked)) as r
+     order by r.lane
 $$;
 
 -- Moves a reader that the caller owns; from is the number of the position that it must be at, null: any.
@@ -396,7 +555,9 @@ create or replace function relay.expire_readers() returns setof text
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform relay.drop_reader(r.name) from relay.log_readers as r where r.expired_at < now() - interval '7 days';
+    perform relay.drop_reader(r.name)
+       from (select coalesce(l.lane_of, l.name) as name from relay.log_readers as l
+              group by 1 having bool_and(coalesce(l.expired_at < now() - interval '7 days', false))) as r;
     return query
         with given_up as (
             update relay.readers as n set given_up_at = now()
@@ -422,12 +583,14 @@ begin
 end
 $$;
 
--- Moves a reader to now, to the beginning, or to a position. One that retention has given up goes on from there.
+-- Moves a reader, or all lanes of a name, to now, to the beginning, or to a position. One that retention has given up goes on from
+-- there.
 create or replace function relay.seek(reader text, "to" text) returns void
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform relay.move_reader(seek.reader, from_number => null, snapshot => relay.log_start(seek."to"));
+    perform relay.move_reader(n.name, from_number => null, snapshot => relay.log_start(seek."to"))
+       from relay.reader_names(seek.reader) as n (name);
 end
 $$;
 
@@ -497,13 +660,53 @@ begin
 end
 $$;
 
--- Drops a reader: retention no longer keeps rows for it.
+-- Takes part in the sharing of the lanes of a name, until this session ends; returns the lanes, the server's process of the session
+-- that has claimed each, and how many sessions take part.
+create or replace function relay.share_lanes(reader text) returns table (lane text, pid int, members int)
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+declare
+    first oid;
+    here  oid := (select d.oid from pg_database as d where d.datname = current_database());
+begin
+    perform relay.log_reader(n.name) from relay.reader_names(share_lanes.reader) as n (name);
+    select (min(r.id) % 2147483648)::oid into first from relay.log_readers as r where r.lane_of = share_lanes.reader;
+    if first is null then
+        raise invalid_parameter_value using message = format('relay: the reader %L has no lanes', share_lanes.reader);
+    end if;
+    if not exists (select from pg_locks as l where l.locktype = 'advisory' and l.database = here and l.objsubid = 2 and l.granted
+                      and l.classid = x'7264726d'::int::oid and l.objid = first and l.pid = pg_backend_pid()) then
+        perform pg_advisory_lock_shared(x'7264726d'::int, first::bigint::int);
+    end if;
+    return query
+        with locks as materialized (
+            select l.classid, l.objid, l.pid from pg_locks as l
+             where l.locktype = 'advisory' and l.database = here and l.objsubid = 2 and l.granted
+               and l.classid in (x'72647263'::int::oid, x'7264726d'::int::oid))
+        select r.name, (select max(k.pid) from locks as k
+                         where k.classid = x'72647263'::int::oid and k.objid = (r.id % 2147483648)::oid),
+               (select count(*)::int from locks as k where k.classid = x'7264726d'::int::oid and k.objid = first)
+          from relay.log_readers as r where r.lane_of = share_lanes.reader order by r.lane;
+end
+$$;
+
+-- Drops a reader, or all lanes of a name: retention no longer keeps rows for it.
 create or replace function relay.drop_reader(name text) returns void
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
+declare
+    each text;
 begin
-    delete from relay.log_readers as r where r.id = (select l.reader from relay.log_reader(drop_reader.name) as l);
-    delete from relay.readers as r where (r.group_id, r.target, r.reader) = ('', 'relay.declare_reader', drop_reader.name);
+    for each in select n from relay.reader_names(drop_reader.name) as n loop
+        perform relay.log_reader(each);
+        if each = drop_reader.name and exists (select from relay.log_readers as r where r.name = each and r.lane is not null) then
+            raise invalid_parameter_value using
+                message = format('relay.drop_reader: %L is a lane, whose events no other lane would get: drop all of them', each);
+        end if;
+        delete from relay.log_readers as r where r.name = each;
+        delete from relay.readers as r where (r.group_id, r.target, r.reader) = ('', 'relay.declare_reader', each);
+    end loop;
 end
 $$;
 
@@ -521,7 +724,10 @@ begin
         raise notice 'relay: this role may not create roles; create relay_reader yourself, then run this file again';
     end;
     foreach each in array array['relay.glob_expression(text)', 'relay.match_condition(jsonb)', 'relay.log_reader(text)', 'relay.log_start(text)',
-                                'relay.move_reader(text, bigint, pg_snapshot)', 'relay.declare_reader(text, jsonb, text, interval, interval)',
+                                'relay.move_reader(text, bigint, pg_snapshot)', 'relay.reader_names(text)',
+                                'relay.lane_condition(text, int, int)', 'relay.event_satisfies(jsonb, jsonpath, jsonb)',
+                                'relay.condition_path(text, jsonb, text)', 'relay.event_condition(text, text)',
+                                'relay.declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text)', 'relay.share_lanes(text)',
                                 'relay.read(text, int, text)', 'relay.advance(text, text)', 'relay.seek(text, text)',
                                 'relay.drop_reader(text)', 'relay.claim_reader(text)', 'relay.keep_reader(text)', 'relay.watch_log()',
                                 'relay.wake_readers()', 'relay.expire_readers()'] loop
@@ -529,7 +735,8 @@ begin
     end loop;
     if to_regrole('relay_reader') is not null then
         grant usage on schema relay to relay_reader;
-        grant execute on function relay.declare_reader(text, jsonb, text, interval, interval), relay.read(text, int, text), relay.advance(text, text),
+        grant execute on function relay.declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text),
+                                  relay.read(text, int, text), relay.advance(text, text), relay.share_lanes(text),
                                   relay.seek(text, text), relay.drop_reader(text), relay.claim_reader(text), relay.keep_reader(text),
                                   relay.watch_log()
             to relay_reader;
@@ -552,10 +759,13 @@ begin
     grant select on public.outbox_message_t to relay_owner;
     grant select, insert, update, delete on relay.log_readers, relay.log_positions, relay.readers to relay_owner;
     grant execute on function relay.glob_expression(text), relay.match_condition(jsonb), relay.log_reader(text), relay.log_start(text),
-                              relay.move_reader(text, bigint, pg_snapshot) to relay_owner;
+                              relay.move_reader(text, bigint, pg_snapshot), relay.reader_names(text),
+                              relay.lane_condition(text, int, int), relay.event_satisfies(jsonb, jsonpath, jsonb),
+                              relay.condition_path(text, jsonb, text), relay.event_condition(text, text) to relay_owner;
     grant create on schema relay to relay_owner;
     -- A function's new owner must have the right to create in its schema.
-    foreach each in array array['declare_reader(text, jsonb, text, interval, interval)', 'read(text, int, text)', 'advance(text, text)',
+    foreach each in array array['declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text)', 'share_lanes(text)',
+                                'read(text, int, text)', 'advance(text, text)',
                                 'seek(text, text)', 'drop_reader(text)', 'claim_reader(text)', 'keep_reader(text)',
                                 'expire_readers()'] loop
         execute format('alter function relay.%s owner to relay_owner', each);
