@@ -34,7 +34,7 @@ def hops_of(metadata: Any) -> int:
 def caused_by(event: Any) -> dict[str, Any]:
     """Return what the metadata of an event say that `event`, of a handler or of a message, causes."""
     given = getattr(event, "event_id", None) or event.id
-    event_id, metadata = None if given is None else str(given), _metadata_of(event)
+    event_id, metadata = None if given is None else str(given), metadata_of(event)
     known = metadata if isinstance(metadata, Mapping) else {}
     correlation = known.get(CORRELATION)
     return {
@@ -44,7 +44,8 @@ def caused_by(event: Any) -> dict[str, Any]:
     }
 
 
-def _metadata_of(event: Any) -> Any:
+def metadata_of(event: Any) -> Any:
+    """Return an event's metadata; None where they are no JSON."""
     try:
         return event.metadata
     except ValueError:
@@ -73,7 +74,7 @@ class Causing:
         when something is published, so that others pay nothing.
         """
         if self.events is not None and self._found is None:
-            cause = max(self.events, key=lambda each: hops_of(_metadata_of(each)), default=None)
+            cause = max(self.events, key=lambda each: hops_of(metadata_of(each)), default=None)
             self._found = None if cause is None else caused_by(cause)
         return self._found
 

@@ -1,4 +1,4 @@
-"""Says where an event is, while relay runs or not: `relay event`."""
+"""Says where an event is, what caused it and what it has caused, while relay runs or not; searches for events."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from relay import causes
 from relay.admin.connections import reach_source, reach_target
 from relay.admin.deferred import DeferredTransactions
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.events import Event
 from relay.pipeline.routing import RouteRules
+from relay.source.outbox.search import EventPage, EventSearch, SearchedOutbox
 from relay.source.outbox.unread import (
     ReadPosition,
     UnreadRows,
@@ -20,7 +22,7 @@ from relay.source.outbox.unread import (
 )
 from relay.store import event_states
 from relay.store.connections import Connection
-from relay.store.event_states import StoredState
+from relay.store.event_states import EventAction, StoredState
 from relay.store.positions import sinks
 
 _SHOWN = (
@@ -33,6 +35,8 @@ _SHOWN = (
     "deliver_at",
 )
 TARGET, SINK, QUEUE = "target", "sink", "queue"
+_MOST_RELATED = 50
+"""How many causes of an event are followed, and how many events that it has caused are shown."""
 
 
 class UnknownEvent(ConfigurationError):
@@ -61,8 +65,21 @@ class EventDestination:
 
 
 @dataclass(frozen=True, slots=True)
+class RelatedEvent:
+    """An event that another one has caused, or was caused by; without a type if the outbox does not have it."""
+
+    id: str
+    event_type: str | None
+    event_ts: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class FoundEvent:
-    """An event, and its destinations. If the outbox has it no more, all fields but the id are None; times are texts."""
+    """An event, and its destinations. If the outbox has it no more, all fields but the id are None; times are texts.
+
+    `caused_by` is its cause, the cause of that, and so on; `caused` are the events that name it as their cause, None
+    if that is not known. `actions` are those on its dead letters.
+    """
 
     id: str
     in_outbox: bool
@@ -74,6 +91,9 @@ class FoundEvent:
     event_ts: str | None
     deliver_at: str | None
     destinations: tuple[EventDestination, ...]
+    caused_by: tuple[RelatedEvent, ...] = ()
+    caused: tuple[RelatedEvent, ...] | None = ()
+    actions: tuple[EventAction, ...] = ()
 
 
 def find(settings: Settings, event_id: str) -> FoundEvent:
@@ -98,6 +118,9 @@ def find(settings: Settings, event_id: str) -> FoundEvent:
                 event_id, offset=event.c_offset if event else None
             ),
         )
+        actions = event_states.actions(target, settings.group, event_id) if stored else []
+        caused_by = tuple(_causes(rows, source, event)) if event else ()
+        caused = SearchedOutbox(settings).caused(source, event_id, _MOST_RELATED) if event else []
         passed = {
             name: rows.has_read(source, at, event_id)
             for name, at in read.items()
@@ -112,7 +135,39 @@ def find(settings: Settings, event_id: str) -> FoundEvent:
         in_outbox=event is not None,
         **{name: event.text(name) if event else None for name in _SHOWN},
         destinations=tuple(_destinations(settings, event, handlers, stored, passed)),
+        caused_by=caused_by,
+        caused=None
+        if caused is None
+        else tuple(RelatedEvent(each.id, each.event_type, each.event_ts) for each in caused),
+        actions=tuple(actions),
     )
+
+
+def search(settings: Settings, wanted: EventSearch, before: str | None, limit: int) -> EventPage:
+    """Find the newest events of the outbox that a search selects, or those before `next` of another page.
+
+    Raises ConfigurationError, psycopg.Error.
+    """
+    with reach_source(settings) as source:
+        return SearchedOutbox(settings).newest(source, wanted, before, limit)
+
+
+def _causes(rows: UnreadRows, source: Connection, event: Event) -> Iterator[RelatedEvent]:
+    """Yield the event's cause, the cause of that, and so on, as far as the outbox has them."""
+    cause: Event | None = event
+    known = {event.text("id")}
+    while cause is not None and len(known) <= _MOST_RELATED:
+        metadata = causes.metadata_of(cause)
+        number = metadata.get(causes.CAUSATION) if isinstance(metadata, Mapping) else None
+        if not isinstance(number, str) or number in known or "\0" in number:
+            return
+        known.add(number)
+        cause = rows.event(source, number)
+        yield RelatedEvent(
+            number,
+            None if cause is None else cause.text("event_type"),
+            None if cause is None else cause.text("event_ts"),
+        )
 
 
 def _positions(settings: Settings, target: Connection) -> dict[str, ReadPosition]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,19 +13,29 @@ from relay.config.files import load
 from relay.model.json_fields import json_fields
 from relay.observe.phrases import moment
 
+if TYPE_CHECKING:
+    from relay.admin.events import RelatedEvent
+
+
+def _named(each: RelatedEvent) -> str:
+    return f"{each.id} ({each.event_type or 'not in the outbox'})"
+
 
 def event(
     event_id: Annotated[str, typer.Argument(metavar="ID", help="The event's id.")],
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say where an event is: at the target, at each sink, and in queues, by today's routes."""
+    """Say where an event is: at the target, at each sink, and in queues, by today's routes; and its causes."""
     from relay.admin.events import find
 
     found = find(load(config), event_id)
     if as_json:
-        destinations = [json_fields(each) for each in found.destinations]
-        print(json.dumps({**json_fields(found), "destinations": destinations}, indent=2))
+        lists = {
+            "destinations": [json_fields(each) for each in found.destinations],
+            "actions": [json_fields(each) for each in found.actions],
+        }
+        print(json.dumps({**json_fields(found), **lists}, indent=2))
         return
     facts = {
         "event": found.id,
@@ -35,6 +45,8 @@ def event(
         "transaction": found.transaction_id,
         "published": found.event_ts,
         "deliver at": found.deliver_at,
+        "caused by": " < ".join(map(_named, found.caused_by)),
+        "caused": ", ".join(map(_named, found.caused or ())),
     }
     for name, value in facts.items():
         if value:
@@ -56,3 +68,8 @@ def event(
             for each in found.destinations
         ),
     )
+    for each in found.actions:
+        where = f"sink {each.sink}" if each.sink else "target"
+        print(
+            f"{moment(each.acted_at)} {each.action} ({where}) by {each.who}: {each.reason or '-'}"
+        )

@@ -10,7 +10,6 @@ from uuid import UUID
 
 from pydantic import (
     AfterValidator,
-    AwareDatetime,
     BeforeValidator,
     Discriminator,
     Field,
@@ -314,6 +313,8 @@ class ScheduledEvent(Section):
 
 def _period(value: Any) -> timedelta:
     """Parse a duration that may be of seconds: `30s`."""
+    if isinstance(value, str) and re.fullmatch(r"0+\s*[smhdw]", value.strip()):
+        raise ValueError("must be at least a second: 30s")
     if isinstance(value, str) and re.fullmatch(r"[1-9]\d{0,5}\s*s", value.strip()):
         return timedelta(seconds=int(value.strip()[:-1]))
     try:
@@ -324,6 +325,13 @@ def _period(value: Any) -> timedelta:
         ) from None
 
 
+def _with_offset(value: datetime) -> datetime:
+    """Require the offset of a time: without one, it would depend on the host."""
+    if value.utcoffset() is None:
+        raise ValueError("needs its offset from UTC: 2027-01-01T00:00:00+01:00")
+    return value
+
+
 class ScheduleSettings(Section):
     """An event that is published at given times; one of `cron`, `every` and `at` says when."""
 
@@ -331,7 +339,7 @@ class ScheduleSettings(Section):
     """Minute, hour, day of month, month and day of week, such as `0 3 * * *`, or `@daily`."""
     every: Annotated[timedelta, BeforeValidator(_period)] | None = None
     """An interval such as `30s` or `15m`, counted from the beginning of 1970 in UTC."""
-    at: AwareDatetime | None = None
+    at: Annotated[datetime, AfterValidator(_with_offset)] | None = None
     """A single time, with its offset: `2027-01-01T00:00:00+01:00`."""
     timezone: str = "UTC"
     """The time zone of `cron`, such as Europe/Paris."""
@@ -355,7 +363,7 @@ class ScheduleSettings(Section):
         try:
             timing(self.cron, self.every, self.at, self.timezone)
         except ValueError as error:
-            raise ValueError(f"cron: {error}") from None
+            raise ValueError(error if self.cron is None else f"cron: {error}") from None
         return self
 
     @property

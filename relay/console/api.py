@@ -17,6 +17,7 @@ from relay.console.forms import CallerDep, GroupDep
 from relay.console.group import HISTORY_HOURS, MOST, PAGE, GroupView, Page, Partitions
 from relay.console.models import Changed, Count, MessageCount, Moved, Problem
 from relay.faults import ConfigurationError
+from relay.source.outbox.search import EventPage
 from relay.store.actions import Action
 from relay.store.brakes import BrakedHandler
 from relay.store.dead_letters.selection import ActedOnDead, DeadTransaction, Kind
@@ -123,6 +124,12 @@ def resume(group: GroupDep, caller: CallerDep, sink: str, act: models.Act) -> Ch
 def endpoints(group: GroupDep, sink: str, limit: Limit = MOST) -> list[StoredEndpoint]:
     """List endpoints of a sink, which data choose, that fail or are disabled, the disabled ones first."""
     return group.endpoints(sink, limit)
+
+
+@router.get(_GROUP + "/events", tags=["events"])
+def events(group: GroupDep, query: Annotated[models.EventQuery, Query()]) -> EventPage:
+    """Search the outbox for events, newest first. One that no index serves reads at most 100,000 rows for a page."""
+    return group.events(query.search(), query.limit, query.before)
 
 
 @router.get(_GROUP + "/events/{event_id:path}", tags=["events"])

@@ -33,6 +33,7 @@ from relay.observe import history
 from relay.observe.health import Limits, failures
 from relay.observe.phrases import duration, moment
 from relay.schedules.steps import GRACE
+from relay.source.outbox.search import EventPage, EventSearch
 from relay.store import (
     actions,
     brakes,
@@ -377,6 +378,13 @@ class GroupView:
                 return events.find(self._settings, event_id)
             except events.UnknownEvent as error:
                 raise Missing(str(error)) from None
+
+    def events(
+        self, wanted: EventSearch, limit: int = PAGE, before: str | None = None
+    ) -> EventPage:
+        """Search the outbox for events, the newest first."""
+        with reading():
+            return events.search(self._settings, wanted, before, limit)
 
     def queues(self) -> list[QueueFigures]:
         """Read the figures of the work queues."""

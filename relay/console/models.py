@@ -19,6 +19,7 @@ from pydantic import (
 from relay.admin.status import Status
 from relay.console.group import MOST, PAGE
 from relay.faults import ConfigurationError
+from relay.source.outbox.search import EventSearch
 from relay.store.dead_letters import DeadLetterAction
 from relay.store.dead_letters.selection import DeadLetterSelection
 from relay.store.deferred.selection import DeferredSelection
@@ -99,6 +100,30 @@ class DeferredFilter(Model):
         return DeferredSelection(
             tuple(self.ids), self.sink, self.handler, self.kind, self.key, self.host
         )
+
+
+class EventFilter(Model):
+    """Selects events of the outbox that meet every condition."""
+
+    host: Text | None = Field(None, description="Their host_id.")
+    event_type: Text | None = None
+    aggregate_type: Text | None = None
+    aggregate: Text | None = Field(None, description="Their aggregate_id.")
+    since: Moment | None = Field(None, description="Published then or later, by event_ts.")
+    until: Moment | None = Field(None, description="Published before, by event_ts.")
+
+    def search(self) -> EventSearch:
+        """Return the search of the outbox."""
+        return EventSearch(
+            self.host, self.event_type, self.aggregate_type, self.aggregate, self.since, self.until
+        )
+
+
+class EventQuery(EventFilter):
+    """A page of events; `before` is `next` of the page before."""
+
+    limit: int = Field(PAGE, ge=1, le=MOST)
+    before: Text | None = None
 
 
 class DeadLetterQuery(DeadLetterFilter):
@@ -300,7 +325,7 @@ def described(location: Sequence[int | str], message: str, prefix: str = "") -> 
     return f"{prefix}{key or 'the request'}: {text[:1].lower()}{text[1:]}"
 
 
-Filter = TypeVar("Filter", DeadLetterFilter, DeferredFilter)
+Filter = TypeVar("Filter", DeadLetterFilter, DeferredFilter, EventFilter)
 
 
 def filter_of(model: type[Filter], values: dict[str, Any]) -> Filter:

@@ -24,11 +24,12 @@ from relay.console.forms import (
     search_of,
 )
 from relay.console.group import HISTORY_HOURS, PAGE, Missing
-from relay.console.models import DeadLetterFilter, DeferredFilter
+from relay.console.models import DeadLetterFilter, DeferredFilter, EventFilter
 from relay.console.security import COOKIE, SESSION_SECONDS, Guard
 from relay.console.views import address
 from relay.faults import ConfigurationError
 from relay.observe.phrases import counted, pausing
+from relay.source.outbox.search import SCANNED
 from relay.store.dead_letters.selection import SHOWN_CHARACTERS
 from relay.store.deferred.selection import KINDS
 from relay.store.queues import ITEM_STATES
@@ -225,13 +226,32 @@ def sink_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: 
 
 @router.get("/groups/{group}/event")
 def event(request: Request, views: ViewsDep, group: GroupDep, id: str = "") -> Response:
-    """Show where an event is, or a form that asks for its id."""
+    """Show where an event is, and what it has caused, or a form that asks for its id."""
     wanted = id.strip()
     try:
         found, missing = group.event(wanted) if wanted else None, None
     except Missing as error:
         found, missing = None, str(error)
     return views.page(request, "event.html", id=wanted, event=found, missing=missing)
+
+
+@router.get("/groups/{group}/events")
+def events(
+    request: Request,
+    views: ViewsDep,
+    group: GroupDep,
+    before: str | None = None,
+    limit: int = PAGE,
+) -> Response:
+    """Search the outbox for events, or ask for the id of one."""
+    given, wanted = search_of(request, EventFilter)
+    old = group.kept(
+        ("events", wanted.model_dump_json(), before, limit),
+        lambda: {"page": group.events(wanted.search(), page_size(limit), before)},
+    )
+    return views.page(
+        request, "events.html", old=old, **old.values, given=given, before=before, most=SCANNED
+    )
 
 
 @router.get("/groups/{group}/queues")

@@ -24,7 +24,7 @@ SECTIONS = (
     ("sinks", "Sinks"),
     ("queues", "Queues"),
     ("schedules", "Schedules"),
-    ("event", "Event"),
+    ("events", "Events"),
     ("dead-letters", "Dead letters"),
     ("deferred", "Deferred"),
     ("partitions", "Partitions"),

@@ -263,9 +263,15 @@ def timing(cron: str | None, every: timedelta | None, at: datetime | None, timez
     return At(at)
 
 
+_NO_ZONES = re.compile(r"(posix|right)/|(localtime|posixrules|Factory)$")
+"""Files that lie among those of the time zones."""
+
+
 def zone_of(name: str) -> ZoneInfo:
-    """Return a time zone. Raises ValueError if there is none of this name."""
+    """Return a time zone. Raises ValueError if there is none of this name, or it is another one on another host."""
     try:
-        return ZoneInfo(name)
+        if not _NO_ZONES.match(name):
+            return ZoneInfo(name)
     except (KeyError, ValueError, OSError):
-        raise ValueError(f"{name!r} is not a time zone such as Europe/Paris") from None
+        pass
+    raise ValueError(f"{name!r} is not a time zone such as Europe/Paris")

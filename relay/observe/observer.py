@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from relay.config.settings import Settings
 from relay.model.events import Lsn
@@ -19,6 +19,7 @@ from relay.pipeline.runner import WAITS_FOR_SPARK
 from relay.runtime.parts import Condition, Recurring
 from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS, Received
 from relay.store.completeness import TARGET
+from relay.store.schedules import ScheduleFigures
 
 Labels = tuple[str, ...]
 Gauges = defaultdict[str, dict[Labels, float]]
@@ -194,7 +195,7 @@ class ServiceGauges:
             gauges["relay_queue_paused"][(each.queue,)] = each.paused_at is not None
             if each.filled is not None:
                 gauges["relay_queue_filled_messages"][(each.queue,)] = each.filled
-        for schedule in counted.schedules or ():
+        for schedule in schedules_shown(counted.schedules or ()):
             key = (schedule.name,)
             gauges["relay_schedule_published"][key] = schedule.published
             gauges["relay_schedule_missed"][key] = schedule.missed_ticks
@@ -355,3 +356,23 @@ class Observer(Recurring):
         if deferred:
             values["deferred"] = sum(count for (name, _), count in deferred.items() if name == sink)
         return values
+
+
+MOST_SCHEDULES = 1_000
+"""So many schedules have series of their own."""
+
+
+def schedules_shown(figures: Sequence[ScheduleFigures]) -> list[ScheduleFigures]:
+    """Return the figures of the first MOST_SCHEDULES, and those of all others as one, which is called `(others)`."""
+    others = figures[MOST_SCHEDULES:]
+    if not others:
+        return list(figures)
+    together = ScheduleFigures(
+        "(others)",
+        sum(each.published for each in others),
+        sum(each.missed_ticks for each in others),
+        max(each.overdue_seconds for each in others),
+        any(each.is_paused for each in others),
+        next((each.fault for each in others if each.fault is not None), None),
+    )
+    return [*figures[:MOST_SCHEDULES], together]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from uuid import UUID
 
 import psycopg
@@ -17,10 +18,17 @@ import psycopg
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line, is_transient
 from relay.runtime.parts import SOON_SECONDS, Condition, Recurring
-from relay.schedules.steps import step
+from relay.schedules.steps import MOST_EVENTS, step
 from relay.store import locks, schedules
-from relay.store.connections import SHORT_TIMEOUTS, Connection, connect_pooled, with_settings
+from relay.store.connections import (
+    SHORT_TIMEOUTS,
+    Connection,
+    connect_pooled,
+    sessions_with,
+    with_settings,
+)
 from relay.store.groups import APPLICATION_NAME
+from relay.store.schedules import DueTicks, ScheduleRow
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +40,26 @@ _BUSY_SECONDS = 0.2
 """After so many seconds a schedule that another session has locked is looked at again."""
 _RETRY_SECONDS = 60.0
 """After so many seconds a schedule whose event was refused is tried again."""
+_PORTION = 100
+"""The most schedules that are read, and published for in a commit, at once."""
+ANSWER_SECONDS = 15.0
+"""How long a statement may take: a peer that is half open, such as a proxy without its server, answers nothing."""
+_LIMITS = {"statement_timeout": "10s", "idle_in_transaction_session_timeout": "10s"}
+"""The server ends a statement first; and, behind a pooler, the transaction of a process that is frozen in it."""
+_Steps = Sequence[tuple[ScheduleRow, DueTicks]]
+
+
+class _Answering(psycopg.Connection[Any]):
+    """A connection that fails if the server does not answer in time, even where the peer keeps it open."""
+
+    def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
+        """Wait for the server's answer. Raises psycopg.OperationalError."""
+        try:
+            return super().wait(gen, interval, ANSWER_SECONDS if timeout is None else timeout)
+        except psycopg.errors._WaitTimeout:
+            raise psycopg.OperationalError(
+                f"lost the connection: the server has not answered for {ANSWER_SECONDS:.0f} s"
+            ) from None
 
 
 class Ticker(Recurring):
@@ -64,14 +92,17 @@ class Ticker(Recurring):
     def turn(self) -> float:
         """Publish what is due; returns the seconds until the next schedule is."""
         try:
-            if self._conn is None:
-                dsn = self._settings.source_dsn
-                self._conn = connect_pooled(
-                    dsn, application_name=APPLICATION_NAME, **SHORT_TIMEOUTS
-                )
-            if not self._has_declared:
-                self._declare(self._conn)
-            return self._tick(self._conn)
+            with sessions_with(_LIMITS):
+                if self._conn is None:
+                    self._conn = connect_pooled(
+                        self._settings.source_dsn,
+                        _Answering.connect,
+                        application_name=APPLICATION_NAME,
+                        **SHORT_TIMEOUTS,
+                    )
+                if not self._has_declared:
+                    self._declare(self._conn)
+                return self._tick(self._conn)
         except psycopg.errors.ReadOnlySqlTransaction:
             # A standby; a new session finds out when it is promoted.
             self.release()
@@ -97,16 +128,18 @@ class Ticker(Recurring):
         has_moved = False
         with with_settings(conn):
             wait = schedules.wait(conn)
-            due = schedules.due(conn) if wait == 0 else []
+            # Those that were refused are still due.
+            due = schedules.due(conn, _PORTION + len(self._refused)) if wait == 0 else []
         # Not those that were dropped, paused or changed meanwhile.
         still = {(each.id, each.version) for each in due}
         self._refused = {each: again for each, again in self._refused.items() if each in still}
         if due:
-            for each in due:
+            now = time.monotonic()
+            tried = [each for each in due if self._refused.get((each.id, each.version), 0.0) <= now]
+            for portion in _portions(tried):
                 if self.stopping.is_set():
                     break
-                if self._refused.get((each.id, each.version), 0.0) <= time.monotonic():
-                    has_moved |= self._publish(conn, each)
+                has_moved |= self._publish(conn, portion)
             with with_settings(conn):
                 wait = schedules.wait(conn)
         if not self._refused:
@@ -118,17 +151,14 @@ class Ticker(Recurring):
             return _NOTHING_SECONDS
         return min(max(wait, 0.0), LONGEST_SLEEP)
 
-    def _publish(self, conn: Connection, schedule: schedules.ScheduleRow) -> bool:
-        """Publish the events of a schedule that are due, and move it on; returns whether it did."""
-        to_do = step(schedule, schedule.present)
-        if to_do.fault is not None:
-            log.error(
-                "a schedule is not understood",
-                extra={"schedule": schedule.name, "fault": to_do.fault},
-            )
+    def _publish(self, conn: Connection, steps: _Steps) -> bool:
+        """Publish the events of schedules that are due, and move them on; returns whether it did for one of them.
+
+        If the event of one is refused, each is tried alone.
+        """
         try:
             with with_settings(conn):
-                ticked = schedules.tick(conn, schedule, to_do)
+                ticked = schedules.tick(conn, steps)
         except psycopg.Error as error:
             if (
                 conn.broken
@@ -136,26 +166,56 @@ class Ticker(Recurring):
                 or isinstance(error, psycopg.errors.ReadOnlySqlTransaction)
             ):
                 raise
+            if len(steps) > 1:
+                moved = [self._publish(conn, [each]) for each in steps]
+                return any(moved)
+            ((schedule, _),) = steps
             self._refused[schedule.id, schedule.version] = time.monotonic() + _RETRY_SECONDS
             self.condition.fails(f"{schedule.name}: {first_line(error)}")
             return False
-        self._refused.pop((schedule.id, schedule.version), None)
-        if ticked and to_do.missed:
-            log.warning(
-                "times of a schedule were missed",
-                extra={
-                    "schedule": schedule.name,
-                    "times": to_do.missed,
-                    "published": len(to_do.times),
-                },
-            )
-        return ticked
+        for schedule, to_do in steps:
+            self._refused.pop((schedule.id, schedule.version), None)
+            if schedule.id in ticked:
+                _log(schedule, to_do)
+        return bool(ticked)
 
     def release(self) -> None:
         """Close the connection."""
         conn, self._conn = self._conn, None
         if conn is not None:
             conn.close()
+
+
+def _portions(due: Sequence[ScheduleRow]) -> Iterator[_Steps]:
+    """Yield what is to be done for schedules, in portions of at most MOST_EVENTS events, or those of one schedule."""
+    portion: list[tuple[ScheduleRow, DueTicks]] = []
+    events = 0
+    for schedule in due:
+        to_do = step(schedule, schedule.present)
+        if portion and events + len(to_do.times) > MOST_EVENTS:
+            yield portion
+            portion, events = [], 0
+        portion.append((schedule, to_do))
+        events += len(to_do.times)
+    if portion:
+        yield portion
+
+
+def _log(schedule: ScheduleRow, to_do: DueTicks) -> None:
+    if to_do.fault is not None:
+        log.error(
+            "a schedule is not understood",
+            extra={"schedule": schedule.name, "fault": to_do.fault},
+        )
+    if to_do.missed:
+        log.warning(
+            "times of a schedule were missed",
+            extra={
+                "schedule": schedule.name,
+                "times": to_do.missed,
+                "published": len(to_do.times),
+            },
+        )
 
 
 def declare(conn: Connection, settings: Settings) -> tuple[list[str], list[str]]:

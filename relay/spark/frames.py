@@ -29,6 +29,7 @@ from relay.spark import pruning
 from relay.spark.descriptions import of_function, safe_description
 from relay.spark.reading import PARTITION, MappedTable, TaskPortion, by_xid, map_type, read
 from relay.spark.writers import BATCH_COLUMN
+from relay.store.deferred import event_key
 from relay.store.positions.sinks import BEFORE_FIRST
 from relay.store.positions.spark_batches import Contents, OpenBatch
 
@@ -176,6 +177,13 @@ def _unpacked_rows(data: bytes) -> pa.Table:
 
     with pa.ipc.open_stream(data) as stream:
         return stream.read_all()
+
+
+def packed_ids(data: bytes | None) -> list[str]:
+    """The ids of the events of an Arrow stream, as `deferred.event_key` has them."""
+    if data is None:
+        return []
+    return [event_key(each or "") for each in _unpacked_rows(data).column("id").to_pylist()]
 
 
 def _table(settings: Settings) -> MappedTable:

@@ -27,7 +27,7 @@ from relay.spark.reading import MappedTable, columns
 from relay.store import clock
 from relay.store.completeness import Completeness, Moments
 from relay.store.connections import Connection
-from relay.store.deferred import Deferral, ids_of
+from relay.store.deferred import Deferral, cancelled, event_key, has_requests, ids_of
 from relay.store.deferred import due as deferred_due
 from relay.store.positions import spark_batches
 from relay.store.positions.sinks import BEFORE_FIRST, SinkState
@@ -236,6 +236,37 @@ def scheduled_commits(
         prepare=False,
     )
     return sorted(xid for (xid,) in rows)
+
+
+def cancelled_commits(
+    source: Connection, target: Connection, table: MappedTable, contents: Contents
+) -> list[int]:
+    """The commits of a batch with a scheduled event that somebody has asked to cancel: full xids. Raises psycopg.Error.
+
+    Their time may have passed. Without any request nothing is read from the source.
+    """
+    column, event_id = table.mapping["deliver_at"], table.mapping["id"]
+    if not event_id or column not in columns(source, table) or not has_requests(target):
+        return []
+    wanted = frames.left_out(table, contents)
+    rows = source.execute(
+        sql.SQL(
+            "select {xid}::text::bigint, concat({id}) from {table}"
+            " where {between} and {wanted} and {xid} is not null and {column} is not null"
+        ).format(
+            xid=XID,
+            id=sql.Identifier(event_id),
+            table=table.identifier,
+            between=condition(Difference(contents.before, contents.after)),
+            wanted=sql.SQL("true") if wanted is None else wanted,
+            column=sql.Identifier(column),
+        ),
+        prepare=False,
+    )
+    ids: dict[int, list[str]] = {}
+    for xid, each in rows:
+        ids.setdefault(xid, []).append(event_key(each))
+    return sorted(cancelled(target, ids))
 
 
 def scheduled(

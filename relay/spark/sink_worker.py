@@ -332,13 +332,15 @@ class SparkWorker(Recurring):
         self._noted = now
 
     def _without_scheduled(self, contents: Contents) -> Contents:
-        """Leave commits with an event for later out of a batch; `_store` defers them when it moves past them."""
-        if not contents.rows:
-            return contents
-        later = sink_batches.scheduled_commits(
-            self._connected(), self._claim.conn, self._table, contents
-        )
-        return self._without(contents, later) if later else contents
+        """Leave commits with an event for later out of a batch; `_store` defers them when it moves past them.
+
+        Those with one that is cancelled, too: they are deleted when they are due.
+        """
+        for found in (sink_batches.scheduled_commits, sink_batches.cancelled_commits):
+            if contents.rows:
+                commits = found(self._connected(), self._claim.conn, self._table, contents)
+                contents = self._without(contents, commits) if commits else contents
+        return contents
 
     def _without(self, contents: Contents, commits: Iterable[int]) -> Contents:
         """Leave commits, full xids, out of a batch."""
@@ -542,7 +544,10 @@ class SparkWorker(Recurring):
             if retried:
                 replayed = spark_batches.dead_transactions(conn, retried)
                 dead_letters.mark(conn, group, replayed, "replayed", "replayed")
-                deferred.remove(conn, retried)
+                if len(deferred.remove(conn, retried)) < len(retried):
+                    # Only those that were cancelled while they were written are noted.
+                    ids = frames.packed_ids(batch.contents.data)
+                    deferred.note_delivered(conn, group, self._name, ids)
         log.info(
             "wrote a batch with Spark",
             extra={

@@ -207,13 +207,17 @@ def connect(
     return conn
 
 
-def connect_pooled(dsn: Dsn, **options: Any) -> psycopg.Connection[Any]:
+def connect_pooled(
+    dsn: Dsn,
+    open_connection: Callable[..., psycopg.Connection[Any]] = psycopg.connect,
+    **options: Any,
+) -> psycopg.Connection[Any]:
     """Open a connection in autocommit mode, of which a pooler may give each transaction to another session.
 
-    Its statements run in `with_settings`: nothing is left in sessions that others use, too. Raises
-    psycopg.OperationalError, and ConfigurationError as `connect` does.
+    Its statements run in `with_settings`: nothing is left in sessions that others use, too. `open_connection` may be
+    that of a subclass. Raises psycopg.OperationalError, and ConfigurationError as `connect` does.
     """
-    conn = _opened_noting(dsn, psycopg.connect, **{**_OPTIONS, **options})
+    conn = _opened_noting(dsn, open_connection, **{**_OPTIONS, **options})
     try:
         if leads_to_pooler(conn):
             conn.prepare_threshold = None

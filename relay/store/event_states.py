@@ -8,6 +8,7 @@ from datetime import datetime
 
 from psycopg.rows import class_row
 
+from relay.store.actions import Acted
 from relay.store.connections import Connection
 
 _DEAD = """
@@ -26,7 +27,7 @@ _DEFERRED = """
            coalesce(d.reason, (select 'cancelled by ' || c.requested_by || ': it is not delivered'
                                  from relay.cancellations as c
                                 where c.event_id = any (d.event_ids) and c.group_id = ''
-                                  and (c.host_id is null or c.host_id = any (d.hosts)) limit 1)) as reason
+                                  and (c.host_id = '' or c.host_id = any (d.hosts)) limit 1)) as reason
       from relay.deferred as d
      where d.id = any (%(deferred)s) and d.dead_transaction is null
      order by d.sink, d.id
@@ -47,6 +48,22 @@ _QUEUED = """
      where i.event_id = %(event)s and i.queue in (select q.name from relay.queues as q where q.group_id = %(group)s)
      order by i.queue, i.id
 """
+
+
+_ACTIONS = """
+    select d.sink, a.action, a.reason, a.acted_by, a.operator, a.acted_at
+      from (select distinct dead_transaction, sink from relay.dead_letter_queue
+             where group_id = %(group)s and event_id = %(event)s) as d
+      join relay.dead_letter_actions as a using (dead_transaction)
+     order by a.id desc limit 100
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class EventAction(Acted):
+    """An action on a dead letter of an event; `sink` is empty for that of the target."""
+
+    sink: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +102,9 @@ def of(
             for query in (_DEAD, _DEFERRED, _CANCELLED, _QUEUED)
             for state in cursor.execute(query, given).fetchall()
         ]
+
+
+def actions(conn: Connection, group: str, event: str) -> list[EventAction]:
+    """Read the actions on the dead letters of an event, the newest first. Raises psycopg.Error."""
+    with conn.cursor(row_factory=class_row(EventAction)) as cursor:
+        return cursor.execute(_ACTIONS, {"group": group, "event": event}).fetchall()

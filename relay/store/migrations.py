@@ -58,6 +58,11 @@ FORMER = {
             "95dbb51979e5cf382756e0b61b2ad6416c73528f67d9ec170d46610884149d90",  # causes are not noted
         }
     ),
+    "outbox/002_schedules.sql": frozenset(
+        {
+            "84138bb8655167dd18396949ae9b1674448fd95d943bce304b5cadbbd2185e19",  # no owners, no index
+        }
+    ),
     "outbox/003_readers.sql": frozenset(
         {
             "ee39e4f4b026e1609fb57fb438c278f667304a4fb471dd1e18bcce4ea338bc07"

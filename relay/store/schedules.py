@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -101,19 +101,29 @@ _FIGURES = """
                 then extract(epoch from clock_timestamp() - due_at)::float8 else 0 end as overdue_seconds
       from relay.schedules order by name
 """
-_IS_DUE = "paused_at is null and (due_at is null or due_at <= clock_timestamp())"
 _READ = """
     select name, id, cron, every, at, timezone, missed, jitter, configured_by, since, paused_at, next_at, passed_at,
            last, last_event_id, published, missed_ticks, fault, version, clock_timestamp() as present
       from relay.schedules
 """
+# Both read an index on due_at: statement_timestamp() has one value for the statement, clock_timestamp() has not.
 _WAITS = """
-    select bool_or(due_at is null or due_at <= clock_timestamp()),
-           extract(epoch from min(due_at) filter (where due_at <> 'infinity') - clock_timestamp())::float8
-      from relay.schedules where paused_at is null
+    select exists (select from relay.schedules where paused_at is null and due_at is null),
+           extract(epoch from (select min(due_at) from relay.schedules where paused_at is null and due_at < 'infinity')
+                              - statement_timestamp())::float8
+"""
+_DUE = f"""
+    ({_READ} where paused_at is null and due_at is null limit %(limit)s)
+    union all
+    ({_READ} where paused_at is null and due_at <= statement_timestamp() order by due_at limit %(limit)s)
+    limit %(limit)s
 """
 _TICK = """
-    select relay.tick(%s, %s, %s, %s::timestamptz[], %s::uuid[], %s, %s, coalesce(%s, timestamptz 'infinity'), %s, %s)
+    select t.id, relay.tick(t.name, t.id, t.version, t.times::timestamptz[], t.ids::uuid[], t.passed_at, t.next_at,
+                            coalesce(t.due_at, 'infinity'), t.missed, t.fault)
+      from unnest(%s::text[], %s::uuid[], %s::bigint[], %s::text[], %s::text[], %s::timestamptz[], %s::timestamptz[],
+                  %s::timestamptz[], %s::bigint[], %s::text[])
+           as t (name, id, version, times, ids, passed_at, next_at, due_at, missed, fault)
 """
 _DECLARE = """
     select relay.declare_schedule(
@@ -154,13 +164,18 @@ def named(conn: psycopg.Connection[Any], name: str) -> ScheduleRow | None:
     return next(iter(_rows(conn, _READ + " where name = %s", (name,))), None)
 
 
-def due(conn: psycopg.Connection[Any]) -> list[ScheduleRow]:
-    """Read the schedules that are due, or whose next time is not known. Raises psycopg.Error."""
-    return _rows(conn, f"{_READ} where {_IS_DUE} order by due_at nulls first")
+def due(conn: psycopg.Connection[Any], limit: int) -> list[ScheduleRow]:
+    """Read at most `limit` schedules whose next time is not known or has come, the earliest first.
+
+    Raises psycopg.Error.
+    """
+    return _rows(conn, _DUE, {"limit": limit})
 
 
 def _rows(
-    conn: psycopg.Connection[Any], query: str, parameters: tuple[object, ...] = ()
+    conn: psycopg.Connection[Any],
+    query: str,
+    parameters: tuple[object, ...] | Mapping[str, object] = (),
 ) -> list[ScheduleRow]:
     with conn.cursor(row_factory=class_row(ScheduleRow)) as cursor:
         return cursor.execute(query.encode(), parameters).fetchall()
@@ -168,17 +183,30 @@ def _rows(
 
 def wait(conn: psycopg.Connection[Any]) -> float | None:
     """Return in how many seconds a schedule is due, 0 if one is; None if none will be. Raises psycopg.Error."""
-    ((is_due, seconds),) = conn.execute(_WAITS.encode())
-    return 0.0 if is_due else seconds
+    ((is_unknown, seconds),) = conn.execute(_WAITS.encode())
+    return 0.0 if is_unknown or (seconds is not None and seconds <= 0) else seconds
 
 
-def tick(conn: psycopg.Connection[Any], schedule: ScheduleRow, step: DueTicks) -> bool:
-    """Publish and move on in one statement; returns whether nobody else has done it. Raises psycopg.Error."""
-    of = (schedule.name, schedule.id, schedule.version)
-    published = (list(step.times), list(step.ids), step.passed)
-    following = (step.next, step.due, step.missed, step.fault)
-    row = conn.execute(_TICK, (*of, *published, *following)).fetchone()
-    return row == (True,)
+def tick(conn: psycopg.Connection[Any], steps: Sequence[tuple[ScheduleRow, DueTicks]]) -> set[UUID]:
+    """Publish and move on in one statement; returns the ids of the schedules for which nobody else has done it.
+
+    Raises psycopg.Error, and has done nothing then.
+    """
+    rows = [
+        (
+            *(schedule.name, schedule.id, schedule.version),
+            *(_array(each.isoformat() for each in step.times), _array(map(str, step.ids))),
+            *(step.passed, step.next, step.due, step.missed, step.fault),
+        )
+        for schedule, step in steps
+    ]
+    found = conn.execute(_TICK, [list(column) for column in zip(*rows, strict=True)])
+    return {number for number, has_moved in found if has_moved}
+
+
+def _array(values: Iterable[str]) -> str:
+    """An array as text: one of arrays would need as many elements in each."""
+    return "{" + ",".join(values) + "}"
 
 
 def declare(

@@ -12,6 +12,7 @@ create table if not exists relay.schedules (
     jitter         interval      not null,
     publish        jsonb         not null,
     configured_by  text,
+    owner          name,
     since          timestamptz   not null default clock_timestamp(),
     paused_at      timestamptz,
     next_at        timestamptz,
@@ -25,6 +26,9 @@ create table if not exists relay.schedules (
     version        bigint        not null default 1,
     check (num_nonnulls(cron, every, at) = 1)
 );
+alter table relay.schedules add column if not exists owner name;
+-- For the least time, which is asked for every two seconds and after each one.
+create index if not exists schedules_due on relay.schedules (due_at) where paused_at is null;
 
 comment on table relay.schedules is
     'events that relay publishes at given times; relay.declare_schedule writes it';
@@ -54,6 +58,8 @@ comment on column relay.schedules.publish is
     'the event, as in relay.publish, with host_id and user_id';
 comment on column relay.schedules.configured_by is
     'the group whose configuration has it; null where SQL declared it';
+comment on column relay.schedules.owner is
+    'the role that declared it in SQL; null where a configuration has it, and where a former edition of relay declared it';
 comment on column relay.schedules.since is
     'when it was declared, changed or resumed: earlier times are not missed';
 comment on column relay.schedules.next_at is
@@ -85,6 +91,29 @@ begin
 end
 $$;
 
+-- Raises an error unless the calling role is a member of a schedule's owner, or of relay. A schedule of a configuration is
+-- relay's. One of a former edition has no owner: who may publish may change it, until it is declared again.
+create or replace function relay.require_owner(schedule relay.schedules, called text) returns void
+language plpgsql stable set search_path = pg_catalog, pg_temp
+as $$
+declare
+    caller name := case current_setting('role') when 'none' then session_user else current_setting('role')::name end;
+begin
+    if to_regrole('relay') is null or pg_has_role(caller, 'relay', 'member') then
+        return;
+    elsif schedule.configured_by is not null then
+        raise insufficient_privilege using message = format(
+            '%s: %s is in the configuration of group %s: only a member of the role relay may change it', called, schedule.name,
+            schedule.configured_by);
+    elsif schedule.owner is not null
+          and (to_regrole(quote_ident(schedule.owner)) is null or not pg_has_role(caller, schedule.owner, 'member')) then
+        raise insufficient_privilege using message = format(
+            '%s: %s belongs to the role %s: only its members, and those of relay, may change it', called, schedule.name,
+            schedule.owner);
+    end if;
+end
+$$;
+
 -- Declares a schedule, or changes it; returns whether that changed anything. One of cron, every and at is given. Other times
 -- than before begin now. publish is an event as in relay.publish, with host_id: {"host_id": ..., "event_type": ..., "payload": {}}.
 create or replace function relay.declare_schedule(
@@ -102,6 +131,7 @@ language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_variable
 declare
+    caller  name := case current_setting('role') when 'none' then session_user else current_setting('role')::name end;
     fault   text;
     unknown text;
     former  relay.schedules;
@@ -118,7 +148,8 @@ begin
         when length(cron) > 1000 then 'cron: must have at most 1000 characters'
         when cron !~ '^\s*(@\w+|\S+(\s+\S+){4})\s*$' then 'cron: must have five fields: 0 3 * * *'
         when at not between '1970-01-01Z' and '9000-01-01Z' then 'at: must be a time from 1970 to 9000'
-        when every < '1 s' or extract(year from every) <> 0 or extract(month from every) <> 0
+        when every < '1 s' then 'every: must be at least a second'
+        when extract(year from every) <> 0 or extract(month from every) <> 0
              or extract(epoch from every) <> floor(extract(epoch from every))
             then 'every: must be whole seconds, without months: use cron'
         when every > '36500 days' then 'every: must be at most 36500 days'
@@ -137,11 +168,19 @@ begin
     if fault is not null then
         raise invalid_parameter_value using message = 'relay.declare_schedule: ' || fault;
     end if;
-    perform clock_timestamp() at time zone timezone;
+    -- What PostgreSQL takes for a time zone beside these, such as CEST or UTC+3, has no changes of clocks, and relay does
+    -- not know it. The list is read from files: not for a name that another schedule has.
+    if timezone <> 'UTC' and not exists (select from relay.schedules as s where s.timezone = declare_schedule.timezone and s.fault is null)
+       and (timezone ~ '^(posix|right)/|^(localtime|posixrules|Factory)$'
+            or not exists (select from pg_timezone_names as z where z.name = timezone)) then
+        raise invalid_parameter_value using
+            message = format('relay.declare_schedule: timezone: %L is not a time zone such as Europe/Paris', timezone);
+    end if;
     perform relay.require_configuring(configured_by);
 
-    insert into relay.schedules as s (name, cron, every, at, timezone, missed, jitter, publish, configured_by)
-    values (name, cron, every, at, timezone, missed, jitter, publish, configured_by)
+    insert into relay.schedules as s (name, cron, every, at, timezone, missed, jitter, publish, configured_by, owner)
+    values (name, cron, every, at, timezone, missed, jitter, publish, configured_by,
+            case when configured_by is null then caller end)
     on conflict do nothing;
     if found then
         return true;
@@ -156,10 +195,12 @@ begin
        is not distinct from (cron, every, at, timezone, missed, jitter, publish) then
         return false;
     end if;
+    perform relay.require_owner(former, 'relay.declare_schedule');
     update relay.schedules as s
        set cron = declare_schedule.cron, every = declare_schedule.every, at = declare_schedule.at,
            timezone = declare_schedule.timezone, missed = declare_schedule.missed, jitter = declare_schedule.jitter,
            publish = declare_schedule.publish, next_at = null, due_at = null, fault = null, version = s.version + 1,
+           owner = coalesce(s.owner, case when configured_by is null then caller end),
            since = case when (s.cron, s.every, s.at, s.timezone) is not distinct from (cron, every, at, timezone)
                         then s.since else clock_timestamp() end
      where s.name = declare_schedule.name;
@@ -173,34 +214,41 @@ language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_variable
 declare
-    by_group text;
+    s relay.schedules;
 begin
     perform relay.require_configuring(configured_by);
-    delete from relay.schedules as s
-     where s.name = drop_schedule.name and s.configured_by is not distinct from drop_schedule.configured_by;
-    if found then
-        return true;
-    end if;
-    select s.configured_by into by_group from relay.schedules as s where s.name = drop_schedule.name;
-    if by_group is not null then
+    select * into s from relay.schedules as r where r.name = drop_schedule.name for update;
+    if not found or s.configured_by is null and configured_by is not null then
+        return false;
+    elsif s.configured_by is distinct from configured_by then
         raise object_not_in_prerequisite_state using message = format(
-            'relay.drop_schedule: %s is in the configuration of group %s: remove it there', name, by_group);
+            'relay.drop_schedule: %s is in the configuration of group %s: remove it there', name, s.configured_by);
     end if;
-    return false;
+    perform relay.require_owner(s, 'relay.drop_schedule');
+    delete from relay.schedules as r where r.name = drop_schedule.name;
+    return true;
 end
 $$;
 
 -- Pauses a schedule or lets it go on; returns whether that changed anything. Times of a pause are not missed.
 create or replace function relay.pause_schedule(name text, paused boolean) returns boolean
-language sql security definer set search_path = pg_catalog, pg_temp
+language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
-    with changed as (
-        update relay.schedules as s
-           set paused_at = case when paused then clock_timestamp() end, since = clock_timestamp(), next_at = null,
-               due_at = null, version = s.version + 1
-         where s.name = pause_schedule.name and (s.paused_at is not null) <> paused
-        returning true)
-    select exists (select from changed)
+#variable_conflict use_variable
+declare
+    s relay.schedules;
+begin
+    select * into s from relay.schedules as r where r.name = pause_schedule.name for update;
+    if not found then
+        return false;
+    end if;
+    perform relay.require_owner(s, 'relay.pause_schedule');
+    update relay.schedules as r
+       set paused_at = case when paused then clock_timestamp() end, since = clock_timestamp(), next_at = null,
+           due_at = null, version = r.version + 1
+     where r.name = pause_schedule.name and (r.paused_at is not null) <> paused;
+    return found;
+end
 $$;
 
 -- The event of a schedule for relay.publish.
@@ -228,6 +276,7 @@ begin
     if not found then
         return null;
     end if;
+    perform relay.require_owner(s, 'relay.run_schedule');
     perform relay.publish((s.publish ->> 'host_id')::uuid, (s.publish ->> 'user_id')::uuid,
                           relay.schedule_event(s, event_id, '{}'));
     return event_id;
@@ -282,6 +331,7 @@ comment on function relay.declare_schedule(text, jsonb, text, interval, timestam
 revoke all on function relay.declare_schedule(text, jsonb, text, interval, timestamptz, text, text, interval, text),
     relay.drop_schedule(text, text), relay.pause_schedule(text, boolean), relay.run_schedule(text),
     relay.schedule_event(relay.schedules, uuid, jsonb), relay.require_configuring(text),
+    relay.require_owner(relay.schedules, text),
     relay.tick(text, uuid, bigint, timestamptz[], uuid[], timestamptz, timestamptz, timestamptz, bigint, text) from public;
 
 do $$
@@ -310,7 +360,8 @@ begin
         return;
     end if;
     grant select, insert, update, delete on relay.schedules to relay_owner;
-    grant execute on function relay.schedule_event(relay.schedules, uuid, jsonb), relay.require_configuring(text) to relay_owner;
+    grant execute on function relay.schedule_event(relay.schedules, uuid, jsonb), relay.require_configuring(text),
+        relay.require_owner(relay.schedules, text) to relay_owner;
     grant create on schema relay to relay_owner;
     foreach called in array array[
         'declare_schedule(text, jsonb, text, interval, timestamptz, text, text, interval, text)', 'drop_schedule(text, text)',

@@ -12,11 +12,22 @@ create table if not exists relay.cancellations (
     group_id     text        not null default '',
     sink         text        not null default '',
     outcome      text        not null,
-    host_id      text,
+    host_id      text        not null default '',
     requested_by text        not null,
     noted_at     timestamptz not null default clock_timestamp(),
-    primary key (event_id, group_id, sink)
+    primary key (event_id, group_id, sink, host_id)
 );
+do $$
+begin
+    -- A former edition kept one request for an event: that for another host replaced the first.
+    if not (select attnotnull from pg_attribute where attrelid = 'relay.cancellations'::regclass and attname = 'host_id') then
+        update relay.cancellations set host_id = '' where host_id is null;
+        alter table relay.cancellations
+            alter column host_id set default '', alter column host_id set not null,
+            drop constraint cancellations_pkey, add primary key (event_id, group_id, sink, host_id);
+    end if;
+end
+$$;
 create index if not exists cancellations_noted on relay.cancellations (noted_at);
 
 comment on table relay.cancellations is
@@ -34,13 +45,37 @@ comment on column relay.cancellations.requested_by is
 comment on column relay.cancellations.noted_at is
     'when it was asked for, or stopped there';
 comment on column relay.cancellations.host_id is
-    'of a request: only events of this host are meant; null: whatever their host';
+    'of a request: only events of this host are meant; empty: whatever their host';
 
 -- How an id of an event is stored and compared: an entry of an index has a limited length.
 create or replace function relay.event_key(id text) returns text
 language sql stable set search_path = pg_catalog, pg_temp
 as $$
     select case when octet_length(id) > 1000 then encode(sha256(convert_to(id, 'UTF8')), 'hex') else id end
+$$;
+
+-- Locks the rows of relay.deferred of an event, in the order of their ids. Waits for a transaction that is being applied to the target,
+-- whose row relay has locked. is_gone: it was applied, or became a dead letter, meanwhile. was_tried: a sink may have it, or the target
+-- has refused it. is_due: its time at a sink has come.
+create or replace function relay.lock_deferred(event text, host_id text)
+returns table (id bigint, group_id text, sink text, event_ids text[], is_gone boolean, was_tried boolean, is_due boolean, holds boolean)
+language plpgsql set search_path = pg_catalog, pg_temp set enable_seqscan = off set plan_cache_mode = force_custom_plan
+as $$
+#variable_conflict use_column
+begin
+    for id, group_id, sink in
+        select d.id, d.group_id, d.sink from relay.deferred as d
+         where d.event_ids @> array[lock_deferred.event] and not d.blocked and d.dead_transaction is null
+           and (lock_deferred.host_id is null or lock_deferred.host_id = any (d.hosts))
+         order by d.id
+    loop
+        select d.event_ids, d.attempts > 0, d.sink <> '' and d.retry_at <= clock_timestamp(), d.holds
+          into event_ids, was_tried, is_due, holds
+          from relay.deferred as d where d.id = lock_deferred.id and not d.blocked for update;
+        is_gone := not found;
+        return next;
+    end loop;
+end
 $$;
 
 -- Cancels an event in the caller's transaction: the business transaction that it belongs to is not delivered, wherever it is deferred
@@ -57,40 +92,29 @@ as $$
 declare
     wanted text := relay.event_key(cancel.event_id);
     each   record;
-    locked record;
-    stops  boolean := false;
 begin
     if wanted is null then
         raise null_value_not_allowed using message = 'relay.cancel: event_id must not be null';
     end if;
     insert into relay.cancellations as c (event_id, outcome, host_id, requested_by)
-    values (wanted, 'requested', cancel.host_id, relay.calling_role())
-    on conflict (event_id, group_id, sink) do update set host_id = excluded.host_id;
-    for each in
-        select d.id, d.group_id, d.sink from relay.deferred as d
-         where d.event_ids @> array[wanted] and not d.blocked and d.dead_transaction is null
-           and (cancel.host_id is null or cancel.host_id = any (d.hosts))
-         order by d.id
-    loop
-        stops := true;
+    values (wanted, 'requested', coalesce(cancel.host_id, ''), relay.calling_role())
+    on conflict (event_id, group_id, sink, host_id) do update set noted_at = excluded.noted_at;
+    for each in select * from relay.lock_deferred(wanted, cancel.host_id) loop
         kind := case when each.sink = '' then 'target' else 'sink' end;
         name := each.sink;
-        -- Waits for a transaction that is being applied to the target, whose row relay has locked.
-        select d.event_ids, d.sink <> '' and (d.attempts > 0 or d.retry_at <= clock_timestamp()) as may_have_it into locked
-          from relay.deferred as d where d.id = each.id and not d.blocked for update;
-        if not found then
-            outcome := 'done';
-        else
-            outcome := case when locked.may_have_it then 'in doubt' else 'cancelled' end;
+        outcome := case when each.is_gone then 'done'
+                        when each.sink <> '' and (each.was_tried or each.is_due) then 'in doubt'
+                        else 'cancelled' end;
+        if not each.is_gone then
             insert into relay.cancellations (event_id, group_id, sink, outcome, requested_by)
             select distinct own.id, each.group_id, each.sink, cancel.outcome, relay.calling_role()
-              from unnest(locked.event_ids) as own (id)
-            on conflict (event_id, group_id, sink) do nothing;
+              from unnest(each.event_ids) as own (id)
+            on conflict do nothing;
             delete from relay.deferred as d where d.id = each.id;
         end if;
         return next;
     end loop;
-    if not stops then
+    if kind is null then
         outcome := 'requested';
         return next;
     end if;
@@ -107,36 +131,21 @@ set enable_seqscan = off set plan_cache_mode = force_custom_plan
 as $$
 #variable_conflict use_column
 declare
-    wanted text := relay.event_key(reschedule.event_id);
-    each   record;
-    locked record;
-    stands boolean := false;
+    each record;
 begin
-    if wanted is null or reschedule.at is null then
+    if reschedule.event_id is null or reschedule.at is null then
         raise null_value_not_allowed using message = 'relay.reschedule: event_id and at must not be null';
     end if;
-    for each in
-        select d.id, d.sink from relay.deferred as d
-         where d.event_ids @> array[wanted] and not d.blocked and d.dead_transaction is null
-           and (reschedule.host_id is null or reschedule.host_id = any (d.hosts))
-         order by d.id
-    loop
-        stands := true;
+    for each in select * from relay.lock_deferred(relay.event_key(reschedule.event_id), reschedule.host_id) loop
         kind := case when each.sink = '' then 'target' else 'sink' end;
         name := each.sink;
-        select d.holds or d.attempts > 0 or d.sink <> '' and d.retry_at <= clock_timestamp() as is_due into locked
-          from relay.deferred as d where d.id = each.id and not d.blocked for update;
-        if not found then
-            outcome := 'done';
-        elsif locked.is_due then
-            outcome := 'due';
-        else
-            outcome := 'moved';
+        outcome := case when each.is_gone then 'done' when each.holds or each.was_tried or each.is_due then 'due' else 'moved' end;
+        if outcome = 'moved' then
             update relay.deferred as d set retry_at = reschedule.at where d.id = each.id;
         end if;
         return next;
     end loop;
-    if not stands then
+    if kind is null then
         outcome := 'unknown';
         return next;
     end if;
@@ -221,7 +230,7 @@ begin
 end
 $$;
 
-revoke all on function relay.event_key(text), relay.cancel(text, text), relay.reschedule(text, timestamptz, text),
+revoke all on function relay.event_key(text), relay.lock_deferred(text, text), relay.cancel(text, text), relay.reschedule(text, timestamptz, text),
                        relay.cancel_messages(text, text, text, bigint),
                        relay.move_messages(text, timestamptz, text, bigint) from public;
 
@@ -250,7 +259,7 @@ begin
     grant select, update, delete on relay.deferred to relay_owner;
     -- For the triggers of relay.deferred.
     grant select, delete on relay.deferred_keys to relay_owner;
-    grant execute on function relay.event_key(text), relay.release_keys() to relay_owner;
+    grant execute on function relay.event_key(text), relay.lock_deferred(text, text), relay.release_keys() to relay_owner;
     grant create on schema relay to relay_owner;
     for each in select p.oid from pg_proc as p
                  where p.pronamespace = 'relay'::regnamespace and p.prosecdef and p.proname in ('cancel', 'reschedule', 'cancel_messages', 'move_messages') loop

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any
 
 import psycopg
@@ -11,6 +13,7 @@ import pytest
 
 from relay import Deliveries, Delivery, RetryLater
 from relay.admin.dead_letters import DeadLetters
+from relay.causes import Causing, handling
 from relay.client import Event, TooManyHops, caused_by
 from relay.client import Outbox as Client
 from relay.client.worker import Message, Queue, Worker
@@ -386,16 +389,39 @@ def test_a_loop_that_nobody_declared_is_refused_before_it_runs(outbox: Outbox) -
         pass
 
 
+def publishing(metadata: dict[str, Any], client: Client = CLIENT) -> Any:
+    """The rows that a client would insert."""
+    from relay.client.outbox import _published
+
+    return client._rows(_published(Event("a", payload={}, metadata=metadata), host(1), None, None))
+
+
+def test_a_thread_of_the_handlers_own_needs_its_context() -> None:
+    """A thread begins with an empty context, so what it publishes is counted only with that of the handler.
+
+    https://github.com/python/cpython/issues/86981, https://github.com/infiniflow/ragflow/pull/16247
+    https://github.com/temporalio/sdk-python/issues/263
+    """
+    (cause,) = given({"event_type": "order.placed"}).events
+
+    async def aside() -> Any:
+        return await asyncio.to_thread(publishing, {})
+
+    with handling(Causing([cause], 32)), ThreadPoolExecutor(1) as threads:
+        lost = threads.submit(publishing, {}).result()
+        kept = threads.submit(copy_context().run, publishing, {}).result()
+        named = threads.submit(publishing, caused_by(cause)).result()
+        beside = asyncio.run(aside())
+    assert lost[0].get("metadata") is None
+    for rows in (kept, named, beside):
+        assert rows[0]["metadata"]["hop_count"] == 1
+        assert rows[0]["metadata"]["causation_id"] == str(cause.id)
+
+
 def test_an_ordinary_publisher_may_have_numbers_of_its_own() -> None:
     """Only what says it is caused by an event is counted, up to the client's limit."""
     client = Client(max_hops=2)
-    rows = client._rows  # what is inserted
-    from relay.client.outbox import _published
-
-    def publishing(metadata: dict[str, Any]) -> Any:
-        return rows(_published(Event("a", payload={}, metadata=metadata), host(1), None, None))
-
-    assert publishing({"hop_count": "40"})[0]["metadata"] == {"hop_count": "40"}
-    assert publishing({"hop_count": 2})[0]["metadata"] == {"hop_count": 2}
+    assert publishing({"hop_count": "40"}, client)[0]["metadata"] == {"hop_count": "40"}
+    assert publishing({"hop_count": 2}, client)[0]["metadata"] == {"hop_count": 2}
     with pytest.raises(TooManyHops, match=r"hop 3 .* Outbox\(max_hops=…\) allows 2"):
-        publishing({"hop_count": 3})
+        publishing({"hop_count": 3}, client)

@@ -405,6 +405,20 @@ def test_a_tenant_cancels_only_its_own(outbox: Outbox) -> None:
         assert stops(outbox, own, host_id=host(1)) == {"target": "cancelled"}
 
 
+def test_a_request_of_another_tenant_does_not_replace_the_first(outbox: Outbox) -> None:
+    """Before relay has read the event, its own tenant cancels it, and then somebody who has its id from elsewhere."""
+    settings = outbox.settings()
+    with relaying(settings):
+        publish(outbox, PAST, number=2)
+        wait_until(lambda: applied(outbox) == 1)
+    gone = publish(outbox, PAST, number=1)
+    for number in (1, 2):
+        assert stops(outbox, gone, host_id=host(number)) == {"": "requested"}
+    with relaying(settings):
+        wait_until(lambda: states(settings, gone) == {"target": "cancelled"})
+    assert applied(outbox) == 1
+
+
 def test_who_may_cancel(outbox: Outbox) -> None:
     """A role that was not granted the function cannot call it; one that was can do nothing else."""
     name = f"{outbox.slot}_booking"
@@ -538,6 +552,25 @@ def test_messages_of_a_key_are_cancelled_but_for_one_that_is_leased(outbox: Outb
         assert cancel_messages(conn, "mail", key=key) == 1
     left = outbox.column("select host_id from relay.queue_messages order by id")
     assert left == ["1", "2"]
+
+
+def test_a_key_of_the_publishers_own_finds_it(outbox: Outbox) -> None:
+    """A job could be cancelled only by the id that its insertion returned, which nobody had stored.
+
+    https://github.com/timgit/pg-boss/issues/139, https://github.com/timgit/pg-boss/issues/419
+    https://github.com/graphile/worker/issues/61, https://github.com/hardbyte/awa/pull/70
+    """
+    key = outbox.value("select md5('reminder 42')::uuid::text")
+    reminder = event(42, id=key, deliver_at=LATER.isoformat())
+    with relaying(outbox.settings()):
+        outbox.publish(host(1), reminder)
+        wait_until(lambda: deferred(outbox) == 1)
+        with pytest.raises(psycopg.errors.UniqueViolation):
+            outbox.publish(host(1), reminder)
+        assert stops(outbox, outbox.value("select md5('reminder 42')::uuid::text")) == {
+            "target": "cancelled"
+        }
+    assert deferred(outbox) == 0
 
 
 def test_an_id_of_any_length_is_deferred_and_found(outbox: Outbox) -> None:

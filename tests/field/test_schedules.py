@@ -26,10 +26,12 @@ from relay.client import Event
 from relay.client.schedule import EventSchedule, drop_schedule, drop_schedule_async
 from relay.config.settings import Settings
 from relay.model.cron import Cron
+from relay.observe.observer import schedules_shown
+from relay.schedules import ticking as ticking_module
 from relay.schedules.steps import MOST_EVENTS, step
 from relay.schedules.ticking import Ticker
 from relay.store import schedules
-from relay.store.schedules import ScheduleRow
+from relay.store.schedules import ScheduleFigures, ScheduleRow
 from tests.chaos.proxy import Proxy
 from tests.outbox import Outbox, host, wait_until
 from tests.pgbouncer import pooled
@@ -193,6 +195,18 @@ def test_a_fixed_time_comes_once_on_both_changes() -> None:
     assert spring == ["08 03:00 -0400", "09 02:30 -0400"]
     autumn = times("30 1 * * *", "America/New_York", "2026-10-31T12:00", 2)
     assert autumn == ["01 01:30 -0400", "02 01:30 -0500"]
+
+
+def test_eight_in_the_morning_is_that_in_summer_and_in_winter() -> None:
+    """The crontab had to be changed twice a year, since it knew UTC only.
+
+    https://github.com/graphile/worker/issues/334, https://github.com/graphile/worker/issues/252
+    https://github.com/citusdata/pg_cron/issues/16
+    """
+    spring = times("0 8 * * *", "America/New_York", "2026-03-06T14:00", 3)
+    assert spring == ["07 08:00 -0500", "08 08:00 -0400", "09 08:00 -0400"]
+    autumn = times("0 8 * * *", "America/New_York", "2026-10-30T14:00", 3)
+    assert autumn == ["31 08:00 -0400", "01 08:00 -0500", "02 08:00 -0500"]
 
 
 def test_a_time_in_the_repeated_hour_is_accepted() -> None:
@@ -398,7 +412,8 @@ def test_after_an_outage_the_first_time_comes_at_once(server: Server, outbox: Ou
 def test_ordinary_work_leaves_no_error_in_the_servers_log(server: Server, outbox: Outbox) -> None:
     """Instances that published at once failed on a unique index at each time, in the server's log.
 
-    https://github.com/graphile/worker/issues/334, https://github.com/bensheldon/good_job/issues/1536
+    https://github.com/bensheldon/good_job/issues/1230, https://github.com/bensheldon/good_job/issues/1446
+    https://github.com/bensheldon/good_job/issues/1536, https://github.com/graphile/worker/issues/211
     """
     if not isinstance(server, EmbeddedServer):
         pytest.skip("only an embedded server's log can be read")
@@ -500,11 +515,43 @@ def test_times_of_a_dropped_schedule_are_not_those_of_its_successor(outbox: Outb
     outbox.conn.execute(
         "select relay.declare_schedule('often', %s, every => '1 s')", (Jsonb(EVENT),)
     )
-    (former,) = schedules.due(outbox.conn)
+    (former,) = schedules.due(outbox.conn, 10)
     outbox.conn.execute("select relay.drop_schedule('often')")
     outbox.conn.execute(
         "select relay.declare_schedule('often', %s, cron => '0 0 1 1 *')", (Jsonb(EVENT),)
     )
-    assert not schedules.tick(outbox.conn, former, step(former, former.present))
+    assert not schedules.tick(outbox.conn, [(former, step(former, former.present))])
     (found,) = schedules.listed(outbox.conn)
     assert found.next_at is None
+
+
+def test_a_peer_that_keeps_the_connection_and_says_nothing_is_left(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy whose server was gone acknowledged what it got: no timeout of TCP ends the wait for an answer."""
+    monkeypatch.setattr(ticking_module, "ANSWER_SECONDS", 1.0)
+    declare(outbox, every="1 s")
+    proxy = Proxy(outbox.dsn)
+    settings = outbox.settings(source={**outbox.config()["source"], "dsn": proxy.dsn})
+    with ticking(settings) as (ticker,):
+        (condition,) = ticker.conditions
+        wait_until(lambda: outbox.column("select published > 0 from relay.schedules") == [True])
+        proxy.stall()
+        wait_until(lambda: condition.fault is not None)
+        assert condition.fault is not None
+        assert "has not answered" in condition.fault.fault
+        proxy.resume()
+        number = outbox.column("select published from relay.schedules")[0]
+        wait_until(lambda: outbox.column("select published from relay.schedules")[0] > number)
+        wait_until(lambda: condition.fault is None)
+    proxy.close()
+
+
+def test_schedules_beyond_a_thousand_share_a_series() -> None:
+    """50,000 series of one process slow a monitor down; an alert must see each schedule all the same."""
+    figures = [ScheduleFigures(str(n), 1, 0, 0.0, False, None) for n in range(3000)]
+    assert schedules_shown(figures[:1000]) == figures[:1000]
+    figures[2000] = ScheduleFigures("late", 2, 1, 90.0, True, "no such day")
+    *own, others = schedules_shown(figures)
+    assert own == figures[:1000]
+    assert others == ScheduleFigures("(others)", 2001, 1, 90.0, True, "no such day")

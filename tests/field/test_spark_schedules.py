@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from psycopg.types.json import Jsonb
 
 from relay.config.settings import Settings
+from relay.spark import frames
 from relay.spark.session import Session
 from relay.spark.sink_worker import SparkWorker
 from relay.store.positions.sinks import SinkMoved
+from relay.store.positions.spark_batches import OpenBatch
 from tests.outbox import Outbox, event, host
 
 
@@ -119,4 +121,77 @@ def test_an_outbox_without_the_column_has_no_schedule(
     )
     work(worker, 4)
     assert amounts(tmp_path / "lake") == [7]
+    worker._disconnect()
+
+
+def requested(outbox: Outbox, transaction: Any, host_id: Any = None) -> str:
+    """Cancel the only event of a business transaction; returns its id."""
+    (number,) = outbox.column(
+        "select id::text from outbox_message_t where transaction_id = %s", (transaction,)
+    )
+    outbox.conn.execute("select relay.cancel(%s, %s)", (number, host_id))
+    return str(number)
+
+
+def with_nobody_who_writes(outbox: Outbox, path: Path, written: list[str]) -> SparkWorker:
+    """A worker whose batches are noted instead of written with Spark, by the ids of their events."""
+    worker = claimed(settings(outbox, path), cast("Session", None))
+
+    def write(batch: OpenBatch) -> None:
+        contents = batch.contents
+        ids = """
+            select id::text from outbox_message_t
+             where pg_visible_in_snapshot(c_xid, %s) and not pg_visible_in_snapshot(c_xid, %s)
+               and c_xid::text::bigint <> all (%s) and %s > 0
+        """
+        given = (str(contents.after), str(contents.before), list(contents.left_out), contents.rows)
+        written.extend([*outbox.column(ids, given), *frames.packed_ids(contents.data)])
+        worker._finish(batch)
+
+    worker._write = write  # type: ignore[method-assign]
+    worker.work()
+    return worker
+
+
+def test_what_is_cancelled_before_it_is_read_is_not_written(outbox: Outbox, tmp_path: Path) -> None:
+    """Its time had passed when the sink read it: it was written, although the caller was told that it is stopped."""
+    written: list[str] = []
+    worker = with_nobody_who_writes(outbox, tmp_path / "lake", written)
+    past = "2020-01-01T00:00:00Z"
+    requested(outbox, outbox.publish(host(1), event(1, deliver_at=past)))
+    requested(outbox, outbox.publish(host(1), event(2, deliver_at=later())))
+    # That of another host is not meant, nor one that is not scheduled.
+    kept = [
+        requested(outbox, outbox.publish(host(1), event(3, deliver_at=past)), str(host(2))),
+        requested(outbox, outbox.publish(host(1), event(4))),
+    ]
+    work(worker, 8)
+    outbox.conn.execute("update relay.deferred set retry_at = now()")
+    work(worker, 4)
+    assert sorted(written) == sorted(kept)
+    assert outbox.value("select count(*) from relay.deferred") == 0
+    stopped = (
+        "select count(*) from relay.cancellations where sink = 'lake' and outcome = 'cancelled'"
+    )
+    assert outbox.value(stopped) == 2
+    worker._disconnect()
+
+
+def test_what_is_cancelled_while_it_is_written_is_told_of(outbox: Outbox, tmp_path: Path) -> None:
+    written: list[str] = []
+    worker = with_nobody_who_writes(outbox, tmp_path / "lake", written)
+    transaction = outbox.publish(host(1), event(1, deliver_at=later()))
+    work(worker, 4)
+    outbox.conn.execute("update relay.deferred set retry_at = now()")
+    finish = worker._finish
+
+    def cancelled(batch: OpenBatch) -> None:
+        requested(outbox, transaction)
+        finish(batch)
+
+    worker._finish = cancelled  # type: ignore[method-assign]
+    work(worker, 4)
+    assert len(written) == 1
+    outcomes = "select outcome from relay.cancellations where sink = 'lake'"
+    assert outbox.column(outcomes) == ["delivered"]
     worker._disconnect()

@@ -16,6 +16,7 @@ LANDED = {
     "source/001_source.sql": "7c273b1b3e11920400ab3ffd8942b4541fc4a4549c77e8e32c8f9c1c7a378a20",
     "source/002_retention.sql": "e6b35ad582ad24fe597d01fa7d5f2d1ac433fbcce9a0da6b1d02d91726e92332",
     "outbox/001_outbox.sql": "95dbb51979e5cf382756e0b61b2ad6416c73528f67d9ec170d46610884149d90",
+    "outbox/002_schedules.sql": "84138bb8655167dd18396949ae9b1674448fd95d943bce304b5cadbbd2185e19",
     "outbox/003_readers.sql": "ee39e4f4b026e1609fb57fb438c278f667304a4fb471dd1e18bcce4ea338bc07",
     "target/001_target.sql": "7c2557aef5538db0b8547381d0d499dc558f468f0a6fc84c9da0b9bf8669a3ed",
     "target/004_queues.sql": "7e36153ba0b19041dd5ddbbea579c95638b5af8d8b3d5204d1c0bf59b782ff81",

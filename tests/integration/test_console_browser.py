@@ -62,7 +62,7 @@ return [...document.querySelectorAll("input:not([type=hidden]), select, textarea
 """Controls without a name, tables without a caption, headers without a scope."""
 _PAGES = (
     *("", "sinks", "sink?name=hook", "dead-letters", "deferred", "partitions", "actions"),
-    *("schedules", "schedule?name=nightly"),
+    *("schedules", "schedule?name=nightly", "events", "events?event_type=order.placed"),
 )
 
 
@@ -202,6 +202,13 @@ def test_an_operator_pauses_a_sink(
                 browser.set_view(*PHONE, phone=True)
                 width = browser.script("return document.documentElement.scrollWidth")
                 assert width <= PHONE[0], each
+            browser.open(f"{address}/groups/default/events?host={host(4)}")
+            browser.click("#events a")
+            browser.wait_text("by today's routes")
+            number = browser.script("return document.querySelector('#id').value")
+            found = "select host_id from outbox_message_t where id = %s"
+            assert outbox.value(found, (number,)) == host(4)
+            assert browser.script(_UNNAMED) == []
             browser.open(f"{address}/groups/default/")
             _picture(browser, "phone")
             assert browser.logged_errors() == []

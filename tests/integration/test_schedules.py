@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import psycopg
 import pytest
@@ -17,12 +19,14 @@ from relay.admin.check import examine
 from relay.admin.schedules import UnknownSchedule
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable
+from relay.model.cron import Cron
 from relay.schedules.steps import event_id
 from relay.schedules.ticking import Ticker, declare
 from relay.store import schedules
 from relay.store.connections import connect
 from tests.outbox import Outbox, host, relaying, wait_until
 from tests.process import relay
+from tests.unit.test_cron import CHANGES, EXPRESSIONS
 
 EVENT = {"event_type": "cron.nightly", "host_id": str(host(1)), "payload": {"amount": 1}}
 
@@ -140,7 +144,7 @@ def test_an_older_computation_publishes_nothing(outbox: Outbox) -> None:
     turn(outbox)
     moment = datetime.now(UTC)
     late = schedules.DueTicks([moment], [event_id(found.id, moment)], moment, None, None)
-    assert not schedules.tick(outbox.conn, found, late)
+    assert not schedules.tick(outbox.conn, [(found, late)])
     assert len(published(outbox)) == 1
 
 
@@ -186,8 +190,9 @@ def test_what_nobody_understands_stands_still_and_others_go_on(outbox: Outbox) -
         ({}, "give one of cron, every and at"),
         ({"cron": "* * *"}, "cron: must have five fields"),
         ({"every": "1 month"}, "every: must be whole seconds"),
-        ({"every": "0.5 s"}, "every: must be whole seconds"),
-        ({"every": "0 s"}, "every: must be whole seconds"),
+        ({"every": "0.5 s"}, "every: must be at least a second"),
+        ({"every": "0 s"}, "every: must be at least a second"),
+        ({"every": "1.5 s"}, "every: must be whole seconds"),
         ({"every": "36501 days"}, "every: must be at most 36500 days"),
         ({"at": "infinity"}, "at: must be a time from 1970 to 9000"),
         ({"at": "20000-01-01"}, "at: must be a time from 1970 to 9000"),
@@ -198,7 +203,10 @@ def test_what_nobody_understands_stands_still_and_others_go_on(outbox: Outbox) -
         ({"every": "1 h", "jitter": "-1 s"}, "jitter: must be from 0"),
         ({"every": "1 h", "publish": Jsonb({"event_type": "a"})}, "host_id must be a UUID"),
         ({"every": "1 h", "publish": Jsonb({**EVENT, "typ": 1})}, "typ is not a key"),
-        ({"every": "1 h", "timezone": "Europe/Pariss"}, 'time zone "Europe/Pariss" not recognized'),
+        *(
+            ({"cron": "@daily", "timezone": zone}, f"timezone: '{zone}' is not a time zone such as")
+            for zone in ("Europe/Pariss", "europe/paris", "CEST", "UTC-3", "posixrules")
+        ),
     ],
 )
 def test_a_declaration_that_is_refused(outbox: Outbox, more: dict[str, Any], fault: str) -> None:
@@ -351,3 +359,152 @@ def test_a_time_that_has_passed_is_found_by_the_check(outbox: Outbox) -> None:
     assert found == [
         "nightly: its time had passed when it was declared, so it publishes nothing: give it another time"
     ]
+
+
+def test_an_owner_acts_for_its_schedules_and_for_no_others(outbox: Outbox) -> None:
+    """Whoever might publish could pause, change and drop what another service had declared."""
+    ours, theirs = f"{outbox.slot}_ours", f"{outbox.slot}_theirs"
+    for role in (ours, theirs):
+        outbox.conn.execute(f"create role {role} in role relay_publisher".encode())
+
+    def acts() -> list[str]:
+        """What the present role may do."""
+        found = []
+        for call in (
+            "pause_schedule('nightly', true)",
+            "pause_schedule('nightly', false)",
+            "run_schedule('nightly')",
+        ):
+            try:
+                outbox.conn.execute(f"select relay.{call}".encode())
+                found.append(call.partition("_")[0])
+            except psycopg.errors.InsufficientPrivilege as error:
+                assert ours in str(error)  # noqa: PT017
+        return found
+
+    try:
+        outbox.conn.execute(f"set role {ours}".encode())
+        assert declared(outbox, every="1 h")
+        assert acts() == ["pause", "pause", "run"]
+        outbox.conn.execute(f"set role {theirs}".encode())
+        assert acts() == []
+        assert not declared(outbox, every="1 h")
+        text = f"nightly belongs to the role {ours}: only its members"
+        with pytest.raises(psycopg.errors.InsufficientPrivilege, match=text):
+            declared(outbox, every="2 h")
+        with pytest.raises(psycopg.errors.InsufficientPrivilege, match=text):
+            outbox.conn.execute("select relay.drop_schedule('nightly')")
+        outbox.conn.execute("set role relay")
+        assert acts() == ["pause", "pause", "run"]
+        # One of a former edition belongs to whom declares it again.
+        outbox.conn.execute("reset role; update relay.schedules set owner = null")
+        outbox.conn.execute(f"set role {theirs}".encode())
+        assert acts() == ["pause", "pause", "run"]
+        assert declared(outbox, every="2 h")
+        outbox.conn.execute("reset role")
+        assert outbox.column("select owner::text from relay.schedules") == [theirs]
+    finally:
+        outbox.conn.execute("reset role")
+        outbox.conn.execute(f"drop role {ours}, {theirs}".encode())
+
+
+def test_a_publisher_does_not_act_for_the_configuration(outbox: Outbox) -> None:
+    declare(
+        outbox.conn, outbox.settings(schedules={"nightly": {"cron": "@daily", "publish": EVENT}})
+    )
+    outbox.conn.execute("set role relay_publisher")
+    for call in ("pause_schedule('nightly', true)", "run_schedule('nightly')"):
+        with pytest.raises(
+            psycopg.errors.InsufficientPrivilege,
+            match="nightly is in the configuration of group default: only a member of the role relay",
+        ):
+            outbox.conn.execute(f"select relay.{call}".encode())
+    outbox.conn.execute("reset role")
+
+
+def test_many_that_are_due_are_published_in_a_few_commits(outbox: Outbox) -> None:
+    """One whose event is refused holds up none of them."""
+    outbox.conn.execute(
+        "select relay.declare_schedule(name => 's' || n, every => '1 h', publish => %s)"
+        " from generate_series(1, 250) as n",
+        (Jsonb(EVENT),),
+    )
+    declared(outbox, "odd", every="1 h", publish=Jsonb({**EVENT, "aggregate_version": "first"}))
+    outbox.conn.execute("update relay.schedules set since = now() - interval '70 min'")
+    ticker = Ticker(outbox.settings())
+    try:
+        for _ in range(10):
+            ticker.turn()
+        assert ticker.condition.fault is not None
+        assert ticker.condition.fault.fault.startswith("odd: ")
+    finally:
+        ticker.release()
+    assert len(published(outbox)) == 250
+    # Those of its portion are tried one by one.
+    assert outbox.value("select count(distinct c_xid) from outbox_message_t") <= 110
+
+
+def test_the_least_time_is_found_by_an_index(outbox: Outbox) -> None:
+    """With 10,000 schedules the look for it read all of them, every two seconds and after each time."""
+    outbox.conn.execute(
+        """
+        insert into relay.schedules (name, every, timezone, missed, jitter, publish, due_at, next_at)
+        select 's' || n, '1 h', 'UTC', 'latest', '0 s', '{}', now() + make_interval(secs => n), now()
+          from generate_series(1, 10000) as n
+        """
+    )
+    outbox.conn.execute("vacuum analyze relay.schedules")
+    read = "select coalesce(seq_tup_read, 0) from pg_stat_xact_all_tables where relid = 'relay.schedules'::regclass"
+    with psycopg.connect(outbox.dsn) as conn:
+        wait = schedules.wait(conn)
+        assert wait is not None
+        assert 0 < wait < 10
+        assert schedules.due(conn, 100) == []
+        assert conn.execute(read).fetchone() == (0,)
+
+
+_IN_SQL = """
+    with minutes as (
+        select m, m at time zone %(zone)s as local
+          from generate_series(%(begins)s - interval '25 h', %(until)s, interval '1 min') as m),
+    changes as (
+        select m, local, lag(local) over (order by m) as before from minutes),
+    shown as (
+        select m, local as at from minutes
+        union all
+        select m, each from changes
+         cross join generate_series(before + interval '1 min', local - interval '1 min', interval '1 min') as each
+         where %(fixed)s and local - before > interval '1 min'),
+    first as (
+        select at, m, row_number() over (partition by at order by m) as number from shown)
+    select distinct m from first
+     where m > %(begins)s and (number = 1 or not %(fixed)s)
+       and extract(minute from at) = any (%(minutes)s) and extract(hour from at) = any (%(hours)s)
+       and case when %(both)s then extract(day from at) = any (%(days)s) and extract(dow from at) = any (%(weekdays)s)
+                else extract(day from at) = any (%(days)s) or extract(dow from at) = any (%(weekdays)s) end
+     order by m
+"""
+"""When an expression is due, by PostgreSQL's own time zones: other than tests/unit/test_cron.py computes it."""
+
+
+def test_changes_of_clocks_are_those_that_postgresql_knows(outbox: Outbox) -> None:
+    for zone, day in CHANGES:
+        for expression in EXPRESSIONS:
+            cron = Cron.parse(expression, ZoneInfo(zone))
+            begins = datetime.fromisoformat(f"{day}T00:00:00+00:00") - timedelta(hours=30)
+            until = begins + timedelta(hours=84)
+            given = {
+                "zone": zone,
+                "begins": begins,
+                "until": until,
+                "fixed": cron.fixed,
+                "both": cron.any_day or cron.any_weekday,
+                **{
+                    name: list(getattr(cron, name))
+                    for name in ("minutes", "hours", "days", "weekdays")
+                },
+            }
+            found = [each for (each,) in outbox.conn.execute(_IN_SQL.encode(), given)]
+            own = list(islice(cron.after(begins), len(found) + 1))
+            assert own[:-1] == found, (zone, expression)
+            assert own[-1] > until

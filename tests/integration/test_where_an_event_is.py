@@ -9,8 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from relay.admin.events import EventDestination, UnknownEvent, find
+from relay.admin.events import EventDestination, UnknownEvent, find, search
 from relay.config.settings import Settings
+from relay.faults import ConfigurationError
+from relay.source.outbox import search as outbox_search
+from relay.source.outbox.search import EventPage, EventSearch
 from tests.console import TOKEN, console_of, served
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay
@@ -154,3 +157,98 @@ def test_the_command_the_api_and_the_page_say_the_same(
     refused = relay("event", "odd", "--config", str(config))
     assert refused.returncode == 2
     assert "there is no event 'odd'" in refused.stderr
+
+
+def test_what_caused_it_and_what_it_has_caused_are_shown(
+    outbox: Outbox, settings: Settings
+) -> None:
+    first = publish(outbox)
+    chain = [first]
+    for number in range(2):
+        cause = {"causation_id": chain[-1], "hop_count": number + 1}
+        chain.append(publish(outbox, number, "order.shipped", metadata=cause))
+    found = find(settings, chain[1])
+    assert [(each.id, each.event_type) for each in found.caused_by] == [(first, "order.placed")]
+    assert [(each.id, each.event_type) for each in found.caused or ()] == [
+        (chain[2], "order.shipped")
+    ]
+    assert [each.id for each in find(settings, chain[2]).caused_by] == [chain[1], first]
+    # One of another database, or that retention has removed.
+    stranger = publish(outbox, metadata={"causation_id": "elsewhere"})
+    (unknown,) = find(settings, stranger).caused_by
+    assert (unknown.id, unknown.event_type) == ("elsewhere", None)
+    itself = publish(outbox)
+    outbox.conn.execute(
+        "update outbox_message_t set metadata = jsonb_build_object('causation_id', id::text) where id = %s",
+        (itself,),
+    )
+    assert find(settings, itself).caused_by == ()
+
+
+def test_events_are_searched(outbox: Outbox, settings: Settings) -> None:
+    numbers = [publish(outbox, number, f"order.{number % 2}") for number in range(6)]
+
+    def searched(limit: int = 10, before: str | None = None, **wanted: Any) -> EventPage:
+        return search(settings, EventSearch(**wanted), before, limit)
+
+    assert [each.id for each in searched().rows] == numbers[::-1]
+    assert [each.id for each in searched(event_type="order.1").rows] == numbers[5::-2]
+    assert searched(host_id=str(host(2))).rows == []
+    assert searched(host_id="none of its").rows == []
+    assert len(searched(host_id=str(host(1)), aggregate_type="Order").rows) == 6
+    now = outbox.value("select clock_timestamp()")
+    assert len(searched(until=now).rows) == 6
+    assert searched(since=now).rows == []
+    page = searched(2, event_type="order.0")
+    assert [each.id for each in page.rows] == [numbers[4], numbers[2]]
+    assert [each.id for each in searched(2, page.next, event_type="order.0").rows] == [numbers[0]]
+    with pytest.raises(ConfigurationError, match="before: 'first' is not `next`"):
+        searched(before="first")
+
+
+def test_a_search_that_no_index_serves_reads_a_bounded_number(
+    outbox: Outbox, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox_search, "SCANNED", 4)
+    numbers = [
+        publish(outbox, number, "order.odd" if number < 2 else "order.even") for number in range(10)
+    ]
+    found, before, pages = list[str](), None, 0
+    while True:
+        page = search(settings, EventSearch(event_type="order.odd"), before, 5)
+        assert page.is_partial == (page.next is not None)
+        found += [each.id for each in page.rows]
+        before, pages = page.next, pages + 1
+        if before is None:
+            break
+    assert (found, pages) == ([numbers[1], numbers[0]], 3)
+    outbox.conn.execute("create index on outbox_message_t (event_type)")
+    page = search(settings, EventSearch(event_type="order.odd"), None, 5)
+    assert ([each.id for each in page.rows], page.next) == ([numbers[1], numbers[0]], None)
+
+
+def test_the_pages_of_events_lead_from_a_search_to_the_causes(
+    outbox: Outbox, settings: Settings
+) -> None:
+    with relaying(settings):
+        dead = publish(outbox, -1, metadata={"causation_id": "<elsewhere>"})
+        wait_until(lambda: states(settings, dead).get("target") == "dead")
+        outbox.conn.execute(
+            "insert into relay.dead_letter_actions (group_id, dead_transaction, letters, action, reason)"
+            " select group_id, dead_transaction, array[id], 'replay', 'mended' from relay.dead_letter_queue"
+        )
+    with served(settings) as address:
+        client = httpx.Client(base_url=address, headers={"Authorization": f"Bearer {TOKEN}"})
+        rows = client.get("/api/v1/groups/default/events", params={"host": str(host(1))}).json()
+        assert [each["id"] for each in rows["rows"]] == [dead]
+        answer = client.get("/api/v1/groups/default/events", params={"before": "odd"})
+        assert answer.status_code == 409
+        one = client.get(f"/api/v1/groups/default/events/{dead}").json()
+        assert one["caused_by"][0]["id"] == "<elsewhere>"
+        assert [each["reason"] for each in one["actions"]] == ["mended"]
+        page = client.get("/groups/default/events", params={"event_type": "order.placed"}).text
+        assert f"/groups/default/event?id={dead}" in page
+        assert "Nothing matches" in client.get("/groups/default/events", params={"host": "x"}).text
+        page = client.get("/groups/default/event", params={"id": dead}).text
+        assert "&lt;elsewhere&gt;" in page
+        assert "mended" in page

@@ -340,6 +340,18 @@ def test_an_unknown_key_that_is_like_no_other_suggests_nothing() -> None:
             "{source: {table: a.b}, intake: {a: {type: rabbitmq, url: 'amqp://h', queue: q}}}",
             "intake: relay publishes into its own outbox only",
         ),
+        (
+            f"schedules: {{a: {{every: 0s, publish: {{event_type: a, host_id: {UUID(int=1)}}}}}}}",
+            "schedules.a.every: must be at least a second",
+        ),
+        (
+            f"schedules: {{a: {{at: '2027-01-01T00:00:00', publish: {{event_type: a, host_id: {UUID(int=1)}}}}}}}",
+            "schedules.a.at: needs its offset from UTC",
+        ),
+        (
+            f"schedules: {{a: {{cron: '@daily', timezone: CEST, publish: {{event_type: a, host_id: {UUID(int=1)}}}}}}}",
+            "schedules.a: timezone: 'CEST' is not a time zone such as Europe/Paris",
+        ),
         ("source: {mode: push}", "source.mode: input should be 'auto', 'wal' or 'poll'"),
         ("source: {columns: {hots_id: x}}", "source.columns: 'hots_id' is not a field"),
         ("source: {columns: {id: 5}}", "source.columns.id: "),

@@ -406,6 +406,14 @@ def note_delivered(conn: Connection, group: str, sink: str, event_ids: Collectio
     )
 
 
+def has_requests(conn: Connection) -> bool:
+    """Whether somebody has asked to cancel any event of the last seven days."""
+    rows = conn.execute(
+        "select from relay.cancellations where group_id = '' limit 1", prepare=False
+    )
+    return rows.rowcount > 0
+
+
 def cancelled(conn: Connection, events: Mapping[int, Collection[str]]) -> set[int]:
     """Return the indices of the transactions, given with the ids of their events, that somebody has asked to cancel."""
     codec = codec_of(conn)

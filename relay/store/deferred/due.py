@@ -71,7 +71,7 @@ DUE_COLUMNS = sql.SQL(
     d.dead_transaction is null and exists (
         select from relay.cancellations as c
          where c.event_id = any (d.event_ids) and c.group_id = ''
-           and (c.host_id is null or c.host_id = any (d.hosts))) as is_cancelled
+           and (c.host_id = '' or c.host_id = any (d.hosts))) as is_cancelled
     """
 )
 """The select list that makes a `DueTransaction` of a row `d` of relay.deferred."""
