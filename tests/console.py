@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from relay.config.settings import Settings
-from relay.console.server import Server
+from relay.console.server import console_server
 
 TOKEN = "a-token-of-the-tests"
 
@@ -25,7 +25,7 @@ def served(*groups: Settings) -> Iterator[str]:
     """Run a console for some groups, with the settings of the first; yields its address."""
     console = groups[0].observe.console
     assert console is not None
-    with Server(groups, console) as server:
+    with console_server(groups, console) as server:
         yield f"http://127.0.0.1:{server.port}"
 
 

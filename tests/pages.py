@@ -27,7 +27,7 @@ INTERRUPT = "^C"
 """A line of a console block that ends the service that was started last."""
 SITE = "site"
 _FILE = re.compile(r"(?:#|--) ([\w./-]+\.[a-z]+)\n")
-_SERVICES = ("relay run", "relay console", "python -m relay.demo.postgres")
+_SERVICES = ("relay run", "relay console", "relay api", "python -m relay.demo.postgres")
 """Commands that run until they are stopped."""
 _READS = re.compile(
     r"(psql .*\bselect\b(?!.*relay\.publish)|curl|cat|grep|tail|relay (status|check|top|\w+ (list|show)))"

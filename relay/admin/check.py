@@ -416,13 +416,23 @@ def examine_process(configurations: Sequence[Configuration]) -> Iterator[Finding
         )
     of = observed(configurations)
     if of.console is not None:
-        from relay.console.server import Server
+        from relay.console.server import console_server
 
         groups = [each.settings for each in configurations]
-        yield finding_of("console", "its packages are installed", Server, groups, of.console)
+        yield finding_of(
+            "console", "its packages are installed", console_server, groups, of.console
+        )
         yield _address(configurations, "observe.console.listen", of.console.listen)
     if of.listen is not None:
         yield _address(configurations, "observe.listen", of.listen)
+    for each in configurations:
+        if each.settings.api is not None:
+            from relay.api.server import api_server
+
+            yield finding_of(
+                "api", "its packages are installed", api_server, each.settings, each.settings.api
+            )
+            yield _address(configurations, "api.listen", each.settings.api.listen)
 
 
 def same_target(one: Configuration, other: Configuration) -> ConfigurationError:

@@ -27,9 +27,10 @@ from relay.cli.queues import queue
 from relay.cli.readers import reader
 from relay.cli.retention import erase, partition, restore
 from relay.cli.schedules import schedule
-from relay.cli.service import console, demo, run
+from relay.cli.service import api, console, demo, run
 from relay.cli.sinks import sink
 from relay.cli.status import status, top
+from relay.cli.tokens import token
 from relay.cli.verify import verify
 from relay.cli.work import work
 from relay.faults import RelayError, first_line
@@ -54,6 +55,8 @@ _ORDER = (
         "verify",
         "offsets",
         "console",
+        "api",
+        "token",
     ),
     *("partition", "erase", "restore", "schema", "keys", "spark", "demo", "uninstall"),
 )
@@ -81,6 +84,7 @@ app.add_typer(endpoint, name="endpoint")
 app.add_typer(queue, name="queue")
 app.add_typer(reader, name="reader")
 app.add_typer(schedule, name="schedule")
+app.add_typer(token, name="token")
 app.add_typer(schema, name="schema")
 app.add_typer(spark, name="spark")
 app.add_typer(offsets, name="offsets")
@@ -95,6 +99,7 @@ for command in (
     work,
     verify,
     console,
+    api,
     partition,
     erase,
     restore,

@@ -1,11 +1,11 @@
-"""The commands that run in the foreground until a signal: relay, the console alone, the demo. No logic of their own."""
+"""The commands that run in the foreground until a signal: relay, its servers alone, the demo. No logic of their own."""
 
 from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from threading import Event
 from typing import Annotated
@@ -42,7 +42,7 @@ def run(
         raise ConfigurationError(f"--log-level: {log_level!r} is not debug, info, warning or error")
     configure(log_format, log_level)
     configurations = load_all(config)
-    with _console_of(configurations):
+    with _console_of(configurations), _apis_of(configurations):
         Services(configurations, accept_configuration).run_in_foreground()
 
 
@@ -57,9 +57,21 @@ def _console_of(configurations: Sequence[Configuration]) -> AbstractContextManag
     listen = observed(configurations).console
     if listen is None:
         return nullcontext()
-    from relay.console.server import Server
+    from relay.console.server import console_server
 
-    return Server([each.settings for each in configurations], listen)
+    return console_server([each.settings for each in configurations], listen)
+
+
+@contextmanager
+def _apis_of(configurations: Sequence[Configuration]) -> Iterator[None]:
+    """Serve the HTTP API of each configuration that has one, until the end of the block."""
+    with ExitStack() as servers:
+        for each in configurations:
+            if each.settings.api is not None:
+                from relay.api.server import api_server
+
+                servers.enter_context(api_server(each.settings, each.settings.api))
+        yield
 
 
 def console(
@@ -67,23 +79,44 @@ def console(
     log_format: FormatOption = LogFormat.TEXT,
 ) -> None:
     """Serve the console of `observe.console` in the foreground, whether relay runs or not, until SIGTERM or SIGINT."""
+    stop, configurations = _before_serving(config, log_format)
+    if observed(configurations).console is None:
+        raise ConfigurationError(
+            "observe.console: is not configured: set listen and token, see docs/how-to/console.md"
+        )
+    with _console_of(configurations):
+        _wait(stop)
+
+
+def api(
+    config: ConfigOption = None,
+    log_format: FormatOption = LogFormat.TEXT,
+) -> None:
+    """Serve the HTTP API of `api` in the foreground, whether relay runs or not, until SIGTERM or SIGINT."""
+    stop, configurations = _before_serving(config, log_format)
+    if not any(each.settings.api for each in configurations):
+        raise ConfigurationError("api: is not configured: set listen, see docs/how-to/http-api.md")
+    with _apis_of(configurations):
+        _wait(stop)
+
+
+def _before_serving(
+    config: list[Path] | None, log_format: LogFormat
+) -> tuple[Event, list[Configuration]]:
+    """Return what a signal sets, and the configurations. Raises ConfigurationError."""
     stop = Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     configure(log_format, "info")
     configurations = load_all(config)
     require_apart(configurations)
-    listen = observed(configurations).console
-    if listen is None:
-        raise ConfigurationError(
-            "observe.console: is not configured: set listen and token, see docs/how-to/console.md"
-        )
-    from relay.console.server import Server
+    return stop, configurations
 
-    with Server([each.settings for each in configurations], listen):
-        # Without a timeout, a signal that another thread receives is not handled.
-        while not stop.wait(1.0):
-            pass
+
+def _wait(stop: Event) -> None:
+    # Without a timeout, a signal that another thread receives is not handled.
+    while not stop.wait(1.0):
+        pass
 
 
 def demo(

@@ -31,12 +31,14 @@ _REMOVE = """
                                          'move_reader', 'reader_names', 'log_reader', 'log_start', 'lane_condition',
                                          'event_satisfies', 'event_condition', 'condition_path', 'match_condition',
                                          'glob_expression', 'declare_subscriber', 'subscribers_of',
-                                         'drop_subscriber', 'expire_subscribers', 'event_texts') loop
+                                         'drop_subscriber', 'expire_subscribers', 'event_texts',
+                                         'next_transactions', 'read_log') loop
             execute format('drop function %s', each);
         end loop;
     end
     $$;
     drop table if exists relay.log_subscribers, relay.log_conditions, relay.log_positions, relay.log_readers;
+    drop table if exists relay.api_tokens;
     delete from relay.readers where target = 'relay.declare_reader';
     drop function if exists relay.publish(uuid, uuid, jsonb, uuid);
     drop function if exists relay.limit_event_bytes(bigint);

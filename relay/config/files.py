@@ -153,6 +153,8 @@ def _conflicts(one: Settings, other: Settings) -> Iterator[str]:
         values = getattr(one.observe, key), getattr(other.observe, key)
         if None not in values and values[0] != values[1]:
             yield f"observe.{key}: differs, and a process has one: remove it from one of them"
+    if one.api and other.api and one.api.listen.port and one.api.listen == other.api.listen:
+        yield f"api.listen: both have {one.api.listen}: name another address in one of them"
 
 
 def _different_spark(one: SparkSettings, other: SparkSettings) -> Iterator[str]:

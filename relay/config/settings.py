@@ -453,6 +453,9 @@ LEAST_TOKEN = 16
 """The least characters of a token: a shorter one can be guessed."""
 
 
+_ORIGIN = r"^https?://[A-Za-z0-9.:\[\]-]{1,255}$"
+
+
 class Address(NamedTuple):
     """The address at which a server listens."""
 
@@ -532,6 +535,24 @@ class ObserveSettings(Section):
         return self.listen is not None or self.console is not None
 
 
+class ApiSettings(Section):
+    """The HTTP API for programs that read or publish events; plain HTTP, of relay's own outbox.
+
+    Its tokens are made with `relay token create`.
+    """
+
+    listen: Listen
+    """The address of the API; plain HTTP."""
+    origins: list[Annotated[str, Field(pattern=_ORIGIN)]] = Field(default_factory=list)
+    """The origins of other sites whose pages may use the API in a browser, such as `https://app.example`."""
+    replay: Annotated[PositiveInt, Number] = 100_000
+    """The most events by which a stream may be late when it begins; a client that is further behind reads pages."""
+    streams: Annotated[PositiveInt, Number] = 1_000
+    """The most streams at once."""
+    streams_per_token: Annotated[PositiveInt, Number] = 250
+    """The most streams of one token at once."""
+
+
 class Settings(BaseSettings):
     """The whole configuration; see docs/reference/settings.md for every key."""
 
@@ -573,6 +594,8 @@ class Settings(BaseSettings):
     """How long events stay."""
     observe: Own[ObserveSettings] = Field(default_factory=ObserveSettings)
     """Metrics, health, traces and the console."""
+    api: Own[ApiSettings | None] = None
+    """The HTTP API for programs that read or publish events; null: off."""
     crash_limit: Own[Annotated[PositiveInt, Number]] = 3
     """The crashes of a process on one transaction after which the transaction is dead-lettered."""
     unrouted: Alike[Literal["dead_letter", "ignore", "fail"]] = "dead_letter"
@@ -610,6 +633,14 @@ class Settings(BaseSettings):
         if self.intake and not self.source.owns_table:
             raise ValueError(
                 "intake: relay publishes into its own outbox only: remove source.table or source.message_prefix"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _api_has_an_outbox(self) -> Settings:
+        if self.api is not None and not self.source.owns_table:
+            raise ValueError(
+                "api: reads and publishes in relay's own outbox only: remove source.table or source.message_prefix"
             )
         return self
 
@@ -742,6 +773,13 @@ class Settings(BaseSettings):
         of = self.observe
         if of.listen and of.console and of.listen.port and of.listen == of.console.listen:
             raise ValueError("observe.console.listen: is the same as observe.listen: name another")
+        others = {
+            "observe.listen": of.listen,
+            "observe.console.listen": of.console and of.console.listen,
+        }
+        for key, other in others.items():
+            if self.api and self.api.listen.port and self.api.listen == other:
+                raise ValueError(f"api.listen: is the same as {key}: name another")
         return self
 
     @property

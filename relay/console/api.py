@@ -15,7 +15,7 @@ from relay.console import models
 from relay.console.charts import Series
 from relay.console.forms import CallerDep, GroupDep
 from relay.console.group import HISTORY_HOURS, MOST, PAGE, GroupView, Page, Partitions
-from relay.console.models import Changed, Count, MessageCount, Moved, Problem
+from relay.console.models import Changed, Count, MessageCount, Moved
 from relay.faults import ConfigurationError
 from relay.source.outbox.search import EventPage
 from relay.store.actions import Action
@@ -24,6 +24,7 @@ from relay.store.dead_letters.selection import ActedOnDead, DeadTransaction, Kin
 from relay.store.deferred.selection import Deferred
 from relay.store.endpoints import StoredEndpoint
 from relay.store.queues import QueueFigures
+from relay.web.problems import PROBLEM, Problem
 
 DESCRIPTION = """
 Every action takes a `reason`, which is stored with the operator: the user that a reverse proxy names, or the header
@@ -41,7 +42,7 @@ _ERRORS = {
     429: "the address has sent too many wrong tokens",
     503: "a database cannot be reached, or took too long",
 }
-_PROBLEM = {"application/problem+json": {"schema": Problem.model_json_schema()}}
+_PROBLEM = {PROBLEM: {"schema": Problem.model_json_schema()}}
 _RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": _PROBLEM} for status, text in _ERRORS.items()
 }

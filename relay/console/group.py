@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from threading import BoundedSemaphore, Lock
+from threading import Lock
 from typing import Any, Generic, TypeVar
 from uuid import UUID
 
@@ -28,7 +28,7 @@ from relay.admin.status import Status
 from relay.config.handlers import HttpHandler
 from relay.config.settings import Settings
 from relay.console.charts import Series, of_group, of_sink
-from relay.faults import ConfigurationError, TransientFault, Unreachable, first_line
+from relay.faults import ConfigurationError, Unreachable, first_line
 from relay.observe import history
 from relay.observe.health import Limits, failures
 from relay.observe.phrases import duration, moment
@@ -41,7 +41,6 @@ from relay.store import (
     presence,
 )
 from relay.store.actions import Action
-from relay.store.connections import sessions_with
 from relay.store.dead_letters import DeadLetterAction
 from relay.store.dead_letters import selection as dead_letter_selection
 from relay.store.dead_letters.selection import (
@@ -57,59 +56,10 @@ from relay.store.endpoints import StoredEndpoint
 from relay.store.positions import offsets
 from relay.store.queues import QueueFigures, QueueItem
 from relay.store.schedules import ScheduleRow
+from relay.web.sessions import ACT_SECONDS, acting, reading
 
-READ_SECONDS = 8.0
-"""Longest time of a statement that only reads."""
 COUNT_SECONDS = 2.0
 """Longest time of a count of unread rows or of kinds of fault; a count that takes longer is not shown."""
-ACT_SECONDS = 60.0
-"""Longest time of a statement that changes something."""
-CONCURRENT_REQUESTS = 20
-"""How many requests use the databases at once; the server has more threads, for requests that need none."""
-_LOCK_SECONDS = 10.0
-_TURN_SECONDS = 1.0
-
-_turns = BoundedSemaphore(CONCURRENT_REQUESTS)
-
-
-@contextmanager
-def reading(seconds: float = READ_SECONDS) -> Iterator[None]:
-    """Set `statement_timeout` in sessions that the block opens, for statements that only read.
-
-    Raises TransientFault if too many requests use the databases.
-    """
-    with _sessions({"statement_timeout": f"{seconds * 1000:.0f}"}):
-        yield
-
-
-@contextmanager
-def acting(operator: str) -> Iterator[None]:
-    """Set the timeouts of an action, and the operator that is stored with it, in sessions that the block opens.
-
-    Raises TransientFault if too many requests use the databases.
-    """
-    settings = {
-        "statement_timeout": f"{ACT_SECONDS * 1000:.0f}",
-        "lock_timeout": f"{_LOCK_SECONDS * 1000:.0f}",
-        "relay.operator": operator,
-    }
-    with _sessions(settings):
-        yield
-
-
-@contextmanager
-def _sessions(settings: Mapping[str, str]) -> Iterator[None]:
-    if not _turns.acquire(timeout=_TURN_SECONDS):
-        raise TransientFault(
-            f"the databases do not answer: {CONCURRENT_REQUESTS} requests wait for them: try again later"
-        )
-    try:
-        with sessions_with(settings):
-            yield
-    finally:
-        _turns.release()
-
-
 Row = TypeVar("Row")
 
 PAGE = 50

@@ -25,6 +25,7 @@ from relay.store.dead_letters.selection import DeadLetterSelection
 from relay.store.deferred.selection import DeferredSelection
 from relay.store.queues import QueueFigures, QueueItem
 from relay.store.schedules import ScheduleRow
+from relay.web.problems import described
 
 REASON_CHARACTERS = 1_000
 
@@ -231,15 +232,6 @@ class EditAct(Act):
     payload: Annotated[str, StringConstraints(max_length=1_000_000)]
 
 
-class Problem(BaseModel):
-    """An error, as RFC 9457 defines it; `detail` is one line for a person."""
-
-    type: str = "about:blank"
-    title: str
-    status: int
-    detail: str
-
-
 class Changed(BaseModel):
     """Whether the action changed anything."""
 
@@ -316,13 +308,6 @@ def one_line(error: ValidationError, prefix: str = "") -> str:
     """Return the first fault of a validation and its location on one line, without the value."""
     fault = error.errors(include_url=False, include_input=False, include_context=False)[0]
     return described(fault["loc"], fault["msg"], prefix)
-
-
-def described(location: Sequence[int | str], message: str, prefix: str = "") -> str:
-    """Return a fault of a validation and its location on one line."""
-    key = ".".join(str(part) for part in location if part not in ("body", "query", "path"))
-    text = message.removeprefix("Value error, ")
-    return f"{prefix}{key or 'the request'}: {text[:1].lower()}{text[1:]}"
 
 
 Filter = TypeVar("Filter", DeadLetterFilter, DeferredFilter, EventFilter)

@@ -7,12 +7,9 @@ import hmac
 import json
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +18,7 @@ from starlette.requests import Request
 from relay.config.secrets import recent
 from relay.config.settings import LEAST_TOKEN, ConsoleSettings
 from relay.faults import SecretUnavailable
+from relay.web.requests import Failures, bearer
 
 COOKIE = "relay_console"
 """Name of the cookie of a browser that has logged in."""
@@ -30,9 +28,6 @@ OPERATOR_HEADER = "relay-operator"
 """The header by which a program that sends the token names its operator."""
 NAME_CHARACTERS = 100
 
-_FAILURES = 10
-_WINDOW_SECONDS = 60.0
-_ADDRESSES = 1_000
 _OWN_SITE = frozenset({"same-origin", "none"})
 
 
@@ -46,14 +41,6 @@ class Caller:
     name: str
     browser: bool
     form_token: str
-
-
-class TooManyFailures(Exception):
-    """An address has sent too many wrong tokens; it may try again after so many `seconds`."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(seconds)
-        self.seconds = seconds
 
 
 class Signer:
@@ -78,39 +65,6 @@ class Signer:
         if not equal(mac, self.mac(purpose, body)):
             return None
         return json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
-
-
-class Failures:
-    """Counts wrong tokens by address, and refuses an address with too many. Safe in several threads.
-
-    Each wrong token counts once: a program that still sends a former token must not lock out the other clients of its
-    address, which may be that of a reverse proxy.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = Lock()
-        self._counted: OrderedDict[str, tuple[float, set[bytes]]] = OrderedDict()
-
-    def require_few(self, address: str) -> None:
-        """Raise TooManyFailures if the address has to wait."""
-        with self._lock:
-            since, tokens = self._counted.get(address, (0.0, ()))
-            count, left = len(tokens), since + _WINDOW_SECONDS - self._clock()
-        if count >= _FAILURES and left > 0:
-            raise TooManyFailures(left)
-
-    def note(self, address: str, token: str) -> None:
-        """Count a wrong token of an address."""
-        now = self._clock()
-        with self._lock:
-            since, tokens = self._counted.pop(address, (now, set()))
-            if now - since > _WINDOW_SECONDS:
-                since, tokens = now, set()
-            tokens.add(sha256(token.encode("utf-8", "replace")).digest())
-            self._counted[address] = (since, tokens)
-            if len(self._counted) > _ADDRESSES:
-                self._counted.popitem(last=False)
 
 
 class Guard:
@@ -145,9 +99,9 @@ class Guard:
 
     def caller(self, request: Request) -> Caller | None:
         """Return the caller of a request; None if it is not authenticated. Raises TooManyFailures."""
-        bearer = _bearer(request.headers)
-        if bearer is not None:
-            return self._of_token(request, bearer)
+        token = bearer(request.headers)
+        if token is not None:
+            return self._of_token(request, token)
         if self._secret is None:
             return self._proxied(request)
         return self._of_cookie(request)
@@ -218,8 +172,3 @@ def is_same_origin(request: Request) -> bool:
         return urlsplit(origin).netloc == request.headers.get("host")
     except ValueError:  # no URL, such as `http://[`
         return False
-
-
-def _bearer(headers: Mapping[str, str]) -> str | None:
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else None

@@ -389,14 +389,69 @@ begin
 end
 $$;
 
--- The next events of a reader, of about "max" rows of the outbox, in whole database transactions; it changes nothing. Each row has
--- the position that relay.advance is to be given when all of them are done. An only row without id: nothing of what is new
--- matches. No row: nothing is new.
--- It reads on from "after", a position that it has returned and that is not advanced to yet, instead of from where the reader is.
+-- The next transactions after a snapshot that "present" sees, of about "max" rows of the outbox, in order, and the snapshot after
+-- them. None: everything is read, and "reached" is "present".
 -- Transactions are ordered by the greatest c_offset of their rows, so one that inserts after another has committed comes later.
 -- Rows are found along the index on c_xid, in which that one may be earlier. Transactions that come later than all others that
 -- were found are therefore left for the next time, as many as can be open at once: whatever is committed, not found, and earlier than
 -- a transaction before these began after all of them, when each of them was still open.
+create or replace function relay.next_transactions(after pg_snapshot, present pg_snapshot, max int, out next_xids xid8[], out reached text)
+language plpgsql stable set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off
+as $$
+declare
+    late    xid8[] := array(select pg_snapshot_xip(after));
+    open_at int := current_setting('max_connections')::int + current_setting('max_prepared_transactions')::int
+                   + current_setting('max_worker_processes')::int + current_setting('max_wal_senders')::int + 10;
+    most    int := next_transactions.max + 2 * open_at;
+    xids    xid8[];
+    counts  int[];
+    rest    int;
+    is_full boolean;
+    taken   int := 0;
+    total   bigint := 0;
+    ends    xid8;
+    missing xid8[];
+begin
+    loop
+        execute 'with newer as materialized (select c_xid, c_offset from public.outbox_message_t where c_xid >= $2 and c_xid < $3 '
+                'and pg_visible_in_snapshot(c_xid, $4) order by c_xid limit $5), '
+                'last as (select count(*) = $5 as is_full, (array_agg(c_xid order by c_xid desc))[1] as xid from newer), '
+                'found as (select c_xid, pg_catalog.max(c_offset) as last_offset, count(*)::int as events from ('
+                'select c_xid, c_offset from public.outbox_message_t where c_xid = any ($1) and pg_visible_in_snapshot(c_xid, $4) '
+                'union all select c_xid, c_offset from newer, last where not is_full or c_xid < last.xid) as r group by c_xid) '
+                'select (select is_full from last), array_agg(c_xid order by last_offset), array_agg(events order by last_offset) from found'
+           into is_full, xids, counts
+          using late, pg_snapshot_xmax(after), pg_snapshot_xmax(present), present, most;
+        rest := coalesce(cardinality(xids), 0) - case when is_full then open_at else 0 end;
+        exit when rest > 0 or not is_full;
+        most := most * 4;
+    end loop;
+    if rest <= 0 then
+        next_xids := '{}';
+        reached := present;
+        return;
+    end if;
+    while taken < rest and (taken = 0 or total + counts[taken + 1] <= next_transactions.max) loop
+        taken := taken + 1;
+        total := total + counts[taken];
+    end loop;
+    next_xids := xids[:taken];
+    -- PostgreSQL 14 has no max(xid8).
+    select greatest(pg_snapshot_xmax(after), ((x::text::bigint + 1)::text)::xid8) into ends
+      from unnest(next_xids) as x order by x desc limit 1;
+    select coalesce(array_agg(x order by x), '{}') into missing
+      from (select x from unnest(late) as x where not pg_visible_in_snapshot(x, present)
+             union select x from unnest(xids[taken + 1:]) as x where x < ends
+             union select x from pg_snapshot_xip(present) as x where x < ends and x >= pg_snapshot_xmax(after)) as m;
+    reached := format('%s:%s:%s', coalesce(missing[1], ends), ends, array_to_string(missing, ','));
+end
+$$;
+
+-- The next events of a reader, of about "max" rows of the outbox, in whole database transactions; it changes nothing. Each row has
+-- the position that relay.advance is to be given when all of them are done. An only row without id: nothing of what is new
+-- matches. No row: nothing is new.
+-- It reads on from "after", a position that it has returned and that is not advanced to yet, instead of from where the reader is.
 create or replace function relay.read(reader text, max int default 1000, after text default null)
 returns table ("position" text, id uuid, host_id uuid, user_id uuid, aggregate_type text, aggregate_id text,
                aggregate_version bigint, event_type text, event_ts timestamptz, payload jsonb, metadata jsonb,
@@ -409,18 +464,7 @@ as $$
 declare
     its     record;
     present pg_snapshot;
-    late    xid8[];
-    open_at int := current_setting('max_connections')::int + current_setting('max_prepared_transactions')::int
-                   + current_setting('max_worker_processes')::int + current_setting('max_wal_senders')::int + 10;
-    most    int;
     xids    xid8[];
-    counts  int[];
-    rest    int;
-    is_full boolean;
-    taken   int := 0;
-    total   bigint := 0;
-    ends    xid8;
-    missing xid8[];
     reached text;
     chosen  text;
 begin
@@ -451,37 +495,11 @@ begin
                              'the transaction is older than the position', read.reader),
             hint = 'After a restored backup, say with relay.seek where it goes on.';
     end if;
-    late := array(select pg_snapshot_xip(its.snapshot));
-    most := read.max + 2 * open_at;
-    loop
-        execute 'with newer as materialized (select c_xid, c_offset from public.outbox_message_t where c_xid >= $2 and c_xid < $3 '
-                'and pg_visible_in_snapshot(c_xid, $4) order by c_xid limit $5), '
-                'last as (select count(*) = $5 as is_full, (array_agg(c_xid order by c_xid desc))[1] as xid from newer), '
-                'found as (select c_xid, pg_catalog.max(c_offset) as last_offset, count(*)::int as events from ('
-                'select c_xid, c_offset from public.outbox_message_t where c_xid = any ($1) and pg_visible_in_snapshot(c_xid, $4) '
-                'union all select c_xid, c_offset from newer, last where not is_full or c_xid < last.xid) as r group by c_xid) '
-                'select (select is_full from last), array_agg(c_xid order by last_offset), array_agg(events order by last_offset) from found'
-           into is_full, xids, counts
-          using late, pg_snapshot_xmax(its.snapshot), pg_snapshot_xmax(present), present, most;
-        rest := coalesce(cardinality(xids), 0) - case when is_full then open_at else 0 end;
-        exit when rest > 0 or not is_full;
-        most := most * 4;
-    end loop;
-    if rest <= 0 then
+    select n.next_xids, format('%s/%s', its.number, n.reached) into xids, reached
+      from relay.next_transactions(its.snapshot, present, read.max) as n;
+    if xids = '{}' then
         return;
     end if;
-    while taken < rest and (taken = 0 or total + counts[taken + 1] <= read.max) loop
-        taken := taken + 1;
-        total := total + counts[taken];
-    end loop;
-    -- PostgreSQL 14 has no max(xid8).
-    select greatest(pg_snapshot_xmax(its.snapshot), ((x::text::bigint + 1)::text)::xid8) into ends
-      from unnest(xids[:taken]) as x order by x desc limit 1;
-    select coalesce(array_agg(x order by x), '{}') into missing
-      from (select x from unnest(late) as x where not pg_visible_in_snapshot(x, present)
-             union select x from unnest(xids[taken + 1:]) as x where x < ends
-             union select x from pg_snapshot_xip(present) as x where x < ends and x >= pg_snapshot_xmax(its.snapshot)) as m;
-    reached := format('%s/%s:%s:%s', its.number, coalesce(missing[1], ends), ends, array_to_string(missing, ','));
     chosen := relay.match_condition((its.declared).match);
     if (its.declared).lanes is not null then
         chosen := chosen || ' and '
@@ -496,7 +514,7 @@ begin
         'o.c_xid '
         'from unnest($1) with ordinality as taken (xid, number) join public.outbox_message_t as o on o.c_xid = taken.xid '
         'where ' || chosen || ' order by taken.number, o.c_offset'
-        using xids[:taken], reached, (its.declared).condition, (its.declared).params;
+        using xids, reached, (its.declared).condition, (its.declared).params;
     if not found then
         "position" := reached;
         return next;
@@ -724,6 +742,7 @@ begin
         raise notice 'relay: this role may not create roles; create relay_reader yourself, then run this file again';
     end;
     foreach each in array array['relay.glob_expression(text)', 'relay.match_condition(jsonb)', 'relay.log_reader(text)', 'relay.log_start(text)',
+                                'relay.next_transactions(pg_snapshot, pg_snapshot, int)',
                                 'relay.move_reader(text, bigint, pg_snapshot)', 'relay.reader_names(text)',
                                 'relay.lane_condition(text, int, int)', 'relay.event_satisfies(jsonb, jsonpath, jsonb)',
                                 'relay.condition_path(text, jsonb, text)', 'relay.event_condition(text, text)',
@@ -759,6 +778,7 @@ begin
     grant select on public.outbox_message_t to relay_owner;
     grant select, insert, update, delete on relay.log_readers, relay.log_positions, relay.readers to relay_owner;
     grant execute on function relay.glob_expression(text), relay.match_condition(jsonb), relay.log_reader(text), relay.log_start(text),
+                              relay.next_transactions(pg_snapshot, pg_snapshot, int),
                               relay.move_reader(text, bigint, pg_snapshot), relay.reader_names(text),
                               relay.lane_condition(text, int, int), relay.event_satisfies(jsonb, jsonpath, jsonb),
                               relay.condition_path(text, jsonb, text), relay.event_condition(text, text) to relay_owner;

@@ -15,7 +15,7 @@ from psycopg.conninfo import conninfo_to_dict
 from relay.config.dsn import check_dsn
 from relay.config.handlers import HttpHandler
 from relay.config.settings import ConsoleSettings, Settings, address
-from relay.console.server import Server
+from relay.console.server import console_server
 from relay.faults import Undelivered
 from relay.observe.server import listen
 from relay.observe.spans import exporter
@@ -143,7 +143,7 @@ def test_metrics_are_served_at_an_ipv6_literal() -> None:
 def test_the_console_is_served_at_an_ipv6_literal() -> None:
     console = ConsoleSettings(listen="[::1]:0", token="0123456789abcdef")
     with (
-        Server([], console) as server,
+        console_server([], console) as server,
         urllib.request.urlopen(f"http://[::1]:{server.port}/login", timeout=5) as answer,
     ):
         assert answer.status == 200

@@ -801,13 +801,13 @@ def test_relay_console_serves_it_alone(outbox: Outbox, tmp_path: Path) -> None:
 
 def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line says what to install."""
-    from relay.console.server import Server
+    from relay.console.server import console_server
 
     settings = Settings(source={"dsn": "postgresql://u@h/x"}, observe=console_of())
     assert settings.observe.console is not None
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ConfigurationError, match=r"install relay-outbox\[console\]"):
-        Server([settings], settings.observe.console)
+        console_server([settings], settings.observe.console)
 
 
 ODD_QUERIES = (

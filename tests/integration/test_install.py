@@ -329,7 +329,8 @@ def test_functions_run_as_a_role_that_can_do_just_what_they_do(outbox: Outbox) -
             "pause_queue",
         ),
         *("pause_schedule", "prune_history", "publish", "purge_queue"),
-        *("queue_watchers", "read", "rebuild_queue", "release", "requeue", "reschedule", "retry"),
+        *("queue_watchers", "read", "read_log", "rebuild_queue", "release", "requeue"),
+        *("reschedule", "retry"),
         *("run_schedule", "seek", "share_lanes", "subscribers_of", "take", "tick"),
         "watch_queue",
     ]

@@ -20,7 +20,7 @@ FOLLOWED = [
     for page in GUIDES
     if any(block.language == "console" for block in blocks(page.read_text()))
 ]
-PORTS = ("5433", "8080", "9464", "9465", "11300")
+PORTS = ("5433", "8080", "9464", "9465", "9466", "11300")
 STATEMENTS = [
     pytest.param(block.text, id=f"{page.name}:{block.line}")
     for page in pages()

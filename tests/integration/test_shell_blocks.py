@@ -203,6 +203,7 @@ SITUATIONS: Mapping[str, Situation] = {
     "dead-letters.md": with_dead_messages,
     "deferred.md": with_scheduled,
     "endpoints.md": with_endpoints,
+    "http-api.md": installed,
     "install.md": installed,
     "local-development.md": installed,
     "operations.md": with_faults,

@@ -21,7 +21,7 @@ from tests.shell import parse
 
 LANGUAGES = {
     *("console", "sh", "text", "yaml", "python", "sql", "json"),
-    *("dockerfile", "go", "ini", "java", "nginx", "properties", "toml"),
+    *("dockerfile", "go", "ini", "java", "js", "nginx", "properties", "toml"),
 }
 ALL = [(page, block) for page in pages() for block in blocks(page.read_text())]
 SQL = {"type": "sql", "statement": "select 1"}

@@ -18,15 +18,13 @@ from starlette.datastructures import URL
 from starlette.types import Message
 
 from relay.config.settings import Settings
-from relay.console import (
-    app,
-    charts,
-    group,
-)
+from relay.console import charts
 from relay.console.app import create_app
 from relay.console.charts import Point, Series, amount, chart
-from relay.console.security import Failures, Signer, TooManyFailures, printable
+from relay.console.security import Signer, printable
 from relay.observe.history import Sample
+from relay.web import protocol, requests, sessions
+from relay.web.requests import Failures, TooManyFailures
 from tests.console import TOKEN, console_of, served
 from tests.outbox import wait_until
 
@@ -191,7 +189,7 @@ async def _asked(app: FastAPI, path: str, **scope: Any) -> list[Message]:
 
 def test_clients_that_send_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as may be connected: they are closed, and others come in."""
-    monkeypatch.setattr(app, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
     settings = Settings(source={"dsn": "postgresql://u@h/x"}, observe=console_of())
     with served(settings) as address, ExitStack() as stack:
         port = int(address.rpartition(":")[2])
@@ -203,7 +201,7 @@ def test_clients_that_send_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPat
 
 def test_a_body_that_does_not_come_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """For an unknown user it is small too."""
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(requests, "BODY_SECONDS", 0.2)
     settings = Settings(source={"dsn": "postgresql://u@h/x"}, observe=console_of())
     with served(settings) as address:
         port = int(address.rpartition(":")[2])
@@ -223,18 +221,18 @@ def test_databases_that_do_not_answer_leave_threads_for_others(
     """A frozen server answers nothing and ends nothing: who asks it must not take all there is."""
     released = Event()
     settings = Settings(source={"dsn": "postgresql://u@h/x"}, observe=console_of())
-    monkeypatch.setattr(group, "_TURN_SECONDS", 0.05)
+    monkeypatch.setattr(sessions, "_TURN_SECONDS", 0.05)
     monkeypatch.setattr("relay.admin.sinks.listed", lambda *_, **__: released.wait() and [])
     known = {"authorization": f"Bearer {TOKEN}"}
     with (
         served(settings) as address,
         httpx.Client(base_url=address, timeout=20) as client,
-        ThreadPoolExecutor(group.CONCURRENT_REQUESTS + 5) as threads,
+        ThreadPoolExecutor(sessions.CONCURRENT_REQUESTS + 5) as threads,
     ):
         sinks = "/api/v1/groups/default/sinks"
         asking = [
             threads.submit(client.get, sinks, headers=known)
-            for _ in range(group.CONCURRENT_REQUESTS + 5)
+            for _ in range(sessions.CONCURRENT_REQUESTS + 5)
         ]
         try:
             refused = next(as_completed(asking)).result()

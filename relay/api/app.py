@@ -1,0 +1,171 @@
+"""The ASGI application of the HTTP API: the gate that every request passes, and the routes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from relay import __version__
+from relay.api import events
+from relay.api.callers import Caller, Callers
+from relay.api.database import ApiDatabase
+from relay.api.streams import Streams
+from relay.config.settings import ApiSettings, Settings
+from relay.faults import kind_of
+from relay.web.problems import FAULTS, PROBLEM, Problem, Refusal, problem, refusal_of
+from relay.web.requests import Failures, TooManyFailures, bearer, bounded, where
+
+log = logging.getLogger(__name__)
+
+BODY_BYTES = 16 * 1024 * 1024
+"""Largest body of a request."""
+OPENAPI = "/v1/openapi.json"
+"""The path of the description, the only one that needs no token."""
+STREAM = "/v1/events/stream"
+RETRY_SECONDS = 5
+"""After how many seconds a client asks again when a database is away."""
+_HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
+_DESCRIPTION = """
+Reads and publishes the events of an outbox, with a token of `relay token create`.
+Errors are problems (RFC 9457), whose `detail` is one line.
+"""
+_ERRORS = {
+    401: "the token is missing or wrong, was revoked, or has expired",
+    403: "the token gives no right to that",
+    422: "the request is not valid",
+    429: "the address has sent too many wrong tokens, or the token has too many streams",
+    503: "the database cannot be reached, or took too long",
+}
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {PROBLEM: {"schema": Problem.model_json_schema()}}}
+    for status, text in _ERRORS.items()
+}
+"""The errors of every route, for its description."""
+
+
+def create_app(settings: Settings, api: ApiSettings) -> FastAPI:
+    """Create the HTTP API of a group's outbox. `app.state.database` and `app.state.callers` are what its routes use."""
+    app = FastAPI(
+        title="relay",
+        version=__version__,
+        summary="Read and publish events.",
+        description=_DESCRIPTION,
+        openapi_url=OPENAPI,
+        docs_url=None,
+        redoc_url=None,
+        responses=RESPONSES,
+    )
+    app.state.settings = settings
+    app.state.database = ApiDatabase(settings)
+    app.state.callers = Callers(app.state.database)
+    app.state.failures = Failures()
+    app.state.streams = Streams(settings, api, app.state.database, app.state.callers)
+    app.include_router(events.router)
+    for fault in FAULTS:
+        app.add_exception_handler(fault, _handle)
+    app.add_middleware(Gate)
+    if api.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=api.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "idempotency-key", "last-event-id"],
+            expose_headers=["location", "retry-after"],
+        )
+    return app
+
+
+class Gate:
+    """Middleware that authenticates requests by their token, and bounds their size and time. Cookies mean nothing."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        started = False
+
+        async def guarded(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        try:
+            refusal = await _refusal(request)
+            if refusal is None:
+                await self._app(scope, bounded(receive, BODY_BYTES), guarded)
+            else:
+                await problem(refusal)(scope, receive, guarded)
+        except Exception as error:
+            # Without the error's text, which may hold a payload.
+            log.error("the API failed", extra={"error": kind_of(error), "at": where(error)})
+            if not started:
+                failed = problem(Refusal(500, "the API failed: see relay's log"))
+                await failed(scope, receive, guarded)
+
+
+async def _refusal(request: Request) -> Refusal | None:
+    """Return why a request is refused; None if it may pass."""
+    if int(request.headers.get("content-length") or 0) > BODY_BYTES:
+        return Refusal(413, f"the request has more than {BODY_BYTES} bytes")
+    path = request.scope["path"]
+    if path == OPENAPI:
+        return None
+    token = bearer(request.headers)
+    if token is None and path == STREAM:
+        # EventSource of browsers sends no header.
+        token = request.query_params.get("access_token")
+    if token is None:
+        return Refusal(
+            401, "send Authorization: Bearer TOKEN, with a token of `relay token create`"
+        )
+    try:
+        caller = await _caller(request, token)
+    except TooManyFailures as error:
+        return refusal_of(error)
+    except FAULTS as error:
+        return _unavailable(refusal_of(error))
+    if caller is None:
+        return Refusal(401, "the token is wrong, was revoked, or has expired")
+    request.state.caller = caller
+    return None
+
+
+async def _caller(request: Request, token: str) -> Caller | None:
+    callers: Callers = request.app.state.callers
+    caller = callers.known(token)
+    if caller is not None:
+        return caller
+    caller = await run_in_threadpool(callers.find, token)
+    if caller is None:
+        failures: Failures = request.app.state.failures
+        address = request.client.host if request.client else ""
+        failures.require_few(address)
+        failures.note(address, token)
+    return caller
+
+
+async def _handle(request: Request, error: Exception) -> Response:
+    return problem(_unavailable(refusal_of(error)))
+
+
+def _unavailable(refusal: Refusal) -> Refusal:
+    """Add the time after which to ask again to a refusal because of a database."""
+    if refusal.status != 503 or "retry-after" in refusal.headers:
+        return refusal
+    return refusal._replace(headers={**refusal.headers, "retry-after": str(RETRY_SECONDS)})

@@ -1,0 +1,189 @@
+"""Tells who sends a request, by its token, and what the token gives a right to."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from threading import Lock
+from typing import Annotated
+
+import psycopg
+from fastapi import Depends, Security
+from fastapi.security import HTTPBearer
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from relay.api.database import ApiDatabase
+from relay.store import api_tokens
+from relay.store.api_tokens import EVERY, TokenRow
+from relay.store.connections import Connection
+from relay.web.problems import FAULTS
+
+log = logging.getLogger(__name__)
+
+KNOWN_SECONDS = 3.0
+"""How long the tokens are known before they are read again: so long a revoked one may still be accepted."""
+_UNKNOWN_SECONDS = 0.25
+"""How long it takes until an unknown token is refused: meanwhile they are read again, once for all who wait."""
+_FAULT_SECONDS = 1.0
+"""How long it is not tried again to read them."""
+_USE_SECONDS = 60.0
+"""How often it is noted that a token is in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The holder of a token, and what the token gives a right to. `id` is that of the token.
+
+    `hosts` are ids as PostgreSQL prints them, or `*`, `types` are globs.
+    """
+
+    id: int
+    name: str
+    rights: frozenset[str]
+    hosts: frozenset[str]
+    types: tuple[str, ...]
+    expires_at: datetime | None
+
+    @classmethod
+    def of(cls, row: TokenRow) -> Caller:
+        """Return the caller of a token."""
+        return cls(
+            row.id,
+            row.name,
+            frozenset(row.rights),
+            frozenset(row.hosts),
+            tuple(row.types),
+            row.expires_at,
+        )
+
+    @property
+    def has_expired(self) -> bool:
+        """Whether the token is refused from now on."""
+        return self.expires_at is not None and self.expires_at <= datetime.now(UTC)
+
+    def is_for(self, host_id: str | None) -> bool:
+        """Whether the token is for the events of a host."""
+        return EVERY in self.hosts or host_id in self.hosts
+
+    def may_see_type(self, event_type: str | None) -> bool:
+        """Whether the token is for the events of a type."""
+        return any(fnmatchcase(event_type or "", each) for each in self.types)
+
+    def may_see(self, host_id: str | None, event_type: str | None) -> bool:
+        """Whether the token is for the events of a host that are of a type."""
+        return self.is_for(host_id) and self.may_see_type(event_type)
+
+
+class Callers:
+    """The callers by their tokens, which are read from the outbox's database. Safe in several threads.
+
+    All valid tokens are read at once, so that a flood of wrong ones costs no query for each, and no right one is
+    refused because of the wrong ones that others of its address have sent.
+    """
+
+    def __init__(self, database: ApiDatabase, clock: Callable[[], float] = time.monotonic) -> None:
+        self._database = database
+        self._clock = clock
+        self._lock = Lock()
+        self._known: Mapping[bytes, Caller] = {}
+        self._read_at: float | None = None
+        self._fault: tuple[Exception, float] | None = None
+        """Why the tokens could not be read, and when."""
+        self._used: set[int] = set()
+        self._noted: dict[int, float] = {}
+        """When it was last noted that a token is in use, by its id."""
+
+    def known(self, token: str) -> Caller | None:
+        """Return the caller of a token without a query; None if one is needed."""
+        if not self._is_read_within(KNOWN_SECONDS):
+            return None
+        return self._used_by(self._known.get(api_tokens.digest(token)))
+
+    def find(self, token: str) -> Caller | None:
+        """Return the caller of a token; None for a wrong one. Raises ConfigurationError, psycopg.Error."""
+        digest = api_tokens.digest(token)
+        asked_at = self._clock()
+        caller = self._found(digest, lambda: self._is_read_within(KNOWN_SECONDS))
+        if caller is None:
+            # It may have been made since. Those who guess wait, too.
+            time.sleep(_UNKNOWN_SECONDS)
+            caller = self._found(digest, lambda: (self._read_at or 0.0) > asked_at)
+        return self._used_by(caller)
+
+    def _found(self, digest: bytes, is_fresh: Callable[[], bool]) -> Caller | None:
+        """Return the caller of a digest, after reading the tokens again if what is known is not fresh."""
+        with self._lock:
+            if not is_fresh():
+                self._read()
+            return self._known.get(digest)
+
+    def valid(self) -> frozenset[Caller]:
+        """Return the callers of all tokens that are valid now. Raises ConfigurationError, psycopg.Error."""
+        with self._lock:
+            if not self._is_read_within(KNOWN_SECONDS):
+                self._read()
+            known = self._known
+        return frozenset(each for each in known.values() if not each.has_expired)
+
+    def _used_by(self, caller: Caller | None) -> Caller | None:
+        if caller is None or caller.has_expired:
+            return None
+        self._used.add(caller.id)
+        return caller
+
+    def _is_read_within(self, seconds: float) -> bool:
+        return self._read_at is not None and self._clock() - self._read_at < seconds
+
+    def _read(self) -> None:
+        now = self._clock()
+        if self._fault is not None and now - self._fault[1] < _FAULT_SECONDS:
+            # Those who wait for their turn do not all wait for the database.
+            raise self._fault[0]
+        try:
+            with self._database.connection() as conn:
+                found = api_tokens.valid(conn)
+                self._note_use(conn, now)
+        except FAULTS as error:
+            self._fault = error, self._clock()
+            raise
+        self._known = {digest: Caller.of(row) for digest, row in found.items()}
+        self._read_at = self._clock()
+
+    def _note_use(self, conn: Connection, now: float) -> None:
+        used, self._used = self._used, set()
+        due = [each for each in used if now - self._noted.get(each, -_USE_SECONDS) >= _USE_SECONDS]
+        if due:
+            # Nothing is noted on a standby.
+            with suppress(psycopg.errors.ReadOnlySqlTransaction):
+                api_tokens.note_use(conn, due)
+            self._noted |= dict.fromkeys(due, now)
+
+
+_bearer = Security(HTTPBearer(auto_error=False, description="A token of `relay token create`."))
+
+
+def _caller(request: Request, _: Annotated[object, _bearer]) -> Caller:
+    """Return the caller, whom the gate has authenticated."""
+    caller: Caller = request.state.caller
+    return caller
+
+
+def _with(right: str) -> Callable[[Caller], Caller]:
+    def require(caller: Annotated[Caller, Depends(_caller)]) -> Caller:
+        if right not in caller.rights:
+            raise HTTPException(403, f"the token {caller.name} gives no right to {right}")
+        return caller
+
+    return require
+
+
+Reading = Annotated[Caller, Depends(_with("read"))]
+"""A caller who may read."""
+Publishing = Annotated[Caller, Depends(_with("publish"))]
+"""A caller who may publish."""

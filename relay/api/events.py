@@ -1,0 +1,219 @@
+"""The routes by which programs read events, and learn what has become of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import datetime
+from typing import Annotated, Any
+from uuid import UUID
+
+from fastapi import APIRouter, Depends, Header, Query, Request
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from relay.admin import events
+from relay.admin.events import EventDestination
+from relay.api.callers import Caller, Reading
+from relay.api.database import ApiDatabase
+from relay.api.filters import EventFilter, asked
+from relay.api.positions import LONGEST, LogPosition, parse, read_kept
+from relay.api.streams import EventStream
+from relay.config.settings import Settings
+from relay.store import log_pages
+from relay.store.api_tokens import EVERY
+from relay.store.connections import Connection
+from relay.store.log_pages import LogEvent, PageSize
+from relay.web.sessions import reading
+
+router = APIRouter(prefix="/v1/events", tags=["events"])
+
+_PAGE_BYTES = 4 * 1024 * 1024
+"""About how large an answer is at most."""
+_MOST_LOOKED_AT = 10_000
+"""How many events a request looks at that the caller may not see, or does not want."""
+_KIND = re.compile(r"[\w.]+(?: \[\w+\])?(?=:|$)")
+"""The kind of a fault, with which a reason begins: `CheckViolation [23514]`. The rest may quote a payload."""
+
+
+class EventState(BaseModel):
+    """How far an event is at a destination: the target, a sink or a queue."""
+
+    destination: str = Field(description="target, sink or queue")
+    name: str = Field(description="the sink or the queue; empty for the target")
+    handlers: list[str] = Field(description="the handlers of the target")
+    state: str = Field(
+        description="waiting, applied (target), delivered (sink), unrouted, deferred, cancelled, dead, replaying, "
+        "replayed, discarded, that of a message of a queue, or unknown for a sink that has never been worked"
+    )
+    attempts: int | None
+    since: datetime | None
+    until: datetime | None = Field(description="when it is tried next")
+    reason: str | None = Field(description="the kind of fault, without what it says of the payload")
+
+    @classmethod
+    def of(cls, found: EventDestination) -> EventState:
+        """Return the state at a destination."""
+        kind = _KIND.match(found.reason or "")
+        return cls(
+            destination=found.kind,
+            name=found.name,
+            handlers=list(found.handlers),
+            state=found.state,
+            attempts=found.attempts,
+            since=found.since,
+            until=found.until,
+            reason=kind[0] if kind else None,
+        )
+
+
+class EventAnswer(BaseModel):
+    """An event, and how far it is. Without a row in the outbox, all but the id and the states is null."""
+
+    id: str
+    in_outbox: bool
+    event_type: str | None
+    host_id: str | None
+    aggregate_type: str | None
+    aggregate_id: str | None
+    transaction_id: str | None
+    event_ts: str | None
+    deliver_at: str | None
+    states: list[EventState]
+
+
+class Events(BaseModel):
+    """A page of events, in the order of the log."""
+
+    events: list[dict[str, Any]] = Field(description="the events, as they were published")
+    next: str = Field(description="the position after them: `after` of the next page")
+    more: bool = Field(description="whether there may be more now")
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "the position is none of this API's"},
+    410: {"description": "retention has removed events after the position"},
+}
+_After = Annotated[
+    str,
+    Query(
+        max_length=LONGEST,
+        description="The position after which to read: `next` or the id of an event, `beginning` or `now`.",
+    ),
+]
+
+
+@router.get("", responses={200: {"model": Events}, **_ERRORS}, response_class=JSONResponse)
+def page(
+    request: Request,
+    wanted: Annotated[EventFilter, Depends(asked)],
+    after: _After = "beginning",
+    limit: Annotated[int, Query(ge=1, le=1000, description="The most events.")] = 100,
+) -> Response:
+    """Read events of the log, from a position on. A page may have none although there is more."""
+    database: ApiDatabase = request.app.state.database
+    start = parse(after)
+    found: list[str] = []
+    with database.connection() as conn:
+        if start is None:
+            end, more = LogPosition(log_pages.present(conn)), False
+        else:
+            found, end, more = _page(conn, start, wanted.test(), limit)
+    # As PostgreSQL prints them, so that numbers keep every digit.
+    events = ",".join(found)
+    text = f'{{"events":[{events}],"next":"{end}","more":{"true" if more else "false"}}}'
+    return Response(text, media_type="application/json")
+
+
+def _page(
+    conn: Connection, start: LogPosition, takes: Callable[[LogEvent], bool], limit: int
+) -> tuple[list[str], LogPosition, bool]:
+    """Return up to `limit` events after a position, the position after them, and whether there may be more."""
+    found: list[str] = []
+    bytes_left, looked_at, size, after = _PAGE_BYTES, 0, PageSize(), start.snapshot
+    # What is left of a transaction first.
+    read = None if start.xid is None else read_kept(conn, start.before, 1, after)
+    while True:
+        for transaction in read.transactions if read else ():
+            for event in transaction.events:
+                if (event.xid == start.xid and event.offset <= start.offset) or not takes(event):
+                    continue
+                found.append(event.text)
+                bytes_left -= len(event.text)
+                if len(found) == limit or bytes_left <= 0:
+                    if event is transaction.events[-1]:
+                        return found, LogPosition(transaction.after), True
+                    return found, LogPosition(transaction.after, event.xid, event.offset), True
+        if looked_at >= _MOST_LOOKED_AT:
+            return found, LogPosition(after), True
+        read = read_kept(conn, after, size.events)
+        if not read.transactions:
+            return found, LogPosition(read.end), False
+        size.note(read)
+        looked_at += read.events
+        after = read.end
+
+
+@router.get(
+    "/stream",
+    responses={
+        200: {
+            "description": "Server-sent events. `data` is the event, `id` the position after it.",
+            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        },
+        204: {"description": "the position is too far behind (api.replay): read pages first"},
+        **_ERRORS,
+    },
+    response_class=Response,
+)
+async def stream(
+    request: Request,
+    wanted: Annotated[EventFilter, Depends(asked)],
+    after: _After = "now",
+    last_event_id: Annotated[
+        str, Header(max_length=LONGEST, description="What a client that connects again sends.")
+    ] = "",
+    access_token: Annotated[
+        str | None, Query(description="The token, for browsers, whose EventSource sends no header.")
+    ] = None,
+) -> Response:
+    """Stream the events that are published from now on, or from a position on."""
+    return EventStream(request.app.state.streams, wanted, parse(last_event_id or after))
+
+
+@router.get("/{event_id}", responses={404: {"description": "there is no such event"}})
+def event(request: Request, event_id: UUID, caller: Reading) -> EventAnswer:
+    """Say how far an event is at each destination that today's routes give it."""
+    settings: Settings = request.app.state.settings
+    with reading():
+        try:
+            found = events.find(settings, str(event_id))
+        except events.UnknownEvent:
+            raise _unknown() from None
+    if not _may_see(caller, found):
+        raise _unknown()
+    return EventAnswer(
+        id=found.id,
+        in_outbox=found.in_outbox,
+        event_type=found.event_type,
+        host_id=found.host_id,
+        aggregate_type=found.aggregate_type,
+        aggregate_id=found.aggregate_id,
+        transaction_id=found.transaction_id,
+        event_ts=found.event_ts,
+        deliver_at=found.deliver_at,
+        states=[EventState.of(each) for each in found.destinations],
+    )
+
+
+def _may_see(caller: Caller, found: events.FoundEvent) -> bool:
+    """Whether a caller may see an event: of one that is gone, its host and type are not known."""
+    if not found.in_outbox:
+        return EVERY in caller.hosts and EVERY in caller.types
+    return caller.may_see(found.host_id, found.event_type)
+
+
+def _unknown() -> HTTPException:
+    # The same for one that the token is not for: nobody learns which ids others have.
+    return HTTPException(404, "there is no such event, or the token is not for it")

@@ -1,0 +1,94 @@
+"""Which events of the log a request gets: those that its token is for, and that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Annotated
+from uuid import UUID
+
+from fastapi import Query
+from pydantic import StringConstraints
+
+from relay.api.callers import Caller, Reading
+from relay.store.log_pages import LogEvent
+
+_MOST = 50
+_Text = Annotated[str, StringConstraints(max_length=200)]
+
+
+@dataclass(frozen=True, slots=True)
+class EventFilter:
+    """What a request asks for; an empty field leaves the choice to the token. Equal ones take the same events."""
+
+    hosts: frozenset[str]
+    types: tuple[str, ...]
+    aggregate_type: str | None
+    aggregate_id: str | None
+    caller: Caller
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What makes two filters take the same events: the names of their callers do not matter."""
+        caller = self.caller
+        asked = self.hosts, self.types, self.aggregate_type, self.aggregate_id
+        return (*asked, caller.hosts, caller.types)
+
+    def test(self) -> Callable[[LogEvent], bool]:
+        """Return whether an event is taken, as a function that remembers event types."""
+        seen: dict[str, bool] = {}
+        hosts = self.hosts
+        aggregate = self.aggregate_type, self.aggregate_id
+
+        def takes(event: LogEvent) -> bool:
+            if hosts and event.host_id not in hosts:
+                return False
+            if aggregate[0] is not None and event.aggregate_type != aggregate[0]:
+                return False
+            if aggregate[1] is not None and event.aggregate_id != aggregate[1]:
+                return False
+            if not self.caller.is_for(event.host_id):
+                return False
+            wanted = seen.get(event.event_type)
+            if wanted is None:
+                if len(seen) > 10_000:
+                    seen.clear()
+                wanted = seen[event.event_type] = self._takes_type(event.event_type)
+            return wanted
+
+        return takes
+
+    def _takes_type(self, event_type: str) -> bool:
+        asked = not self.types or any(fnmatchcase(event_type, each) for each in self.types)
+        return asked and self.caller.may_see_type(event_type)
+
+
+def asked(
+    caller: Reading,
+    host: Annotated[
+        list[UUID] | None, Query(max_length=_MOST, description="Only events of these hosts.")
+    ] = None,
+    type_: Annotated[
+        list[_Text] | None,
+        Query(
+            alias="type",
+            max_length=_MOST,
+            description="Only events of these types, or that match these globs, such as order.*.",
+        ),
+    ] = None,
+    aggregate_type: Annotated[
+        _Text | None, Query(description="Only events of this type of aggregate.")
+    ] = None,
+    aggregate_id: Annotated[
+        _Text | None, Query(description="Only events of the aggregate with this id.")
+    ] = None,
+) -> EventFilter:
+    """Return the filter of a request, as a dependency of its route."""
+    return EventFilter(
+        frozenset(map(str, host or ())),
+        tuple(sorted(set(type_ or ()))),
+        aggregate_type,
+        aggregate_id,
+        caller,
+    )

@@ -1,0 +1,449 @@
+"""Streams of server-sent events: who is connected, what each still has to get, and when one is cut.
+
+All streams of a process have one reader of the log, the tail. A client that resumes reads pages of its own up to where
+the tail is, and gets what comes after that from the tail. All but the tail runs in the event loop of the server.
+
+Source: HTML Standard, "Server-sent events".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from anyio import CapacityLimiter, to_thread
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from relay.api.callers import Callers
+from relay.api.database import ApiDatabase
+from relay.api.filters import EventFilter
+from relay.api.positions import LogPosition, read_kept
+from relay.api.tail import Tail
+from relay.config.settings import ApiSettings, Settings
+from relay.model.snapshots import Snapshot
+from relay.store import log_pages
+from relay.store.log_pages import LogEvent, LogPage, LogTransaction, PageSize
+from relay.web.problems import FAULTS, Refusal, problem, refusal_of
+
+T = TypeVar("T")
+
+HEARTBEAT_SECONDS = 15.0
+"""How long a stream is silent at most."""
+STALL_SECONDS = 30.0
+"""How long a client may take nothing before it is cut."""
+BUFFER_BYTES = 1024 * 1024
+"""How much may wait for a client before it is cut: it resumes where it was."""
+CHECK_SECONDS = 4.0
+"""How often it is looked whether the tokens of streams are still valid."""
+RETRY_SECONDS = 5
+"""After how many seconds a client asks again that was refused for want of room."""
+_ATTACH_SECONDS = 10.0
+_BURST_SECONDS = 0.1
+"""How long the tail waits for clients that are late before it reads on, so that a burst cuts none that reads."""
+_LINGER_SECONDS = 30.0
+"""How long the tail reads on without a stream."""
+_UNAVAILABLE: tuple[type[Exception], ...] = (TimeoutError, *FAULTS)
+_READERS = 4
+"""How many clients read pages of their own at once; it bounds sessions and memory."""
+_SEND_BYTES = 64 * 1024
+
+
+class Client:
+    """A connected client: the chunks that wait for it, and why it ends."""
+
+    __slots__ = ("abort", "chunks", "ended", "filter", "position", "ready", "size", "takes")
+
+    def __init__(self, wanted: EventFilter, abort: Callable[[], None]) -> None:
+        self.filter = wanted
+        self.takes = wanted.test()
+        self.abort = abort
+        self.chunks: deque[bytes] = deque()
+        self.size = 0
+        self.position = ""
+        """The position after all chunks."""
+        self.ended: str | None = None
+        self.ready = asyncio.Event()
+
+    def put(self, chunks: list[bytes], size: int) -> None:
+        """Add chunks with so many bytes; a client for which too much waits is cut."""
+        if self.ended is not None:
+            return
+        if self.size > BUFFER_BYTES:
+            self.end("slow")
+            self.abort()
+            return
+        self.chunks.extend(chunks)
+        self.size += size
+        self.ready.set()
+
+    def take(self) -> bytes:
+        """Remove and return chunks, about as many as are sent at once."""
+        taken, size = [], 0
+        while self.chunks and size < _SEND_BYTES:
+            chunk = self.chunks.popleft()
+            taken.append(chunk)
+            size += len(chunk)
+        self.size -= size
+        return b"".join(taken)
+
+    def end(self, why: str) -> None:
+        """End the stream."""
+        if self.ended is None:
+            self.ended = why
+            self.chunks.clear()
+        self.ready.set()
+
+
+class Streams:
+    """The streams of a process. Its methods are of the event loop, but for `close`."""
+
+    def __init__(
+        self, settings: Settings, api: ApiSettings, database: ApiDatabase, callers: Callers
+    ) -> None:
+        self.database = database
+        self.api = api
+        self.sent = 0
+        """How many events were put into streams."""
+        self.cut: dict[str, int] = {}
+        """How many streams relay has ended, by reason."""
+        self._callers = callers
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tail = Tail(
+            settings, partial(self._tell, self._begin), partial(self._tell, self._deliver)
+        )
+        self._connected: set[Client] = set()
+        self._attached: dict[object, set[Client]] = {}
+        """The clients that the tail serves, by what they take."""
+        self._position: Snapshot | None = None
+        self._moved = asyncio.Event()
+        self._checking: asyncio.Task[None] | None = None
+        self._readers = CapacityLimiter(_READERS)
+        self._turns = asyncio.Semaphore(_READERS)
+        self._is_closed = False
+
+    @property
+    def connected(self) -> int:
+        """How many clients are connected."""
+        return len(self._connected)
+
+    def refusal(self, wanted: EventFilter) -> Refusal | None:
+        """Return why one more stream is refused; None if it is not."""
+        later = {"retry-after": str(RETRY_SECONDS)}
+        if self.connected >= self.api.streams or self._is_closed:
+            return Refusal(503, "there are too many streams (api.streams): try again later", later)
+        own = sum(each.filter.caller.id == wanted.caller.id for each in self._connected)
+        if own >= self.api.streams_per_token:
+            detail = "the token has too many streams (api.streams_per_token): close one"
+            return Refusal(429, detail, later)
+        return None
+
+    def join(self, client: Client) -> None:
+        """Count a client, until it leaves."""
+        self._connected.add(client)
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._tail.start()
+        self._tail.wanted.set()
+        if self._checking is None or self._checking.done():
+            self._checking = asyncio.create_task(self._check())
+
+    def leave(self, client: Client) -> None:
+        """Forget a client."""
+        self._connected.discard(client)
+        group = self._attached.get(client.filter.key)
+        if group is not None:
+            group.discard(client)
+            if not group:
+                del self._attached[client.filter.key]
+        if client.ended not in (None, "gone"):
+            why = str(client.ended)
+            self.cut[why] = self.cut.get(why, 0) + 1
+        if not self._connected and self._loop is not None:
+            self._loop.call_later(_LINGER_SECONDS, self._sleep)
+
+    async def attach(self, client: Client, after: Snapshot | None) -> Snapshot:
+        """Let the tail serve a client, and return from where on: a position that has all that `after` has.
+
+        Raises TimeoutError if the tail does not get there.
+        """
+        async with asyncio.timeout(_ATTACH_SECONDS):
+            while self._position is None or (
+                after is not None and not self._position.covers(after)
+            ):
+                await self._moved.wait()
+        self._attached.setdefault(client.filter.key, set()).add(client)
+        client.position = str(self._position)
+        return self._position
+
+    async def read(self, act: Callable[..., T], *arguments: Any) -> T:
+        """Run a function with a session of the database, in a thread."""
+
+        def with_session() -> T:
+            with self.database.connection() as conn:
+                return act(conn, *arguments)
+
+        return await to_thread.run_sync(with_session, limiter=self._readers)
+
+    def turn(self) -> asyncio.Semaphore:
+        """Return what a client holds while it has a page in memory."""
+        return self._turns
+
+    def close(self) -> None:
+        """End all streams, and the tail. Safe in any thread."""
+        self._is_closed = True
+        if self._loop is None:
+            return
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._end_all, "stopping")
+        self._tail.close()
+
+    def _tell(self, call: Callable[[Any], None], what: Any) -> None:
+        """Let the event loop do something, and wait for that: the tail does not run ahead of clients that read."""
+        assert self._loop is not None  # noqa: S101
+
+        async def run() -> None:
+            call(what)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_BURST_SECONDS):
+                    while any(each.size > BUFFER_BYTES // 2 for each in self._all_attached()):
+                        await asyncio.sleep(0.002)
+
+        with suppress(CancelledError):
+            asyncio.run_coroutine_threadsafe(run(), self._loop).result()
+
+    def _begin(self, position: Snapshot) -> None:
+        # Those that were attached before would miss what was not read.
+        for client in list(self._all_attached()):
+            client.end("gap")
+        self._advance(position)
+
+    def _deliver(self, page: LogPage) -> None:
+        for group in self._attached.values():
+            takes = next(iter(group)).takes
+            chunks = []
+            for transaction in page.transactions:
+                events = [each for each in transaction.events if takes(each)]
+                if events:
+                    chunks.append(formatted(transaction, events))
+                    self.sent += len(events) * len(group)
+            if chunks:
+                size = sum(map(len, chunks))
+                for client in group:
+                    client.put(chunks, size)
+        text = str(page.end)
+        for client in self._all_attached():
+            client.position = text
+        self._advance(page.end)
+
+    def _advance(self, position: Snapshot) -> None:
+        self._position = position
+        self._moved.set()
+        self._moved.clear()
+
+    def _all_attached(self) -> Iterable[Client]:
+        return (client for group in self._attached.values() for client in group)
+
+    def _end_all(self, why: str) -> None:
+        for client in self._connected:
+            client.end(why)
+
+    def _sleep(self) -> None:
+        if not self._connected:
+            self._tail.wanted.clear()
+            self._position = None
+
+    async def _check(self) -> None:
+        """End the streams whose tokens are no longer valid, as long as there are streams."""
+        while self._connected:
+            await asyncio.sleep(CHECK_SECONDS)
+            try:
+                valid = await to_thread.run_sync(self._callers.valid)
+            except FAULTS:
+                continue  # nothing is read from the log either
+            for client in self._connected:
+                if client.filter.caller not in valid:
+                    client.end("revoked")
+
+
+class EventStream(Response):
+    """The response of a stream: server-sent events from a position on, or from now on."""
+
+    def __init__(self, streams: Streams, wanted: EventFilter, start: LogPosition | None) -> None:
+        super().__init__()
+        self._streams = streams
+        self._wanted = wanted
+        self._start = start
+        self._send: Send
+        self._client: Client
+        self._size = PageSize()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse the stream, or serve it until the client goes or is cut."""
+        refusal = self._streams.refusal(self._wanted)
+        if refusal is not None:
+            await problem(refusal)(scope, receive, send)
+            return
+        transport = scope.get("relay.transport")
+        client = Client(self._wanted, (lambda: None) if transport is None else transport.abort)
+        self._client, self._send = client, send
+        self._streams.join(client)
+        watcher = asyncio.create_task(_watch(receive, client))
+        try:
+            refusal = await self._refusal()
+            if refusal is not None:
+                await _response(refusal)(scope, receive, send)
+                return
+            await self._serve()
+            if client.ended != "gone":
+                # A client that does not take the end is cut.
+                try:
+                    async with asyncio.timeout(1.0):
+                        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                except TimeoutError:
+                    client.abort()
+                    await asyncio.wait([watcher], timeout=1.0)
+        finally:
+            watcher.cancel()
+            self._streams.leave(client)
+
+    async def _refusal(self) -> Refusal | None:
+        """Return why the stream cannot begin at its position."""
+        if self._start is None:
+            return None
+        try:
+            return await self._streams.read(_refusal_at, self._start, self._streams.api.replay)
+        except FAULTS as error:
+            return refusal_of(error)
+
+    async def _serve(self) -> None:
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [
+                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    (b"cache-control", b"no-store"),
+                    (b"x-accel-buffering", b"no"),
+                ],
+            }
+        )
+        # Those that a restart has cut do not all come back at once.
+        await self._write(f"retry: {random.randint(1000, 3000)}\n\n".encode())  # noqa: S311
+        try:
+            await self._catch_up()
+        except _UNAVAILABLE:
+            # The next request is told why.
+            self._client.end("unavailable")
+            return
+        await self._go_on()
+
+    async def _catch_up(self) -> None:
+        """Send what is between the start and the position of the tail, and let the tail go on."""
+        client, after = self._client, None
+        if self._start is not None:
+            after = self._start.snapshot
+            if self._start.xid is not None:
+                await self._send_rest(self._start)
+            while client.ended is None:
+                page = await self._send_page(after, None)
+                after = page.end
+                if page.events < self._size.events // 2:
+                    break
+        reached = await self._streams.attach(client, after)
+        while after is not None and client.ended is None:
+            page = await self._send_page(after, reached)
+            after = page.end
+            if not page.transactions:
+                break
+        await self._write(f"id: {reached}\n\n".encode())
+
+    async def _send_rest(self, position: LogPosition) -> None:
+        """Send the events of a transaction that come after one that the client has."""
+        async with self._streams.turn():
+            page = await self._streams.read(read_kept, position.before, 1, position.snapshot)
+            for transaction in page.transactions:
+                rest = [each for each in transaction.events if each.offset > position.offset]
+                await self._send_events(transaction, rest)
+
+    async def _send_page(self, after: Snapshot, until: Snapshot | None) -> LogPage:
+        async with self._streams.turn():
+            page = await self._streams.read(read_kept, after, self._size.events, until)
+            for transaction in page.transactions:
+                await self._send_events(transaction, transaction.events)
+        if page.transactions:
+            self._size.note(page)
+            # Also if nothing matches, the client is further now.
+            await self._write(f"id: {page.end}\n\n".encode())
+        return page
+
+    async def _send_events(self, transaction: LogTransaction, events: Iterable[LogEvent]) -> None:
+        taken = [each for each in events if self._client.takes(each)]
+        if taken:
+            self._streams.sent += len(taken)
+            await self._write(formatted(transaction, taken))
+
+    async def _go_on(self) -> None:
+        """Send what the tail brings, and heartbeats."""
+        client, told = self._client, ""
+        while client.ended is None:
+            if client.chunks:
+                await self._write(client.take())
+                continue
+            client.ready.clear()
+            try:
+                async with asyncio.timeout(HEARTBEAT_SECONDS):
+                    await client.ready.wait()
+            except TimeoutError:
+                # A client of which little matches does not fall behind either.
+                position, told = told, client.position
+                await self._write(b":\n\n" if position == told else f":\nid: {told}\n\n".encode())
+
+    async def _write(self, chunk: bytes) -> None:
+        """Send a chunk; a client that does not take it in time is cut."""
+        if self._client.ended is not None:
+            return
+        try:
+            async with asyncio.timeout(STALL_SECONDS):
+                await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except TimeoutError:
+            self._client.end("slow")
+            self._client.abort()
+
+
+def formatted(transaction: LogTransaction, events: Iterable[LogEvent]) -> bytes:
+    """Return events of a transaction as server-sent events.
+
+    The id of the last one is the position after the transaction, that of another one names what is left of it.
+    """
+    *others, last = events
+    parts = [
+        f"id: {LogPosition(transaction.after, each.xid, each.offset)}\ndata: {each.text}\n\n"
+        for each in others
+    ]
+    parts.append(f"id: {transaction.after}\ndata: {last.text}\n\n")
+    return "".join(parts).encode()
+
+
+def _refusal_at(conn: Any, start: LogPosition, replay: int) -> Refusal | None:
+    read_kept(conn, start.before, 1, start.snapshot)
+    if log_pages.is_far(conn, start.snapshot, replay):
+        return Refusal(204, "")
+    return None
+
+
+def _response(refusal: Refusal) -> Response:
+    # By this status, a browser does not connect again.
+    return Response(status_code=204) if refusal.status == 204 else problem(refusal)
+
+
+async def _watch(receive: Receive, client: Client) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    client.end("gone")

@@ -1,0 +1,141 @@
+"""Reads the end of the log once for all streams of a process: a thread with a connection of its own.
+
+relay wakes it by NOTIFY where it runs; it polls all the same. Without a stream it reads nothing and has no connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import time
+from collections.abc import Callable
+from threading import Event
+
+from psycopg import sql
+
+from relay.admin.connections import require_schema
+from relay.config.settings import Settings
+from relay.config.source import OWN_OUTBOX
+from relay.model.snapshots import Snapshot
+from relay.retention.removals import lost_after
+from relay.runtime.parts import Condition, Recurring
+from relay.store import log_pages
+from relay.store.connections import SHORT_TIMEOUTS, Connection, connect, sessions_with
+from relay.store.log_pages import LogPage, PageSize
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 1.0
+"""How long it waits after it has found nothing: the pause doubles each time."""
+_OUTAGE_SECONDS = 60.0
+"""After such a time without a page it looks whether retention has removed what it had not read."""
+_STATEMENT_SECONDS = 60.0
+_RETRY_SECONDS = 2.0
+
+
+class Tail(Recurring):
+    """Reads the log while it is `wanted`, and passes each page to `deliver`, in the thread of the tail.
+
+    `begin` gets the position from which it reads first, and again after a gap: what was before it was not read.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        begin: Callable[[Snapshot], None],
+        deliver: Callable[[LogPage], None],
+    ) -> None:
+        condition = Condition(
+            "api",
+            log,
+            "the streams of the API stand still",
+            "they go on",
+            longest_pause=_RETRY_SECONDS,
+        )
+        super().__init__(condition, close_seconds=2.0)
+        self.wanted = Event()
+        self._settings = settings
+        self._begin = begin
+        self._deliver = deliver
+        self._conn: Connection | None = None
+        self._position: Snapshot | None = None
+        self._size = PageSize()
+        self._read_at = 0.0
+        self._pause = _FIRST_PAUSE_SECONDS
+
+    def stop(self) -> None:
+        """End after the statement in flight."""
+        self.stopping.set()
+        self.wanted.set()
+
+    def close(self) -> None:
+        """Let the thread end, and wait for that."""
+        self.stop()
+        super().close()
+
+    def turn(self) -> float:
+        """Read a page, or wait until there may be one."""
+        if not self.wanted.is_set():
+            self.release()
+            self._position = None
+            self.wanted.wait()
+            return 0.0
+        try:
+            self._read(self._conn or self._connect())
+        except BaseException:
+            self.release()
+            raise
+        self.condition.works()
+        return 0.0
+
+    def release(self) -> None:
+        """Close the connection."""
+        conn, self._conn = self._conn, None
+        if conn is not None:
+            conn.close()
+
+    def _read(self, conn: Connection) -> None:
+        if self._position is None:
+            # By the function that reads pages, which refuses a standby.
+            self._position = log_pages.read(conn, log_pages.present(conn), 1).end
+            self._begin(self._position)
+        position = self._position
+        page = log_pages.read(conn, position, self._size.events)
+        now = time.monotonic()
+        outage, self._read_at = now - self._read_at, now
+        if outage > _OUTAGE_SECONDS and lost_after(conn, OWN_OUTBOX, position) is not None:
+            self._position = None
+            return
+        if page.transactions or page.end != position:
+            self._size.note(page)
+            self._deliver(page)
+            self._position = page.end
+        if page.transactions:
+            self._pause = _FIRST_PAUSE_SECONDS
+        else:
+            self._wait(conn)
+
+    def _wait(self, conn: Connection) -> None:
+        """Wait for the next poll, or until relay says that there were commits."""
+        poll = select.poll()
+        poll.register(conn.pgconn.socket, select.POLLIN)
+        self._pause = min(self._pause * 2, _LONGEST_PAUSE_SECONDS)
+        if not poll.poll(self._pause * 1000):
+            return
+        conn.pgconn.consume_input()
+        while conn.pgconn.notifies() is not None:
+            # What relay has seen in the WAL may become visible a moment later.
+            self._pause = _FIRST_PAUSE_SECONDS
+
+    def _connect(self) -> Connection:
+        with sessions_with({"statement_timeout": f"{_STATEMENT_SECONDS * 1000:.0f}"}):
+            conn = connect(self._settings.source_dsn, **SHORT_TIMEOUTS)
+        try:
+            require_schema(conn, self._settings)
+            ((channel,),) = conn.execute("select relay.watch_log()").fetchall()
+            conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
+        except BaseException:
+            conn.close()
+            raise
+        self._conn = conn
+        return conn

@@ -1,0 +1,92 @@
+"""Errors as RFC 9457 defines them, and which status a fault has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import NamedTuple
+
+import psycopg
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from relay.faults import ConfigurationError, TransientFault, Unreachable, first_line
+from relay.web.requests import TooManyFailures
+from relay.web.sessions import READ_SECONDS
+
+PROBLEM = "application/problem+json"
+"""The content type of an error."""
+FAULTS: tuple[type[Exception], ...] = (
+    ConfigurationError,
+    TransientFault,
+    psycopg.Error,
+    HTTPException,
+    RequestValidationError,
+    TooManyFailures,
+)
+"""The exceptions that `refusal_of` knows."""
+
+
+class Problem(BaseModel):
+    """An error, as RFC 9457 defines it; `detail` is one line for a person."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+
+
+class Refusal(NamedTuple):
+    """The status of a response that reports a fault, its detail, and further headers."""
+
+    status: int
+    detail: str
+    headers: Mapping[str, str] = {}
+
+
+def problem(refusal: Refusal) -> JSONResponse:
+    """Return the response for a refusal; one of status 401 asks for a bearer token."""
+    status, detail, headers = refusal
+    content = Problem(title=HTTPStatus(status).phrase, status=status, detail=detail)
+    if status == 401:
+        headers = {"www-authenticate": "Bearer", **headers}
+    return JSONResponse(content.model_dump(), status, headers, media_type=PROBLEM)
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """Return how a fault is reported. Raises one that is no fault of the request or of a database."""
+    match error:
+        case Unreachable() | TransientFault():
+            return Refusal(503, str(error))
+        case ConfigurationError():
+            return Refusal(409, " ".join(str(error).splitlines()))
+        case TooManyFailures():
+            seconds = f"{error.seconds:.0f}"
+            return Refusal(
+                429, f"too many wrong tokens: try again in {seconds} s", {"retry-after": seconds}
+            )
+        case psycopg.errors.QueryCanceled():
+            return Refusal(503, f"the database took longer than {READ_SECONDS:.0f} s: ask for less")
+        case psycopg.errors.StatementTooComplex() | psycopg.errors.ProgramLimitExceeded():
+            # Operational errors by class, though the request causes them, such as JSON that is nested too deep.
+            return Refusal(409, f"the database refuses: {first_line(error)}")
+        case psycopg.OperationalError():
+            return Refusal(503, f"the database cannot be reached: {first_line(error)}")
+        case psycopg.Error():
+            return Refusal(409, f"the database refuses: {first_line(error)}")
+        case RequestValidationError():
+            first = error.errors()[0]
+            return Refusal(422, described(first["loc"], first["msg"]))
+        case HTTPException():
+            return Refusal(error.status_code, str(error.detail), error.headers or {})
+        case _:
+            raise error
+
+
+def described(location: Sequence[int | str], message: str, prefix: str = "") -> str:
+    """Return a fault of a validation and its location on one line."""
+    key = ".".join(str(part) for part in location if part not in ("body", "query", "path"))
+    text = message.removeprefix("Value error, ")
+    return f"{prefix}{key or 'the request'}: {text[:1].lower()}{text[1:]}"

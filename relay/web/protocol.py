@@ -1,0 +1,62 @@
+"""HTTP/1.1 on connections that are bounded in time."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+HEAD_SECONDS = 10.0
+"""Longest time from the connection, or from the last response, to the end of the next request's head."""
+
+
+USER_TIMEOUT_SECONDS = 60
+"""How long a client's host may leave what was sent without an answer, before the connection counts as lost."""
+
+
+class IdleTimeoutProtocol(H11Protocol):
+    """HTTP/1.1 on a connection that is closed if no request comes for HEAD_SECONDS.
+
+    The scope of a request has the connection as `relay.transport`, to end that of a client that takes nothing.
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the timeout when a client has connected."""
+        super().connection_made(transport)
+        app = self.app
+
+        async def connected(scope: Any, receive: Any, send: Any) -> None:
+            scope["relay.transport"] = transport
+            await app(scope, receive, send)
+
+        self.app = connected
+        option = getattr(socket, "TCP_USER_TIMEOUT", None)  # Linux
+        if option is not None:
+            accepted = transport.get_extra_info("socket")
+            accepted.setsockopt(socket.IPPROTO_TCP, option, USER_TIMEOUT_SECONDS * 1000)
+        self._restart_timer()
+
+    def on_response_complete(self) -> None:
+        """Restart the timeout after a response."""
+        super().on_response_complete()
+        self._restart_timer()
+
+    def _restart_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        cycle: RequestResponseCycle | None = self.cycle
+        if (cycle is None or cycle.response_complete) and not self.transport.is_closing():
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timeout with the connection."""
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)

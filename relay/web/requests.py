@@ -1,0 +1,96 @@
+"""Bounds of requests: the size and the time of a body, and how many wrong tokens an address may send."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from threading import Lock
+
+from starlette.exceptions import HTTPException
+from starlette.types import Message, Receive
+
+BODY_SECONDS = 30.0
+"""Longest time until the body of a request is complete."""
+
+_FAILURES = 10
+_WINDOW_SECONDS = 60.0
+_ADDRESSES = 1_000
+
+
+class TooManyFailures(Exception):
+    """An address has sent too many wrong tokens; it may try again after so many `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
+
+
+class Failures:
+    """Counts wrong tokens by address, and refuses an address with too many. Safe in several threads.
+
+    Each wrong token counts once: a program that still sends a former token must not lock out the other clients of its
+    address, which may be that of a reverse proxy.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = Lock()
+        self._counted: OrderedDict[str, tuple[float, set[bytes]]] = OrderedDict()
+
+    def require_few(self, address: str) -> None:
+        """Raise TooManyFailures if the address has to wait."""
+        with self._lock:
+            since, tokens = self._counted.get(address, (0.0, ()))
+            count, left = len(tokens), since + _WINDOW_SECONDS - self._clock()
+        if count >= _FAILURES and left > 0:
+            raise TooManyFailures(left)
+
+    def note(self, address: str, token: str) -> None:
+        """Count a wrong token of an address."""
+        now = self._clock()
+        with self._lock:
+            since, tokens = self._counted.pop(address, (now, set()))
+            if now - since > _WINDOW_SECONDS:
+                since, tokens = now, set()
+            tokens.add(sha256(token.encode("utf-8", "replace")).digest())
+            self._counted[address] = (since, tokens)
+            if len(self._counted) > _ADDRESSES:
+                self._counted.popitem(last=False)
+
+
+def bearer(headers: Mapping[str, str]) -> str | None:
+    """Return the token of the header Authorization; None without one."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
+
+
+def bounded(receive: Receive, limit: int) -> Receive:
+    """Wrap `receive` so that it raises HTTPException if the body has more than `limit` bytes or takes too long."""
+    read, complete, deadline = 0, False, time.monotonic() + BODY_SECONDS
+
+    async def receiving() -> Message:
+        nonlocal read, complete
+        if complete:
+            return await receive()
+        try:
+            message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            raise HTTPException(408, f"the request took longer than {BODY_SECONDS:.0f} s") from None
+        read += len(message.get("body", b""))
+        complete = not message.get("more_body", False)
+        if read > limit:
+            raise HTTPException(413, f"the request has more than {limit} bytes")
+        return message
+
+    return receiving
+
+
+def where(error: BaseException) -> str:
+    """Return the file and the line where an exception was raised."""
+    frames = error.__traceback__
+    while frames and frames.tb_next:
+        frames = frames.tb_next
+    return f"{frames.tb_frame.f_code.co_filename}:{frames.tb_lineno}" if frames else "?"

@@ -1,0 +1,134 @@
+"""A running HTTP API, its tokens, and clients of its streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection, IncompleteRead
+from typing import Any, Self
+
+import httpx
+
+from relay.admin import tokens
+from relay.api.server import api_server
+from relay.config.settings import Settings
+from tests.outbox import Outbox
+
+API: dict[str, Any] = {"listen": "127.0.0.1:0"}
+"""The section `api` on a free port."""
+
+
+@contextmanager
+def served(settings: Settings) -> Iterator[str]:
+    """Run the HTTP API; yields its address."""
+    assert settings.api is not None
+    with api_server(settings, settings.api) as server:
+        yield f"http://127.0.0.1:{server.port}"
+
+
+def settings_of(outbox: Outbox, **more: Any) -> Settings:
+    """Settings with an API, whose section has more keys."""
+    return outbox.settings(api={**API, **more})
+
+
+def new_token(
+    settings: Settings,
+    name: str = "reader",
+    rights: Sequence[str] = ("read",),
+    hosts: Sequence[str] = ("*",),
+    types: Sequence[str] = ("*",),
+) -> str:
+    """Make a token."""
+    return tokens.create(settings, name, rights, hosts, types, None, None)
+
+
+def authorized(token: str) -> dict[str, str]:
+    """The headers of a request with a token."""
+    return {"authorization": f"Bearer {token}"}
+
+
+class Program:
+    """A program with a token."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self.client = httpx.Client(base_url=f"{address}/v1", headers=authorized(token), timeout=30)
+
+    def get(self, path: str, **query: Any) -> Any:
+        """The JSON of a resource."""
+        answer = self.client.get(path, params=query)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def pages(self, limit: int = 100, **query: Any) -> list[Any]:
+        """All events from the beginning on, in pages."""
+        found, after = [], "beginning"
+        while True:
+            page = self.get("/events", after=after, limit=limit, **query)
+            assert len(page["events"]) <= limit
+            found += page["events"]
+            after = page["next"]
+            if not page["more"]:
+                return found
+
+
+class Source:
+    """A connection to the stream, which notes the last id, as a browser's EventSource does."""
+
+    def __init__(self, address: str, token: str, last: str = "", **query: str) -> None:
+        host, port = address.removeprefix("http://").split(":")
+        self._connection = HTTPConnection(host, int(port), timeout=20)
+        path = str(httpx.URL("/v1/events/stream", params=query))
+        head = authorized(token) | ({"last-event-id": last} if last else {})
+        self._connection.request("GET", path, headers=head)
+        self._response = self._connection.getresponse()
+        self.last = last
+        self.status = self._response.status
+        self.events: list[Any] = []
+        """The events that have come so far."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._response.close()
+        self._connection.close()
+
+    def ready(self) -> Self:
+        """Wait until it has a position: what is published from then on is streamed."""
+        assert self.status == 200
+        while not self.last:
+            self.block()
+        return self
+
+    def limit(self, seconds: float) -> None:
+        """Wait so long at most for what comes: then TimeoutError."""
+        self._connection.sock.settimeout(seconds)
+
+    def take(self, count: int) -> list[Any]:
+        """Wait until so many events have come, and return them."""
+        while len(self.events) < count:
+            self.block()
+        return self.events[:count]
+
+    def until_the_end(self) -> None:
+        """Wait until the server ends the stream."""
+        with suppress(EOFError, OSError, IncompleteRead):
+            while True:
+                self.block()
+
+    def block(self) -> dict[str, str]:
+        """Wait for the lines up to an empty one, and return their fields. Raises EOFError at the end."""
+        fields: dict[str, str] = {}
+        while line := self._response.readline():
+            text = line.decode().rstrip("\n")
+            if not text:
+                break
+            name, _, value = text.partition(":")
+            fields[name] = value.removeprefix(" ")
+        else:
+            raise EOFError
+        self.last = fields.get("id", self.last)
+        if "data" in fields:
+            self.events.append(json.loads(fields["data"]))
+        return fields
