@@ -11,6 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pyspark.sql import SparkSession
 
 
@@ -21,4 +23,14 @@ def register(spark: SparkSession) -> None:
     register_source(spark)
 
 
-__all__ = ["register"]
+def java_home() -> Path:
+    """Return a JAVA_HOME for a session of yours: the system's Java, or the runtime of the extra `java`.
+
+    Raises ConfigurationError when there is no Java 17 or later.
+    """
+    from relay.spark.jvm import java_home as found
+
+    return found()
+
+
+__all__ = ["java_home", "register"]

@@ -9,9 +9,9 @@ Source: Spark documentation, "Python Data Source API".
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 from psycopg import sql
@@ -70,6 +70,8 @@ from relay.store.connections import connect
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import SparkSession
+
+Result = TypeVar("Result")
 
 MOST_ROWS_BEHIND = 100_000
 """How many rows after a micro-batch are counted at most for the query's progress, along the index on c_xid."""
@@ -297,11 +299,11 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def commit(self, end: dict[str, str]) -> None:
         """Let retention remove the events that a query with a `reader` name has read."""
         if self._options.reader is not None:
-            outbox = ".".join(self._options.table.name)
+            reader, outbox = self._options.reader, ".".join(self._options.table.name)
             with _one_line(self._options):
-                conn = self._connected()
+                self._connected()
             try:
-                note_reader(conn, self._options.reader, end["snapshot"], outbox)
+                self._on_session(lambda conn: note_reader(conn, reader, end["snapshot"], outbox))
             except psycopg.Error as error:
                 raise RelayError(
                     f"option reader: its position cannot be stored: {first_line(error)}: run `relay init`, and read "
@@ -322,12 +324,15 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _seen(self) -> Snapshot:
         with _one_line(self._options):
-            try:
-                return durable_position(self._connected()).snapshot
-            except psycopg.OperationalError:
-                # The server ended the session since the last trigger.
-                self.stop()
-                return durable_position(self._connected()).snapshot
+            return self._on_session(durable_position).snapshot
+
+    def _on_session(self, action: Callable[[psycopg.Connection[Any]], Result]) -> Result:
+        """Run an action, once more where the server has ended the session since the last trigger."""
+        try:
+            return action(self._connected())
+        except psycopg.OperationalError:
+            self.stop()
+            return action(self._connected())
 
 
 @contextmanager

@@ -21,7 +21,13 @@ from psycopg.abc import PQGen
 from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGconn
 from psycopg.waiting import Wait
-from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
+from tenacity import (
+    retry,
+    retry_if_exception,
+    retry_if_exception_type,
+    stop_after_delay,
+    wait_fixed,
+)
 
 from relay.faults import (
     RelayError,
@@ -29,6 +35,7 @@ from relay.faults import (
     first_line,
     is_transient,
     kind_of,
+    refused_for_good,
     server_error,
 )
 from relay.model import headers
@@ -52,6 +59,8 @@ A table with headers has a column `headers` too, the last one unless the reader 
 
 VISIBLE_SECONDS = 30.0
 """How long a task waits for a replica to reach the snapshot that the driver read."""
+CONNECT_SECONDS = 30.0
+"""How long a task tries to connect: a local Spark gives it no second attempt, and a cluster three more at once."""
 MOST_PLANNED_ROWS = 1_000_000
 """The most rows of a difference whose commits the driver looks up: about 6 bytes each in its memory."""
 _BLOCK_BYTES = 1 << 20
@@ -136,11 +145,11 @@ def read(
     `names` are the columns of the batches, in this order, and PostgreSQL sends no others; None stands for all that the
     table has. `partitions` is the modulus of the column `partition`; only rows for which `conditions` hold are read.
     `afterwards` gets the connection when all rows are read. It closes the connection at the end. Raises TransientFault
-    where the server has not reached the portion's snapshot after VISIBLE_SECONDS, psycopg.Error for a transient fault,
-    RelayError where the table cannot be read.
+    where the server has not reached the portion's snapshot after VISIBLE_SECONDS, psycopg.Error for a transient fault
+    and where no connection can be opened for CONNECT_SECONDS, RelayError where the table cannot be read.
     """
     names = table.columns if names is None else names
-    with connect(dsn, application_name="relay spark") as conn:
+    with _connected(dsn) as conn:
         wait_until_visible(conn, portion.between.after)
         known = columns(conn, table, names)
         statement = _statement(table, known, portion, partitions, conditions, names).as_bytes(conn)
@@ -163,6 +172,21 @@ def read(
             raise RelayError(
                 f"table: {'.'.join(table.name)} cannot be read: {without_values(error)}"
             ) from None
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Return whether a connection may succeed later: the server starts, or has as many sessions as it allows."""
+    return isinstance(error, psycopg.OperationalError) and not refused_for_good(error)
+
+
+@retry(
+    retry=retry_if_exception(_may_pass),
+    stop=stop_after_delay(CONNECT_SECONDS),
+    wait=wait_fixed(0.5),
+    reraise=True,
+)
+def _connected(dsn: Dsn) -> Connection:
+    return connect(dsn, application_name="relay spark")
 
 
 _NO_TIME = frozenset({"22007", "22008", "22023"})

@@ -2,7 +2,8 @@
 
 Reports: delta-io/delta#420, delta-io/delta-rs#2193, ClickHouse/ClickHouse#120521, delta-io/delta-kernel-rs#146,
 delta-io/delta-rs#1535, delta-io/delta-rs#2292, apache/paimon#9188, confluentinc/kafka-connect-jdbc#327,
-postgrespro/pg_pathman#24.
+postgrespro/pg_pathman#24, delta-io/delta#126 and #5239, apache/iceberg#5408, trinodb/trino#16273 and
+databrickslabs/overwatch#419 (names of columns that differ by case).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError
 from relay.spark.session import Session
 from relay.spark.writers import BatchId, Writer, delta_files, writer
+from tests.lake import LocalFrame
 from tests.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -140,6 +142,22 @@ def test_a_partition_of_iceberg_is_no_floating_point_number(
     writing(**settings, partition_by=[]).write(frame, identity)
     table = load_catalog("relay", **options).load_table("shop.events")
     assert table.scan().to_arrow().num_rows == 2
+
+
+@pytest.mark.parametrize("kind", ["delta", "iceberg"])
+@pytest.mark.parametrize("name", ["ID", "id"])
+def test_two_columns_of_one_name_make_no_table(tmp_path: Path, kind: str, name: str) -> None:
+    """Iceberg made one with `id` and `ID`, which Spark does not read; Delta refused it once files were written."""
+    settings: dict[str, Any] = {"path": str(tmp_path / "table")}
+    if kind == "iceberg":
+        uri, warehouse = f"sqlite:///{tmp_path}/catalog.db", f"file://{tmp_path}/warehouse"
+        options = {"type": "sql", "uri": uri, "warehouse": warehouse}
+        settings = {"table": "shop.events", "options": options}
+    frame: Any = LocalFrame(pa.table([["a"], ["b"]], names=["id", name]))
+    lake = writing(format=kind, sql="…", partition_by=[], **settings)
+    with pytest.raises(ConfigurationError, match=f"the batch has the columns id and {name}, which"):
+        lake.write(frame, batch())
+    assert not files_below(tmp_path)
 
 
 FEATURES = [

@@ -46,6 +46,22 @@ def require_columns(key: str, table: pa.Schema, frame: pa.Schema) -> None:
             )
 
 
+def require_distinct_columns(key: str, columns: Sequence[str]) -> None:
+    """Raise ConfigurationError, which names `key`, for columns whose names differ by nothing but case.
+
+    Iceberg would make a table of these, which Spark does not read; Delta refuses it once the files are written.
+    """
+    known: dict[str, str] = {}
+    for name in columns:
+        before = known.get(name.lower())
+        known[name.lower()] = name
+        if before is not None:
+            raise ConfigurationError(
+                f"{key}: the batch has the columns {before} and {name}, which are one for Spark: give one of them "
+                "another name with `sql`"
+            )
+
+
 def require_partition_columns(key: str, columns: Sequence[str], frame: Sequence[str]) -> None:
     """Raise MissingPartition, which names `key`, for a partition column that the frame does not have."""
     for name in columns:

@@ -31,6 +31,7 @@ from relay.spark.writers.arrow import (
     arrow_schema,
     refuse_partition_types,
     require_columns,
+    require_distinct_columns,
     require_partition_columns,
 )
 from relay.spark.writers.delta_files import (
@@ -191,6 +192,7 @@ class DeltaWriter:
     ) -> BatchFiles:
         """How the files of a batch are written. Raises ConfigurationError and MissingPartition."""
         by = self._partition_by if table is None else table.metadata().partition_columns
+        require_distinct_columns(f"{self._key}.path", schema.names)
         require_partition_columns(self._key, by, schema.names)
         # The log has partition values as text, and readers decode bytes from it in different ways.
         refuse_partition_types(self._key, by, schema, pa.types.is_binary)

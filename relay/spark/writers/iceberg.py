@@ -40,6 +40,7 @@ from relay.spark.writers.arrow import (
     gathered,
     refuse_partition_types,
     require_columns,
+    require_distinct_columns,
     require_partition_columns,
 )
 from relay.spark.writers.iceberg_commits import AlreadyCommitted, commit, has, upsert
@@ -122,6 +123,7 @@ class IcebergWriter:
         refuse_partition_types(self._key, columns, schema, pa.types.is_floating)
 
     def _create(self, catalog: Catalog, schema: pa.Schema) -> Table:
+        require_distinct_columns(f"{self._key}.table", schema.names)
         require_partition_columns(self._key, self._partition_by, schema.names)
         self._require_partition_types(self._partition_by, schema)
         with suppress(NamespaceAlreadyExistsError):
