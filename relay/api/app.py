@@ -13,9 +13,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from relay import __version__
-from relay.api import events
+from relay.api import events, publishing
 from relay.api.callers import Caller, Callers
 from relay.api.database import ApiDatabase
+from relay.api.publishing import Intake
 from relay.api.streams import Streams
 from relay.config.settings import ApiSettings, Settings
 from relay.faults import kind_of
@@ -67,7 +68,9 @@ def create_app(settings: Settings, api: ApiSettings) -> FastAPI:
     app.state.callers = Callers(app.state.database)
     app.state.failures = Failures()
     app.state.streams = Streams(settings, api, app.state.database, app.state.callers)
+    app.state.intake = Intake(settings)
     app.include_router(events.router)
+    app.include_router(publishing.router)
     for fault in FAULTS:
         app.add_exception_handler(fault, _handle)
     app.add_middleware(Gate)

@@ -27,6 +27,7 @@ def api_server(settings: Settings, api: ApiSettings) -> Server:
     def stop() -> None:
         for app in created:
             app.state.streams.close()
+            app.state.intake.close()
             app.state.database.close()
 
     return Server(

@@ -1,0 +1,228 @@
+"""`POST /v1/events`: publishes events, and answers after their commit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import datetime
+from http import HTTPStatus
+from threading import Lock
+from typing import Annotated, Any
+from uuid import UUID
+
+from fastapi import APIRouter, Header, Request
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse, Response
+
+from relay.api.callers import Caller, Publishing
+from relay.config.settings import Settings
+from relay.event_types.registry import registered
+from relay.event_types.upcasting import Upcasting
+from relay.intake.messages import (
+    MOST_EVENTS,
+    Fault,
+    IncomingEvents,
+    Invalid,
+    MessageReader,
+    NotPermitted,
+    TooMany,
+    derived,
+    json_path,
+)
+from relay.intake.publishing import Accepted, Conflict, NotCommitted, Refused
+from relay.intake.writer import WAIT_SECONDS, CommitWriter
+from relay.web.problems import PROBLEM, Problem, Refusal, problem
+
+router = APIRouter(prefix="/v1", tags=["publish"])
+
+_RETRY_AFTER = {"retry-after": "2"}
+_ASIDE_BYTES = 32_000
+"""A larger body is read in another thread, beside the event loop."""
+_KEY_CHARACTERS = 255
+
+
+class EventMessage(BaseModel):
+    """An event to publish."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    host_id: UUID
+    """The host (tenant) of the event. The events of a list have one host and one user."""
+    event_type: Annotated[str, Field(min_length=1)]
+    payload: JsonValue
+    id: UUID | None = None
+    """The id of the event; without one it gets an id, a derived one with the header `Idempotency-Key`."""
+    user_id: UUID | None = None
+    aggregate_type: str | None = None
+    aggregate_id: str | int | None = None
+    aggregate_version: int | None = None
+    event_ts: datetime | None = None
+    """When the event happened; by default, now."""
+    deliver_at: datetime | None = None
+    """No handler gets the event before that."""
+    metadata: dict[str, JsonValue] | None = None
+
+
+class PublishedEvents(BaseModel):
+    """Events that are committed: the business transaction that they are, and their ids in order."""
+
+    transaction_id: UUID
+    ids: list[UUID]
+
+
+class InvalidMessage(Problem):
+    """A message that was not published. `errors` has each fault, with the JSONPath of the value."""
+
+    errors: list[dict[str, str]]
+
+
+class Intake:
+    """What reads and publishes messages, for one outbox. The writer starts with the first message."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises ConfigurationError for an event type of the configuration that cannot be used."""
+        self.reader = MessageReader(Upcasting(registered(settings.events)))
+        self.writer = CommitWriter(settings.source_dsn)
+        self._lock = Lock()
+        self._is_started = False
+
+    async def publish(self, submission: IncomingEvents) -> Accepted:
+        """Publish a submission. Raises Conflict, Refused and NotCommitted."""
+        with self._lock:
+            if not self._is_started:
+                self._is_started = True
+                self.writer.start()
+        future = self.writer.submit(submission)
+        try:
+            # The writer answers in time, unless its connection hangs.
+            async with asyncio.timeout(WAIT_SECONDS + 1.0):
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            raise NotCommitted("the database does not answer") from None
+
+    def close(self) -> None:
+        """Stop the writer."""
+        with self._lock:
+            self.writer.close()
+
+
+@router.post(
+    "/events",
+    status_code=202,
+    response_model=PublishedEvents,
+    summary="Publish events",
+    responses={
+        200: {"model": PublishedEvents, "description": "the same events were published before"},
+        202: {"description": "the events are published"},
+        400: {
+            "model": InvalidMessage,
+            "description": "an event is invalid; `errors` has each fault",
+        },
+        409: {
+            "model": InvalidMessage,
+            "description": "an id is that of an event with other content",
+        },
+        413: {"description": "there are too many events, or one is too large"},
+        415: {"description": "the body is not application/json"},
+    },
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "description": "An event, or a list of events of one business transaction.",
+            "content": {
+                "application/json": {
+                    "schema": {
+                        "anyOf": [
+                            EventMessage.model_json_schema(),
+                            {
+                                "type": "array",
+                                "items": EventMessage.model_json_schema(),
+                                "minItems": 1,
+                                "maxItems": MOST_EVENTS,
+                            },
+                        ]
+                    }
+                }
+            },
+        }
+    },
+)
+async def publish(
+    request: Request,
+    caller: Publishing,
+    idempotency_key: Annotated[
+        str | None,
+        Header(
+            min_length=1,
+            max_length=_KEY_CHARACTERS,
+            description="Events without an id get ids that are derived from the token's name and this key: "
+            "a repetition is not published again.",
+        ),
+    ] = None,
+) -> Response:
+    """Publish an event, or a list of events of one business transaction; the answer comes after the commit.
+
+    Repeat a request that was not answered, or with 503, with the same ids or the same `Idempotency-Key`.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        return problem(Refusal(415, "the body must be application/json"))
+    body = await request.body()
+    intake: Intake = request.app.state.intake
+    try:
+        submission = await _read(intake.reader, body, caller, idempotency_key)
+        accepted = await intake.publish(submission)
+    except Invalid as error:
+        return _invalid(400, "the message is invalid", error.faults)
+    except TooMany as error:
+        return problem(Refusal(413, str(error)))
+    except NotPermitted:
+        return problem(
+            Refusal(403, f"the token {caller.name} may not publish events of this host and type")
+        )
+    except Conflict as error:
+        return _conflict(error, is_list=body.lstrip()[:1] == b"[")
+    except Refused as error:
+        if error.is_too_large:
+            return problem(Refusal(413, str(error)))
+        return _invalid(400, "the database refuses the events", [Fault("$", str(error))])
+    except NotCommitted as error:
+        return problem(Refusal(503, f"{error}: repeat the request with the same ids", _RETRY_AFTER))
+    answer = PublishedEvents.model_validate(
+        {"transaction_id": accepted.transaction_id, "ids": submission.ids}
+    )
+    return JSONResponse(
+        answer.model_dump(mode="json"),
+        200 if accepted.is_repeated else 202,
+        {"location": f"/v1/events/{submission.ids[0]}"},
+    )
+
+
+async def _read(
+    reader: MessageReader, body: bytes, caller: Caller, key: str | None
+) -> IncomingEvents:
+    arguments = (body, caller.may_see, *(() if key is None else (derived(caller.name, key),)))
+    if reader.runs_code or len(body) > _ASIDE_BYTES:
+        return await run_in_threadpool(reader.read, *arguments)
+    return reader.read(*arguments)
+
+
+def _conflict(error: Conflict, is_list: bool) -> Response:
+    faults = [
+        Fault(
+            json_path((ordinal - 1, "id") if is_list else ("id",)),
+            "an event of this id is published already, with other content or in another list",
+        )
+        for ordinal in error.ordinals
+    ]
+    return _invalid(409, "an id is that of an event that is published already", faults)
+
+
+def _invalid(status: int, detail: str, faults: Sequence[Fault]) -> Response:
+    content: dict[str, Any] = InvalidMessage(
+        title=HTTPStatus(status).phrase,
+        status=status,
+        detail=detail,
+        errors=[{"path": each.path, "message": each.message} for each in faults],
+    ).model_dump()
+    return JSONResponse(content, status, media_type=PROBLEM)
