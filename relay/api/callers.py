@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -168,14 +168,15 @@ class Callers:
 _bearer = Security(HTTPBearer(auto_error=False, description="A token of `relay token create`."))
 
 
-def _caller(request: Request, _: Annotated[object, _bearer]) -> Caller:
+# Coroutines, which need no thread for each request.
+async def _caller(request: Request, _: Annotated[object, _bearer]) -> Caller:
     """Return the caller, whom the gate has authenticated."""
     caller: Caller = request.state.caller
     return caller
 
 
-def _with(right: str) -> Callable[[Caller], Caller]:
-    def require(caller: Annotated[Caller, Depends(_caller)]) -> Caller:
+def _with(right: str) -> Callable[[Caller], Awaitable[Caller]]:
+    async def require(caller: Annotated[Caller, Depends(_caller)]) -> Caller:
         if right not in caller.rights:
             raise HTTPException(403, f"the token {caller.name} gives no right to {right}")
         return caller

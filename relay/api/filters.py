@@ -64,7 +64,7 @@ class EventFilter:
         return asked and self.caller.may_see_type(event_type)
 
 
-def asked(
+async def asked(
     caller: Reading,
     host: Annotated[
         list[UUID] | None, Query(max_length=_MOST, description="Only events of these hosts.")

@@ -1,0 +1,220 @@
+"""What users of other event streams over HTTP have reported, tried on relay's: each test names the reports."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from threading import Thread
+
+import httpx
+import psycopg
+import pytest
+from psycopg.types.json import Jsonb
+
+from relay.api import streams
+from relay.config.settings import Settings
+from tests.api import Program, Source, authorized, new_token, served, settings_of
+from tests.integration.test_api import _number, _publish
+from tests.outbox import Outbox, event, host, wait_until
+
+
+@pytest.fixture
+def settings(outbox: Outbox) -> Settings:
+    return settings_of(outbox, streams=20, streams_per_token=20)
+
+
+@pytest.fixture
+def address(settings: Settings) -> Iterator[str]:
+    with served(settings) as address:
+        yield address
+
+
+@pytest.fixture
+def token(settings: Settings) -> str:
+    return new_token(settings)
+
+
+def test_what_is_published_during_the_handover_to_the_live_end(
+    outbox: Outbox, address: str, token: str
+) -> None:
+    """A subscriber lost what came between its history and its registration: dunglas/mercure#178; others skipped from
+    the replay to the head: commanded/eventstore#327, johanhaleby/occurrent#208."""
+    _publish(outbox, 0)
+    last = Program(address, token).get("/events")["next"]
+    with psycopg.connect(outbox.dsn, autocommit=True) as conn:
+
+        def publish() -> None:
+            for number in range(1, 200):
+                conn.execute(
+                    "select relay.publish(%s, null, %s)", (host(1), Jsonb([event(number)]))
+                )
+
+        publishing = Thread(target=publish)
+        publishing.start()
+        for _ in range(5):
+            with Source(address, token, last) as source:
+                assert [_number(each) for each in source.take(30)] == list(range(1, 31))
+        with Source(address, token, last) as source:
+            assert [_number(each) for each in source.take(199)] == list(range(1, 200))
+        publishing.join()
+
+
+def test_a_transaction_that_was_open_when_later_ones_were_read(
+    outbox: Outbox, address: str, token: str
+) -> None:
+    """Sequences that transactions in flight had reserved were passed over: JasperFx/marten#1629, #4952 and #4977."""
+    with psycopg.connect(outbox.dsn) as late, Source(address, token).ready() as source:
+        late.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb([event(1)])))
+        _publish(outbox, 2)
+        assert [_number(each) for each in source.take(1)] == [2]
+        last = source.last
+        late.commit()
+        assert [_number(each) for each in source.take(2)] == [2, 1]
+    with Source(address, token, last) as again:
+        assert [_number(each) for each in again.take(1)] == [1]
+
+
+def test_a_connection_that_breaks_within_a_transaction(
+    outbox: Outbox, address: str, token: str
+) -> None:
+    """Messages before the mark of the end of a batch came twice: electric-sql/electric#2869."""
+    _publish(outbox, *range(10))
+    with Source(address, token, after="beginning") as source:
+        source.take(4)
+        last = source.last
+    with Source(address, token, last) as source:
+        assert [_number(each) for each in source.take(6)] == list(range(4, 10))
+
+
+def test_a_transaction_of_which_the_end_does_not_match(
+    outbox: Outbox, address: str, token: str
+) -> None:
+    """Its position was unknown to the server, which began again for ever: electric-sql/electric#1555."""
+    outbox.publish(host(1), event(1), event(2, event_type="other"))
+    with Source(address, token, after="beginning", type="order.*") as source:
+        source.take(1)
+        last = source.last
+    _publish(outbox, 3)
+    with Source(address, token, last, type="order.*") as source:
+        assert [_number(each) for each in source.take(1)] == [3]
+
+
+def test_a_position_ahead_of_the_log_is_refused(address: str, token: str) -> None:
+    """It was status 500: electric-sql/electric#2063; or everything came again: YoEight/eventstore#62; or nothing ever
+    came, and nobody was told: dunglas/mercure#704."""
+    ahead = "99999999999:99999999999:"
+    for path in ("/v1/events", "/v1/events/stream"):
+        refused = httpx.get(address + path, params={"after": ahead}, headers=authorized(token))
+        assert refused.status_code == 400
+        assert "another server" in refused.json()["detail"]
+
+
+def test_a_stream_has_a_position_before_its_first_event(
+    outbox: Outbox, address: str, token: str
+) -> None:
+    """What was published between two connections without an event was missed: dunglas/mercure#354; an empty stream
+    never told that it was at the end: kurrent-io/KurrentDB#4115."""
+    with Source(address, token).ready() as source:
+        last = source.last
+    _publish(outbox, 1)
+    with Source(address, token, last) as source:
+        assert [_number(each) for each in source.take(1)] == [1]
+
+
+@pytest.mark.parametrize(
+    "text", ["a\rid: 1", "a\nevent: x", "a\r\n\r\ndata: {}", "a\u2028b\u0085c"]
+)
+def test_line_ends_in_what_was_published_make_no_fields(
+    outbox: Outbox, address: str, token: str, text: str
+) -> None:
+    """fastapi/fastapi#15187, nestjs/nest#16686, fanout/django-eventstream#185, singingwolfboy/flask-sse#40."""
+    kind = f"order.{text}"
+    outbox.publish(host(1), event(1, kind, payload={"text": text, text: 1}, aggregate_id=text))
+    _publish(outbox, 2)
+    with Source(address, token, after="beginning") as source:
+        first, second = source.take(2)
+    assert (first["payload"], first["event_type"], first["aggregate_id"]) == (
+        {"text": text, text: 1},
+        kind,
+        text,
+    )
+    assert _number(second) == 2
+
+
+def test_connections_that_are_reset_at_once_leave_no_slot_taken(address: str, token: str) -> None:
+    """The slots of all clients leaked before the answer began: stemdeckapp/stemdeck#513; health checks that connected
+    and went did: modelcontextprotocol/rust-sdk#165."""
+    place, port = address.removeprefix("http://").split(":")
+    head = f"GET /v1/events/stream HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\n\r\n"
+    for _ in range(60):
+        with socket.create_connection((place, int(port))) as client:
+            client.sendall(head.encode())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def all_open() -> bool:
+        found = [Source(address, token) for _ in range(20)]
+        for each in found:
+            each.__exit__()
+        return {each.status for each in found} == {200}
+
+    wait_until(all_open, 30)
+
+
+def test_the_server_ends_although_clients_stay(settings: Settings, token: str) -> None:
+    """It waited for them: sysid/sse-starlette#8 and #128, Kludex/uvicorn#2829."""
+    with served(settings) as address:
+        found = [Source(address, token).ready() for _ in range(5)]
+        began = time.monotonic()
+    took = time.monotonic() - began
+    for each in found:
+        each.until_the_end()
+        each.__exit__()
+    assert took < 30
+
+
+def test_a_token_in_the_address_is_only_for_streams(address: str, token: str) -> None:
+    """It opened every route: joshuaswarren/remnic#754."""
+    query = {"access_token": token}
+    assert httpx.get(f"{address}/v1/events", params=query).status_code == 401
+    with httpx.stream("GET", f"{address}/v1/events/stream", params=query) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["x-accel-buffering"] == "no"
+        assert answer.headers["content-type"].startswith("text/event-stream")
+
+
+def test_an_idle_stream_says_something(
+    address: str, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Proxies ended idle ones: stellar/go-stellar-sdk#376, esengine/DeepSeek-Reasonix#3064."""
+    monkeypatch.setattr(streams, "HEARTBEAT_SECONDS", 0.05)
+    with Source(address, token).ready() as source:
+        for _ in range(3):
+            source.block()
+        assert source.events == []
+
+
+def test_a_burst_cuts_nobody_who_reads(
+    outbox: Outbox, address: str, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffer of live events filled up within a burst of writes, and the subscription was dropped:
+    kurrent-io/KurrentDB#891 and #4089; a client that took nothing cost memory without bound: HenryLach/taskplane#664,
+    OpenCTI-Platform/opencti#13908. Whoever is cut all the same resumes."""
+    monkeypatch.setattr(streams, "BUFFER_BYTES", 50_000)
+    found: list[int] = []
+    with Source(address, token).ready() as source:
+        last = source.last
+    for first in range(0, 300, 10):
+        _publish(outbox, *range(first, first + 10), payload={"amount": 1, "note": "x" * 2_000})
+    while len(found) < 300:
+        with Source(address, token, last) as source:
+            source.limit(20)
+            while len(found) + len(source.events) < 300:
+                try:
+                    source.block()
+                except EOFError:
+                    break
+            found += [each["transaction_ordinal"] for each in source.events]
+            last = source.last
+    assert found == [*range(1, 11)] * 30
