@@ -243,10 +243,11 @@ def take_under_a_snapshot(outbox: Outbox, rounds: int, seconds: float) -> Rows:
                 raise AssertionError(f"{len(taken)} of 10 messages in round {number}")
     part = max(rounds // 30, 20)
     # The first calls of a session plan its statements.
-    return {FIRST: _percentiles(took[20 : 20 + part]), LAST: _percentiles(took[-part:])}
+    return {FIRST: percentiles(took[20 : 20 + part]), LAST: percentiles(took[-part:])}
 
 
-def _percentiles(values: list[float]) -> Measurement:
+def percentiles(values: list[float]) -> Measurement:
+    """The 50th and the 99th percentile."""
     centiles = statistics.quantiles(values, n=100, method="inclusive")
     return {"p50": centiles[49], "p99": centiles[98]}
 
@@ -272,9 +273,7 @@ def idle(plan: Plan) -> Iterator[Workload]:
                 )
                 # By then, all of them have their longest pause.
                 time.sleep(100)
-                return _usage(
-                    cluster, outbox, psutil.Process(process.pid), 10 if plan.quick else 60
-                )
+                return usage(cluster, outbox, psutil.Process(process.pid), 10 if plan.quick else 60)
 
     yield Workload(
         "queues-idle",
@@ -288,9 +287,9 @@ def idle(plan: Plan) -> Iterator[Workload]:
     )
 
 
-def _usage(
-    cluster: Cluster, outbox: Outbox, process: psutil.Process, seconds: float
-) -> Measurement:
+def usage(cluster: Cluster, outbox: Outbox, process: psutil.Process, seconds: float) -> Measurement:
+    """What the server and a process use in so many seconds: CPU, transactions and records of the WAL."""
+
     def counters() -> tuple[float, ...]:
         # A session's statistics reach the view within a second.
         row = outbox.conn.execute(
