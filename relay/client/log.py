@@ -168,8 +168,8 @@ class ClaimedReader:
         self._pause = min(_FIRST_PAUSE_SECONDS, self._poll)
         asked = self._rows
         self._rows = max(1, min(self._most, int(_PAGE_BYTES / page.average_bytes())))
-        if page.rows * 2 >= asked:
-            # There is probably more.
+        if page.rows * 8 >= asked:
+            # There is probably more. A page of small transactions has fewer rows than were asked for.
             self._ask()
             self._called.set()
         return page

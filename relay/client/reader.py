@@ -177,7 +177,7 @@ def subscribe(
     max_lag: timedelta | None = None,
     where: str | None = None,
     params: Mapping[str, Any] | None = None,
-    page: int = 1000,
+    page: int = 5000,
     poll: float = 2.0,
     lease: float = 15.0,
 ) -> Subscription:
