@@ -218,12 +218,12 @@ def test_a_nats_server_closes_no_connection_for_a_message(tmp_path: Path) -> Non
 
 
 def test_a_header_above_frame_max_is_not_sent_to_rabbitmq() -> None:
-    connection: Any = amqp._Connection.__new__(amqp._Connection)
+    connection: Any = amqp.Connection.__new__(amqp.Connection)
     connection.params = SimpleNamespace(frame_max=4_096)
     with pytest.raises(amqp._FrameTooLarge) as raised:
         connection._output_marshaled_frames([b"method", b"x" * 4_097, b"body"])
-    assert isinstance(amqp._fault_of(raised.value), Rejected)
-    assert isinstance(amqp._fault_of(ShortStringTooLong("x")), Rejected)
+    assert isinstance(amqp.fault_of(raised.value), Rejected)
+    assert isinstance(amqp.fault_of(ShortStringTooLong("x")), Rejected)
 
 
 @pytest.mark.brokers
