@@ -60,11 +60,12 @@ class ClaimedReader:
         lease: float,
         kind: type[LogTransaction],
         commit_kind: type[LogCommit],
+        session: ReaderSession | None = None,
     ) -> None:
         self.name = name
         self.kind, self.commit_kind = kind, commit_kind
         self.executor: Executor | None = None
-        self._session = ReaderSession(dsn, name, lease)
+        self._session = session or ReaderSession(dsn, name, lease)
         self._declaration = declaration
         self._upcast = upcast
         self._most = page
@@ -114,26 +115,61 @@ class ClaimedReader:
 
     def next_page(self) -> LogPage | None:
         """Wait for the next page with events; returns None once the reader is stopped. Raises ReaderError."""
+        while not self._stopping.is_set():
+            page = self.step()
+            if page is not None:
+                return page
+        return None
+
+    def step(self) -> LogPage | None:
+        """Claim the reader, or read the next page if it has events; wait if there is none. Raises ReaderError."""
         import psycopg
 
         with self._using:
-            while not self._stopping.is_set():
-                try:
-                    page = self._read() if self._holds() else None
-                    self._outage = _FIRST_OUTAGE_SECONDS
-                    if page is not None:
-                        return page
-                except ReaderMoved:
-                    logger.warning(
-                        "the reader was moved, and goes on from there", extra=self._extra
-                    )
-                    self._number = 0
-                except (psycopg.Error, OSError) as error:
-                    if isinstance(error, psycopg.errors.QueryCanceled):
-                        self._rows = max(1, self._rows // 4)
-                    self._lose(error)
-                    self._pause_in_outage()
+            try:
+                page = self._read() if self._holds() else None
+                self._outage = _FIRST_OUTAGE_SECONDS
+                return page
+            except ReaderMoved:
+                logger.warning("the reader was moved, and goes on from there", extra=self._extra)
+                self._number = 0
+            except (psycopg.Error, OSError) as error:
+                if isinstance(error, psycopg.errors.QueryCanceled):
+                    self._rows = max(1, self._rows // 4)
+                self._lose(error)
+                self._session.wait(self._outage_seconds(), notified=False)
         return None
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether this process reads, as far as it knows."""
+        return self._number != 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all transactions that were returned are done."""
+        return self._delivered <= self._done
+
+    def ask(
+        self, statement: str, parameters: tuple[Any, ...]
+    ) -> list[tuple[str | None, ...]] | None:
+        """Return the rows of a statement as text; None if the database does not answer. Raises ReaderError."""
+        import psycopg
+
+        with self._using:
+            try:
+                self._open()
+                result = self._session.execute(statement, parameters)
+            except (psycopg.Error, OSError) as error:
+                self._lose(error)
+                return None
+            return [
+                tuple(
+                    None if (value := result.get_value(row, column)) is None else value.decode()
+                    for column in range(result.nfields)
+                )
+                for row in range(result.ntuples)
+            ]
 
     def stop(self) -> None:
         """End `next_page`, and yield no further transaction. Safe in any thread and in a signal handler."""
@@ -297,11 +333,12 @@ class ClaimedReader:
                         raise ReaderError(
                             f"reader {self.name}: the database does not answer"
                         ) from error
-                    self._pause_in_outage()
+                    self._stopping.wait(self._outage_seconds())
 
-    def _pause_in_outage(self) -> None:
-        self._stopping.wait(self._outage * random.uniform(0.5, 1))  # noqa: S311
+    def _outage_seconds(self) -> float:
+        seconds = self._outage * random.uniform(0.5, 1)  # noqa: S311
         self._outage = min(self._outage * 2, _LONGEST_OUTAGE_SECONDS)
+        return seconds
 
     def _moved(self) -> ReaderMoved:
         return ReaderMoved(f"reader {self.name}: another session has moved it, or reads now")
@@ -324,9 +361,7 @@ class ClaimedReader:
 
         `moved_to` is the snapshot to which the reader may have moved the position without knowing it.
         """
-        if not self._session.is_open:
-            self._session.open()
-            self._declare()
+        self._open()
         if self._number:
             return True
         claimed = self._value("select relay.claim_reader(%s)", (self.name,))
@@ -348,18 +383,24 @@ class ClaimedReader:
         self._stands_by, self._seen = False, ""
         channel = self._value("select relay.watch_log()")
         self._execute(f'listen "{channel}"')
+        logger.info("reading", extra=self._extra)
+        return True
+
+    def _open(self) -> None:
+        """Connect, unless there is a connection, and let the keeper keep it. Raises ReaderError, psycopg.Error."""
+        if not self._session.is_open:
+            self._session.open()
+            self._declare()
         if self._keeper is None:
             self._keeper = threading.Thread(
                 target=self._keep, name=f"reader {self.name}", daemon=True
             )
             self._keeper.start()
-        logger.info("reading", extra=self._extra)
-        return True
 
     def _declare(self) -> None:
         if self._declaration is not None:
             self._execute(
-                "select relay.declare_reader(%s, %s::jsonb, %s, %s::interval, %s::interval, %s, %s::jsonb)",
+                "select relay.declare_reader(%s, %s::jsonb, %s, %s::interval, %s::interval, %s, %s::jsonb, %s, %s)",
                 self._declaration,
             )
             # Once: a reader that is dropped meanwhile is not to begin again.

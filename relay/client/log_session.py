@@ -143,18 +143,18 @@ class ReaderSession:
 
     def wait(self, seconds: float, notified: bool) -> bool:
         """Wait until `wake` is called or, if asked for, the session is notified; return whether it was notified."""
-        assert self._conn is not None  # noqa: S101
         # A wait of psycopg would wake the process ten times a second.
-        pgconn = self._conn.pgconn
+        pgconn = None if self._conn is None else self._conn.pgconn
         poll = select.poll()
-        poll.register(pgconn.socket, select.POLLIN)
+        if pgconn is not None:
+            poll.register(pgconn.socket, select.POLLIN)
         poll.register(self._wakeup, select.POLLIN)
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             readable = [number for number, _ in poll.poll(left * 1000)]
             if self._wakeup.fileno() in readable:
                 return False
-            if readable:
+            if readable and pgconn is not None:
                 pgconn.consume_input()
                 found = False
                 while pgconn.notifies() is not None:
@@ -168,11 +168,43 @@ class ReaderSession:
         with suppress(OSError):
             self._waker.send(b"!")
 
+    @property
+    def descriptor(self) -> int | None:
+        """What becomes readable when the session is notified, or its connection lost; None without a connection."""
+        return None if self._conn is None else int(self._conn.pgconn.socket)
+
     def _raise_known(self, error: Exception) -> None:
         """Raise ReaderError for an error that no retry repairs."""
         known = reader_error(error, self._name)
         if known is not None:
             raise known from error
+
+
+class LaneSession(ReaderSession):
+    """The session of one of several readers in a thread: `wait` notes until when, and returns at once."""
+
+    def __init__(self, dsn: str, name: str, lease: float) -> None:
+        super().__init__(dsn, name, lease)
+        self.waits_until = 0.0
+        """By the monotonic clock."""
+
+    def wait(self, seconds: float, notified: bool) -> bool:
+        """Note until when the reader waits, unless `notice` ends that; returns False."""
+        self.waits_until = time.monotonic() + seconds
+        return False
+
+    def notice(self) -> None:
+        """Read what has come, and end the wait for a notification, or a lost connection."""
+        import psycopg
+
+        assert self._conn is not None  # noqa: S101
+        pgconn = self._conn.pgconn
+        try:
+            pgconn.consume_input()
+            while pgconn.notifies() is not None:
+                self.waits_until = 0.0
+        except psycopg.Error:
+            self.waits_until = 0.0
 
 
 def _await(descriptor: int, event: int) -> None:

@@ -15,8 +15,10 @@ from typing import Any
 
 from relay.client import sessions
 from relay.client.errors import ReaderError, ReaderMoved, reader_error
+from relay.client.lanes import SharedLanes
 from relay.client.log import ClaimedReader
 from relay.client.log_pages import LogCommit, LogTransaction
+from relay.client.log_session import ReaderSession
 from relay.model.events import Event
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 _SHORTEST_LIMIT = timedelta(minutes=5)
+_MOST_LANES = 256
 _ADVANCE = sessions.Statement(
     "select relay.advance(p.a->>'reader', p.a->>'position') from (select cast(cast(",
     " as text) as jsonb) as a) as p",
@@ -120,10 +123,11 @@ class Subscription:
     """What `subscribe` returns: iterate it with `for` or with `async for`, in one task or thread."""
 
     def __init__(
-        self, open_log: Callable[[type[LogTransaction], type[LogCommit]], ClaimedReader]
+        self,
+        open_log: Callable[[type[LogTransaction], type[LogCommit]], ClaimedReader | SharedLanes],
     ) -> None:
         self._open_log = open_log
-        self._logs: list[ClaimedReader] = []
+        self._logs: list[ClaimedReader | SharedLanes] = []
         self._is_stopped = False
 
     def stop(self) -> None:
@@ -132,7 +136,9 @@ class Subscription:
         for each in self._logs:
             each.stop()
 
-    def _opened(self, kind: type[LogTransaction], commit_kind: type[LogCommit]) -> ClaimedReader:
+    def _opened(
+        self, kind: type[LogTransaction], commit_kind: type[LogCommit]
+    ) -> ClaimedReader | SharedLanes:
         log = self._open_log(kind, commit_kind)
         self._logs.append(log)
         if self._is_stopped:
@@ -177,6 +183,8 @@ def subscribe(
     max_lag: timedelta | None = None,
     where: str | None = None,
     params: Mapping[str, Any] | None = None,
+    lanes: int | None = None,
+    lane_key: str = "host",
     page: int = 5000,
     poll: float = 2.0,
     lease: float = 15.0,
@@ -197,8 +205,10 @@ def subscribe(
 
     Transactions are read ahead in pages of about `page` events. Those that are not `done` when the process ends come
     again. An idle reader asks every `poll` seconds. Of several processes with one name, one reads, and the others stand
-    by: until its connection ends, or it has been frozen for `lease` seconds. A lost connection is opened again. Raises
-    ValueError for a number that makes no sense.
+    by: until its connection ends, or it has been frozen for `lease` seconds. With `lanes`, each process reads some of
+    them; all events of a host, or of an aggregate with `lane_key="aggregate"`, are in one lane, and each lane is a
+    position of its own, so that a transaction is `done` with those before it in its lane. A lost connection is opened
+    again. Raises ValueError for a number that makes no sense.
     """
     for what, number, least in (("page", page, 1), ("poll", poll, 0.005), ("lease", lease, 1)):
         if number < least:
@@ -208,6 +218,10 @@ def subscribe(
     for what, limit in (("expires", expires), ("max_lag", max_lag)):
         if limit is not None and limit < _SHORTEST_LIMIT:
             raise ValueError(f"{what}: must be at least five minutes")
+    if lanes is not None and not 1 <= lanes <= _MOST_LANES:
+        raise ValueError(f"lanes: must be 1 to {_MOST_LANES}")
+    if lane_key not in ("host", "aggregate"):
+        raise ValueError("lane_key: must be host or aggregate")
     declaration = None
     if start is not None:
         declaration = (
@@ -218,10 +232,22 @@ def subscribe(
             max_lag,
             where,
             None if params is None else _json("params", params),
+            lanes,
+            lane_key,
         )
-    return Subscription(
-        lambda *kinds: ClaimedReader(dsn, name, declaration, upcast, page, poll, lease, *kinds)
-    )
+
+    def open_log(
+        kind: type[LogTransaction], commit_kind: type[LogCommit]
+    ) -> ClaimedReader | SharedLanes:
+        def open_lane(lane: str, session: ReaderSession) -> ClaimedReader:
+            return ClaimedReader(
+                dsn, lane, None, upcast, page, poll, lease, kind, commit_kind, session
+            )
+
+        reader = ClaimedReader(dsn, name, declaration, upcast, page, poll, lease, kind, commit_kind)
+        return reader if lanes is None else SharedLanes(dsn, reader, open_lane, poll, lease)
+
+    return Subscription(open_log)
 
 
 def _json(what: str, value: Mapping[str, Any]) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
+from contextlib import closing, suppress
 from threading import Thread
 from typing import Any
 
@@ -15,7 +17,7 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from relay.client.reader import subscribe
+from relay.client.reader import ReaderError, ReaderMoved, ReadTransaction, subscribe
 from tests.outbox import Outbox, wait_until
 
 _HOST = uuid.uuid4()
@@ -208,3 +210,117 @@ def test_dropping_a_subscriber_does_not_look_at_the_others(outbox: Outbox) -> No
     assert "log_subscribers_pkey" in plan
     assert outbox.value("select relay.drop_subscriber('r', 's17')")
     assert outbox.value("select count(*) from relay.log_subscribers") == 1999
+
+
+def _work(
+    outbox: Outbox, handle: Callable[[ReadTransaction], None], ended: list[Any], **options: Any
+) -> Thread:
+    reader: Any = subscribe(
+        outbox.dsn, "r", lanes=4, start="beginning", **{"poll": 0.05, **options}
+    )
+    ended.append(reader)
+
+    def work() -> None:
+        with closing(iter(reader)) as transactions:
+            for transaction in transactions:
+                handle(transaction)
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def _publish_to_hosts(conn: _Connection, numbers: range) -> None:
+    for number in numbers:
+        event = {
+            "event_type": "e",
+            "aggregate_type": "O",
+            "aggregate_id": "1",
+            "payload": {"n": number},
+        }
+        conn.execute(
+            "select relay.publish(%s, null, %s)", (uuid.UUID(int=number % 16), Jsonb([event]))
+        )
+
+
+def test_what_is_in_flight_when_a_lane_is_taken_has_its_effect_once(outbox: Outbox) -> None:
+    """confluentinc/parallel-consumer#777: what was in progress when its partition was revoked was processed twice.
+
+    mailgun/kafka-pixy#62: a partition was released before the last offset was committed. plecto/motorway#46: after a
+    rebalance one partition stood still.
+    """
+    outbox.conn.execute("create table effects (n int)")
+    _publish_to_hosts(outbox.conn, range(48))
+    readers: list[Any] = []
+
+    def handle(transaction: ReadTransaction) -> None:
+        with (
+            psycopg.connect(outbox.dsn, autocommit=True) as conn,
+            suppress(ReaderMoved),
+            conn.transaction(),
+            transaction.commit(conn),
+        ):
+            for event in transaction.events:
+                conn.execute("insert into effects values (%s)", (event.payload["n"],))
+
+    # The first gives lanes back while it has transactions in flight, to one after the other.
+    threads = [_work(outbox, handle, readers)]
+    for _ in range(2):
+        wait_until(lambda: outbox.value("select count(*) from effects") > 0)
+        threads.append(_work(outbox, handle, readers))
+    wait_until(lambda: outbox.value("select count(*) from effects") >= 48)
+    _publish_to_hosts(outbox.conn, range(48, 96))
+    wait_until(lambda: outbox.value("select count(*) from effects") >= 96)
+    for reader, thread in zip(readers, threads, strict=True):
+        reader.stop()
+        thread.join(60)
+    assert sorted(outbox.column("select n from effects")) == list(range(96))
+
+
+def test_a_batch_over_lanes_of_which_one_was_taken_fails_for_that_one_only(outbox: Outbox) -> None:
+    """akka/alpakka-kafka#750: the commit of a batch failed, since one of its partitions had been revoked meanwhile."""
+    _publish_to_hosts(outbox.conn, range(32))
+    batch: list[ReadTransaction] = []
+    reader: Any = subscribe(outbox.dsn, "r", lanes=4, start="beginning", poll=0.05)
+    with closing(iter(reader)) as transactions:
+        while len({each.mark.log.name for each in batch}) < 4:
+            batch.append(next(transactions))
+        # As another process does once the lease has passed.
+        taken = batch[0].mark.log.name
+        outbox.conn.execute("select relay.seek(%s, 'beginning')", (taken,))
+        last = {each.mark.log.name: each for each in batch}
+        for lane, transaction in last.items():
+            if lane == taken:
+                with pytest.raises(ReaderMoved):
+                    transaction.done()
+            else:
+                transaction.done()
+        # The loop goes on.
+        assert next(transactions).events
+    moved = outbox.column(
+        "select distinct r.name from relay.log_readers as r join relay.log_positions as p on p.reader = r.id"
+        " where p.snapshot::text <> '3:3:' order by 1"
+    )
+    assert moved == sorted(set(last) - {taken})
+
+
+def test_lanes_are_not_merged_in_silence(outbox: Outbox) -> None:
+    """AxonIQ/AxonFramework#4808: merged segments delivered again what the further one had handled; nobody said so."""
+    outbox.conn.execute("select relay.declare_reader('r', lanes => 4)")
+    with pytest.raises(
+        ReaderError, match="the reader 'r' has 4 lanes by host: to change that, drop it"
+    ):
+        next(iter(subscribe(outbox.dsn, "r", lanes=2)))
+
+
+def test_a_lane_has_one_reader(outbox: Outbox) -> None:
+    """JasperFx/marten#4007: several daemons worked one projection, although each should have held its lock."""
+    outbox.conn.execute("select relay.declare_reader('r', lanes => 2)")
+    assert outbox.value("select relay.claim_reader('r/1')") is not None
+    with psycopg.connect(outbox.dsn, autocommit=True) as other:
+        assert other.execute("select relay.claim_reader('r/1')").fetchone() == (None,)
+        assert other.execute("select relay.claim_reader('r/2')").fetchone() != (None,)
+        lanes = other.execute("select lane, pid, members from relay.share_lanes('r')").fetchall()
+    assert [lane for lane, _, _ in lanes] == ["r/1", "r/2"]
+    assert len({pid for _, pid, _ in lanes}) == 2
+    assert {members for _, _, members in lanes} == {1}

@@ -1,0 +1,366 @@
+"""Lanes of a reader: each key in one of them, in order, each lane read by one process, all of them by some."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.types.json import Jsonb
+
+from relay.client.reader import ReaderError, ReaderMoved, ReadTransaction, subscribe
+from tests.outbox import Outbox, host, wait_until
+from tests.process import relay
+
+_Connection = psycopg.Connection[Any]
+_CLAIMS = """
+    select count(*) from pg_locks
+     where locktype = 'advisory' and classid = x'72647263'::int::oid and granted
+       and database = (select oid from pg_database where datname = current_database())
+"""
+
+
+def _publish(
+    conn: _Connection, number: int, of: uuid.UUID, aggregate: str = "1", event_type: str = "placed"
+) -> None:
+    event = {
+        "event_type": event_type,
+        "aggregate_type": "Order",
+        "aggregate_id": aggregate,
+        "payload": {"number": number},
+    }
+    conn.execute("select relay.publish(%s, null, %s)", (of, Jsonb([event])))
+
+
+def _declare(conn: _Connection, lanes: int | None, key: str = "host", **more: Any) -> None:
+    conn.execute(
+        "select relay.declare_reader('r', %s, %s, lanes => %s, lane_key => %s)",
+        (Jsonb(more.get("match", {})), more.get("start", "now"), lanes, key),
+    )
+
+
+def _lanes(conn: _Connection, count: int) -> list[list[int]]:
+    """The numbers of the events of each lane."""
+    return [
+        [
+            payload["number"]
+            for event, payload in conn.execute(
+                "select id, payload from relay.read(%s)", (f"r/{n}",)
+            )
+            if event is not None
+        ]
+        for n in range(1, count + 1)
+    ]
+
+
+@pytest.mark.parametrize("key", ["host", "aggregate"])
+def test_each_key_is_in_one_lane(outbox: Outbox, key: str) -> None:
+    _declare(outbox.conn, 5, key, match={"event_type": "placed"})
+    keys: dict[int, object] = {}
+    for number in range(60):
+        of, aggregate = host(number % 7), str(number % 11)
+        _publish(outbox.conn, number, of, aggregate)
+        _publish(outbox.conn, -1, of, aggregate, "other")
+        keys[number] = of if key == "host" else (of, aggregate)
+    found = _lanes(outbox.conn, 5)
+    assert sorted(number for each in found for number in each) == list(range(60))
+    assert all(each == sorted(each) for each in found)
+    holders: dict[object, set[int]] = defaultdict(set)
+    for index, each in enumerate(found):
+        for number in each:
+            holders[keys[number]].add(index)
+    assert all(len(each) == 1 for each in holders.values())
+    assert len({index for each in holders.values() for index in each}) > 1
+
+
+def test_lanes_are_moved_and_dropped_together(outbox: Outbox) -> None:
+    conn = outbox.conn
+    _declare(conn, 3)
+    for number in range(20):
+        _publish(conn, number, host(number))
+    conn.execute("select relay.seek('r', 'now')")
+    assert _lanes(conn, 3) == [[], [], []]
+    conn.execute("select relay.seek('r', 'beginning')")
+    assert sum(map(len, _lanes(conn, 3))) == 20
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="'r/2' is a lane"):
+        conn.execute("select relay.drop_reader('r/2')")
+    with pytest.raises(psycopg.errors.InsufficientPrivilege, match="there is no reader 'r'"):
+        conn.execute("select * from relay.read('r')")
+    conn.execute("select relay.drop_reader('r')")
+    assert outbox.value("select count(*) from relay.log_readers") == 0
+    assert (
+        outbox.value("select count(*) from relay.readers where target = 'relay.declare_reader'")
+        == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ((4, "host"), (5, "host"), "the reader 'r' has 4 lanes by host: to change that, drop it"),
+        ((4, "host"), (4, "aggregate"), "the reader 'r' has 4 lanes by host: to change that, drop it"),
+        ((4, "host"), (None, "host"), "the reader 'r' has 4 lanes by host: to change that, drop it"),
+        ((None, "host"), (4, "host"), "the reader 'r' has no lanes: to change that, drop it"),
+        ((None, "host"), (0, "host"), "lanes must be 1 to 256, or null"),
+        ((None, "host"), (4, "user"), "lane_key must be host or aggregate"),
+    ],
+)  # fmt: skip
+def test_lanes_are_not_changed(
+    outbox: Outbox, first: tuple[int | None, str], second: tuple[int | None, str], words: str
+) -> None:
+    """Positions differ: events would be lost, or come in another order."""
+    _declare(outbox.conn, *first)
+    _declare(outbox.conn, *first)
+    with pytest.raises(
+        psycopg.errors.InvalidParameterValue, match=f"^relay.declare_reader: .*{words}"
+    ):
+        _declare(outbox.conn, *second)
+
+
+def _numbers(transaction: Any) -> list[int]:
+    return [event.payload["number"] for event in transaction.events]
+
+
+def _subscribe(outbox: Outbox, **options: Any) -> Any:
+    given: dict[str, Any] = {"lanes": 4, "poll": 0.05, "start": "beginning", **options}
+    return subscribe(outbox.dsn, "r", **given)
+
+
+def test_one_process_reads_all_lanes(outbox: Outbox) -> None:
+    """What is done does not come again, whatever the other lanes are at; what is not done does."""
+    for number in range(30):
+        _publish(outbox.conn, number, host(number))
+    found: list[int] = []
+    left: list[int] = []
+    with closing(iter(_subscribe(outbox))) as reader:
+        for transaction in reader:
+            (number,) = _numbers(transaction)
+            if number % 3 or left:
+                left.append(number)
+            else:
+                transaction.done()
+                found.append(number)
+            if len(found) + len(left) == 30:
+                break
+    again: list[int] = []
+    with closing(iter(_subscribe(outbox))) as reader:
+        for transaction in reader:
+            again += _numbers(transaction)
+            transaction.done()
+            if set(again) >= set(left):
+                break
+    assert not set(again) & set(found)
+
+
+def test_an_asynchronous_reader_has_lanes(outbox: Outbox) -> None:
+    async def run() -> list[int]:
+        reader, found = _subscribe(outbox), list[int]()
+        async for transaction in reader:
+            found += _numbers(transaction)
+            await transaction.done()
+            if len(found) == 20:
+                reader.stop()
+        return found
+
+    for number in range(20):
+        _publish(outbox.conn, number, host(number % 3))
+    found = asyncio.run(run())
+    assert sorted(found) == list(range(20))
+    for each in range(3):
+        assert [number for number in found if number % 3 == each] == list(range(each, 20, 3))
+
+
+@contextmanager
+def _running(
+    outbox: Outbox, handle: Callable[[ReadTransaction], None], **options: Any
+) -> Iterator[Any]:
+    """A subscription whose transactions are handled in a thread, until the end of the block."""
+    reader = _subscribe(outbox, **options)
+
+    def work() -> None:
+        with closing(iter(reader)) as transactions:
+            for transaction in transactions:
+                handle(transaction)
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield reader
+    finally:
+        reader.stop()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_processes_share_lanes(outbox: Outbox) -> None:
+    """One that comes gets its share; one that ends gives its lanes back; no key is read by two at a time."""
+    by: dict[str, list[int]] = {"a": [], "b": []}
+
+    def handler(name: str) -> Callable[[ReadTransaction], None]:
+        def handle(transaction: ReadTransaction) -> None:
+            transaction.done()
+            by[name] += _numbers(transaction)
+
+        return handle
+
+    numbers = iter(range(100_000))
+
+    def reads(name: str, every: bool = False) -> bool:
+        """Whether the process gets something of what is published now."""
+        before, others = len(by[name]), sum(map(len, by.values())) - len(by[name])
+        sent = [next(numbers) for _ in range(16)]
+        for number in sent:
+            _publish(outbox.conn, number, host(number % 16))
+        wait_until(lambda: set(sent) <= {each for found in by.values() for each in found})
+        mine = len(by[name]) - before
+        others = sum(map(len, by.values())) - len(by[name]) - others
+        return mine > 0 and (not every or others == 0)
+
+    with _running(outbox, handler("a")):
+        wait_until(lambda: int(outbox.value(_CLAIMS)) == 4)
+        assert reads("a", every=True)
+        with _running(outbox, handler("b")):
+            wait_until(lambda: reads("b") and reads("a"))
+        wait_until(lambda: reads("a", every=True))
+    everything = by["a"] + by["b"]
+    assert sorted(everything) == list(range(len(everything)))
+    wait_until(lambda: int(outbox.value(_CLAIMS)) == 0)
+
+
+def test_a_lane_is_given_back_when_it_is_done(outbox: Outbox) -> None:
+    """Not while a handler works: what the process has in flight is done, and comes nowhere again."""
+    working, go_on = Event(), Event()
+    failed: list[Exception] = []
+    found: dict[str, list[int]] = {"a": [], "b": []}
+
+    def slow(transaction: ReadTransaction) -> None:
+        working.set()
+        go_on.wait(60)
+        try:
+            transaction.done()
+        except ReaderError as error:
+            failed.append(error)
+        found["a"] += _numbers(transaction)
+
+    def quick(transaction: ReadTransaction) -> None:
+        transaction.done()
+        found["b"] += _numbers(transaction)
+
+    for number in range(40):
+        _publish(outbox.conn, number, host(number))
+    with _running(outbox, slow):
+        assert working.wait(60)
+        members = "select max(members) from relay.share_lanes('r')"
+        with _running(outbox, quick):
+            wait_until(lambda: int(outbox.value(members)) == 3)
+            go_on.set()
+            wait_until(lambda: len(found["a"]) + len(found["b"]) >= 40)
+            wait_until(lambda: int(outbox.value(_CLAIMS)) == 4)
+    assert not failed
+    assert sorted(found["a"] + found["b"]) == list(range(40))
+
+
+def _stop_after(ended: Event, reader: Any) -> None:
+    ended.wait()
+    reader.stop()
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("seed", [0, 1])
+def test_each_event_has_its_effect_once(outbox: Outbox, seed: int) -> None:
+    """Processes come, end and lose connections at random, with the position in the transaction of the effect."""
+    conn = outbox.conn
+    conn.execute("create table effects (seq bigserial, host uuid, number int)")
+    chance, ended = random.Random(seed), Event()
+    hosts = [host(number) for number in range(9)]
+
+    def work(chance: random.Random) -> None:
+        while not ended.is_set():
+            with suppress(psycopg.Error), psycopg.connect(outbox.dsn, autocommit=True) as own:
+                reader = _subscribe(outbox)
+                with closing(iter(reader)) as transactions:
+                    Thread(target=_stop_after, args=(ended, reader), daemon=True).start()
+                    for transaction in transactions:
+                        with suppress(ReaderMoved), own.transaction(), transaction.commit(own):
+                            for event in transaction.events:
+                                own.execute(
+                                    "insert into effects (host, number) values (%s, %s)",
+                                    (event.host_id, event.payload["number"]),
+                                )
+                        if chance.random() < 0.03:
+                            break
+
+    workers = [
+        Thread(target=work, args=(random.Random(1000 * seed + n),), daemon=True) for n in range(3)
+    ]
+    for each in workers:
+        each.start()
+    published = 0
+    try:
+        for number in range(300):
+            with conn.transaction():
+                for of in chance.sample(hosts, 2):
+                    _publish(conn, number, of)
+                    published += 1
+            if chance.random() < 0.1:
+                conn.execute(
+                    "select pg_terminate_backend(pid) from pg_stat_activity where datname = current_database()"
+                    " and application_name like 'relay reader r%' and random() < 0.3"
+                )
+        wait_until(lambda: int(outbox.value("select count(*) from effects")) >= published, 120)
+    finally:
+        ended.set()
+        for each in workers:
+            each.join(60)
+    assert (
+        outbox.value("select count(*) from (select distinct host, number from effects) as e")
+        == published
+    )
+    assert outbox.value("select count(*) from effects") == published
+    assert not outbox.value(
+        "select count(*) from (select number, lag(number) over (partition by host order by seq) as before from effects)"
+        " as e where number <= before"
+    )
+
+
+def test_what_cannot_be_is_refused(outbox: Outbox) -> None:
+    with pytest.raises(ValueError, match=r"^lanes: must be 1 to 256$"):
+        _subscribe(outbox, lanes=0)
+    with pytest.raises(ValueError, match=r"^lane_key: must be host or aggregate$"):
+        _subscribe(outbox, lane_key="user")
+    outbox.conn.execute("select relay.declare_reader('r')")
+    for start, words in (
+        ("now", "the reader 'r' has no lanes"),
+        (None, "the reader 'r' has no lanes"),
+    ):
+        with pytest.raises(ReaderError, match=words):
+            next(iter(_subscribe(outbox, start=start)))
+
+
+def test_relay_reader_shows_lanes_together(outbox: Outbox, tmp_path: Path) -> None:
+    file = str(outbox.config_file(tmp_path / "relay.yaml"))
+    _declare(outbox.conn, 3)
+    outbox.conn.execute("select relay.declare_reader('plain')")
+    outbox.conn.execute("select relay.claim_reader('r/2')")
+    lines = [each.split("\t") for each in relay("reader", "list", "-c", file).stdout.splitlines()]
+    assert [(each[0], each[1]) for each in lines] == [
+        ("reader", "lanes"),
+        ("plain", "-"),
+        ("r", "1 of 3 claimed"),
+    ]
+    assert len(json.loads(relay("reader", "list", "--json", "-c", file).stdout)) == 4
+    shown = json.loads(relay("reader", "show", "r", "--json", "-c", file).stdout)
+    assert [each["name"] for each in shown] == ["r/1", "r/2", "r/3"]
+    assert "lane\t2 of 3, by host" in relay("reader", "show", "r/2", "-c", file).stdout
+    assert "is a lane" in relay("reader", "drop", "r/2", "--yes", "-c", file).stderr
+    assert relay("reader", "drop", "r", "--yes", "-c", file).returncode == 0
+    assert outbox.column("select name from relay.log_readers") == ["plain"]
