@@ -119,7 +119,8 @@ def has_shape(printed: str, wanted: list[str]) -> bool:
 
 
 def make_tools(folder: Path) -> None:
-    """Write programs, which run those of this environment, into a folder for PATH: `relay`, `psql`, `python`, `pip`.
+    """Write programs, which run those of this environment, into a folder for PATH: `relay`, `psql`, `python`,
+    `pip`.
 
     What `pip` installs is for these programs only.
     """
@@ -129,6 +130,7 @@ def make_tools(folder: Path) -> None:
         ("relay", "-m relay ", ""),
         ("psql", "-m tests.psql ", ""),
         ("python", "", ""),
+        ("python3", "", ""),
         ("pip", "-m pip ", f" {aside}"),
     ):
         (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {module}"$@"{more}\n')
@@ -214,7 +216,7 @@ class Reader:
             text=True,
             cwd=self.folder,
             env=self.environment,
-            timeout=120,
+            timeout=2 * LONG_SECONDS,
             stdin=subprocess.DEVNULL,
             check=False,
         )
