@@ -108,7 +108,9 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
         if source.owns_table:
             yield from _schedules(conn, settings)
             if settings.intake:
-                yield finding_of("intake", "brokers can be taken from", intakes, settings)
+                yield finding_of(
+                    "intake", "the packages of its brokers are installed", intakes, settings
+                )
                 yield finding_of("intake", "relay may publish", publishing.require, conn, "intake")
     functions = finding_of(
         "functions",

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from relay.config.handlers import NatsServers, RabbitmqServer
 from relay.config.types import Seconds, Section
 
 _Named = Annotated[str, Field(min_length=1, max_length=255)]
-_NatsName = Annotated[str, Field(pattern=r"^[^\s.*>/\\]{1,255}$")]
+
+
+def _nats_name(value: str) -> str:
+    if not re.fullmatch(r"[^\s.*>/\\]{1,255}", value):
+        raise ValueError("must be a name of NATS, without spaces and . * > / \\")
+    return value
+
+
+_NatsName = Annotated[str, AfterValidator(_nats_name)]
 
 
 class BrokerSource(Section):

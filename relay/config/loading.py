@@ -136,6 +136,8 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 _NO_MAPPING = frozenset({"dict_type", "model_type", "model_attributes_type"})
+_NO_TYPE = frozenset({"union_tag_invalid", "union_tag_not_found"})
+"""Faults of an intake's type, the only one by which pydantic chooses a model."""
 
 
 def _lines(error: ValidationError, file: str, content: Mapping[str, Any]) -> Iterator[str]:
@@ -150,6 +152,8 @@ def _lines(error: ValidationError, file: str, content: Mapping[str, Any]) -> Ite
             message = "is required"
         elif fault["type"] in _NO_MAPPING:
             message = "must be a mapping of keys"
+        elif fault["type"] in _NO_TYPE:
+            key, message = f"{key}.type", f"must be one of {', '.join(INTAKES)}"
         elif fault["type"] == HANDLER_TYPE:
             key = f"{key}.type"
         else:

@@ -453,7 +453,11 @@ LEAST_TOKEN = 16
 """The least characters of a token: a shorter one can be guessed."""
 
 
-_ORIGIN = r"^https?://[A-Za-z0-9.:\[\]-]{1,255}$"
+def _origin(value: str) -> str:
+    """Require a scheme, a host and at most a port, as browsers send an origin."""
+    if not re.fullmatch(r"https?://[A-Za-z0-9.:\[\]-]{1,255}", value):
+        raise ValueError("must be an origin without a path, such as https://app.example")
+    return value
 
 
 class Address(NamedTuple):
@@ -543,7 +547,7 @@ class ApiSettings(Section):
 
     listen: Listen
     """The address of the API; plain HTTP."""
-    origins: list[Annotated[str, Field(pattern=_ORIGIN)]] = Field(default_factory=list)
+    origins: list[Annotated[str, AfterValidator(_origin)]] = Field(default_factory=list)
     """The origins of other sites whose pages may use the API in a browser, such as `https://app.example`."""
     replay: Annotated[PositiveInt, Number] = 100_000
     """The most events by which a stream may be late when it begins; a client that is further behind reads pages."""

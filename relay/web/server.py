@@ -88,8 +88,10 @@ class Server:
             self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
             forks.keep(self._socket)
         except OSError as error:
+            # `create_server` adds the address to the reason.
+            reason = str(error.strerror).partition(" (while")[0]
             raise ConfigurationError(
-                f"{self._key}.listen: cannot listen on {self._listen}: {error.strerror}: choose another address"
+                f"{self._key}.listen: cannot listen on {self._listen}: {reason}: choose another address"
             ) from None
         self._thread.start()
         address = str(self._listen._replace(port=self.port))

@@ -330,7 +330,16 @@ def test_an_unknown_key_that_is_like_no_other_suggests_nothing() -> None:
             f"host_id: {UUID(int=1)}}}}}}}",
             "schedules.a: timezone: only cron has one: remove it",
         ),
-        ("intake: {a: {type: kafka}}", "intake.a: "),
+        ("intake: {a: {type: kafka}}", "intake.a.type: must be one of nats, rabbitmq"),
+        ("intake: {a: {}}", "intake.a.type: must be one of nats, rabbitmq"),
+        (
+            "intake: {a: {type: nats, servers: ['nats://n'], stream: a b, consumer: c}}",
+            "intake.a.stream: must be a name of NATS, without spaces and . * > / \\",
+        ),
+        (
+            "api: {listen: '127.0.0.1:9466', origins: ['https://app.example/']}",
+            "api.origins.0: must be an origin without a path, such as https://app.example",
+        ),
         ("intake: {a: {type: rabbitmq, url: 'http://h', queue: q}}", "intake.a.url: "),
         (
             "intake: {'': {type: rabbitmq, url: 'amqp://h', queue: q}}",
