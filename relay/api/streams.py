@@ -14,10 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -29,6 +31,7 @@ from relay.api.tail import Tail
 from relay.config.settings import ApiSettings, Settings
 from relay.model.snapshots import Snapshot
 from relay.store import log_pages
+from relay.store.connections import Connection
 from relay.store.log_pages import LogEvent, LogPage, LogTransaction, PageSize
 from relay.web.problems import FAULTS, Refusal, problem, refusal_of
 
@@ -51,7 +54,7 @@ _LINGER_SECONDS = 30.0
 """How long the tail reads on without a stream."""
 _UNAVAILABLE: tuple[type[Exception], ...] = (TimeoutError, *FAULTS)
 _READERS = 4
-"""How many clients read pages of their own at once; it bounds sessions and memory."""
+"""How many clients read pages of their own at once; it bounds sessions. None waits for another one to take a page."""
 _SEND_BYTES = 64 * 1024
 
 
@@ -85,13 +88,9 @@ class Client:
 
     def take(self) -> bytes:
         """Remove and return chunks, about as many as are sent at once."""
-        taken, size = [], 0
-        while self.chunks and size < _SEND_BYTES:
-            chunk = self.chunks.popleft()
-            taken.append(chunk)
-            size += len(chunk)
-        self.size -= size
-        return b"".join(taken)
+        taken = _take(self.chunks)
+        self.size -= len(taken)
+        return taken
 
     def end(self, why: str) -> None:
         """End the stream."""
@@ -125,7 +124,6 @@ class Streams:
         self._moved = asyncio.Event()
         self._checking: asyncio.Task[None] | None = None
         self._readers = CapacityLimiter(_READERS)
-        self._turns = asyncio.Semaphore(_READERS)
         self._is_closed = False
 
     @property
@@ -190,10 +188,6 @@ class Streams:
                 return act(conn, *arguments)
 
         return await to_thread.run_sync(with_session, limiter=self._readers)
-
-    def turn(self) -> asyncio.Semaphore:
-        """Return what a client holds while it has a page in memory."""
-        return self._turns
 
     def close(self) -> None:
         """End all streams, and the tail. Safe in any thread."""
@@ -272,6 +266,16 @@ class Streams:
                     client.end("revoked")
 
 
+@dataclass(slots=True)
+class _Read:
+    """A page of a client that resumes: its `end`, how many `events` it has, how many are `taken`, and these as chunks."""
+
+    end: Snapshot
+    events: int
+    taken: int = 0
+    chunks: deque[bytes] = field(default_factory=deque)
+
+
 class EventStream(Response):
     """The response of a stream: server-sent events from a position on, or from now on."""
 
@@ -279,6 +283,7 @@ class EventStream(Response):
         super().__init__()
         self._streams = streams
         self._wanted = wanted
+        self._takes = wanted.test()
         self._start = start
         self._send: Send
         self._client: Client
@@ -360,34 +365,44 @@ class EventStream(Response):
         while after is not None and client.ended is None:
             page = await self._send_page(after, reached)
             after = page.end
-            if not page.transactions:
+            if not page.events:
                 break
         await self._write(f"id: {reached}\n\n".encode())
 
     async def _send_rest(self, position: LogPosition) -> None:
         """Send the events of a transaction that come after one that the client has."""
-        async with self._streams.turn():
-            page = await self._streams.read(read_kept, position.before, 1, position.snapshot)
-            for transaction in page.transactions:
-                rest = [each for each in transaction.events if each.offset > position.offset]
-                await self._send_events(transaction, rest)
+        await self._send_read(await self._streams.read(self._read_rest, position))
 
-    async def _send_page(self, after: Snapshot, until: Snapshot | None) -> LogPage:
-        async with self._streams.turn():
-            page = await self._streams.read(read_kept, after, self._size.events, until)
-            for transaction in page.transactions:
-                await self._send_events(transaction, transaction.events)
-        if page.transactions:
-            self._size.note(page)
+    async def _send_page(self, after: Snapshot, until: Snapshot | None) -> _Read:
+        page = await self._streams.read(self._read_page, after, until)
+        await self._send_read(page)
+        if page.events:
             # Also if nothing matches, the client is further now.
             await self._write(f"id: {page.end}\n\n".encode())
         return page
 
-    async def _send_events(self, transaction: LogTransaction, events: Iterable[LogEvent]) -> None:
-        taken = [each for each in events if self._client.takes(each)]
-        if taken:
-            self._streams.sent += len(taken)
-            await self._write(formatted(transaction, taken))
+    async def _send_read(self, page: _Read) -> None:
+        self._streams.sent += page.taken
+        while page.chunks and self._client.ended is None:
+            await self._write(_take(page.chunks))
+
+    def _read_rest(self, conn: Connection, position: LogPosition) -> _Read:
+        page = read_kept(conn, position.before, 1, position.snapshot)
+        return self._read(page, lambda event: event.offset > position.offset)
+
+    def _read_page(self, conn: Connection, after: Snapshot, until: Snapshot | None) -> _Read:
+        page = read_kept(conn, after, self._size.events, until)
+        self._size.note(page)
+        return self._read(page, lambda _: True)
+
+    def _read(self, page: LogPage, is_left: Callable[[LogEvent], bool]) -> _Read:
+        read = _Read(page.end, page.events)
+        for transaction in page.transactions:
+            taken = [each for each in transaction.events if is_left(each) and self._takes(each)]
+            if taken:
+                read.taken += len(taken)
+                read.chunks.append(formatted(transaction, taken))
+        return read
 
     async def _go_on(self) -> None:
         """Send what the tail brings, and heartbeats."""
@@ -444,6 +459,21 @@ def _response(refusal: Refusal) -> Response:
 
 
 async def _watch(receive: Receive, client: Client) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    client.end("gone")
+    try:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    except HTTPException:
+        # The request has a body, which is too large or does not end.
+        client.end("refused")
+    else:
+        client.end("gone")
+
+
+def _take(chunks: deque[bytes]) -> bytes:
+    """Remove and return chunks, about as many as are sent at once."""
+    taken, size = [], 0
+    while chunks and size < _SEND_BYTES:
+        chunk = chunks.popleft()
+        taken.append(chunk)
+        size += len(chunk)
+    return b"".join(taken)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import select
-import time
 from collections.abc import Callable
 from threading import Event
 
@@ -21,14 +20,12 @@ from relay.retention.removals import lost_after
 from relay.runtime.parts import Condition, Recurring
 from relay.store import log_pages
 from relay.store.connections import SHORT_TIMEOUTS, Connection, connect, sessions_with
-from relay.store.log_pages import LogPage, PageSize
+from relay.store.log_pages import AheadOfServer, LogPage, PageSize
 
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 1.0
 """How long it waits after it has found nothing: the pause doubles each time."""
-_OUTAGE_SECONDS = 60.0
-"""After such a time without a page it looks whether retention has removed what it had not read."""
 _STATEMENT_SECONDS = 60.0
 _RETRY_SECONDS = 2.0
 
@@ -60,7 +57,6 @@ class Tail(Recurring):
         self._conn: Connection | None = None
         self._position: Snapshot | None = None
         self._size = PageSize()
-        self._read_at = 0.0
         self._pause = _FIRST_PAUSE_SECONDS
 
     def stop(self) -> None:
@@ -100,10 +96,14 @@ class Tail(Recurring):
             self._position = log_pages.read(conn, log_pages.present(conn), 1).end
             self._begin(self._position)
         position = self._position
-        page = log_pages.read(conn, position, self._size.events)
-        now = time.monotonic()
-        outage, self._read_at = now - self._read_at, now
-        if outage > _OUTAGE_SECONDS and lost_after(conn, OWN_OUTBOX, position) is not None:
+        try:
+            page = log_pages.read(conn, position, self._size.events)
+        except AheadOfServer:
+            # A failover has lost what was read last.
+            self._position = None
+            return
+        # After it: what was removed before the page was read is known then.
+        if lost_after(conn, OWN_OUTBOX, position) is not None:
             self._position = None
             return
         if page.transactions or page.end != position:

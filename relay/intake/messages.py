@@ -321,7 +321,8 @@ def _fault_of_time(value: Any) -> str | None:
         return None
     try:
         moment = datetime.fromisoformat(value)
-        is_valid = moment.utcoffset() is not None
+        # Python accepts every character between the date and the time.
+        is_valid = moment.utcoffset() is not None and value.isascii() and value.isprintable()
     except (TypeError, ValueError):
         is_valid = False
     return None if is_valid else "must be a time with its offset, such as 2026-11-27T09:30:00Z"

@@ -1,0 +1,146 @@
+"""Clients of the HTTP API that would harm others, and streams that would end in silence."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from http.client import IncompleteRead
+from typing import Any
+
+import pytest
+
+from relay.api import streams
+from relay.api.tail import Tail
+from relay.config.settings import Settings
+from relay.model.snapshots import Snapshot
+from relay.web import requests
+from tests.api import Source, new_token, served, settings_of
+from tests.outbox import Outbox, event, host
+
+_HOST = host(1)
+_FILL = """
+    do $$
+    begin
+        for number in 1..6000 loop
+            perform relay.publish('00000000-0000-4000-8000-000000000001', null, jsonb_build_array(jsonb_build_object(
+                'event_type', 'a', 'aggregate_type', 'b', 'aggregate_id', 'c', 'payload', repeat('x', 2000))));
+            commit;
+            set local synchronous_commit = off;
+        end loop;
+    end $$
+"""
+
+
+@pytest.fixture
+def settings(outbox: Outbox) -> Settings:
+    return settings_of(outbox)
+
+
+@pytest.fixture
+def address(settings: Settings) -> Iterator[str]:
+    with served(settings) as address:
+        yield address
+
+
+def _number(found: Any) -> int:
+    return int(found["payload"]["amount"])
+
+
+def _requested(address: str, token: str, query: str = "", head: str = "") -> socket.socket:
+    """The socket of a client that has asked for a stream, and has read nothing of it."""
+    where, port = address.removeprefix("http://").split(":")
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect((where, int(port)))
+    client.sendall(
+        f"GET /v1/events/stream{query} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\n{head}\r\n".encode()
+    )
+    return client
+
+
+def test_clients_that_take_nothing_keep_nobody_from_catching_up(
+    outbox: Outbox, settings: Settings, address: str
+) -> None:
+    """As many as read pages of their own at once, and more: each of them has asked for more than the sockets hold."""
+    outbox.conn.execute(_FILL)
+    slow, token = new_token(settings, "slow"), new_token(settings)
+    with ExitStack() as stack:
+        for _ in range(8):
+            client = stack.enter_context(
+                closing(_requested(address, slow, query="?after=beginning"))
+            )
+            assert client.recv(8) == b"HTTP/1.1"
+        with Source(address, token, after="beginning") as source:
+            assert len(source.take(6_000)) == 6_000
+
+
+def test_an_open_stream_has_no_silent_gap_where_retention_was_quicker(
+    outbox: Outbox, settings: Settings, address: str
+) -> None:
+    """Such as of a transaction that was open for longer than events are kept."""
+    token = new_token(settings)
+    with Source(address, token).ready() as source:
+        outbox.publish(_HOST, event(1))
+        source.take(1)
+        with outbox.conn.transaction():
+            outbox.publish(_HOST, event(2))
+            outbox.conn.execute(
+                "insert into relay.removed (outbox, newest, snapshot)"
+                " values ('public.outbox_message_t', pg_current_xact_id(), pg_current_snapshot())"
+            )
+            outbox.conn.execute("delete from outbox_message_t")
+        outbox.publish(_HOST, event(3))
+        with suppress(EOFError, OSError, IncompleteRead):
+            source.take(2)
+        assert [_number(each) for each in source.events] == [1]
+    with Source(address, token, source.last) as again:
+        assert again.status == 410
+
+
+def test_streams_end_where_a_failover_has_lost_what_they_had(
+    outbox: Outbox, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They did not stand still with heartbeats until the new primary had come as far."""
+    started: list[Tail] = []
+    start = Tail.start
+
+    def noted(self: Tail) -> None:
+        started.append(self)
+        start(self)
+
+    monkeypatch.setattr(Tail, "start", noted)
+    monkeypatch.setattr(streams, "HEARTBEAT_SECONDS", 1.0)
+    with served(settings) as address:
+        token = new_token(settings)
+        with Source(address, token).ready() as source:
+            ahead = outbox.value("select pg_current_xact_id()::text::bigint") + 1_000_000
+            started[0]._position = Snapshot(ahead, ahead, ())
+            _require_end(source)
+        with Source(address, token).ready() as source:
+            outbox.publish(_HOST, event(2))
+            assert [_number(each) for each in source.take(1)] == [2]
+
+
+def test_a_request_for_a_stream_whose_body_does_not_end_is_ended(
+    settings: Settings, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would notice that such a client has gone."""
+    monkeypatch.setattr(requests, "BODY_SECONDS", 0.5)
+    head = "transfer-encoding: chunked\r\n"
+    with closing(_requested(address, new_token(settings), head=head)) as client:
+        client.settimeout(30)
+        came = b""
+        while not came.endswith(b"\r\n0\r\n\r\n"):
+            received = client.recv(4096)
+            assert received
+            came += received
+
+
+def _require_end(source: Source) -> None:
+    end = time.monotonic() + 60
+    with suppress(EOFError, IncompleteRead):
+        while True:
+            source.block()
+            assert time.monotonic() < end, "heartbeats, and nothing else"
