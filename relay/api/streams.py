@@ -268,7 +268,7 @@ class Streams:
 
 @dataclass(slots=True)
 class _Read:
-    """A page of a client that resumes: its `end`, how many `events` it has, how many are `taken`, and these as chunks."""
+    """A page for a client that resumes: its `end`, its number of `events`, and those `taken`, as `chunks`."""
 
     end: Snapshot
     events: int

@@ -21,6 +21,9 @@ _MOST_FAULTS = 100
 """How many faults are reported at most."""
 _DEEPEST = 200
 """The most levels of nesting in a payload or in metadata."""
+_MOST_DIGITS = 16 * 1024 * 1024
+"""The most digits that exponents add to the numbers of a message: PostgreSQL writes 1e131071 with all of its zeros."""
+_EXPONENT = re.compile(r"[eE][+-]?(\d{1,9})")
 _LARGEST_VERSION = 2**63 - 1
 _OF_NAMESPACE = uuid.UUID("8d6a0c1e-6f53-5a0b-9a57-6b1a6c1f7a3d")
 """The namespace of the ids that are derived. It must never change: repetitions would be published again."""
@@ -69,7 +72,7 @@ class Invalid(Exception):
 
 
 class TooMany(Exception):
-    """A message has more than MOST_EVENTS events."""
+    """A message has more than MOST_EVENTS events, or its numbers have more digits than a database may be given."""
 
 
 class NotPermitted(Exception):
@@ -167,6 +170,11 @@ class MessageReader:
                 found.add(where, message)
         if found:
             raise Invalid(found.listed)
+        if (
+            sum(_digits(row.get(name)) for row in rows for name in ("payload", "metadata"))
+            > _MOST_DIGITS
+        ):
+            raise TooMany(f"the numbers of the message have more than {_MOST_DIGITS} digits")
         written = [_written(row, number, id_of) for number, row in enumerate(rows, start=1)]
         first = rows[0]
         user = first.get("user_id")
@@ -297,6 +305,18 @@ def _faults_of_json(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
                 yield (*path, "*"), f"the key {fault}"
             if isinstance(each, str | dict | list):
                 yield from _faults_of_json(each, (*path, key))
+
+
+def _digits(value: Any) -> int:
+    """Return how many digits the exponents in a JSON value stand for."""
+    if isinstance(value, dict):
+        return sum(map(_digits, value.values()))
+    if isinstance(value, list):
+        return sum(map(_digits, value))
+    if not isinstance(value, float):
+        return 0
+    exponent = _EXPONENT.search(value.text if isinstance(value, exact_json.Number) else repr(value))
+    return int(exponent[1]) if exponent else 0
 
 
 _SHOWN_LEVELS = 10

@@ -15,6 +15,7 @@ from relay.api import streams
 from relay.api.tail import Tail
 from relay.config.settings import Settings
 from relay.model.snapshots import Snapshot
+from relay.store.connections import Connection
 from relay.web import requests
 from tests.api import Source, new_token, served, settings_of
 from tests.outbox import Outbox, event, host
@@ -103,20 +104,21 @@ def test_streams_end_where_a_failover_has_lost_what_they_had(
     outbox: Outbox, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They did not stand still with heartbeats until the new primary had come as far."""
-    started: list[Tail] = []
-    start = Tail.start
+    ahead: list[Snapshot] = []
+    read = Tail._read
 
-    def noted(self: Tail) -> None:
-        started.append(self)
-        start(self)
+    def moved(self: Tail, conn: Connection) -> None:
+        if ahead:
+            self._position = ahead.pop()
+        read(self, conn)
 
-    monkeypatch.setattr(Tail, "start", noted)
+    monkeypatch.setattr(Tail, "_read", moved)
     monkeypatch.setattr(streams, "HEARTBEAT_SECONDS", 1.0)
     with served(settings) as address:
         token = new_token(settings)
         with Source(address, token).ready() as source:
-            ahead = outbox.value("select pg_current_xact_id()::text::bigint") + 1_000_000
-            started[0]._position = Snapshot(ahead, ahead, ())
+            xid = outbox.value("select pg_current_xact_id()::text::bigint") + 1_000_000
+            ahead.append(Snapshot(xid, xid, ()))
             _require_end(source)
         with Source(address, token).ready() as source:
             outbox.publish(_HOST, event(2))

@@ -146,6 +146,20 @@ def test_numbers_keep_their_digits() -> None:
     assert text in READER.read(document.encode()).events
 
 
+@pytest.mark.parametrize("number", ["1e131071", "1E-16383", "-2.5e+300", "1e300"])
+def test_numbers_whose_digits_would_fill_the_memory_of_a_database_are_refused(number: str) -> None:
+    """Few requests with them stopped all who publish: 140,000 bytes were 2 GB of text."""
+    digits = abs(int(number.lower().partition("e")[2]))
+    for count, is_refused in ((2, False), (16 * 1024 * 1024 // digits + 1, True)):
+        numbers = ",".join([number] * count)
+        document = f'{{"host_id": "{HOST}", "event_type": "t", "payload": [[{numbers}]]}}'
+        if not is_refused:
+            READER.read(document.encode())
+            continue
+        with pytest.raises(TooMany):
+            READER.read(document.encode())
+
+
 def test_depth_is_bounded() -> None:
     deep = f'{{"host_id": "{HOST}", "event_type": "t", "payload": {"[" * 90_000}{"]" * 90_000}}}'
     ((path, message),) = faults(deep.encode()).items()
