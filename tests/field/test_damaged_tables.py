@@ -8,7 +8,6 @@ after a crash is committed twice), delta-io/delta#1141 (identity of a micro-batc
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,23 +109,3 @@ def test_a_retention_that_deltalake_does_not_know_leaves_its_default(
     with caplog.at_level(logging.INFO):
         upkeep.after_batch("lake", handler, made, 1, LocalSession())  # type: ignore[arg-type]
     assert "kept the table of a sink small" in caplog.text
-
-
-class MicroBatch:
-    """The frame that Spark gives a function of `foreachBatch`."""
-
-    def toArrow(self) -> pa.Table:  # noqa: N802
-        return ROWS
-
-
-def test_the_documented_stream_into_delta_appends_a_micro_batch_once(tmp_path: Path) -> None:
-    text = (DOCUMENTATION / "reference" / "data-source.md").read_text()
-    (code,) = re.findall(r"```python\n(import deltalake\n.*?)\n\nevents = ", text, re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(code, names)
-    names["TABLE"] = str(tmp_path / "lake")
-    for number in (0, 0, 1, 1, 0, 2):
-        names["append"](MicroBatch(), number)
-    table = deltalake.DeltaTable(names["TABLE"])
-    assert table.to_pyarrow_table().num_rows == 3 * ROWS.num_rows
-    assert table.transaction_version("orders") == 2
