@@ -43,6 +43,7 @@ from relay.source.stream.slot import (
 )
 from relay.source.stream.walsender import open_replication, require_asynchronous
 from relay.store import (
+    api_tokens,
     dead_letters,
     own_rights,
     schedules,
@@ -112,6 +113,14 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
                     "intake", "the packages of its brokers are installed", intakes, settings
                 )
                 yield finding_of("intake", "relay may publish", publishing.require, conn, "intake")
+            if settings.api is not None and api_tokens.may_publish(conn):
+                found = finding_of("api", "relay may publish", publishing.require, conn, "api")
+                # Reading goes on.
+                yield (
+                    replace(found, level=Severity.WARNING)
+                    if found.level is Severity.ERROR
+                    else found
+                )
     functions = finding_of(
         "functions",
         "relay may call what it needs",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import psycopg
 
 from relay.config.dsn import DatabaseAccess
-from relay.faults import describe, first_line
+from relay.faults import ConfigurationError, describe, first_line
 from relay.intake.messages import IncomingEvents
 from relay.store import locks, submissions
 from relay.store.connections import SHORT_TIMEOUTS, Connection, connect, sessions_with
@@ -28,6 +28,10 @@ class Accepted:
 
     transaction_id: str
     is_repeated: bool = False
+
+
+class MayNotPublish(ConfigurationError):
+    """The role of `source.dsn` has no right to publish, which no submission is to blame for."""
 
 
 class Conflict(Exception):
@@ -110,6 +114,11 @@ class Publisher:
             return self._committed(group)
         except _NotTogether:
             pass
+        except psycopg.errors.InsufficientPrivilege as error:
+            raise MayNotPublish(
+                f"source.dsn: {first_line(error)}: run `relay init --handlers-publish`, and connect as a member of "
+                "relay"
+            ) from error
         except psycopg.Error as error:
             if not _is_of_events(error):
                 raise

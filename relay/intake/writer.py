@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from relay.config.dsn import DatabaseAccess
 from relay.intake.messages import IncomingEvents
-from relay.intake.publishing import Accepted, NotCommitted, Publisher
+from relay.intake.publishing import Accepted, MayNotPublish, NotCommitted, Publisher
 from relay.runtime.parts import SOON_SECONDS, Condition, Recurring
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,14 @@ class CommitWriter(Recurring):
             self._publisher.close()
             return 0.0
         until = max(each.deadline for each in self._group)
-        outcomes = self._publisher.publish([each.submission for each in self._group], until)
+        try:
+            outcomes = self._publisher.publish([each.submission for each in self._group], until)
+        except MayNotPublish:
+            # It stays so until an administrator has acted: a wait is of no use.
+            for each in self._group:
+                each.future.set_exception(NotCommitted("relay may not publish: its log says why"))
+            self._group = []
+            raise
         group, self._group = self._group, []
         for each, outcome in zip(group, outcomes, strict=True):
             if isinstance(outcome, Exception):

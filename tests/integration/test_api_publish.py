@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
+from relay.admin.check import examine
+from relay.admin.findings import Severity
+from relay.admin.tokens import revoke
 from relay.config.settings import Settings
-from tests.api import authorized, new_token, served, settings_of
+from relay.intake.writer import WAIT_SECONDS
+from tests.api import API, authorized, new_token, served, settings_of
 from tests.outbox import Outbox, host, wait_until
 
 EVENTS = {
@@ -194,3 +199,27 @@ def test_the_description(shop: Publisher, address: str) -> None:
     }
     assert post["requestBody"]["content"].keys() == {"application/json"}
     assert wait_until is not None
+
+
+def test_a_role_that_may_not_publish(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+    """The client is not to blame, and is answered at once; `relay check` and the log say what to do."""
+    with outbox.limited_role() as (name, dsn):
+        settings = settings_of(outbox)
+        of_source = {"dsn": dsn, "slot": outbox.slot, "publication": outbox.slot}
+        limited = outbox.settings(api={**API}, source=of_source)
+        reader, writer = new_token(settings), new_token(settings, "shop", ["publish"])
+        cure = f"the role {name} may not publish: run `relay init --handlers-publish`"
+        (found,) = [each for each in examine(limited) if cure in each.text]
+        assert (found.level, found.subject) == (Severity.WARNING, "api")
+        with served(limited) as address:
+            began = time.monotonic()
+            answer = Publisher(address, writer).post(placed())
+            assert time.monotonic() - began < WAIT_SECONDS
+            assert answer.status_code == 503
+            assert "relay may not publish" in answer.json()["detail"]
+            assert httpx.get(f"{address}/v1/events", headers=authorized(reader)).is_success
+            # A fault counts with the second attempt.
+            assert Publisher(address, writer).post(placed()).status_code == 503
+            wait_until(lambda: "relay init --handlers-publish" in str([*map(vars, caplog.records)]))
+        revoke(settings, "shop", None)
+        assert not [each for each in examine(limited) if cure in each.text]
