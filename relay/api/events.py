@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from relay.admin import events
-from relay.admin.events import EventDestination
+from relay.admin.events import QUEUE, EventDestination
 from relay.api.callers import Caller, Reading
 from relay.api.database import ApiDatabase
 from relay.api.filters import EventFilter, asked
@@ -50,12 +50,15 @@ class EventState(BaseModel):
     attempts: int | None
     since: datetime | None
     until: datetime | None = Field(description="when it is tried next")
-    reason: str | None = Field(description="the kind of fault, without what it says of the payload")
+    reason: str | None = Field(
+        description="the kind of fault, without what it says of the payload; none of a queue"
+    )
 
     @classmethod
     def of(cls, found: EventDestination) -> EventState:
         """Return the state at a destination."""
-        kind = _KIND.match(found.reason or "")
+        # What a worker says of a message is a text of its own, whose first word may be a value.
+        kind = None if found.kind == QUEUE else _KIND.match(found.reason or "")
         return cls(
             destination=found.kind,
             name=found.name,

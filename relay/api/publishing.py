@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Annotated, Any
 from uuid import UUID
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Header, Request
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from starlette.concurrency import run_in_threadpool
@@ -39,6 +40,8 @@ router = APIRouter(prefix="/v1", tags=["publish"])
 _RETRY_AFTER = {"retry-after": "2"}
 _ASIDE_BYTES = 32_000
 """A larger body is read in another thread, beside the event loop."""
+_READ_AT_ONCE = 2
+"""How many larger bodies are read at once: JSON takes up to thirty times its bytes in memory."""
 _KEY_CHARACTERS = 255
 
 
@@ -84,8 +87,19 @@ class Intake:
         """Raises ConfigurationError for an event type of the configuration that cannot be used."""
         self.reader = MessageReader(Upcasting(registered(settings.events)))
         self.writer = CommitWriter(settings.source_dsn)
+        self._large = CapacityLimiter(_READ_AT_ONCE)
         self._lock = Lock()
         self._is_started = False
+
+    async def read(self, body: bytes, caller: Caller, key: str | None) -> IncomingEvents:
+        """Read what a caller sends. Raises what `MessageReader.read` raises."""
+        id_of = () if key is None else (derived(caller.name, key),)
+        arguments = (body, caller.may_see, *id_of)
+        if len(body) > _ASIDE_BYTES:
+            return await to_thread.run_sync(self.reader.read, *arguments, limiter=self._large)
+        if self.reader.runs_code:
+            return await run_in_threadpool(self.reader.read, *arguments)
+        return self.reader.read(*arguments)
 
     async def publish(self, submission: IncomingEvents) -> Accepted:
         """Publish a submission. Raises Conflict, Refused and NotCommitted."""
@@ -170,7 +184,7 @@ async def publish(
     body = await request.body()
     intake: Intake = request.app.state.intake
     try:
-        submission = await _read(intake.reader, body, caller, idempotency_key)
+        submission = await intake.read(body, caller, idempotency_key)
         accepted = await intake.publish(submission)
     except Invalid as error:
         return _invalid(400, "the message is invalid", error.faults)
@@ -196,15 +210,6 @@ async def publish(
         200 if accepted.is_repeated else 202,
         {"location": f"/v1/events/{submission.ids[0]}"},
     )
-
-
-async def _read(
-    reader: MessageReader, body: bytes, caller: Caller, key: str | None
-) -> IncomingEvents:
-    arguments = (body, caller.may_see, *(() if key is None else (derived(caller.name, key),)))
-    if reader.runs_code or len(body) > _ASIDE_BYTES:
-        return await run_in_threadpool(reader.read, *arguments)
-    return reader.read(*arguments)
 
 
 def _conflict(error: Conflict, is_list: bool) -> Response:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from http.client import IncompleteRead
+from threading import Lock
 from typing import Any
 
+import httpx
 import pytest
 
+from relay.admin.events import EventDestination
 from relay.api import streams
+from relay.api.events import EventState
 from relay.api.tail import Tail
 from relay.config.settings import Settings
+from relay.intake.messages import IncomingEvents, MessageReader
 from relay.model.snapshots import Snapshot
 from relay.store.connections import Connection
 from relay.web import requests
-from tests.api import Source, new_token, served, settings_of
+from tests.api import Source, authorized, new_token, served, settings_of
 from tests.outbox import Outbox, event, host
 
 _HOST = host(1)
@@ -146,3 +152,44 @@ def _require_end(source: Source) -> None:
         while True:
             source.block()
             assert time.monotonic() < end, "heartbeats, and nothing else"
+
+
+def test_few_large_bodies_are_read_at_once(
+    settings: Settings, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON such as [{},{},...] takes thirty times its bytes: forty of them took the memory of the machine."""
+    lock, reading, most = Lock(), 0, 0
+    read = MessageReader.read
+
+    def counted(*arguments: Any) -> IncomingEvents:
+        nonlocal reading, most
+        with lock:
+            reading += 1
+            most = max(most, reading)
+        try:
+            time.sleep(0.1)
+            return read(*arguments)
+        finally:
+            with lock:
+                reading -= 1
+
+    monkeypatch.setattr(MessageReader, "read", counted)
+    head = {
+        **authorized(new_token(settings, rights=["publish"])),
+        "content-type": "application/json",
+    }
+    body = b"[" + b"{}," * 20_000 + b"{}]"
+    with (
+        httpx.Client(base_url=address, headers=head, timeout=60) as client,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        answers = list(pool.map(lambda _: client.post("/v1/events", content=body), range(16)))
+    assert {each.status_code for each in answers} == {413}
+    assert 1 <= most <= 2
+
+
+def test_the_state_of_a_message_of_a_queue_quotes_no_text_of_a_worker() -> None:
+    """The first word of `relay.fail(…, error => 'jane.doe: …')` was shown as the kind of fault."""
+    for kind, reason in (("queue", None), ("sink", "CheckViolation")):
+        found = EventDestination(kind, "mail", (), "dead", reason="CheckViolation: jane.doe")
+        assert EventState.of(found).reason == reason
