@@ -93,8 +93,8 @@ class BrokerIntake(Recurring):
         condition = Condition(
             f"intake {name}",
             log,
-            "messages of a broker cannot be published, and wait",
-            "messages of a broker are published again",
+            f"the messages of the intake {name} cannot be published, and wait",
+            f"the messages of the intake {name} are published again",
             SOON_SECONDS,
             longest_pause=10.0,
         )
@@ -121,7 +121,7 @@ class BrokerIntake(Recurring):
             return _STANDBY_SECONDS
         except _Poison as error:
             self._stands_still = True
-            self.condition.fails(str(error), logging.ERROR, "the intake of a broker stands still")
+            self.condition.fails(str(error), logging.ERROR, f"the intake {self.name} stands still")
             return self.condition.pause
         return 0.0
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.errors import ConnectionClosedError
+from nats.errors import ConnectionClosedError, NoServersError
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from nats.js.errors import NotFoundError
 
@@ -24,7 +24,7 @@ from relay.config.intake import NatsSource
 from relay.faults import ConfigurationError, Undelivered
 from relay.intake.consuming import FETCH_MESSAGES, FETCH_SECONDS, Taken
 from relay.sinks.credentials import Certificates
-from relay.sinks.nats import SecureClient, connect
+from relay.sinks.nats import NoTls, SecureClient, connect
 
 _CLOSING_SECONDS = 2.0
 _OVER = ("404", "408")
@@ -47,7 +47,11 @@ class NatsFeed:
         """Connect, and make the consumer if there is none. Raises ConfigurationError and errors of the client."""
         settings = self._settings
         client = SecureClient(always_tls="tls" in settings.model_fields_set)
-        await connect(client, settings, settings.timeout, self._tls, _nothing)
+        try:
+            await connect(client, settings, settings.timeout, self._tls, _nothing)
+        except (NoTls, NoServersError, OSError, TimeoutError) as error:
+            reason = str(error) if isinstance(error, NoTls) else type(error).__name__
+            raise Undelivered(f"no server accepts a connection: {reason}") from None
         self._client = client
         try:
             await self._require_consumer(client)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from typing import Any
@@ -11,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from relay.config.intake import NatsSource
 from relay.event_types.registry import EventType
 from relay.event_types.upcasting import Upcasting
+from relay.faults import Undelivered
 from relay.intake.messages import (
     MOST_EVENTS,
     Invalid,
@@ -22,6 +25,7 @@ from relay.intake.messages import (
     derived,
     json_path,
 )
+from relay.intake.nats import NatsFeed
 
 HOST = "6f1f5a3e-3c1c-4f6e-9f5b-0d8f3f1f2a11"
 READER = MessageReader()
@@ -239,3 +243,10 @@ def test_all_faults_of_a_payload_are_named() -> None:
 def test_json_path() -> None:
     assert json_path(()) == "$"
     assert json_path((1, "payload", "a b", "it's", 0)) == "$[1].payload['a b']['it\\'s'][0]"
+
+
+def test_a_broker_that_is_away_is_named() -> None:
+    """Not by the class of the client's error alone, which says nothing to an operator."""
+    settings = NatsSource(type="nats", servers=["nats://127.0.0.1:1"], stream="s", consumer="c")
+    with pytest.raises(Undelivered, match="no server accepts a connection"):
+        asyncio.run(NatsFeed("orders", settings).__aenter__())
