@@ -61,6 +61,8 @@ def create_app(settings: Settings, api: ApiSettings) -> FastAPI:
         openapi_url=OPENAPI,
         docs_url=None,
         redoc_url=None,
+        # A redirect names the scheme of this server, behind a proxy http:// instead of https://.
+        redirect_slashes=False,
         responses=RESPONSES,
     )
     app.state.settings = settings

@@ -19,6 +19,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from relay.api.database import ApiDatabase
+from relay.faults import describe
+from relay.runtime.parts import SOON_SECONDS, Condition
 from relay.store import api_tokens
 from relay.store.api_tokens import EVERY, TokenRow
 from relay.store.connections import Connection
@@ -95,6 +97,13 @@ class Callers:
         self._read_at: float | None = None
         self._fault: tuple[Exception, float] | None = None
         """Why the tokens could not be read, and when."""
+        self._condition = Condition(
+            "API",
+            log,
+            "the API cannot read its tokens, and refuses those who ask",
+            "the API reads its tokens again",
+            SOON_SECONDS,
+        )
         self._used: set[int] = set()
         self._noted: dict[int, float] = {}
         """When it was last noted that a token is in use, by its id."""
@@ -151,7 +160,9 @@ class Callers:
                 self._note_use(conn, now)
         except FAULTS as error:
             self._fault = error, self._clock()
+            self._condition.fails(describe(error))
             raise
+        self._condition.works()
         self._known = {digest: Caller.of(row) for digest, row in found.items()}
         self._read_at = self._clock()
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from relay.admin import tokens
 from relay.api import streams
 from relay.config.settings import Settings
-from tests.api import Program, Source, authorized, new_token, served, settings_of
+from tests.api import API, Program, Source, authorized, new_token, served, settings_of
 from tests.integration.test_log_readers import _History, _sessions
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay, running
@@ -427,3 +428,20 @@ def _some(address: str, token: str, last: str, rng: random.Random, found: list[i
             source.take(rng.randrange(1, 12))
         found += [int(each["payload"]["number"]) for each in source.events]
         return source.last
+
+
+def test_a_path_with_a_slash_too_many_is_not_redirected(settings: Settings, address: str) -> None:
+    """Behind a proxy for TLS the redirect would lead a client with its token to plain HTTP."""
+    answer = httpx.get(f"{address}/v1/events/", headers=authorized(new_token(settings)))
+    assert answer.status_code == 404
+
+
+def test_an_outage_is_logged_once(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+    """Clients are told 503; an operator reads why, however many ask."""
+    away = make_conninfo(outbox.dsn, dbname=f"{outbox.slot}_away")
+    of_source = {"dsn": away, "slot": outbox.slot, "publication": outbox.slot}
+    with served(outbox.settings(api={**API}, source=of_source)) as address:
+        for _ in range(5):
+            answer = httpx.get(f"{address}/v1/events", headers=authorized("relay_x"), timeout=30)
+            assert answer.status_code == 503
+    assert sum("cannot read its tokens" in each.getMessage() for each in caplog.records) == 1
