@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from relay.config.settings import ApiSettings, Settings
+from relay.observe import api_counts
+from relay.observe.api_counts import ApiCounts
 from relay.web.server import Server
 
 if TYPE_CHECKING:
@@ -22,9 +24,15 @@ def api_server(settings: Settings, api: ApiSettings) -> Server:
         from relay.api.app import create_app
 
         created.append(create_app(settings, api))
+        api_counts.register(settings.group, counts)
         return created[0]
 
+    def counts() -> ApiCounts:
+        streams, writer = created[0].state.streams, created[0].state.intake.writer
+        return ApiCounts(streams.connected, streams.sent, streams.cut, writer.published)
+
     def stop() -> None:
+        api_counts.forget(settings.group)
         for app in created:
             app.state.streams.close()
             app.state.intake.close()

@@ -16,7 +16,7 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from anyio import CapacityLimiter, to_thread
 from starlette.exceptions import HTTPException
@@ -57,6 +57,9 @@ _READERS = 4
 """How many clients read pages of their own at once; it bounds sessions. None waits for another one to take a page."""
 _SEND_BYTES = 64 * 1024
 
+Cut = Literal["slow", "revoked", "gap", "unavailable", "refused", "stopping"]
+"""Why relay ends a stream."""
+
 
 class Client:
     """A connected client: the chunks that wait for it, and why it ends."""
@@ -71,7 +74,7 @@ class Client:
         self.size = 0
         self.position = ""
         """The position after all chunks."""
-        self.ended: str | None = None
+        self.ended: Cut | Literal["gone"] | None = None
         self.ready = asyncio.Event()
 
     def put(self, chunks: list[bytes], size: int) -> None:
@@ -92,7 +95,7 @@ class Client:
         self.size -= len(taken)
         return taken
 
-    def end(self, why: str) -> None:
+    def end(self, why: Cut | Literal["gone"]) -> None:
         """End the stream."""
         if self.ended is None:
             self.ended = why
@@ -110,7 +113,7 @@ class Streams:
         self.api = api
         self.sent = 0
         """How many events were put into streams."""
-        self.cut: dict[str, int] = {}
+        self.cut: dict[Cut, int] = dict.fromkeys(get_args(Cut), 0)
         """How many streams relay has ended, by reason."""
         self._callers = callers
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -160,9 +163,8 @@ class Streams:
             group.discard(client)
             if not group:
                 del self._attached[client.filter.key]
-        if client.ended not in (None, "gone"):
-            why = str(client.ended)
-            self.cut[why] = self.cut.get(why, 0) + 1
+        if client.ended is not None and client.ended != "gone":
+            self.cut[client.ended] += 1
         if not self._connected and self._loop is not None:
             self._loop.call_later(_LINGER_SECONDS, self._sleep)
 
@@ -244,7 +246,7 @@ class Streams:
     def _all_attached(self) -> Iterable[Client]:
         return (client for group in self._attached.values() for client in group)
 
-    def _end_all(self, why: str) -> None:
+    def _end_all(self, why: Cut) -> None:
         for client in self._connected:
             client.end(why)
 

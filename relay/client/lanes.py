@@ -97,8 +97,6 @@ class SharedLanes:
     def stop(self) -> None:
         """End `next_page`, and yield no further transaction. Safe in any thread and in a signal handler."""
         self._stopping.set()
-        for lane in list(self._lanes.values()):
-            lane.reader.stop()
         with suppress(OSError):
             self._waker.send(b"!")
 
@@ -159,13 +157,12 @@ class SharedLanes:
         """Wait until a lane is notified or has something to do."""
         poll = select.poll()
         poll.register(self._wakeup, select.POLLIN)
-        waiting = {}
+        sessions = {}
         for name, lane in self._lanes.items():
-            with lane.reader.using():
-                descriptor = lane.session.descriptor
+            descriptor = lane.session.descriptor
             if descriptor is not None and name not in self._leaving:
                 poll.register(descriptor, select.POLLIN)
-                waiting[descriptor] = lane
+                sessions[descriptor] = lane.session
         ends = min(
             [
                 self._shares_at,
@@ -178,8 +175,5 @@ class SharedLanes:
             ]
         )
         for descriptor, _ in poll.poll(max(0.0, ends - time.monotonic()) * 1000):
-            if descriptor in waiting:
-                lane = waiting[descriptor]
-                # A beat of the reader's may wait for its answer.
-                with lane.reader.using():
-                    lane.session.notice()
+            if descriptor in sessions:
+                sessions[descriptor].notice()

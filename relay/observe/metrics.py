@@ -334,6 +334,21 @@ SERIES: Sequence[MetricFamily] = (
         "intake",
         "result",
     ),
+    # The HTTP API
+    _gauge("relay_api_streams", "Streams of the HTTP API that are open."),
+    _counter(
+        "relay_api_events_sent_total",
+        "Events that were put into streams of the HTTP API, once for each stream.",
+    ),
+    _counter(
+        "relay_api_streams_cut_total",
+        "Streams of the API that relay has ended, by reason: slow, revoked, gap, unavailable, refused or stopping.",
+        "reason",
+    ),
+    _counter(
+        "relay_api_published_total",
+        "Events that requests to the HTTP API have published, without repetitions.",
+    ),
     # Spark
     _histogram(
         "relay_spark_job_duration_seconds",
@@ -595,7 +610,15 @@ class Metrics(Meter):
         return family
 
 
-_SUPPLIED = frozenset({"relay_stream_connections_total", "relay_takeovers_total"})
+_SUPPLIED = frozenset(
+    {
+        "relay_stream_connections_total",
+        "relay_takeovers_total",
+        "relay_api_events_sent_total",
+        "relay_api_streams_cut_total",
+        "relay_api_published_total",
+    }
+)
 """Counters that are kept elsewhere, and given by suppliers."""
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from relay.config.settings import Settings
 from relay.model.events import Lsn
-from relay.observe import history
+from relay.observe import api_counts, history
 from relay.observe.databases import Databases
 from relay.observe.liveness import UP_SECONDS, Liveness, Parts
 from relay.observe.metrics import NOT_CONFIGURED, Metrics, Values
@@ -48,6 +48,7 @@ class ServiceGauges:
         self._slot(gauges)
         self._group(gauges)
         self._counts(gauges)
+        self._api(gauges)
         return gauges
 
     def _health(self, gauges: Gauges) -> None:
@@ -205,6 +206,16 @@ class ServiceGauges:
         for reader in counted.readers or ():
             gauges["relay_reader_lag_seconds"][(reader.name,)] = reader.lag_seconds
             gauges["relay_reader_given_up"][(reader.name,)] = reader.given_up_at is not None
+
+    def _api(self, gauges: Gauges) -> None:
+        counts = api_counts.of(self._settings.group)
+        if counts is None:
+            return
+        gauges["relay_api_streams"][()] = counts.streams
+        gauges["relay_api_events_sent_total"][()] = counts.sent
+        for reason, streams in counts.cut.items():
+            gauges["relay_api_streams_cut_total"][(reason,)] = streams
+        gauges["relay_api_published_total"][()] = counts.published
 
     def _sink_bytes(self, gauges: Gauges, end: Lsn | None) -> None:
         target = self._databases.target_readings

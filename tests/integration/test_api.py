@@ -18,8 +18,10 @@ from psycopg.conninfo import make_conninfo
 from relay.admin import tokens
 from relay.api import streams
 from relay.config.settings import Settings
+from relay.demo.embedded import free_port
 from tests.api import API, Program, Source, authorized, new_token, served, settings_of
 from tests.integration.test_log_readers import _History, _sessions
+from tests.observing import Scrape, is_good
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay, running
 
@@ -299,6 +301,51 @@ def test_the_server_ends_while_clients_are_connected(outbox: Outbox, settings: S
         source.until_the_end()
 
 
+def test_what_the_api_counts_is_in_a_scrape(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The metrics of a service in the same process have it, as long as the API is served."""
+    monkeypatch.setattr(streams, "CHECK_SECONDS", 0.1)
+    port = free_port()
+    observed = outbox.settings(api=API, observe={"listen": f"127.0.0.1:{port}"})
+
+    def value(name: str, **labels: str) -> float | None:
+        return Scrape(port).value(f"relay_api_{name}", group="default", **labels)
+
+    with relaying(observed):
+        wait_until(lambda: is_good(port, "/livez"))
+        with served(observed) as address:
+            one, other = new_token(observed, "one"), new_token(observed, "other")
+            publisher = new_token(observed, "shop", ["publish"])
+            wait_until(lambda: value("streams") is not None)
+            for name in ("streams", "events_sent_total", "published_total"):
+                assert value(name) == 0, name
+            assert value("streams_cut_total", reason="revoked") == 0
+            with Source(address, one).ready() as first, Source(address, other).ready() as second:
+                assert value("streams") == 2
+                _publish(outbox, 1, 2)
+                document = {"host_id": str(_HOST), "event_type": "order.placed", "payload": {}}
+                for _ in range(2):
+                    answer = httpx.post(
+                        f"{address}/v1/events",
+                        json={**document, "id": str(uuid.UUID(int=7))},
+                        headers=authorized(publisher),
+                        timeout=30,
+                    )
+                    assert answer.status_code in (200, 202), answer.text
+                first.take(3)
+                second.take(3)
+                assert value("events_sent_total") == 6
+                assert value("published_total") == 1
+                tokens.revoke(observed, "one", None)
+                first.until_the_end()
+                wait_until(lambda: value("streams_cut_total", reason="revoked") == 1)
+                assert value("streams") == 1
+            wait_until(lambda: value("streams") == 0)
+            assert value("streams_cut_total", reason="slow") == 0
+        assert value("streams") is None
+
+
 def test_the_state_of_an_event_has_no_payload(outbox: Outbox, tmp_path: Path) -> None:
     """Applied, and dead with the kind of fault alone."""
     settings = settings_of(outbox)
@@ -355,8 +402,11 @@ def test_relay_api_serves_alone_and_run_beside_relay(outbox: Outbox, tmp_path: P
     """No token, payload or path with a token is in a log."""
     settings = settings_of(outbox)
     token = new_token(settings)
+    port = free_port()
     for command in ("api", "run"):
-        config = outbox.config_file(tmp_path / f"{command}.yaml", api={"listen": "127.0.0.1:0"})
+        config = outbox.config_file(
+            tmp_path / f"{command}.yaml", api=API, observe={"listen": f"127.0.0.1:{port}"}
+        )
         with running(config, command=command) as process:
             process.wait_said("the API is served")
             (said,) = [each for each in process.lines() if "the API is served" in each["message"]]
@@ -364,6 +414,10 @@ def test_relay_api_serves_alone_and_run_beside_relay(outbox: Outbox, tmp_path: P
             _publish(outbox, 5, event_type="secret.thing", payload={"amount": 5, "word": "hush"})
             with Source(address, token, after="beginning", access_token=token) as source:
                 assert _number(source.take(1)[0]) == 5
+            if command == "run":
+                wait_until(lambda: is_good(port, "/livez"))
+                # The address answers before the group begins.
+                wait_until(lambda: (Scrape(port).value("relay_api_events_sent_total") or 0) > 0)
             assert httpx.get(f"{address}/v1/events?access_token={token}").status_code == 401
             assert process.terminate() == 0
         text = config.with_suffix(".log").read_text()
