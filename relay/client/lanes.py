@@ -97,6 +97,8 @@ class SharedLanes:
     def stop(self) -> None:
         """End `next_page`, and yield no further transaction. Safe in any thread and in a signal handler."""
         self._stopping.set()
+        for lane in list(self._lanes.values()):
+            lane.reader.stop()
         with suppress(OSError):
             self._waker.send(b"!")
 
@@ -157,12 +159,13 @@ class SharedLanes:
         """Wait until a lane is notified or has something to do."""
         poll = select.poll()
         poll.register(self._wakeup, select.POLLIN)
-        sessions = {}
+        waiting = {}
         for name, lane in self._lanes.items():
-            descriptor = lane.session.descriptor
+            with lane.reader.using():
+                descriptor = lane.session.descriptor
             if descriptor is not None and name not in self._leaving:
                 poll.register(descriptor, select.POLLIN)
-                sessions[descriptor] = lane.session
+                waiting[descriptor] = lane
         ends = min(
             [
                 self._shares_at,
@@ -175,5 +178,8 @@ class SharedLanes:
             ]
         )
         for descriptor, _ in poll.poll(max(0.0, ends - time.monotonic()) * 1000):
-            if descriptor in sessions:
-                sessions[descriptor].notice()
+            if descriptor in waiting:
+                lane = waiting[descriptor]
+                # A beat of the reader's may wait for its answer.
+                with lane.reader.using():
+                    lane.session.notice()

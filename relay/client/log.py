@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from relay.client.errors import ReaderError, ReaderMoved, outage_of
@@ -171,6 +172,10 @@ class ClaimedReader:
                 for row in range(result.ntuples)
             ]
 
+    def using(self) -> AbstractContextManager[object]:
+        """Keep other threads from the session."""
+        return self._using
+
     def stop(self) -> None:
         """End `next_page`, and yield no further transaction. Safe in any thread and in a signal handler."""
         self._stopping.set()
@@ -318,7 +323,7 @@ class ClaimedReader:
                 try:
                     # Nobody has moved the reader meanwhile, or a move whose answer was lost has been made.
                     if self._number == 0 and not self._holds(snapshot):
-                        raise self._moved()
+                        raise self._refused()
                     if mark.page.epoch != self._epoch:
                         raise self._moved()
                     if snapshot is not None and self._stored != snapshot:
@@ -326,7 +331,7 @@ class ClaimedReader:
                     return
                 except psycopg.errors.LockNotAvailable as error:
                     # The caller may have a transaction open that has moved it.
-                    raise self._moved() from error
+                    raise self._refused() from error
                 except (psycopg.Error, OSError) as error:
                     self._lose(error)
                     if self._stopping.is_set():
@@ -339,6 +344,11 @@ class ClaimedReader:
         seconds = self._outage * random.uniform(0.5, 1)  # noqa: S311
         self._outage = min(self._outage * 2, _LONGEST_OUTAGE_SECONDS)
         return seconds
+
+    def _refused(self) -> ReaderMoved:
+        """Forget the page: one of its later transactions would take the reader past the one that is refused."""
+        self.forget()
+        return self._moved()
 
     def _moved(self) -> ReaderMoved:
         return ReaderMoved(f"reader {self.name}: another session has moved it, or reads now")

@@ -171,7 +171,8 @@ class ReaderSession:
     @property
     def descriptor(self) -> int | None:
         """What becomes readable when the session is notified, or its connection lost; None without a connection."""
-        return None if self._conn is None else int(self._conn.pgconn.socket)
+        conn = self._conn
+        return None if conn is None or conn.closed else int(conn.pgconn.socket)
 
     def _raise_known(self, error: Exception) -> None:
         """Raise ReaderError for an error that no retry repairs."""
@@ -197,7 +198,9 @@ class LaneSession(ReaderSession):
         """Read what has come, and end the wait for a notification, or a lost connection."""
         import psycopg
 
-        assert self._conn is not None  # noqa: S101
+        if self._conn is None:
+            self.waits_until = 0.0
+            return
         pgconn = self._conn.pgconn
         try:
             pgconn.consume_input()

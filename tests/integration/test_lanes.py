@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import select
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, Timer
 from typing import Any
 
 import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
+from relay.client import log
+from relay.client.log_session import LaneSession, ReaderSession
 from relay.client.reader import ReaderError, ReaderMoved, ReadTransaction, subscribe
 from tests.outbox import Outbox, host, wait_until
 from tests.process import relay
@@ -267,6 +271,51 @@ def test_a_lane_is_given_back_when_it_is_done(outbox: Outbox) -> None:
             wait_until(lambda: int(outbox.value(_CLAIMS)) == 4)
     assert not failed
     assert sorted(found["a"] + found["b"]) == list(range(40))
+
+
+def test_stop_ends_done_in_an_outage(outbox: Outbox) -> None:
+    for number in range(2):
+        _publish(outbox.conn, number, host(1))
+    subscription = _subscribe(outbox)
+    with closing(iter(subscription)) as reader:
+        transaction = next(reader)
+        name = outbox.conn.info.dbname
+        with psycopg.connect(outbox.dsn, dbname="postgres", autocommit=True) as admin:
+            admin.execute(f"alter database {name} allow_connections false".encode())
+            admin.execute(
+                "select pg_terminate_backend(pid) from pg_stat_activity where datname = %s", (name,)
+            )
+        stopping = Timer(1, subscription.stop)
+        stopping.start()
+        with pytest.raises(ReaderError, match="the database does not answer"):
+            transaction.done()
+        stopping.join()
+
+
+def test_the_answer_to_a_beat_is_left_to_it(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits for a notification takes nothing from another thread, which would wait until the session ends."""
+    taken: list[bool] = []
+    execute = ReaderSession.execute
+
+    def slow(self: ReaderSession, statement: str, parameters: tuple[Any, ...] = ()) -> Any:
+        if statement == "select" and isinstance(self, LaneSession):
+            assert self._conn is not None
+            pgconn = self._conn.pgconn
+            pgconn.send_query(b"select")
+            select.select([pgconn.socket], [], [], 10)
+            time.sleep(0.1)
+            taken.append(not pgconn.is_busy())
+            while pgconn.get_result() is not None:
+                pass
+        return execute(self, statement, parameters)
+
+    monkeypatch.setattr(ReaderSession, "execute", slow)
+    monkeypatch.setattr(log, "_BEATS", 60)
+    with _running(outbox, lambda transaction: transaction.done(), poll=2):
+        wait_until(lambda: len(taken) >= 6)
+    assert not any(taken)
 
 
 def _stop_after(ended: Event, reader: Any) -> None:

@@ -375,6 +375,27 @@ def test_a_zombie_is_fenced_before_its_successor_moves(outbox: Outbox) -> None:
         zombie.close()  # type: ignore[attr-defined]
 
 
+def test_what_was_refused_comes_again(outbox: Outbox) -> None:
+    """Also if the one that has read meanwhile has done nothing."""
+    _publish(outbox, 1)
+    _publish(outbox, 2)
+    found = []
+    with closing(iter(_reader(outbox))) as reader:  # type: ignore[type-var]
+        refused = next(reader)
+        outbox.conn.execute(_END_READERS.encode())
+        with closing(iter(_reader(outbox))) as other:  # type: ignore[type-var]
+            assert _numbers(next(other)) == [1]
+            with pytest.raises(ReaderMoved):
+                refused.done()
+        for transaction in reader:
+            with suppress(ReaderMoved):
+                transaction.done()
+                found += _numbers(transaction)
+            if 2 in found:
+                break
+    assert found == [1, 2]
+
+
 def test_relay_wakes_readers_that_wait(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that would ask only after ten minutes gets what comes before."""
     monkeypatch.setattr(log, "_FIRST_PAUSE_SECONDS", 600.0)
