@@ -27,7 +27,6 @@ from relay.spark.writers import BatchId, UpkeepWriter, writer
 from tests.lake import LocalFrame, LocalSession
 
 ROWS = pa.table({"id": [f"id-{n}" for n in range(4)]})
-DOCUMENTATION = Path(__file__).parents[2] / "docs"
 
 
 def handler_of(kind: str, folder: Path) -> SparkHandler:
