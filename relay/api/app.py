@@ -14,13 +14,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from relay import __version__
 from relay.api import events, publishing
-from relay.api.callers import Caller, Callers
+from relay.api.callers import Callers, TokenCaller
 from relay.api.database import ApiDatabase
 from relay.api.publishing import Intake
 from relay.api.streams import Streams
 from relay.config.settings import ApiSettings, Settings
 from relay.faults import kind_of
-from relay.web.problems import FAULTS, PROBLEM, Problem, Refusal, problem, refusal_of
+from relay.web.problems import FAULTS, PROBLEM, HttpRefusal, Problem, problem, public_refusal_of
 from relay.web.requests import Failures, TooManyFailures, bearer, bounded, where
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def create_app(settings: Settings, api: ApiSettings) -> FastAPI:
     app.include_router(publishing.router)
     for fault in FAULTS:
         app.add_exception_handler(fault, _handle)
-    app.add_middleware(Gate)
+    app.add_middleware(TokenGate)
     if api.origins:
         app.add_middleware(
             CORSMiddleware,
@@ -87,7 +87,7 @@ def create_app(settings: Settings, api: ApiSettings) -> FastAPI:
     return app
 
 
-class Gate:
+class TokenGate:
     """Middleware that authenticates requests by their token, and bounds their size and time. Cookies mean nothing."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -120,14 +120,14 @@ class Gate:
             # Without the error's text, which may hold a payload.
             log.error("the API failed", extra={"error": kind_of(error), "at": where(error)})
             if not started:
-                failed = problem(Refusal(500, "the API failed: see relay's log"))
+                failed = problem(HttpRefusal(500, "the API failed: see relay's log"))
                 await failed(scope, receive, guarded)
 
 
-async def _refusal(request: Request) -> Refusal | None:
+async def _refusal(request: Request) -> HttpRefusal | None:
     """Return why a request is refused; None if it may pass."""
     if int(request.headers.get("content-length") or 0) > BODY_BYTES:
-        return Refusal(413, f"the request has more than {BODY_BYTES} bytes")
+        return HttpRefusal(413, f"the request has more than {BODY_BYTES} bytes")
     path = request.scope["path"]
     if path == OPENAPI:
         return None
@@ -136,22 +136,22 @@ async def _refusal(request: Request) -> Refusal | None:
         # EventSource of browsers sends no header.
         token = request.query_params.get("access_token")
     if token is None:
-        return Refusal(
+        return HttpRefusal(
             401, "send Authorization: Bearer TOKEN, with a token of `relay token create`"
         )
     try:
         caller = await _caller(request, token)
     except TooManyFailures as error:
-        return refusal_of(error)
+        return public_refusal_of(error)
     except FAULTS as error:
-        return _unavailable(refusal_of(error))
+        return _unavailable(public_refusal_of(error))
     if caller is None:
-        return Refusal(401, "the token is wrong, was revoked, or has expired")
+        return HttpRefusal(401, "the token is wrong, was revoked, or has expired")
     request.state.caller = caller
     return None
 
 
-async def _caller(request: Request, token: str) -> Caller | None:
+async def _caller(request: Request, token: str) -> TokenCaller | None:
     callers: Callers = request.app.state.callers
     caller = callers.known(token)
     if caller is not None:
@@ -166,10 +166,10 @@ async def _caller(request: Request, token: str) -> Caller | None:
 
 
 async def _handle(request: Request, error: Exception) -> Response:
-    return problem(_unavailable(refusal_of(error)))
+    return problem(_unavailable(public_refusal_of(error)))
 
 
-def _unavailable(refusal: Refusal) -> Refusal:
+def _unavailable(refusal: HttpRefusal) -> HttpRefusal:
     """Add the time after which to ask again to a refusal because of a database."""
     if refusal.status != 503 or "retry-after" in refusal.headers:
         return refusal

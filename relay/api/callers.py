@@ -39,7 +39,7 @@ _USE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class TokenCaller:
     """The holder of a token, and what the token gives a right to. `id` is that of the token.
 
     `hosts` are ids as PostgreSQL prints them, or `*`, `types` are globs.
@@ -53,7 +53,7 @@ class Caller:
     expires_at: datetime | None
 
     @classmethod
-    def of(cls, row: TokenRow) -> Caller:
+    def of(cls, row: TokenRow) -> TokenCaller:
         """Return the caller of a token."""
         return cls(
             row.id,
@@ -93,7 +93,7 @@ class Callers:
         self._database = database
         self._clock = clock
         self._lock = Lock()
-        self._known: Mapping[bytes, Caller] = {}
+        self._known: Mapping[bytes, TokenCaller] = {}
         self._read_at: float | None = None
         self._fault: tuple[Exception, float] | None = None
         """Why the tokens could not be read, and when."""
@@ -108,13 +108,13 @@ class Callers:
         self._noted: dict[int, float] = {}
         """When it was last noted that a token is in use, by its id."""
 
-    def known(self, token: str) -> Caller | None:
+    def known(self, token: str) -> TokenCaller | None:
         """Return the caller of a token without a query; None if one is needed."""
         if not self._is_read_within(KNOWN_SECONDS):
             return None
         return self._used_by(self._known.get(api_tokens.digest(token)))
 
-    def find(self, token: str) -> Caller | None:
+    def find(self, token: str) -> TokenCaller | None:
         """Return the caller of a token; None for a wrong one. Raises ConfigurationError, psycopg.Error."""
         digest = api_tokens.digest(token)
         asked_at = self._clock()
@@ -125,14 +125,14 @@ class Callers:
             caller = self._found(digest, lambda: (self._read_at or 0.0) > asked_at)
         return self._used_by(caller)
 
-    def _found(self, digest: bytes, is_fresh: Callable[[], bool]) -> Caller | None:
+    def _found(self, digest: bytes, is_fresh: Callable[[], bool]) -> TokenCaller | None:
         """Return the caller of a digest, after reading the tokens again if what is known is not fresh."""
         with self._lock:
             if not is_fresh():
                 self._read()
             return self._known.get(digest)
 
-    def valid(self) -> frozenset[Caller]:
+    def valid(self) -> frozenset[TokenCaller]:
         """Return the callers of all tokens that are valid now. Raises ConfigurationError, psycopg.Error."""
         with self._lock:
             if not self._is_read_within(KNOWN_SECONDS):
@@ -140,7 +140,7 @@ class Callers:
             known = self._known
         return frozenset(each for each in known.values() if not each.has_expired)
 
-    def _used_by(self, caller: Caller | None) -> Caller | None:
+    def _used_by(self, caller: TokenCaller | None) -> TokenCaller | None:
         if caller is None or caller.has_expired:
             return None
         self._used.add(caller.id)
@@ -163,7 +163,7 @@ class Callers:
             self._condition.fails(describe(error))
             raise
         self._condition.works()
-        self._known = {digest: Caller.of(row) for digest, row in found.items()}
+        self._known = {digest: TokenCaller.of(row) for digest, row in found.items()}
         self._read_at = self._clock()
 
     def _note_use(self, conn: Connection, now: float) -> None:
@@ -180,14 +180,14 @@ _bearer = Security(HTTPBearer(auto_error=False, description="A token of `relay t
 
 
 # Coroutines, which need no thread for each request.
-async def _caller(request: Request, _: Annotated[object, _bearer]) -> Caller:
+async def _caller(request: Request, _: Annotated[object, _bearer]) -> TokenCaller:
     """Return the caller, whom the gate has authenticated."""
-    caller: Caller = request.state.caller
+    caller: TokenCaller = request.state.caller
     return caller
 
 
-def _with(right: str) -> Callable[[Caller], Awaitable[Caller]]:
-    async def require(caller: Annotated[Caller, Depends(_caller)]) -> Caller:
+def _with(right: str) -> Callable[[TokenCaller], Awaitable[TokenCaller]]:
+    async def require(caller: Annotated[TokenCaller, Depends(_caller)]) -> TokenCaller:
         if right not in caller.rights:
             raise HTTPException(403, f"the token {caller.name} gives no right to {right}")
         return caller
@@ -195,7 +195,7 @@ def _with(right: str) -> Callable[[Caller], Awaitable[Caller]]:
     return require
 
 
-Reading = Annotated[Caller, Depends(_with("read"))]
+Reading = Annotated[TokenCaller, Depends(_with("read"))]
 """A caller who may read."""
-Publishing = Annotated[Caller, Depends(_with("publish"))]
+Publishing = Annotated[TokenCaller, Depends(_with("publish"))]
 """A caller who may publish."""

@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse, Response
 
 from relay.admin import events
 from relay.admin.events import QUEUE, EventDestination
-from relay.api.callers import Caller, Reading
+from relay.api.callers import Reading, TokenCaller
 from relay.api.database import ApiDatabase
-from relay.api.filters import EventFilter, asked
+from relay.api.filters import ReadFilter, asked
 from relay.api.positions import LONGEST, LogPosition, parse, read_kept
 from relay.api.streams import EventStream
 from relay.config.settings import Settings
@@ -71,7 +71,7 @@ class EventState(BaseModel):
         )
 
 
-class EventAnswer(BaseModel):
+class EventProgress(BaseModel):
     """An event, and how far it is. Without a row in the outbox, all but the id and the states is null."""
 
     id: str
@@ -86,7 +86,7 @@ class EventAnswer(BaseModel):
     states: list[EventState]
 
 
-class Events(BaseModel):
+class EventListing(BaseModel):
     """A page of events, in the order of the log."""
 
     events: list[dict[str, Any]] = Field(description="the events, as they were published")
@@ -107,10 +107,10 @@ _After = Annotated[
 ]
 
 
-@router.get("", responses={200: {"model": Events}, **_ERRORS}, response_class=JSONResponse)
+@router.get("", responses={200: {"model": EventListing}, **_ERRORS}, response_class=JSONResponse)
 def page(
     request: Request,
-    wanted: Annotated[EventFilter, Depends(asked)],
+    wanted: Annotated[ReadFilter, Depends(asked)],
     after: _After = "beginning",
     limit: Annotated[int, Query(ge=1, le=1000, description="The most events.")] = 100,
 ) -> Response:
@@ -172,7 +172,7 @@ def _page(
 )
 async def stream(
     request: Request,
-    wanted: Annotated[EventFilter, Depends(asked)],
+    wanted: Annotated[ReadFilter, Depends(asked)],
     after: _After = "now",
     last_event_id: Annotated[
         str, Header(max_length=LONGEST, description="What a client that connects again sends.")
@@ -186,7 +186,7 @@ async def stream(
 
 
 @router.get("/{event_id}", responses={404: {"description": "there is no such event"}})
-def event(request: Request, event_id: UUID, caller: Reading) -> EventAnswer:
+def event(request: Request, event_id: UUID, caller: Reading) -> EventProgress:
     """Say how far an event is at each destination that today's routes give it."""
     settings: Settings = request.app.state.settings
     with reading():
@@ -196,7 +196,7 @@ def event(request: Request, event_id: UUID, caller: Reading) -> EventAnswer:
             raise _unknown() from None
     if not _may_see(caller, found):
         raise _unknown()
-    return EventAnswer(
+    return EventProgress(
         id=found.id,
         in_outbox=found.in_outbox,
         event_type=found.event_type,
@@ -210,7 +210,7 @@ def event(request: Request, event_id: UUID, caller: Reading) -> EventAnswer:
     )
 
 
-def _may_see(caller: Caller, found: events.FoundEvent) -> bool:
+def _may_see(caller: TokenCaller, found: events.FoundEvent) -> bool:
     """Whether a caller may see an event: of one that is gone, its host and type are not known."""
     if not found.in_outbox:
         return EVERY in caller.hosts and EVERY in caller.types

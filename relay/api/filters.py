@@ -11,7 +11,7 @@ from uuid import UUID
 from fastapi import Query
 from pydantic import StringConstraints
 
-from relay.api.callers import Caller, Reading
+from relay.api.callers import Reading, TokenCaller
 from relay.store.log_pages import LogEvent
 
 _MOST = 50
@@ -19,14 +19,14 @@ _Text = Annotated[str, StringConstraints(max_length=200)]
 
 
 @dataclass(frozen=True, slots=True)
-class EventFilter:
+class ReadFilter:
     """What a request asks for; an empty field leaves the choice to the token. Equal ones take the same events."""
 
     hosts: frozenset[str]
     types: tuple[str, ...]
     aggregate_type: str | None
     aggregate_id: str | None
-    caller: Caller
+    caller: TokenCaller
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -83,9 +83,9 @@ async def asked(
     aggregate_id: Annotated[
         _Text | None, Query(description="Only events of the aggregate with this id.")
     ] = None,
-) -> EventFilter:
+) -> ReadFilter:
     """Return the filter of a request, as a dependency of its route."""
-    return EventFilter(
+    return ReadFilter(
         frozenset(map(str, host or ())),
         tuple(sorted(set(type_ or ()))),
         aggregate_type,

@@ -13,7 +13,7 @@ from relay.model.snapshots import BEGINNING, Snapshot
 from relay.retention.removals import lost_after
 from relay.store import log_pages
 from relay.store.connections import Connection
-from relay.store.log_pages import AheadOfServer, LogPage
+from relay.store.log_pages import AheadOfServer, OutboxPage
 
 LONGEST = 30_000
 """The most characters of a position: it names the transactions that were in progress."""
@@ -79,7 +79,7 @@ def _refused() -> HTTPException:
 
 def read_kept(
     conn: Connection, after: Snapshot, events: int, until: Snapshot | None = None
-) -> LogPage:
+) -> OutboxPage:
     """Read a page of the log. Raises HTTPException (400, 410), and psycopg.Error.
 
     Status 410: retention has removed events that the page would have had.

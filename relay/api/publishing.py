@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
 
-from relay.api.callers import Caller, Publishing
+from relay.api.callers import Publishing, TokenCaller
 from relay.config.settings import Settings
 from relay.event_types.registry import registered
 from relay.event_types.upcasting import Upcasting
@@ -33,7 +33,7 @@ from relay.intake.messages import (
 )
 from relay.intake.publishing import Accepted, Conflict, NotCommitted, Refused
 from relay.intake.writer import WAIT_SECONDS, CommitWriter
-from relay.web.problems import PROBLEM, Problem, Refusal, problem
+from relay.web.problems import PROBLEM, HttpRefusal, Problem, problem
 
 router = APIRouter(prefix="/v1", tags=["publish"])
 
@@ -91,7 +91,7 @@ class Intake:
         self._lock = Lock()
         self._is_started = False
 
-    async def read(self, body: bytes, caller: Caller, key: str | None) -> IncomingEvents:
+    async def read(self, body: bytes, caller: TokenCaller, key: str | None) -> IncomingEvents:
         """Read what a caller sends. Raises what `MessageReader.read` raises."""
         id_of = () if key is None else (derived(caller.name, key),)
         arguments = (body, caller.may_see, *id_of)
@@ -180,7 +180,7 @@ async def publish(
     Repeat a request that was not answered, or with 503, with the same ids or the same `Idempotency-Key`.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        return problem(Refusal(415, "the body must be application/json"))
+        return problem(HttpRefusal(415, "the body must be application/json"))
     body = await request.body()
     intake: Intake = request.app.state.intake
     try:
@@ -189,19 +189,23 @@ async def publish(
     except Invalid as error:
         return _invalid(400, "the message is invalid", error.faults)
     except TooMany as error:
-        return problem(Refusal(413, str(error)))
+        return problem(HttpRefusal(413, str(error)))
     except NotPermitted:
         return problem(
-            Refusal(403, f"the token {caller.name} may not publish events of this host and type")
+            HttpRefusal(
+                403, f"the token {caller.name} may not publish events of this host and type"
+            )
         )
     except Conflict as error:
         return _conflict(error, is_list=body.lstrip()[:1] == b"[")
     except Refused as error:
         if error.is_too_large:
-            return problem(Refusal(413, str(error)))
+            return problem(HttpRefusal(413, str(error)))
         return _invalid(400, "the database refuses the events", [Fault("$", str(error))])
     except NotCommitted as error:
-        return problem(Refusal(503, f"{error}: repeat the request with the same ids", _RETRY_AFTER))
+        return problem(
+            HttpRefusal(503, f"{error}: repeat the request with the same ids", _RETRY_AFTER)
+        )
     answer = PublishedEvents.model_validate(
         {"transaction_id": accepted.transaction_id, "ids": submission.ids}
     )

@@ -25,15 +25,15 @@ from starlette.types import Receive, Scope, Send
 
 from relay.api.callers import Callers
 from relay.api.database import ApiDatabase
-from relay.api.filters import EventFilter
+from relay.api.filters import ReadFilter
 from relay.api.positions import LogPosition, read_kept
 from relay.api.tail import Tail
 from relay.config.settings import ApiSettings, Settings
 from relay.model.snapshots import Snapshot
 from relay.store import log_pages
 from relay.store.connections import Connection
-from relay.store.log_pages import LogEvent, LogPage, LogTransaction, PageSize
-from relay.web.problems import FAULTS, Refusal, problem, refusal_of
+from relay.store.log_pages import LogEvent, OutboxPage, OutboxTransaction, PageSize
+from relay.web.problems import FAULTS, HttpRefusal, problem, public_refusal_of
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class Client:
 
     __slots__ = ("abort", "chunks", "ended", "filter", "position", "ready", "size", "takes")
 
-    def __init__(self, wanted: EventFilter, abort: Callable[[], None]) -> None:
+    def __init__(self, wanted: ReadFilter, abort: Callable[[], None]) -> None:
         self.filter = wanted
         self.takes = wanted.test()
         self.abort = abort
@@ -118,7 +118,7 @@ class Streams:
         self._callers = callers
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tail = Tail(
-            settings, partial(self._tell, self._begin), partial(self._tell, self._deliver)
+            settings, partial(self._in_loop, self._begin), partial(self._in_loop, self._deliver)
         )
         self._connected: set[Client] = set()
         self._attached: dict[object, set[Client]] = {}
@@ -134,15 +134,17 @@ class Streams:
         """How many clients are connected."""
         return len(self._connected)
 
-    def refusal(self, wanted: EventFilter) -> Refusal | None:
+    def refusal(self, wanted: ReadFilter) -> HttpRefusal | None:
         """Return why one more stream is refused; None if it is not."""
         later = {"retry-after": str(RETRY_SECONDS)}
         if self.connected >= self.api.streams or self._is_closed:
-            return Refusal(503, "there are too many streams (api.streams): try again later", later)
+            return HttpRefusal(
+                503, "there are too many streams (api.streams): try again later", later
+            )
         own = sum(each.filter.caller.id == wanted.caller.id for each in self._connected)
         if own >= self.api.streams_per_token:
             detail = "the token has too many streams (api.streams_per_token): close one"
-            return Refusal(429, detail, later)
+            return HttpRefusal(429, detail, later)
         return None
 
     def join(self, client: Client) -> None:
@@ -200,7 +202,7 @@ class Streams:
             self._loop.call_soon_threadsafe(self._end_all, "stopping")
         self._tail.close()
 
-    def _tell(self, call: Callable[[Any], None], what: Any) -> None:
+    def _in_loop(self, call: Callable[[Any], None], what: Any) -> None:
         """Let the event loop do something, and wait for that: the tail does not run ahead of clients that read."""
         assert self._loop is not None  # noqa: S101
 
@@ -220,7 +222,7 @@ class Streams:
             client.end("gap")
         self._advance(position)
 
-    def _deliver(self, page: LogPage) -> None:
+    def _deliver(self, page: OutboxPage) -> None:
         for group in self._attached.values():
             takes = next(iter(group)).takes
             chunks = []
@@ -281,7 +283,7 @@ class _Read:
 class EventStream(Response):
     """The response of a stream: server-sent events from a position on, or from now on."""
 
-    def __init__(self, streams: Streams, wanted: EventFilter, start: LogPosition | None) -> None:
+    def __init__(self, streams: Streams, wanted: ReadFilter, start: LogPosition | None) -> None:
         super().__init__()
         self._streams = streams
         self._wanted = wanted
@@ -320,14 +322,14 @@ class EventStream(Response):
             watcher.cancel()
             self._streams.leave(client)
 
-    async def _refusal(self) -> Refusal | None:
+    async def _refusal(self) -> HttpRefusal | None:
         """Return why the stream cannot begin at its position."""
         if self._start is None:
             return None
         try:
             return await self._streams.read(_refusal_at, self._start, self._streams.api.replay)
         except FAULTS as error:
-            return refusal_of(error)
+            return public_refusal_of(error)
 
     async def _serve(self) -> None:
         await self._send(
@@ -397,7 +399,7 @@ class EventStream(Response):
         self._size.note(page)
         return self._read(page, lambda _: True)
 
-    def _read(self, page: LogPage, is_left: Callable[[LogEvent], bool]) -> _Read:
+    def _read(self, page: OutboxPage, is_left: Callable[[LogEvent], bool]) -> _Read:
         read = _Read(page.end, page.events)
         for transaction in page.transactions:
             taken = [each for each in transaction.events if is_left(each) and self._takes(each)]
@@ -434,7 +436,7 @@ class EventStream(Response):
             self._client.abort()
 
 
-def formatted(transaction: LogTransaction, events: Iterable[LogEvent]) -> bytes:
+def formatted(transaction: OutboxTransaction, events: Iterable[LogEvent]) -> bytes:
     """Return events of a transaction as server-sent events.
 
     The id of the last one is the position after the transaction, that of another one names what is left of it.
@@ -448,14 +450,14 @@ def formatted(transaction: LogTransaction, events: Iterable[LogEvent]) -> bytes:
     return "".join(parts).encode()
 
 
-def _refusal_at(conn: Any, start: LogPosition, replay: int) -> Refusal | None:
+def _refusal_at(conn: Any, start: LogPosition, replay: int) -> HttpRefusal | None:
     read_kept(conn, start.before, 1, start.snapshot)
     if log_pages.is_far(conn, start.snapshot, replay):
-        return Refusal(204, "")
+        return HttpRefusal(204, "")
     return None
 
 
-def _response(refusal: Refusal) -> Response:
+def _response(refusal: HttpRefusal) -> Response:
     # By this status, a browser does not connect again.
     return Response(status_code=204) if refusal.status == 204 else problem(refusal)
 

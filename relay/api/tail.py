@@ -20,7 +20,7 @@ from relay.retention.removals import lost_after
 from relay.runtime.parts import Condition, Recurring
 from relay.store import log_pages
 from relay.store.connections import SHORT_TIMEOUTS, Connection, connect, sessions_with
-from relay.store.log_pages import AheadOfServer, LogPage, PageSize
+from relay.store.log_pages import AheadOfServer, OutboxPage, PageSize
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Tail(Recurring):
         self,
         settings: Settings,
         begin: Callable[[Snapshot], None],
-        deliver: Callable[[LogPage], None],
+        deliver: Callable[[OutboxPage], None],
     ) -> None:
         condition = Condition(
             "api",

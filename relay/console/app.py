@@ -24,7 +24,7 @@ from relay.console.group import GroupView, Missing
 from relay.console.security import Guard, is_same_origin
 from relay.console.views import Views
 from relay.faults import ConfigurationError, kind_of
-from relay.web.problems import FAULTS, Refusal, problem, refusal_of
+from relay.web.problems import FAULTS, HttpRefusal, problem, refusal_of
 from relay.web.requests import TooManyFailures, bounded, where
 
 log = logging.getLogger(__name__)
@@ -183,10 +183,10 @@ def _answer_fault(request: Request, error: Exception) -> Response:
 
 
 def _answer(request: Request, status: int, detail: str) -> Response:
-    return _refused(request, Refusal(status, detail))
+    return _refused(request, HttpRefusal(status, detail))
 
 
-def _refused(request: Request, refusal: Refusal) -> Response:
+def _refused(request: Request, refusal: HttpRefusal) -> Response:
     """Return a problem: as JSON from the API, as a page elsewhere."""
     if _is_api(request):
         return problem(refusal)

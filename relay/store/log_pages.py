@@ -40,7 +40,7 @@ class LogEvent(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class LogTransaction:
+class OutboxTransaction:
     """The events of a database transaction. `after` is the snapshot that sees it and those before it."""
 
     xid: int
@@ -49,10 +49,10 @@ class LogTransaction:
 
 
 @dataclass(frozen=True, slots=True)
-class LogPage:
+class OutboxPage:
     """Whole transactions, in order, and the snapshot `end` that sees all of them. Without any, all is read."""
 
-    transactions: Sequence[LogTransaction]
+    transactions: Sequence[OutboxTransaction]
     end: Snapshot
 
     @property
@@ -67,7 +67,7 @@ class PageSize:
     def __init__(self) -> None:
         self.events = _FIRST_EVENTS
 
-    def note(self, page: LogPage) -> None:
+    def note(self, page: OutboxPage) -> None:
         """Note a page that was read."""
         size = sum(len(each.text) for one in page.transactions for each in one.events)
         if size:
@@ -85,7 +85,7 @@ def present(conn: Connection) -> Snapshot:
     return Snapshot.parse(text)
 
 
-def read(conn: Connection, after: Snapshot, most: int, until: Snapshot | None = None) -> LogPage:
+def read(conn: Connection, after: Snapshot, most: int, until: Snapshot | None = None) -> OutboxPage:
     """Read about `most` events after a snapshot: only what `until` sees, or what is committed now.
 
     Raises AheadOfServer, psycopg.Error.
@@ -98,12 +98,15 @@ def read(conn: Connection, after: Snapshot, most: int, until: Snapshot | None = 
         raise AheadOfServer(error.diag.message_primary) from None
     end = Snapshot.parse(rows[0][0])
     if rows[0][1] is None:
-        return LogPage((), end)
+        return OutboxPage((), end)
     events = [LogEvent(*row[1:]) for row in rows]
     grouped = [(xid, tuple(each)) for xid, each in groupby(events, attrgetter("xid"))]
     ends = _snapshots([xid for xid, _ in grouped], after, end)
-    return LogPage(
-        [LogTransaction(xid, each, seen) for (xid, each), seen in zip(grouped, ends, strict=True)],
+    return OutboxPage(
+        [
+            OutboxTransaction(xid, each, seen)
+            for (xid, each), seen in zip(grouped, ends, strict=True)
+        ],
         end,
     )
 

@@ -38,7 +38,7 @@ class Problem(BaseModel):
     detail: str
 
 
-class Refusal(NamedTuple):
+class HttpRefusal(NamedTuple):
     """The status of a response that reports a fault, its detail, and further headers."""
 
     status: int
@@ -46,7 +46,7 @@ class Refusal(NamedTuple):
     headers: Mapping[str, str] = {}
 
 
-def problem(refusal: Refusal) -> JSONResponse:
+def problem(refusal: HttpRefusal) -> JSONResponse:
     """Return the response for a refusal; one of status 401 asks for a bearer token."""
     status, detail, headers = refusal
     content = Problem(title=HTTPStatus(status).phrase, status=status, detail=detail)
@@ -55,34 +55,48 @@ def problem(refusal: Refusal) -> JSONResponse:
     return JSONResponse(content.model_dump(), status, headers, media_type=PROBLEM)
 
 
-def refusal_of(error: Exception) -> Refusal:
+def refusal_of(error: Exception) -> HttpRefusal:
     """Return how a fault is reported. Raises one that is no fault of the request or of a database."""
     match error:
         case Unreachable() | TransientFault():
-            return Refusal(503, str(error))
+            return HttpRefusal(503, str(error))
         case ConfigurationError():
-            return Refusal(409, " ".join(str(error).splitlines()))
+            return HttpRefusal(409, " ".join(str(error).splitlines()))
         case TooManyFailures():
             seconds = f"{error.seconds:.0f}"
-            return Refusal(
+            return HttpRefusal(
                 429, f"too many wrong tokens: try again in {seconds} s", {"retry-after": seconds}
             )
         case psycopg.errors.QueryCanceled():
-            return Refusal(503, f"the database took longer than {READ_SECONDS:.0f} s: ask for less")
+            return HttpRefusal(
+                503, f"the database took longer than {READ_SECONDS:.0f} s: ask for less"
+            )
         case psycopg.errors.StatementTooComplex() | psycopg.errors.ProgramLimitExceeded():
             # Operational errors by class, though the request causes them, such as JSON that is nested too deep.
-            return Refusal(409, f"the database refuses: {first_line(error)}")
+            return HttpRefusal(409, f"the database refuses: {first_line(error)}")
         case psycopg.OperationalError():
-            return Refusal(503, f"the database cannot be reached: {first_line(error)}")
+            return HttpRefusal(503, f"the database cannot be reached: {first_line(error)}")
         case psycopg.Error():
-            return Refusal(409, f"the database refuses: {first_line(error)}")
+            return HttpRefusal(409, f"the database refuses: {first_line(error)}")
         case RequestValidationError():
             first = error.errors()[0]
-            return Refusal(422, described(first["loc"], first["msg"]))
+            return HttpRefusal(422, described(first["loc"], first["msg"]))
         case HTTPException():
-            return Refusal(error.status_code, str(error.detail), error.headers or {})
+            return HttpRefusal(error.status_code, str(error.detail), error.headers or {})
         case _:
             raise error
+
+
+def public_refusal_of(error: Exception) -> HttpRefusal:
+    """Return how a fault is reported to clients, whom the address of the database does not concern.
+
+    Raises what `refusal_of` raises.
+    """
+    refusal = refusal_of(error)
+    own_text = isinstance(error, HTTPException | psycopg.errors.QueryCanceled)
+    if refusal.status != 503 or own_text:
+        return refusal
+    return refusal._replace(detail="the database cannot be reached: see relay's log")
 
 
 def described(location: Sequence[int | str], message: str, prefix: str = "") -> str:

@@ -498,4 +498,5 @@ def test_an_outage_is_logged_once(outbox: Outbox, caplog: pytest.LogCaptureFixtu
         for _ in range(5):
             answer = httpx.get(f"{address}/v1/events", headers=authorized("relay_x"), timeout=30)
             assert answer.status_code == 503
+            assert "_away" not in answer.text, "no client has to know of the database"
     assert sum("cannot read its tokens" in each.getMessage() for each in caplog.records) == 1
