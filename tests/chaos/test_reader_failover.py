@@ -79,7 +79,12 @@ def _end_prepared(conn: psycopg.Connection[Any]) -> None:
     for (name,) in conn.execute(
         "select gid from pg_prepared_xacts where database = current_database()"
     ):
-        with suppress(psycopg.errors.UndefinedObject, psycopg.errors.ObjectInUse):
+        # Its publisher may be about to commit it.
+        with suppress(
+            psycopg.errors.UndefinedObject,
+            psycopg.errors.ObjectInUse,
+            psycopg.errors.ObjectNotInPrerequisiteState,
+        ):
             conn.execute(f"commit prepared '{name}'".encode())
 
 
