@@ -1,4 +1,4 @@
-"""The ASGI application of the HTTP API: the gate that every request passes, and the routes."""
+"""The ASGI application of the HTTP API: what its gate asks of a request, and the routes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from relay import __version__
 from relay.api import events, publishing
@@ -19,9 +17,9 @@ from relay.api.database import ApiDatabase
 from relay.api.publishing import Intake
 from relay.api.streams import Streams
 from relay.config.settings import ApiSettings, Settings
-from relay.faults import kind_of
+from relay.web.gate import Gate
 from relay.web.problems import FAULTS, PROBLEM, HttpRefusal, Problem, problem, public_refusal_of
-from relay.web.requests import Failures, TooManyFailures, bearer, bounded, where
+from relay.web.requests import Failures, bearer
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +73,14 @@ def create_app(settings: Settings, api: ApiSettings) -> FastAPI:
     app.include_router(publishing.router)
     for fault in FAULTS:
         app.add_exception_handler(fault, _handle)
-    app.add_middleware(TokenGate)
+    app.add_middleware(
+        Gate,
+        name="API",
+        headers=_HEADERS,
+        limit=lambda request: BODY_BYTES,
+        answer=lambda request, status, detail: problem(HttpRefusal(status, detail)),
+        refusal=_refusal,
+    )
     if api.origins:
         app.add_middleware(
             CORSMiddleware,
@@ -87,47 +92,8 @@ def create_app(settings: Settings, api: ApiSettings) -> FastAPI:
     return app
 
 
-class TokenGate:
-    """Middleware that authenticates requests by their token, and bounds their size and time. Cookies mean nothing."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        request = Request(scope, receive)
-        started = False
-
-        async def guarded(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                headers = MutableHeaders(scope=message)
-                for name, value in _HEADERS.items():
-                    headers.setdefault(name, value)
-            await send(message)
-
-        try:
-            refusal = await _refusal(request)
-            if refusal is None:
-                await self._app(scope, bounded(receive, BODY_BYTES), guarded)
-            else:
-                await problem(refusal)(scope, receive, guarded)
-        except Exception as error:
-            # Without the error's text, which may hold a payload.
-            log.error("the API failed", extra={"error": kind_of(error), "at": where(error)})
-            if not started:
-                failed = problem(HttpRefusal(500, "the API failed: see relay's log"))
-                await failed(scope, receive, guarded)
-
-
-async def _refusal(request: Request) -> HttpRefusal | None:
-    """Return why a request is refused; None if it may pass."""
-    if int(request.headers.get("content-length") or 0) > BODY_BYTES:
-        return HttpRefusal(413, f"the request has more than {BODY_BYTES} bytes")
+async def _refusal(request: Request) -> Response | None:
+    """Return the response that refuses a request for want of a valid token, or None. Cookies mean nothing."""
     path = request.scope["path"]
     if path == OPENAPI:
         return None
@@ -136,19 +102,21 @@ async def _refusal(request: Request) -> HttpRefusal | None:
         # EventSource of browsers sends no header.
         token = request.query_params.get("access_token")
     if token is None:
-        return HttpRefusal(
-            401, "send Authorization: Bearer TOKEN, with a token of `relay token create`"
+        return _unauthenticated(
+            "send Authorization: Bearer TOKEN, with a token of `relay token create`"
         )
     try:
         caller = await _caller(request, token)
-    except TooManyFailures as error:
-        return public_refusal_of(error)
     except FAULTS as error:
-        return _unavailable(public_refusal_of(error))
+        return await _handle(request, error)
     if caller is None:
-        return HttpRefusal(401, "the token is wrong, was revoked, or has expired")
+        return _unauthenticated("the token is wrong, was revoked, or has expired")
     request.state.caller = caller
     return None
+
+
+def _unauthenticated(detail: str) -> Response:
+    return problem(HttpRefusal(401, detail))
 
 
 async def _caller(request: Request, token: str) -> TokenCaller | None:

@@ -1,4 +1,4 @@
-"""The ASGI application of the console: the gate that every request passes, error responses, pages and API."""
+"""The ASGI application of the console: what its gate asks of a request, error responses, pages and API."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from importlib.resources import files
 from urllib.parse import quote
 
 from fastapi import FastAPI, Request
-from starlette.datastructures import MutableHeaders
 from starlette.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from relay import __version__
 from relay.config.settings import ConsoleSettings, Settings
@@ -23,9 +21,10 @@ from relay.console import (
 from relay.console.group import GroupView, Missing
 from relay.console.security import Guard, is_same_origin
 from relay.console.views import Views
-from relay.faults import ConfigurationError, kind_of
+from relay.faults import ConfigurationError
+from relay.web.gate import Gate
 from relay.web.problems import FAULTS, HttpRefusal, problem, refusal_of
-from relay.web.requests import TooManyFailures, bounded, where
+from relay.web.requests import TooManyFailures
 
 log = logging.getLogger(__name__)
 
@@ -82,56 +81,20 @@ def create_app(groups: Sequence[Settings], console: ConsoleSettings) -> FastAPI:
     app.include_router(pages.router)
     for fault in FAULTS:
         app.add_exception_handler(fault, _handle)
-    app.add_middleware(Gate)
+    app.add_middleware(
+        Gate,
+        name="console",
+        headers=_HEADERS,
+        limit=_body_limit,
+        answer=_answer,
+        refusal=_refusal,
+    )
     return app
 
 
-class Gate:
-    """Middleware that authenticates requests, refuses those of other sites, and bounds their size and time.
-
-    It adds the headers by which a browser runs and loads nothing but the console's own files.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        request = Request(scope, receive)
-        started = False
-
-        async def guarded(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                headers = MutableHeaders(scope=message)
-                for name, value in _HEADERS.items():
-                    headers.setdefault(name, value)
-            await send(message)
-
-        try:
-            refusal = _refusal(request)
-            if refusal is None:
-                await self._app(scope, bounded(receive, _body_limit(request)), guarded)
-            else:
-                await refusal(scope, receive, guarded)
-        except Exception as error:
-            # Without the error's text, which may hold a payload.
-            log.error("the console failed", extra={"error": kind_of(error), "at": where(error)})
-            if not started:
-                failed = _answer(request, 500, "the console failed: see relay's log")
-                await failed(scope, receive, guarded)
-
-
-def _refusal(request: Request) -> Response | None:
+async def _refusal(request: Request) -> Response | None:
     """Return the response that refuses a request; None if it may pass."""
     changes = request.method not in _SAFE
-    limit = _body_limit(request)
-    if int(request.headers.get("content-length") or 0) > limit:
-        return _answer(request, 413, f"the request has more than {limit} bytes")
     if changes and not is_same_origin(request):
         return _answer(
             request, 403, "the request comes from another site: use the console's own pages"
