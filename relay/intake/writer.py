@@ -165,11 +165,11 @@ class CommitWriter(Recurring):
                     if each.deadline <= now and each.future.set_running_or_notify_cancel()
                 ]
                 self._keep([each for each in self._queue if each.deadline > now])
-        fault = self.condition.fault
+        # The fault has the address of the database, which does not concern the sender.
+        fails = self.condition.fault is not None
+        why = "relay cannot publish now: its log says why" if fails else "the database is busy"
         for each in over:
-            each.future.set_exception(
-                NotCommitted("the database is busy" if fault is None else fault.fault)
-            )
+            each.future.set_exception(NotCommitted(why))
 
     def _keep(self, queued: list[_Queued]) -> None:
         self._queue = deque(queued)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -20,9 +21,10 @@ from relay.api.events import EventState
 from relay.api.tail import Tail
 from relay.config.settings import Settings
 from relay.intake.messages import IncomingEvents, MessageReader
+from relay.intake.writer import CommitWriter
 from relay.model.snapshots import Snapshot
 from relay.store.connections import Connection
-from relay.web import requests
+from relay.web import protocol, requests
 from tests.api import Source, authorized, new_token, served, settings_of
 from tests.outbox import Outbox, event, host
 
@@ -193,3 +195,35 @@ def test_the_state_of_a_message_of_a_queue_quotes_no_text_of_a_worker() -> None:
     for kind, reason in (("queue", None), ("sink", "CheckViolation")):
         found = EventDestination(kind, "mail", (), "dead", reason="CheckViolation: jane.doe")
         assert EventState.of(found).reason == reason
+
+
+def test_a_sender_is_not_told_where_the_database_is() -> None:
+    writer = CommitWriter("host=127.0.0.1 port=1 dbname=of_the_shop", wait_seconds=1.0)
+    writer.start()
+    try:
+        message = MessageReader().read(json.dumps(event(host_id=str(_HOST))).encode())
+        futures = [writer.submit(message) for _ in range(3)]
+        texts = {str(each.exception(30)) for each in futures}
+    finally:
+        writer.close()
+    assert texts <= {"relay cannot publish now: its log says why", "the database is busy"}
+
+
+def test_a_head_that_is_huge_or_never_ends_harms_nobody(
+    settings: Settings, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
+    where, port = address.removeprefix("http://").split(":")
+    start = b"GET /v1/events HTTP/1.1\r\nhost: x\r\n"
+    with ExitStack() as stack:
+        for rest in (b"x-large: " + b"x" * 1_000_000, b"x-half: "):
+            client = stack.enter_context(socket.create_connection((where, int(port)), timeout=30))
+            with suppress(ConnectionError):
+                client.sendall(start + rest)
+            with suppress(ConnectionError):
+                while client.recv(65536):
+                    pass
+        answer = httpx.get(
+            f"{address}/v1/events", headers=authorized(new_token(settings)), timeout=30
+        )
+    assert answer.status_code == 200
