@@ -77,20 +77,30 @@ def _refused() -> HTTPException:
     )
 
 
+class EventsRemoved(Exception):
+    """Retention has removed events that a page would have had."""
+
+
+def read_page(
+    conn: Connection, after: Snapshot, events: int, until: Snapshot | None = None
+) -> OutboxPage:
+    """Read a page of the log, from which nothing is missing. Raises AheadOfServer, EventsRemoved, psycopg.Error."""
+    page = log_pages.read(conn, after, events, until)
+    # After it: what was removed before the page was read is known then.
+    if lost_after(conn, OWN_OUTBOX, after) is not None:
+        raise EventsRemoved
+    return page
+
+
 def read_kept(
     conn: Connection, after: Snapshot, events: int, until: Snapshot | None = None
 ) -> OutboxPage:
-    """Read a page of the log. Raises HTTPException (400, 410), and psycopg.Error.
-
-    Status 410: retention has removed events that the page would have had.
-    """
+    """Read a page of the log for a request. Raises HTTPException (400, 410), and psycopg.Error."""
     try:
-        page = log_pages.read(conn, after, events, until)
+        return read_page(conn, after, events, until)
     except AheadOfServer as error:
         raise HTTPException(400, str(error)) from None
-    # After it: what was removed before the page was read is known then.
-    if lost_after(conn, OWN_OUTBOX, after) is not None:
+    except EventsRemoved:
         raise HTTPException(
             410, "retention has removed events after this position: go on from `now` or `beginning`"
-        )
-    return page
+        ) from None

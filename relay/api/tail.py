@@ -13,10 +13,9 @@ from threading import Event
 from psycopg import sql
 
 from relay.admin.connections import require_schema
+from relay.api.positions import EventsRemoved, read_page
 from relay.config.settings import Settings
-from relay.config.source import OWN_OUTBOX
 from relay.model.snapshots import Snapshot
-from relay.retention.removals import lost_after
 from relay.runtime.parts import Condition, Recurring
 from relay.store import log_pages
 from relay.store.connections import SHORT_TIMEOUTS, Connection, connect, sessions_with
@@ -97,13 +96,9 @@ class Tail(Recurring):
             self._begin(self._position)
         position = self._position
         try:
-            page = log_pages.read(conn, position, self._size.events)
-        except AheadOfServer:
-            # A failover has lost what was read last.
-            self._position = None
-            return
-        # After it: what was removed before the page was read is known then.
-        if lost_after(conn, OWN_OUTBOX, position) is not None:
+            page = read_page(conn, position, self._size.events)
+        except (AheadOfServer, EventsRemoved):
+            # A failover has lost what was read last, or retention has removed what comes next.
             self._position = None
             return
         if page.transactions or page.end != position:
