@@ -13,7 +13,7 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.events import Event
 from relay.pipeline.routing import RouteRules
-from relay.source.outbox.search import EventPage, EventSearch, SearchedOutbox
+from relay.source.outbox.search import SHOWN, EventPage, EventSearch, SearchedOutbox
 from relay.source.outbox.unread import (
     ReadPosition,
     UnreadRows,
@@ -25,15 +25,6 @@ from relay.store.connections import Connection
 from relay.store.event_states import EventAction, StoredState
 from relay.store.positions import sinks
 
-_SHOWN = (
-    "event_type",
-    "host_id",
-    "aggregate_type",
-    "aggregate_id",
-    "transaction_id",
-    "event_ts",
-    "deliver_at",
-)
 TARGET, SINK, QUEUE = "target", "sink", "queue"
 _MOST_RELATED = 50
 """How many causes of an event are followed, and how many events that it has caused are shown."""
@@ -133,7 +124,7 @@ def find(settings: Settings, event_id: str) -> FoundEvent:
     return FoundEvent(
         id=event_id,
         in_outbox=event is not None,
-        **{name: event.text(name) if event else None for name in _SHOWN},
+        **{name: event.text(name) if event else None for name in SHOWN},
         destinations=tuple(_destinations(settings, event, handlers, stored, passed)),
         caused_by=caused_by,
         caused=None

@@ -23,8 +23,7 @@ from relay.store.connections import Connection
 
 SCANNED = 100_000
 """How many rows a search without an index reads at most."""
-_SHOWN = (
-    "id",
+SHOWN = (
     "event_type",
     "host_id",
     "aggregate_type",
@@ -33,6 +32,8 @@ _SHOWN = (
     "event_ts",
     "deliver_at",
 )
+"""The fields of an event that are shown of it, beside its id."""
+_COLUMNS = ("id", *SHOWN)
 _XID = sql.Identifier(INSERTED_BY)
 _POSITION = re.compile(r"(\d{1,20})-(-?\d{1,19})")
 
@@ -133,7 +134,7 @@ class SearchedOutbox(OutboxTable):
         found = [row for row in rows if row[-2]]
         more = found[limit - 1] if len(found) > limit else last
         return EventPage(
-            [EventRow(*row[: len(_SHOWN)]) for row in found[:limit]],
+            [EventRow(*row[: len(_COLUMNS)]) for row in found[:limit]],
             None if more is None else f"{more[-4]}-{more[-3]}",
             len(found) <= limit and last is not None,
         )
@@ -201,7 +202,7 @@ class SearchedOutbox(OutboxTable):
 
     def _texts(self, conn: Connection) -> Iterator[sql.Composable]:
         names = self._names(conn)
-        for field in _SHOWN:
+        for field in _COLUMNS:
             column = self._mapping.get(field)
             yield (
                 sql.SQL("{}::text").format(sql.Identifier(column))
