@@ -165,7 +165,9 @@ def _page(
             "description": "Server-sent events. `data` is the event, `id` the position after it.",
             "content": {"text/event-stream": {"schema": {"type": "string"}}},
         },
-        204: {"description": "the position is too far behind (api.replay): read pages first"},
+        204: {
+            "description": "more than api.replay events come after the position: read pages first"
+        },
         **_ERRORS,
     },
     response_class=Response,

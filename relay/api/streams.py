@@ -420,7 +420,7 @@ class EventStream(Response):
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
                     await client.ready.wait()
             except TimeoutError:
-                # A client of which little matches does not fall behind either.
+                # The position of a client of which little matches moves on, too.
                 position, told = told, client.position
                 await self._write(b":\n\n" if position == told else f":\nid: {told}\n\n".encode())
 

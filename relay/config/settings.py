@@ -550,7 +550,7 @@ class ApiSettings(Section):
     origins: list[Annotated[str, AfterValidator(_origin)]] = Field(default_factory=list)
     """The origins of other sites whose pages may use the API in a browser, such as `https://app.example`."""
     replay: Annotated[PositiveInt, Number] = 100_000
-    """The most events by which a stream may be late when it begins; a client that is further behind reads pages."""
+    """The most events by which a stream may lag when it begins; a client that lags more reads pages."""
     streams: Annotated[PositiveInt, Number] = 1_000
     """The most streams at once."""
     streams_per_token: Annotated[PositiveInt, Number] = 250

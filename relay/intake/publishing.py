@@ -61,7 +61,7 @@ class Claimed(Exception):
 
 
 class _NotTogether(Exception):
-    """A group has a conflict, behind which nothing may be published."""
+    """A group has a conflict, after which nothing may be published."""
 
 
 Outcome = Accepted | Conflict | Refused | NotCommitted
@@ -70,7 +70,7 @@ Outcome = Accepted | Conflict | Refused | NotCommitted
 class Publisher:
     """Publishes with one connection, which it opens when it needs one. For one thread at a time.
 
-    With a `claim` the connection holds this lock, and it publishes nothing behind a submission that is not accepted.
+    With a `claim` the connection holds this lock, and it publishes nothing after a submission that is not accepted.
     """
 
     def __init__(self, dsn: DatabaseAccess | str, claim: locks.Key | None = None) -> None:

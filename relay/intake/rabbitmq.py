@@ -1,7 +1,7 @@
 """Takes messages from a queue of RabbitMQ.
 
-What is not acknowledged when the connection ends is back in its place in the queue. The event loop answers heartbeats
-while the database is away.
+What is not acknowledged when the connection ends is at its former position in the queue again. The event loop answers
+heartbeats while the database is away.
 
 Source: RabbitMQ documentation, "Consumer Acknowledgements and Publisher Confirms", "Consumer Prefetch".
 """

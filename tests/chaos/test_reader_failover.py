@@ -75,7 +75,7 @@ def _publish(dsn: str, publisher: int, ended: Event) -> None:
 
 
 def _end_prepared(conn: psycopg.Connection[Any]) -> None:
-    """Commit what is prepared, also what a publisher left behind at the failover."""
+    """Commit what is prepared, also what a publisher left at the failover."""
     for (name,) in conn.execute(
         "select gid from pg_prepared_xacts where database = current_database()"
     ):

@@ -146,10 +146,10 @@ def test_line_ends_in_what_was_published_make_no_fields(
 def test_connections_that_are_reset_at_once_leave_no_slot_taken(address: str, token: str) -> None:
     """The slots of all clients leaked before the answer began: stemdeckapp/stemdeck#513; health checks that connected
     and went did: modelcontextprotocol/rust-sdk#165."""
-    place, port = address.removeprefix("http://").split(":")
+    where, port = address.removeprefix("http://").split(":")
     head = f"GET /v1/events/stream HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\n\r\n"
     for _ in range(60):
-        with socket.create_connection((place, int(port))) as client:
+        with socket.create_connection((where, int(port))) as client:
             client.sendall(head.encode())
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
