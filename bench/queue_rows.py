@@ -216,34 +216,57 @@ def held(plan: Plan) -> Iterator[Workload]:
     """What a call of `relay.take` costs while somebody holds a snapshot, in the first and the last thirtieth."""
     outbox = Outbox(plan.cluster, "queues_held")
     declare(outbox, "mail", f"{outbox.name}_base", None)
-    minutes = plan.minutes or (0.2 if plan.quick else 2.0)
-    rounds = 2_000 if plan.quick else 20_000
-    together = Together(partial(take_under_a_snapshot, outbox, rounds, minutes * 60))
-    yield Workload(
+    put = "select relay.enqueue('mail', '{}') from generate_series(1, 10)"
+
+    def take() -> int:
+        return len(outbox.conn.execute("select id from relay.take('mail', 10)").fetchall())
+
+    yield under_a_snapshot(
+        plan,
         "queues-held",
-        f"{rounds:,} rounds of ten messages in {minutes:g} minutes under a held snapshot; milliseconds",
-        [together.contender(FIRST, FIRST), together.contender(LAST, FIRST)],
-        [Goal(LAST, "p50", FLAT, FIRST)],
+        outbox,
+        "rounds of ten messages",
+        lambda: outbox.conn.execute(put),
+        take,
     )
 
 
-def take_under_a_snapshot(outbox: Outbox, rounds: int, seconds: float) -> Rows:
-    """Enqueue and take ten messages again and again, evenly over a time."""
-    took: list[float] = []
-    put = "select relay.enqueue('mail', '{}') from generate_series(1, 10)"
-    with held_snapshot(outbox.dsn):
-        began = time.monotonic()
-        for number in range(rounds):
-            time.sleep(max(0.0, began + number * seconds / rounds - time.monotonic()))
-            outbox.conn.execute(put)
-            at = time.perf_counter()
-            taken = outbox.conn.execute("select id from relay.take('mail', 10)").fetchall()
-            took.append((time.perf_counter() - at) * 1e3)
-            if len(taken) != 10:
-                raise AssertionError(f"{len(taken)} of 10 messages in round {number}")
-    part = max(rounds // 30, 20)
-    # The first calls of a session plan its statements.
-    return {FIRST: percentiles(took[20 : 20 + part]), LAST: percentiles(took[-part:])}
+def under_a_snapshot(
+    plan: Plan,
+    name: str,
+    outbox: Outbox,
+    what: str,
+    put: Callable[[], object],
+    take: Callable[[], int],
+) -> Workload:
+    """Put and take the same number again and again, evenly over a time in which somebody holds a snapshot."""
+    minutes = plan.minutes or (0.2 if plan.quick else 2.0)
+    rounds = 2_000 if plan.quick else 20_000
+
+    def measure() -> Rows:
+        took: list[float] = []
+        numbers: set[int] = set()
+        with held_snapshot(outbox.dsn):
+            began = time.monotonic()
+            for number in range(rounds):
+                time.sleep(max(0.0, began + number * minutes * 60 / rounds - time.monotonic()))
+                put()
+                at = time.perf_counter()
+                numbers.add(take())
+                took.append((time.perf_counter() - at) * 1e3)
+                if len(numbers) != 1:
+                    raise AssertionError(f"round {number} took one of {numbers}")
+        part = max(rounds // 30, 20)
+        # The first calls of a session plan its statements.
+        return {FIRST: percentiles(took[20 : 20 + part]), LAST: percentiles(took[-part:])}
+
+    together = Together(measure)
+    return Workload(
+        name,
+        f"{rounds:,} {what} in {minutes:g} minutes under a held snapshot; milliseconds",
+        [together.contender(FIRST, FIRST), together.contender(LAST, FIRST)],
+        [Goal(LAST, "p50", FLAT, FIRST)],
+    )
 
 
 def percentiles(values: list[float]) -> Measurement:

@@ -14,12 +14,11 @@ import psutil
 
 from bench import live
 from bench.backlog import fill
-from bench.endurance_rows import Rows, Together, held_snapshot
 from bench.job import Job
 from bench.outbox import SERVER_SETTINGS, Backlog, Outbox, wait_until
 from bench.peers import Live
 from bench.plan import Plan
-from bench.queue_rows import FIRST, FLAT, IDLE_WORKERS, LAST, RATE, percentiles, usage
+from bench.queue_rows import IDLE_WORKERS, RATE, percentiles, under_a_snapshot, usage
 from bench.relaying import NOTHING, Relay
 from bench.results import Contender, Goal, Measurement, Workload
 from relay.admin.install import initialise
@@ -136,33 +135,14 @@ def held(plan: Plan) -> Iterator[Workload]:
     """What a reader's turn costs while somebody holds a snapshot, in the first and the last thirtieth."""
     outbox = new_outbox(plan.cluster, "readers_held")
     outbox.conn.execute("select relay.declare_reader('held')")
-    minutes = plan.minutes or (0.2 if plan.quick else 2.0)
-    rounds = 2_000 if plan.quick else 20_000
-    together = Together(partial(read_under_a_snapshot, outbox, rounds, minutes * 60))
-    yield Workload(
-        "readers-held",
-        f"{rounds:,} turns of five events in {minutes:g} minutes under a held snapshot; milliseconds",
-        [together.contender(FIRST, FIRST), together.contender(LAST, FIRST)],
-        [Goal(LAST, "p50", FLAT, FIRST)],
-    )
 
+    def read() -> int:
+        page = outbox.conn.execute("select position from relay.read('held')").fetchall()
+        outbox.conn.execute("select relay.advance('held', %s)", page[0])
+        return len(page)
 
-def read_under_a_snapshot(outbox: Outbox, rounds: int, seconds: float) -> Rows:
-    """Publish five events, read them and advance, again and again, evenly over a time."""
-    took: list[float] = []
-    with held_snapshot(outbox.dsn):
-        began = time.monotonic()
-        for number in range(rounds):
-            time.sleep(max(0.0, began + number * seconds / rounds - time.monotonic()))
-            fill(outbox.conn, 1)
-            at = time.perf_counter()
-            read = outbox.conn.execute("select position from relay.read('held')").fetchall()
-            outbox.conn.execute("select relay.advance('held', %s)", read[0])
-            took.append((time.perf_counter() - at) * 1e3)
-            if len(read) != 5:
-                raise AssertionError(f"{len(read)} of 5 events in round {number}")
-    part = max(rounds // 30, 20)
-    return {FIRST: percentiles(took[20 : 20 + part]), LAST: percentiles(took[-part:])}
+    put = partial(fill, outbox.conn, 1)
+    yield under_a_snapshot(plan, "readers-held", outbox, "turns of five events", put, read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +200,7 @@ def idle(plan: Plan) -> Iterator[Workload]:
             outbox = new_outbox(cluster, "readers_idle")
             with _worker(plan, outbox, "idle", "r", idle=readers) as process:
                 process.answer("ready")
-                count = "select count(*) from pg_stat_activity where application_name like 'relay reader %'"
+                count = "select count(*) from pg_stat_activity where starts_with(application_name, 'relay reader ')"
                 wait_until(lambda: int(outbox.value(count)) >= readers, "all are connected", 120)
                 # By then, all of them have their longest pause.
                 time.sleep(20)

@@ -93,6 +93,9 @@ class Services:
             for group in self._groups:
                 group.start(named=not is_one)
             self._watch()
+        # Python gives them back their default actions when it ends, which would replace the exit status.
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         self._last_resort.cancel()
         if self._session is not None:
             self._session.close()

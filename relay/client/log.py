@@ -33,7 +33,7 @@ _NOTE_SECONDS = 5.0
 _SIGN_SECONDS = 60.0
 """How often a reader that is not moved says that it is in use: it could expire."""
 _LOOK_SECONDS = 0.1
-"""From such a pause on, a reader asks whether there were transactions at all, which costs next to nothing."""
+"""From such a pause on, a reader asks first whether anything was published at all, which costs next to nothing."""
 _FIRST_OUTAGE_SECONDS, _LONGEST_OUTAGE_SECONDS = 0.2, 30.0
 _FIRST_ROWS, _SKIPPED_ROWS = 100, 10_000
 _PAGE_BYTES = 8 * 1024 * 1024
@@ -267,10 +267,13 @@ class ClaimedReader:
         self._pause = min(self._pause * 2, _LONGEST_SKIP_SECONDS)
 
     def _is_quiet(self) -> bool:
-        """Return whether no transaction has come to an end since a page without rows. Raises psycopg.Error."""
-        seen = str(self._value("select pg_catalog.pg_current_snapshot()"))
-        before, self._seen = self._seen, seen
-        return seen == before
+        """Return whether nothing has been published since a page without rows. Raises psycopg.Error."""
+        quiet = "select relay.log_is_quiet(%s::pg_snapshot)"
+        if self._seen and self._value(quiet, (self._seen,)) == "t":
+            return True
+        # From before the page that is read now.
+        self._seen = str(self._value("select pg_catalog.pg_current_snapshot()"))
+        return False
 
     # What moves the position
 

@@ -27,10 +27,10 @@ _REMOVE = """
         for each in select p.oid from pg_proc as p
                      where p.pronamespace = 'relay'::regnamespace
                        and p.proname in ('declare_reader', 'read', 'advance', 'seek', 'drop_reader', 'claim_reader',
-                                         'keep_reader', 'watch_log', 'wake_readers', 'expire_readers', 'share_lanes',
-                                         'move_reader', 'reader_names', 'log_reader', 'log_start', 'lane_condition',
-                                         'event_satisfies', 'event_condition', 'condition_path', 'match_condition',
-                                         'glob_expression', 'declare_subscriber', 'subscribers_of',
+                                         'keep_reader', 'watch_log', 'log_is_quiet', 'wake_readers', 'expire_readers',
+                                         'share_lanes', 'move_reader', 'reader_names', 'log_reader', 'log_start',
+                                         'lane_condition', 'event_satisfies', 'event_condition', 'condition_path',
+                                         'match_condition', 'glob_expression', 'declare_subscriber', 'subscribers_of',
                                          'drop_subscriber', 'expire_subscribers', 'event_texts',
                                          'next_transactions', 'read_log') loop
             execute format('drop function %s', each);

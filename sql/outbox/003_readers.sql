@@ -635,6 +635,16 @@ begin
 end
 $$;
 
+-- Whether the log has nothing that the snapshot does not show: what an idle reader asks before relay.read, which costs twenty times as
+-- much. It looks at no more than 100 events that are newer than the oldest transaction that was running, and then says no.
+create or replace function relay.log_is_quiet(since pg_snapshot) returns boolean
+language sql stable security definer set search_path = pg_catalog, pg_temp set row_security = off set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+    select not coalesce(bool_or(not pg_visible_in_snapshot(n.c_xid, since)) or count(*) = 100, false)
+      from (select o.c_xid from public.outbox_message_t as o where o.c_xid >= pg_snapshot_xmin(since) order by o.c_xid limit 100) as n
+$$;
+
 -- Says that this session waits for new events, until it ends, and returns the channel that it is notified on: relay sends a
 -- notification there, from a connection of its own, when events are committed. One may be lost, so ask from time to time as well.
 create or replace function relay.watch_log() returns text
@@ -749,6 +759,7 @@ begin
                                 'relay.declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text)', 'relay.share_lanes(text)',
                                 'relay.read(text, int, text)', 'relay.advance(text, text)', 'relay.seek(text, text)',
                                 'relay.drop_reader(text)', 'relay.claim_reader(text)', 'relay.keep_reader(text)', 'relay.watch_log()',
+                                'relay.log_is_quiet(pg_snapshot)',
                                 'relay.wake_readers()', 'relay.expire_readers()'] loop
         execute format('revoke all on function %s from public', each);
     end loop;
@@ -757,7 +768,7 @@ begin
         grant execute on function relay.declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text),
                                   relay.read(text, int, text), relay.advance(text, text), relay.share_lanes(text),
                                   relay.seek(text, text), relay.drop_reader(text), relay.claim_reader(text), relay.keep_reader(text),
-                                  relay.watch_log()
+                                  relay.watch_log(), relay.log_is_quiet(pg_snapshot)
             to relay_reader;
     end if;
     if to_regrole('relay') is not null then
@@ -787,7 +798,7 @@ begin
     foreach each in array array['declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text)', 'share_lanes(text)',
                                 'read(text, int, text)', 'advance(text, text)',
                                 'seek(text, text)', 'drop_reader(text)', 'claim_reader(text)', 'keep_reader(text)',
-                                'expire_readers()'] loop
+                                'log_is_quiet(pg_snapshot)', 'expire_readers()'] loop
         execute format('alter function relay.%s owner to relay_owner', each);
     end loop;
     revoke create on schema relay from relay_owner;

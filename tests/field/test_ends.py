@@ -8,6 +8,7 @@ process), EnterpriseDB/repmgr#643 (a connection more at each reconnection).
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from contextlib import closing
 from pathlib import Path
@@ -279,3 +280,15 @@ def test_the_reason_why_relay_polls_is_that_of_now(outbox: Outbox) -> None:
             wait_for("second")
             assert status.read(settings).source_since == since
         wait_until(lambda: why() == (None, None), 20)
+
+
+def test_a_signal_that_comes_while_it_ends_does_not_change_the_exit_status(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    """An end in order was a failure: mongrel2/mongrel2#318, GoogleCloudPlatform/cloud-sql-proxy-operator#355."""
+    with running(outbox.config_file(tmp_path / "relay.yaml")) as service:
+        service.wait_said("reading the WAL")
+        while service.process.poll() is None:
+            service.process.send_signal(signal.SIGTERM)
+            time.sleep(0.001)
+        assert service.process.returncode == 0

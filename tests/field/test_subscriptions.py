@@ -22,6 +22,7 @@ from psycopg.types.json import Jsonb
 import relay
 from relay.client import log
 from relay.client.log_pages import LogPage
+from relay.client.log_session import ReaderSession
 from relay.client.reader import ReaderError, ReaderMoved, ReadTransaction, subscribe
 from tests.outbox import Outbox, wait_until
 
@@ -126,6 +127,41 @@ def test_an_idle_reader_keeps_its_claim(outbox: Outbox) -> None:
     before = _claimed_by(outbox)
     time.sleep(6)
     assert _claimed_by(outbox) == before
+    _publish(outbox.conn, 1)
+    thread.join(30)
+    assert found == [[1]]
+
+
+def test_an_idle_reader_does_not_read_because_others_commit(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eventuous/eventuous#224, Windshiftapp/core#274: who waited for events took the processor of a busy server."""
+    asked: list[str] = []
+    send, value = ReaderSession.send, ReaderSession.value
+
+    def sent(session: ReaderSession, statement: str, parameters: tuple[str, ...]) -> None:
+        asked.append("read")
+        send(session, statement, parameters)
+
+    def got(session: ReaderSession, statement: str, parameters: tuple[Any, ...] = ()) -> str | None:
+        if "log_is_quiet" in statement:
+            asked.append("look")
+        return value(session, statement, parameters)
+
+    monkeypatch.setattr(ReaderSession, "send", sent)
+    monkeypatch.setattr(ReaderSession, "value", got)
+    monkeypatch.setattr(log, "_LOOK_SECONDS", 0.0)
+    outbox.conn.execute("select relay.declare_reader('r')")
+    found: list[list[int]] = []
+    thread = Thread(target=lambda: found.extend(_take(outbox, 1, poll=0.02)))
+    thread.start()
+    wait_until(lambda: asked[-2:] == ["look", "look"])
+    reads = asked.count("read")
+    for _ in range(5):
+        outbox.conn.execute("select pg_current_xact_id()")
+        looks = asked.count("look")
+        wait_until(lambda looks=looks: asked.count("look") > looks + 1)  # type: ignore[misc]
+    assert asked.count("read") == reads
     _publish(outbox.conn, 1)
     thread.join(30)
     assert found == [[1]]
