@@ -454,7 +454,8 @@ class ClaimedReader:
                 if not self._session.is_open:
                     continue
                 try:
-                    if not was_called:
+                    used = time.monotonic() - self._session.used_at
+                    if not was_called and used > self._lease / _BEATS / 2:
                         self._execute("select")
                     if self._number:
                         self._sign()

@@ -32,6 +32,8 @@ class ReaderSession:
         self._name = name
         self._lease = lease
         self._conn: psycopg.Connection[Any] | None = None
+        self.used_at = 0.0
+        """When it asked the server for something last, by the monotonic clock."""
         self._waker, self._wakeup = socket.socketpair()
         self._waker.setblocking(False)
 
@@ -101,6 +103,7 @@ class ReaderSession:
         import psycopg
 
         assert self._conn is not None  # noqa: S101
+        self.used_at = time.monotonic()
         try:
             return self._conn.execute(statement.encode(), parameters).pgresult
         except psycopg.Error as error:
@@ -115,6 +118,7 @@ class ReaderSession:
     def send(self, statement: str, parameters: tuple[str, ...]) -> None:
         """Send a statement with `$1` for its parameters. `received` has to come before anything else is run."""
         assert self._conn is not None  # noqa: S101
+        self.used_at = time.monotonic()
         pgconn = self._conn.pgconn
         pgconn.send_query_params(statement.encode(), [each.encode() for each in parameters])
         while pgconn.flush():
