@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
 
-from bench.environment import ROOT
+from bench.environment import seconds_of
 from bench.outbox import Outbox
 from bench.results import Measurement
 from relay.model.snapshots import BEGINNING
@@ -18,8 +15,6 @@ from relay.source.outbox.differences import Difference
 from relay.source.server import current_position
 from relay.spark.data_source_options import parse
 from relay.spark.reading import TaskPortion, read
-
-TIMEOUT_SECONDS = 600.0
 
 
 def export(outbox: Outbox, file: Path) -> int:
@@ -33,13 +28,4 @@ def export(outbox: Outbox, file: Path) -> int:
 
 def write(kind: str, file: Path, events: int) -> Measurement:
     """Events a second in the second round of `relay` or `deltalake`, in a new process."""
-    worker = subprocess.run(
-        [sys.executable, "-m", "bench.workers.delta_writer", kind, str(file), "1"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=True,
-    )
-    return {"events/s": events / float(worker.stdout.split()[-1])}
+    return {"events/s": events / seconds_of("delta_writer", kind, str(file), "1")}

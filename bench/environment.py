@@ -26,6 +26,7 @@ PYTHON = HOME / "venv" / "bin" / "python"
 NODE_MODULES = HOME / "node_modules"
 REQUIREMENTS = ROOT / "bench" / "requirements.txt"
 PACKAGES = ROOT / "bench" / "package.json"
+_WORKER_SECONDS = 600.0
 
 
 def build() -> None:
@@ -92,6 +93,20 @@ def variables(**more: str) -> dict[str, str]:
     """The environment variables of every measured process: with bench and relay on PYTHONPATH, without libpq's."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
     return {**kept, "PYTHONPATH": str(ROOT), **more}
+
+
+def seconds_of(worker: str, *arguments: str) -> float:
+    """Run a module of `bench.workers` in a new process; returns the seconds that it prints last."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"bench.workers.{worker}", *arguments],
+        cwd=ROOT,
+        env=variables(),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=_WORKER_SECONDS,
+        check=True,
+    )
+    return float(done.stdout.split()[-1])
 
 
 @functools.cache

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
 from psycopg.conninfo import conninfo_to_dict
 
-from bench.environment import ROOT
+from bench.environment import seconds_of
 from bench.outbox import Outbox
 from bench.results import Measurement
 from bench.workers.spark_reader import JAR
 
 TASKS = 2
-TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +38,5 @@ class SparkReading:
         }
         login = [(key, fields[key]) for key in ("user", "password") if key in fields]
         url = f"jdbc:postgresql://{fields['host']}:{fields['port']}/{fields['dbname']}?{urlencode(login)}"
-        worker = subprocess.run(
-            [
-                *(sys.executable, "-m", "bench.workers.spark_reader", self.kind),
-                *(outbox.dsn, url, str(rows), "1", str(TASKS)),
-            ],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-            check=True,
-        )
-        return {"events/s": rows / float(worker.stdout.split()[-1])}
+        arguments = (self.kind, outbox.dsn, url, str(rows), "1", str(TASKS))
+        return {"events/s": rows / seconds_of("spark_reader", *arguments)}

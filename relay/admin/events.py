@@ -13,7 +13,13 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.events import Event
 from relay.pipeline.routing import RouteRules
-from relay.source.outbox.search import SHOWN, EventPage, EventSearch, SearchedOutbox
+from relay.source.outbox.search import (
+    SHOWN,
+    EventPage,
+    EventRow,
+    EventSearch,
+    SearchedOutbox,
+)
 from relay.source.outbox.unread import (
     ReadPosition,
     UnreadRows,
@@ -65,22 +71,14 @@ class RelatedEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundEvent:
-    """An event, and its destinations. If the outbox has it no more, all fields but the id are None; times are texts.
+class FoundEvent(EventRow):
+    """An event, and its destinations. If the outbox has it no more, all its fields but the id are None.
 
     `caused_by` is its cause, the cause of that, and so on; `caused` are the events that name it as their cause, None
     if that is not known. `actions` are those on its dead letters.
     """
 
-    id: str
     in_outbox: bool
-    event_type: str | None
-    host_id: str | None
-    aggregate_type: str | None
-    aggregate_id: str | None
-    transaction_id: str | None
-    event_ts: str | None
-    deliver_at: str | None
     destinations: tuple[EventDestination, ...]
     caused_by: tuple[RelatedEvent, ...] = ()
     caused: tuple[RelatedEvent, ...] | None = ()

@@ -66,7 +66,9 @@ def sink_pause(
     name: NameArgument, config: ConfigOption = None, reason: ReasonOption = None
 ) -> None:
     """Pause a sink: it keeps its position, nothing is lost, and the other sinks go on."""
-    print(f"sink {name} {pausing(True, _set_paused(name, True, config, reason))}")
+    from relay.admin.sinks import set_paused
+
+    print(f"sink {name} {pausing(True, set_paused(load(config), name, True, reason))}")
 
 
 @sink.command("resume")
@@ -74,13 +76,9 @@ def sink_resume(
     name: NameArgument, config: ConfigOption = None, reason: ReasonOption = None
 ) -> None:
     """Resume a paused sink at its position."""
-    print(f"sink {name} {pausing(False, _set_paused(name, False, config, reason))}")
-
-
-def _set_paused(name: str, paused: bool, config: ConfigOption, reason: str | None) -> bool:
     from relay.admin.sinks import set_paused
 
-    return set_paused(load(config), name, paused, reason)
+    print(f"sink {name} {pausing(False, set_paused(load(config), name, False, reason))}")
 
 
 @sink.command("seek")

@@ -304,12 +304,6 @@ class DeadAnswer(BaseModel):
     actions: Sequence[DeadLetterAction]
 
 
-def one_line(error: ValidationError, prefix: str = "") -> str:
-    """Return the first fault of a validation and its location on one line, without the value."""
-    fault = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    return described(fault["loc"], fault["msg"], prefix)
-
-
 Filter = TypeVar("Filter", DeadLetterFilter, DeferredFilter, EventFilter)
 
 
@@ -318,4 +312,6 @@ def filter_of(model: type[Filter], values: dict[str, Any]) -> Filter:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise ConfigurationError(one_line(error)) from None
+        # Without the value.
+        fault = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        raise ConfigurationError(described(fault["loc"], fault["msg"])) from None

@@ -262,11 +262,6 @@ class Cluster:
             raise self._failure(f"PostgreSQL did not stop ({mode}) in {timeout:g} s") from None
         self._wait_until_gone()
 
-    def restart(self, mode: StopMode = "fast") -> None:
-        """Stop and start the server on the same port and data. Raises ClusterError."""
-        self.stop(mode)
-        self.start()
-
     def kill(self) -> None:
         """Kill every process of the server with SIGKILL, as in a crash.
 

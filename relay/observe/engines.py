@@ -25,7 +25,7 @@ class EngineCounts(BatchListener, Recurring):
     Counts that cannot be stored are stored later; those of a process that dies are lost.
     """
 
-    def __init__(self, dsn: Dsn, group: str, interval: float = STORE_SECONDS) -> None:
+    def __init__(self, dsn: Dsn, group: str) -> None:
         super().__init__(
             Condition(
                 "counts of the engines",
@@ -38,7 +38,6 @@ class EngineCounts(BatchListener, Recurring):
         )
         self._dsn = dsn
         self._group = group
-        self._interval = interval
         self._batches: Counter[tuple[str, str]] = Counter()
         self._events: Counter[tuple[str, str]] = Counter()
         self._transactions: Counter[tuple[str, str]] = Counter()
@@ -56,7 +55,7 @@ class EngineCounts(BatchListener, Recurring):
         """Store the counts, if there are any."""
         self._store()
         self.condition.works()
-        return self._interval
+        return STORE_SECONDS
 
     def close(self) -> None:
         """Store the remaining counts and end the thread."""

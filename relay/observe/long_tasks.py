@@ -32,10 +32,9 @@ _WAITS = """
 class LongTasks(Recurring):
     """A thread that logs the tasks of this process which make no progress, and what their sessions wait for."""
 
-    def __init__(self, dsn: Dsn, jobs: ActiveJobs, long: float = LONG_SECONDS) -> None:
+    def __init__(self, dsn: Dsn, jobs: ActiveJobs) -> None:
         self._dsn = dsn
         self._jobs = jobs
-        self._long = long
         self._logged: Mapping[Job, float] = {}
         super().__init__(
             Condition("long tasks", log, "cannot look after tasks", "tasks are looked after again")
@@ -45,12 +44,12 @@ class LongTasks(Recurring):
         """Log the tasks that make no progress, and those that have ended since."""
         self._check(time.monotonic())
         self.condition.works()
-        return self._long / 2
+        return LONG_SECONDS / 2
 
     def _check(self, now: float) -> None:
         jobs = self._jobs.jobs()
         self._report_ended(jobs)
-        long = [job for job in jobs if now - job.at >= self._long]
+        long = [job for job in jobs if now - job.at >= LONG_SECONDS]
         due = [job for job in long if now - self._logged.get(job, -AGAIN_SECONDS) >= AGAIN_SECONDS]
         if not due:
             return

@@ -57,13 +57,9 @@ class Schedule(Recurring):
         settings: Settings,
         failed: Callable[[], None],
         clock: Callable[[Connection], datetime] = clock.present,
-        note_seconds: float = NOTE_SECONDS,
-        rotate_seconds: float = ROTATE_SECONDS,
     ) -> None:
         self._settings = settings
         self._clock = clock
-        self._note_seconds = note_seconds
-        self._rotate_seconds = rotate_seconds
         self._next_rotation = 0.0
         self._connections: tuple[Connection, Connection] | None = None
         self._faults: list[str] = []
@@ -121,7 +117,7 @@ class Schedule(Recurring):
             raise
         else:
             self._on_standby = False
-        return self._note_seconds
+        return NOTE_SECONDS
 
     def release(self) -> None:
         """Close the connections."""
@@ -143,7 +139,7 @@ class Schedule(Recurring):
         self._stop_given_up(source, target)
         now = time.monotonic()
         if now >= self._next_rotation:
-            self._next_rotation = now + self._rotate_seconds
+            self._next_rotation = now + ROTATE_SECONDS
             self._remove(source, target, noted)
         if not self._faults:
             self.condition.works()

@@ -24,7 +24,9 @@ from relay.demo.embedded import free_port
 from relay.model.batch import Batch, Outcome
 from relay.model.events import Lsn
 from relay.model.transactions import Transactions
+from relay.observe import engines
 from relay.observe.engines import EngineCounts
+from relay.retention import schedule
 from relay.retention.partitions import partitions
 from relay.retention.schedule import Schedule
 from relay.runtime import parts
@@ -133,7 +135,8 @@ def test_retention_outlives_every_kind_of_fault(
 
     monkeypatch.setattr(Schedule, "retain", turn)
     monkeypatch.setattr(parts, "FIRST_PAUSE_SECONDS", 0.01)
-    retention = Schedule(settings, lambda: None, note_seconds=0.01)
+    monkeypatch.setattr(schedule, "NOTE_SECONDS", 0.01)
+    retention = Schedule(settings, lambda: None)
     retention.start()
     try:
         wait_until(lambda: len(turns) > 2)
@@ -154,7 +157,8 @@ def test_counts_of_engines_are_stored_after_a_defect(
             raise KeyError("a defect")
 
     monkeypatch.setattr(activity, "add_batches", add)
-    counts = EngineCounts(outbox.dsn, "default", 0.01)
+    monkeypatch.setattr(engines, "STORE_SECONDS", 0.01)
+    counts = EngineCounts(outbox.dsn, "default")
     counts.start()
     batch = Batch(1, Transactions.none(), Lsn(0), 1, 1)
     counts.durable(batch, Outcome("inline", (), "small"), 0.1)

@@ -15,6 +15,7 @@ from relay.admin.queues import plan_rebuild
 from relay.pipeline.backfill import _Filler
 from relay.store import queue_fills
 from relay.store.connections import connect
+from tests.integration.test_work_queues import enqueued
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
 PUBLISH = "select relay.publish(%s, null, %s)"
@@ -43,16 +44,6 @@ def fill(outbox: Outbox, filler: _Filler) -> None:
         assert filler.fill(each)
 
 
-def amounts(outbox: Outbox, queue: str) -> list[Any]:
-    return outbox.column(
-        """
-        select (payload ->> 'amount')::int from relay.queue_messages as m join relay.queues as q on q.id = m.queue_id
-         where q.name = %s order by m.id
-        """,
-        (queue,),
-    )
-
-
 def publish(outbox: Outbox, *numbers: int) -> None:
     for number in numbers:
         outbox.publish(host(1), event(number))
@@ -74,7 +65,7 @@ def test_nothing_is_lost_or_overtakes_when_the_past_becomes_the_present(outbox: 
         publisher.join(120)
         wait_until(lambda: not queue_fills.open_fills(outbox.conn, "default"))
         outbox.wait_handled()
-    assert amounts(outbox, "mail") == list(range(350))
+    assert enqueued(outbox, "mail") == list(range(350))
 
 
 def test_rebuilds_repeat_and_leave_other_queues_alone(outbox: Outbox, filler: _Filler) -> None:
@@ -88,12 +79,12 @@ def test_rebuilds_repeat_and_leave_other_queues_alone(outbox: Outbox, filler: _F
     for _ in range(2):
         outbox.conn.execute("select relay.rebuild_queue('mail')")
         fill(outbox, filler)
-        assert amounts(outbox, "mail") == amounts(outbox, "other") == [1, 2, 3]
+        assert enqueued(outbox, "mail") == enqueued(outbox, "other") == [1, 2, 3]
     assert outbox.value("select relay.complete('other', %s, %s)", (leased, attempt))
     publish(outbox, 4)
     outbox.drain(outbox.settings())
-    assert amounts(outbox, "mail") == [1, 2, 3, 4]
-    assert amounts(outbox, "other") == [2, 3, 4]
+    assert enqueued(outbox, "mail") == [1, 2, 3, 4]
+    assert enqueued(outbox, "other") == [2, 3, 4]
 
 
 def test_a_gap_in_the_numbers_ends_no_fill(outbox: Outbox, filler: _Filler) -> None:
@@ -105,8 +96,8 @@ def test_a_gap_in_the_numbers_ends_no_fill(outbox: Outbox, filler: _Filler) -> N
     declare(outbox, "mail")
     declare(outbox, "late", start="500")
     fill(outbox, filler)
-    assert amounts(outbox, "mail") == [1, 2]
-    assert amounts(outbox, "late") == [2]
+    assert enqueued(outbox, "mail") == [1, 2]
+    assert enqueued(outbox, "late") == [2]
 
 
 def test_an_empty_log_and_one_where_nothing_matches_are_filled(
@@ -119,8 +110,8 @@ def test_an_empty_log_and_one_where_nothing_matches_are_filled(
     outbox.drain(outbox.settings())
     declare(outbox, "other", match='{"event_type": "mail.*"}')
     fill(outbox, filler)
-    assert amounts(outbox, "empty") == [1]
-    assert not amounts(outbox, "other")
+    assert enqueued(outbox, "empty") == [1]
+    assert not enqueued(outbox, "other")
 
 
 def test_a_start_that_the_log_no_longer_has_is_its_oldest_event(
@@ -134,7 +125,7 @@ def test_a_start_that_the_log_no_longer_has_is_its_oldest_event(
     _, begins = plan_rebuild(outbox.settings(), "mail", "1")
     assert begins == "at c_offset 3, the oldest event"
     fill(outbox, filler)
-    assert amounts(outbox, "mail") == [3, 4, 5]
+    assert enqueued(outbox, "mail") == [3, 4, 5]
     (warning,) = [each for each in caplog.records if each.levelname == "WARNING"]
     assert warning.getMessage() == "the log no longer has the events that a queue is to begin with"
 
@@ -155,9 +146,9 @@ def test_a_crash_before_the_progress_is_stored_fills_nothing_twice(
         patch.setattr(queue_fills, "end", crash)
         with pytest.raises(psycopg.OperationalError):
             filler.fill(asked)
-    assert not amounts(outbox, "mail")
+    assert not enqueued(outbox, "mail")
     fill(outbox, filler)
-    assert amounts(outbox, "mail") == [1, 2, 3]
+    assert enqueued(outbox, "mail") == [1, 2, 3]
 
 
 def test_a_transaction_that_was_open_all_the_while_is_not_missed(
@@ -171,7 +162,7 @@ def test_a_transaction_that_was_open_all_the_while_is_not_missed(
         declare(outbox, "mail")
         declare(outbox, "from", start="2")
         fill(outbox, filler)
-        assert amounts(outbox, "mail") == amounts(outbox, "from") == [2]
+        assert enqueued(outbox, "mail") == enqueued(outbox, "from") == [2]
         late.commit()
     outbox.drain(outbox.settings())
-    assert amounts(outbox, "mail") == amounts(outbox, "from") == [2, 1]
+    assert enqueued(outbox, "mail") == enqueued(outbox, "from") == [2, 1]

@@ -22,21 +22,15 @@ from tests.webhook import Webhook
 
 COLUMNS = """(id uuid default gen_random_uuid(), host_id uuid not null, event_type text default 'e', payload jsonb,
               transaction_id uuid, part text not null default 'a', c_xid xid8 default pg_current_xact_id(),
-              c_offset bigint {numbered})"""
+              c_offset bigint)"""
 INTO_T = "insert into t values (%(id)s, (%(payload)s->>'n')::int)"
 LEAST, GREATEST = -(2**63), 2**63 - 1
-
-
-def plain(numbered: str = "") -> str:
-    return f"create table own {COLUMNS.format(numbered=numbered)}"
-
-
-def partitioned(numbered: str = "") -> str:
-    return f"""
-        {plain(numbered)} partition by list (part);
-        create table own_a partition of own for values in ('a');
-        create table own_b partition of own for values in ('b');
-    """
+PLAIN = f"create table own {COLUMNS}"
+PARTITIONED = f"""
+    {PLAIN} partition by list (part);
+    create table own_a partition of own for values in ('a');
+    create table own_b partition of own for values in ('b');
+"""
 
 
 @pytest.fixture
@@ -92,7 +86,7 @@ def test_rows_of_a_commit_may_share_their_number(
     own: Outbox, mode: str, rows: int, business: bool
 ) -> None:
     """1 of 4 was dropped without a word."""
-    own.conn.execute(partitioned().encode())
+    own.conn.execute(PARTITIONED.encode())
     settings = settings_of(own, mode)
     own.install_again(settings)
     with relaying(settings):
@@ -110,7 +104,7 @@ def test_rows_of_a_commit_may_share_their_number(
 
 
 def test_events_of_a_commit_may_share_their_id(own: Outbox) -> None:
-    own.conn.execute(partitioned().encode())
+    own.conn.execute(PARTITIONED.encode())
     settings = settings_of(own)
     own.install_again(settings)
     with relaying(settings):
@@ -128,7 +122,7 @@ def test_events_of_a_commit_may_share_their_id(own: Outbox) -> None:
 @pytest.mark.parametrize("offsets", ["sequence", "gapless"])
 def test_a_row_that_its_commit_moves_is_one_event(own: Outbox, offsets: str) -> None:
     """The WAL has it twice; gapless gave the second a number of its own, and the event was applied twice."""
-    own.conn.execute(partitioned().encode())
+    own.conn.execute(PARTITIONED.encode())
     settings = settings_of(own, source={"offsets": offsets})
     own.install_again(settings)
     with relaying(settings):
@@ -146,7 +140,7 @@ def test_a_row_that_its_commit_moves_is_one_event(own: Outbox, offsets: str) -> 
 @pytest.mark.parametrize("mode", ["auto", "poll", "wal"])
 def test_numbers_at_their_limits_are_events_like_others(own: Outbox, mode: str) -> None:
     """-2^63 was never polled; 2^63 - 1 ended relay for everybody, also when the row was deleted."""
-    own.conn.execute(plain().encode())
+    own.conn.execute(PLAIN.encode())
     settings = settings_of(own, mode)
     own.install_again(settings)
     for number, offset in enumerate([LEAST, LEAST, -1, 0, GREATEST, GREATEST], 1):
@@ -163,7 +157,7 @@ def test_numbers_at_their_limits_are_events_like_others(own: Outbox, mode: str) 
 
 
 def test_a_sink_reads_rows_from_before_relay_whatever_their_numbers_are(own: Outbox) -> None:
-    own.conn.execute(plain().encode())
+    own.conn.execute(PLAIN.encode())
     own.conn.execute("alter table own drop column c_xid")
     for number, offset in enumerate([LEAST, -5, 0, 7, GREATEST - 2**62], 1):
         publish(own, number, offset=offset)
@@ -181,7 +175,7 @@ def test_a_sink_reads_rows_from_before_relay_whatever_their_numbers_are(own: Out
 @pytest.mark.parametrize("offsets", ["sequence", "gapless"])
 def test_init_does_not_number_after_the_last_number(own: Outbox, offsets: str) -> None:
     """Nobody could publish then."""
-    own.conn.execute(plain().encode())
+    own.conn.execute(PLAIN.encode())
     publish(own, 1, offset=GREATEST)
     with pytest.raises(ConfigurationError, match="too few numbers are left"):
         own.install_again(settings_of(own, source={"offsets": offsets}))
@@ -197,14 +191,14 @@ FORGED = (
 
 @pytest.mark.parametrize(
     ("table", "xid", "others"),
-    [(plain, 4_000_000_000, 0), (plain, 2**64 - 1, 60), (partitioned, 2**32 * 3, 60)],
+    [(PLAIN, 4_000_000_000, 0), (PLAIN, 2**64 - 1, 60), (PARTITIONED, 2**32 * 3, 60)],
     ids=["alone", "among others", "partitioned"],
 )
 def test_a_forged_xid_is_a_dead_letter_and_ends_nobody(
-    own: Outbox, table: Any, xid: int, others: int
+    own: Outbox, table: str, xid: int, others: int
 ) -> None:
     """It was passed over, and ended the group at its next start."""
-    own.conn.execute(table().encode())
+    own.conn.execute(table.encode())
     settings = settings_of(own)
     own.install_again(settings)
     dead = "select exception from relay.dead_letter_queue where payload->>'n' = '1000'"
@@ -230,7 +224,7 @@ def test_a_forged_xid_is_a_dead_letter_and_ends_nobody(
 
 
 def test_a_forged_xid_that_nobody_has_seen_is_named(own: Outbox) -> None:
-    own.conn.execute(plain().encode())
+    own.conn.execute(PLAIN.encode())
     settings = settings_of(own, "poll")
     own.install_again(settings)
     own.conn.execute(FORGED, (host(1), Jsonb({"n": 1}), host(3), 4_000_000_000))
@@ -241,7 +235,7 @@ def test_a_forged_xid_that_nobody_has_seen_is_named(own: Outbox) -> None:
 def test_a_forged_xid_is_named_while_relay_polls(
     own: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own.conn.execute(plain().encode())
+    own.conn.execute(PLAIN.encode())
     settings = settings_of(own, "poll")
     own.install_again(settings)
     with relaying(settings):

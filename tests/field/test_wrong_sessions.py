@@ -13,6 +13,7 @@ from psycopg.conninfo import conninfo_to_dict
 from relay.config.effects import Effects
 from relay.faults import FaultAction, action_for
 from relay.pipeline.deferral import rekey
+from relay.retention import schedule
 from relay.retention.schedule import Schedule
 from relay.source.stream.walsender import open_replication
 from relay.store import presence
@@ -45,13 +46,16 @@ def read_only(outbox: Outbox, role: str) -> Iterator[None]:
         outbox.conn.execute(f"alter role {role} reset default_transaction_read_only".encode())
 
 
+@pytest.mark.parametrize("mode", ["auto", "poll"])
 def test_a_read_only_session_of_the_target_is_not_kept(
-    outbox: Outbox, caplog: pytest.LogCaptureFixture
+    outbox: Outbox, caplog: pytest.LogCaptureFixture, mode: str
 ) -> None:
     """goldsky-io/streamling#65, laravel/framework#53404, cloudnative-pg/cloudnative-pg#1254."""
     with ExitStack() as stack:
         role, dsn = stack.enter_context(outbox.limited_role())
-        stack.enter_context(relaying(outbox.settings(target={"dsn": dsn})))
+        source = {**outbox.config()["source"], "mode": mode}
+        settings = outbox.settings(source=source, target={"dsn": dsn}, poll={"wait_period_ms": 20})
+        stack.enter_context(relaying(settings))
         outbox.publish(host(1), event(1))
         outbox.wait_handled()
         with read_only(outbox, role):
@@ -82,25 +86,8 @@ def test_a_sink_whose_claim_is_read_only_is_claimed_again(
         outbox.wait_delivered("hook", RECOVERS_SECONDS)
 
 
-def test_polling_goes_on_after_a_target_was_read_only(
-    outbox: Outbox, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = {**outbox.config()["source"], "mode": "poll"}
-    with ExitStack() as stack:
-        role, dsn = stack.enter_context(outbox.limited_role())
-        settings = outbox.settings(source=source, target={"dsn": dsn}, poll={"wait_period_ms": 20})
-        stack.enter_context(relaying(settings))
-        outbox.publish(host(1), event(1))
-        outbox.wait_handled()
-        with read_only(outbox, role):
-            outbox.publish(host(2), event(2))
-            wait_until(lambda: read_only_faults(caplog))
-        outbox.wait_handled(RECOVERS_SECONDS)
-    outbox.assert_exact()
-
-
 def test_retention_goes_on_after_a_source_was_read_only(
-    outbox: Outbox, caplog: pytest.LogCaptureFixture
+    outbox: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """citusdata/pg_cron#270, brendanlong/lion-reader#1390."""
     caplog.set_level("INFO")
@@ -111,14 +98,15 @@ def test_retention_goes_on_after_a_source_was_read_only(
     outbox.conn.execute("delete from relay.readers")
     name = conninfo_to_dict(outbox.dsn)["dbname"]
     outbox.conn.execute(f"alter database {name} set default_transaction_read_only = on".encode())
-    schedule = Schedule(settings, lambda: None, note_seconds=0.05)
-    schedule.start()
+    monkeypatch.setattr(schedule, "NOTE_SECONDS", 0.05)
+    retention = Schedule(settings, lambda: None)
+    retention.start()
     try:
         wait_until(lambda: read_only_faults(caplog))
         outbox.conn.execute(f"alter database {name} reset default_transaction_read_only".encode())
         wait_until(lambda: bool(outbox.column("select 1 from relay.readers")))
     finally:
-        schedule.close()
+        retention.close()
 
 
 def test_every_connection_asks_whether_its_server_is_still_there(outbox: Outbox) -> None:

@@ -161,7 +161,8 @@ def test_settings_apply_and_change_at_a_restart(folder: Path) -> None:
     with Cluster(folder / "cluster", settings={"max_replication_slots": "3"}) as cluster:
         assert one(cluster, "show max_replication_slots") == "3"
         cluster.settings["wal_level"] = "replica"
-        cluster.restart()
+        cluster.stop()
+        cluster.start()
         assert one(cluster, "show wal_level") == "replica"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from relay.admin.status import read
+from relay.observe import engines
 from relay.observe.engines import EngineCounts
 from relay.spark.session import Session
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -82,18 +83,19 @@ def test_guarded_batches_are_told_apart(outbox: Outbox) -> None:
 
 
 def test_counts_are_stored_together_and_kept_while_the_target_is_away(
-    outbox: Outbox, caplog: pytest.LogCaptureFixture
+    outbox: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("DEBUG", "relay")
+    monkeypatch.setattr(engines, "STORE_SECONDS", 0.01)
     group = outbox.settings().group
-    away = EngineCounts("host=/nowhere dbname=none", group, interval=0.01)
+    away = EngineCounts("host=/nowhere dbname=none", group)
     away.start()
     away.durable(batch(1, 0), OUTCOME, 0.1)
     wait_until(lambda: "cannot write counts of the engines" in caplog.messages)
     away._dsn = outbox.dsn
     wait_until(lambda: applied(outbox) == {("inline", ""): 3})
     away.close()
-    counts = EngineCounts(outbox.dsn, group, interval=0.01)
+    counts = EngineCounts(outbox.dsn, group)
     counts.start()
     for number in range(3):
         counts.durable(batch(number, 0), OUTCOME, 0.1)

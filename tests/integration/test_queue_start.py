@@ -25,25 +25,9 @@ from relay.source.outbox.differences import Difference
 from relay.store import queue_fills
 from relay.store.connections import connect
 from relay.store.dead_letters.selection import DeadLetterSelection
+from tests.integration.test_work_queues import declare, enqueued
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import Running, relay, running
-
-
-def declare(outbox: Outbox, name: str = "mail", **more: Any) -> bool:
-    """Declare a queue; returns whether anything changed."""
-    arguments = ", ".join(f'"{key}" => %s' for key in ("name", *more))
-    return bool(outbox.value(f"select relay.declare_queue({arguments})", [name, *more.values()]))
-
-
-def amounts(outbox: Outbox, queue: str = "mail") -> list[Any]:
-    """The amounts of the messages in a queue, in order."""
-    return outbox.column(
-        """
-        select (payload ->> 'amount')::int from relay.queue_messages as m join relay.queues as q on q.id = m.queue_id
-         where q.name = %s order by m.id
-        """,
-        (queue,),
-    )
 
 
 def wait_filled(outbox: Outbox, queue: str = "mail") -> None:
@@ -65,7 +49,7 @@ def test_a_queue_has_what_was_published_before_it_was_declared(outbox: Outbox) -
         wait_filled(outbox)
         outbox.publish(host(2), event(5))
         outbox.wait_handled()
-    assert amounts(outbox) == [1, 2, 4, 5]
+    assert enqueued(outbox) == [1, 2, 4, 5]
     outbox.assert_exact()
 
 
@@ -89,9 +73,9 @@ def test_a_queue_begins_at_a_c_offset_or_a_time(outbox: Outbox) -> None:
         outbox.wait_handled()
         # A later declaration does not repeat it.
         assert not declare(outbox, "large", start="1", where="$.payload.amount > 9", key="host")
-    assert amounts(outbox, "number") == [2, 20, 3, 30, 4, 50]
-    assert amounts(outbox, "time") == [4, 50]
-    assert amounts(outbox, "large") == [10, 20, 30, 50]
+    assert enqueued(outbox, "number") == [2, 20, 3, 30, 4, 50]
+    assert enqueued(outbox, "time") == [4, 50]
+    assert enqueued(outbox, "large") == [10, 20, 30, 50]
 
 
 @pytest.mark.parametrize("start", ["", "-1", "now then", "infinity", "16/B374D848", "end"])
@@ -123,14 +107,14 @@ def test_what_is_deferred_or_dead_comes_with_its_retry_or_replay(outbox: Outbox)
         )
         declare(outbox, start="beginning")
         wait_filled(outbox)
-        assert amounts(outbox) == [1]
+        assert enqueued(outbox) == [1]
         outbox.conn.execute("update relay.deferred set retry_at = now()")
-        wait_until(lambda: amounts(outbox) == [1, 2])
+        wait_until(lambda: enqueued(outbox) == [1, 2])
         outbox.conn.execute("alter table projection drop constraint projection_amount_check")
         letters = DeadLetters(settings, outbox.conn)
         letters.replay(letters.find(DeadLetterSelection()), "the column takes them now")
         wait_until(lambda: outbox.handled() == 4)
-    assert sorted(amounts(outbox)) == [-3, 1, 2]
+    assert sorted(enqueued(outbox)) == [-3, 1, 2]
 
 
 def filler(outbox: Outbox, settings: Settings) -> _Filler:
@@ -165,7 +149,7 @@ def test_what_is_passed_by_and_applied_before_the_end_is_put_in_before_what_foll
         assert filling.fill(fill)
     outbox.publish(host(1), event(3))
     outbox.drain(settings)
-    assert amounts(outbox) == [2, 1, 3]
+    assert enqueued(outbox) == [2, 1, 3]
     assert outbox.value("select count(*) from relay.queue_fill_deferred") == 0
 
 
@@ -183,7 +167,7 @@ def test_a_handler_of_a_queue_is_filled_by_its_routes(outbox: Outbox) -> None:
         wait_filled(outbox)
         outbox.publish(host(1), event(3, "order.large"), event(4))
         outbox.wait_handled()
-    assert amounts(outbox) == [2, 3]
+    assert enqueued(outbox) == [2, 3]
 
 
 def test_an_event_that_cannot_be_put_in_is_a_dead_letter_of_the_queue(outbox: Outbox) -> None:
@@ -195,7 +179,7 @@ def test_an_event_that_cannot_be_put_in_is_a_dead_letter_of_the_queue(outbox: Ou
     source = {**outbox.config()["source"], "max_event_bytes": 50_000}
     with relaying(outbox.settings(source=source)):
         wait_filled(outbox)
-    assert amounts(outbox) == [1, 3]
+    assert enqueued(outbox) == [1, 3]
     (error,) = outbox.column("select error from relay.queue_items where state = 'dead'")
     assert error.startswith(
         "relay cannot put it into the queue: NotReceived: payload and metadata are too large"
@@ -224,7 +208,7 @@ def test_a_rebuild_empties_the_queue_and_fills_it_again(outbox: Outbox, tmp_path
         wait_filled(outbox)
         outbox.publish(host(5), event(5))
         outbox.wait_handled()
-    assert amounts(outbox) == [1, 2, 3, 4, 5]
+    assert enqueued(outbox) == [1, 2, 3, 4, 5]
     assert not outbox.value("select relay.complete('mail', %s, %s)", (leased, attempt))
     assert outbox.column("select action from relay.actions") == ["queue rebuild"]
     assert not outbox.column("select 1 from relay.queue_dead_letters")
@@ -275,8 +259,8 @@ def test_a_fill_that_cannot_go_on_says_why_and_harms_no_other_queue(
         outbox.wait_handled()
         relay("queue", "rebuild", "mail", "--from", "2", "--yes", "--config", str(config))
         wait_filled(outbox)
-    assert amounts(outbox) == [2]
-    assert amounts(outbox, "other") == [1, 2]
+    assert enqueued(outbox) == [2]
+    assert enqueued(outbox, "other") == [1, 2]
 
 
 def test_retention_keeps_the_log_for_a_fill_until_it_gives_it_up(outbox: Outbox) -> None:
@@ -296,7 +280,7 @@ def test_retention_keeps_the_log_for_a_fill_until_it_gives_it_up(outbox: Outbox)
         (fill,) = queue_fills.open_fills(conn, "default")
         with pytest.raises(ConfigurationError, match="retention has given up the fill"):
             filling.fill(fill)
-        assert not amounts(outbox)
+        assert not enqueued(outbox)
         outbox.conn.execute("select relay.drop_queue('mail')")
         with pytest.raises(_Moved):
             filling.fill(fill)
@@ -318,7 +302,7 @@ def test_a_queue_of_the_configuration_is_filled_once_in_portions(
     with relaying(settings):
         outbox.publish(host(1), event(1))
         outbox.wait_handled()
-    assert len(amounts(outbox)) == 121
+    assert len(enqueued(outbox)) == 121
     assert_filled(outbox, "mail")
 
 

@@ -101,11 +101,8 @@ def insert(oid: int, new: Sequence[Cell]) -> bytes:
     return b"I" + int32(oid) + b"N" + tuple_data(new)
 
 
-def update(
-    oid: int, new: Sequence[Cell], old_kind: str = "", old: Sequence[Cell] | None = None
-) -> bytes:
-    before = b"" if old is None else old_kind.encode() + tuple_data(old)
-    return b"U" + int32(oid) + before + b"N" + tuple_data(new)
+def update(oid: int, new: Sequence[Cell]) -> bytes:
+    return b"U" + int32(oid) + b"N" + tuple_data(new)
 
 
 def delete(oid: int, old_kind: str, old: Sequence[Cell]) -> bytes:
