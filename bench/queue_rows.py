@@ -213,60 +213,51 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 
 def held(plan: Plan) -> Iterator[Workload]:
-    """What a call of `relay.take` costs while somebody holds a snapshot, in the first and the last thirtieth."""
+    """What a call of `relay.take` costs while somebody holds a snapshot."""
     outbox = Outbox(plan.cluster, "queues_held")
     declare(outbox, "mail", f"{outbox.name}_base", None)
-    put = "select relay.enqueue('mail', '{}') from generate_series(1, 10)"
+    yield under_a_snapshot(plan, outbox, "queues-held", "rounds of ten messages", take_ten)
 
-    def take() -> int:
-        return len(outbox.conn.execute("select id from relay.take('mail', 10)").fetchall())
 
-    yield under_a_snapshot(
-        plan,
-        "queues-held",
-        outbox,
-        "rounds of ten messages",
-        lambda: outbox.conn.execute(put),
-        take,
-    )
+def take_ten(outbox: Outbox) -> float:
+    """Enqueue ten messages and take them; returns the milliseconds of the latter."""
+    outbox.conn.execute("select relay.enqueue('mail', '{}') from generate_series(1, 10)")
+    at = time.perf_counter()
+    taken = outbox.conn.execute("select id from relay.take('mail', 10)").fetchall()
+    took = (time.perf_counter() - at) * 1e3
+    if len(taken) != 10:
+        raise AssertionError(f"{len(taken)} of 10 messages")
+    return took
 
 
 def under_a_snapshot(
-    plan: Plan,
-    name: str,
-    outbox: Outbox,
-    what: str,
-    put: Callable[[], object],
-    take: Callable[[], int],
+    plan: Plan, outbox: Outbox, name: str, turns: str, turn: Callable[[Outbox], float]
 ) -> Workload:
-    """Put and take the same number again and again, evenly over a time in which somebody holds a snapshot."""
+    """What `turn` costs while somebody holds a snapshot, in the first and the last thirtieth of the time."""
     minutes = plan.minutes or (0.2 if plan.quick else 2.0)
     rounds = 2_000 if plan.quick else 20_000
-
-    def measure() -> Rows:
-        took: list[float] = []
-        numbers: set[int] = set()
-        with held_snapshot(outbox.dsn):
-            began = time.monotonic()
-            for number in range(rounds):
-                time.sleep(max(0.0, began + number * minutes * 60 / rounds - time.monotonic()))
-                put()
-                at = time.perf_counter()
-                numbers.add(take())
-                took.append((time.perf_counter() - at) * 1e3)
-                if len(numbers) != 1:
-                    raise AssertionError(f"round {number} took one of {numbers}")
-        part = max(rounds // 30, 20)
-        # The first calls of a session plan its statements.
-        return {FIRST: percentiles(took[20 : 20 + part]), LAST: percentiles(took[-part:])}
-
-    together = Together(measure)
+    together = Together(partial(first_and_last, outbox, turn, rounds, minutes * 60))
     return Workload(
         name,
-        f"{rounds:,} {what} in {minutes:g} minutes under a held snapshot; milliseconds",
+        f"{rounds:,} {turns} in {minutes:g} minutes under a held snapshot; milliseconds",
         [together.contender(FIRST, FIRST), together.contender(LAST, FIRST)],
         [Goal(LAST, "p50", FLAT, FIRST)],
     )
+
+
+def first_and_last(
+    outbox: Outbox, turn: Callable[[Outbox], float], rounds: int, seconds: float
+) -> Rows:
+    """Call `turn` again and again, evenly over a time; it returns what it took, in milliseconds."""
+    took: list[float] = []
+    with held_snapshot(outbox.dsn):
+        began = time.monotonic()
+        for number in range(rounds):
+            time.sleep(max(0.0, began + number * seconds / rounds - time.monotonic()))
+            took.append(turn(outbox))
+    part = max(rounds // 30, 20)
+    # The first calls of a session plan its statements.
+    return {FIRST: percentiles(took[20 : 20 + part]), LAST: percentiles(took[-part:])}
 
 
 def percentiles(values: list[float]) -> Measurement:

@@ -55,6 +55,6 @@ def test_relay_fills_as_many_queues_as_are_declared(outbox: Outbox, plan: Plan) 
 
 def test_takes_under_a_snapshot_have_two_parts(outbox: Outbox) -> None:
     queue_rows.declare(outbox, "mail", f"{outbox.name}_base", None)
-    rows = queue_rows.take_under_a_snapshot(outbox, 60, 0.1)
+    rows = queue_rows.first_and_last(outbox, queue_rows.take_ten, 60, 0.1)
     assert rows.keys() == {queue_rows.FIRST, queue_rows.LAST}
     assert all(figures["p50"] > 0 for figures in rows.values())

@@ -51,6 +51,6 @@ def test_pages_are_of_the_backlog(outbox: Outbox) -> None:
 
 def test_turns_under_a_snapshot_have_two_parts(outbox: Outbox) -> None:
     outbox.conn.execute("select relay.declare_reader('held')")
-    rows = readers.read_under_a_snapshot(outbox, 60, 0.1)
+    rows = queue_rows.first_and_last(outbox, readers.read_five, 60, 0.1)
     assert rows.keys() == {queue_rows.FIRST, queue_rows.LAST}
     assert all(figures["p50"] > 0 for figures in rows.values())
