@@ -304,8 +304,9 @@ class KafkaCluster:
             lib.rd_kafka_mock_cluster_new(self._client, len(self._BROKERS))
         )
         self._servers = lib.rd_kafka_mock_cluster_bootstraps(self._cluster).decode()
+        lib.rd_kafka_mock_group_initial_rebalance_delay_ms(self._cluster, 0)
         # 96 partitions: one keeps no more than 5 MB.
-        lib.rd_kafka_mock_topic_create(self._cluster, f"shop.{TYPE}".encode(), 96, 1)
+        self.create_topic(f"shop.{TYPE}", 96)
         self.handler: dict[str, Any] = {"type": "kafka", "bootstrap": self._servers.split(",")}
 
     def __enter__(self) -> Self:
@@ -322,6 +323,18 @@ class KafkaCluster:
     def kill(self) -> None:
         for broker in self._BROKERS:
             self._lib.rd_kafka_mock_broker_set_down(self._cluster, broker)
+
+    def create_topic(self, name: str, partitions: int = 1) -> None:
+        self._lib.rd_kafka_mock_topic_create(self._cluster, name.encode(), partitions, 1)
+
+    def delete_topic(self, name: str) -> None:
+        self._lib.rd_kafka_mock_topic_delete(self._cluster, name.encode())
+
+    def delete_records(self, topic: str, before: int) -> None:
+        """Delete the messages of partition 0 with offsets below a number."""
+        self._lib.rd_kafka_mock_partition_delete_records(
+            self._cluster, topic.encode(), 0, ctypes.c_int64(before)
+        )
 
     def slow_down(self, milliseconds: int) -> None:
         """Delay the answer to each request."""

@@ -862,29 +862,46 @@ def _servers(value: str) -> str:
     return value
 
 
-_SET_BY_RELAY = {
-    **dict.fromkeys(("bootstrap.servers", "metadata.broker.list"), "set the key bootstrap"),
-    **dict.fromkeys(
-        ("delivery.timeout.ms", "message.timeout.ms"), "set the key timeout, in seconds"
-    ),
-    "enable.idempotence": "its producers are idempotent, which keeps the order: remove it",
-}
-"""Settings of librdkafka in whose place relay has keys, or no choice."""
+class KafkaServers(Section):
+    """The cluster of Kafka."""
+
+    SET_BY_RELAY: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("bootstrap.servers", "metadata.broker.list"), "set the key bootstrap"
+    )
+    """Settings of librdkafka in whose place relay has keys, or no choice, and what to do instead."""
+
+    bootstrap: Own[Annotated[list[Annotated[str, AfterValidator(_servers)]], Field(min_length=1)]]
+    """The bootstrap servers, as host:port."""
+    conf: Alike[dict[str, Secret]] = Field(default_factory=dict)
+    """More settings of librdkafka."""
+
+    @field_validator("conf")
+    @classmethod
+    def _leaves_relay_its_own(cls, value: dict[str, SecretStr]) -> dict[str, SecretStr]:
+        for name, key in cls.SET_BY_RELAY.items():
+            if name in value:
+                raise ValueError(f"{name} is set by relay: {key}")
+        if "oauth_cb" in value and not isinstance(value["oauth_cb"], CallSecret):
+            raise ValueError("oauth_cb needs a function: write oauth_cb: {call: module:function}")
+        return value
 
 
-class KafkaHandler(BrokerHandler):
+class KafkaHandler(KafkaServers, BrokerHandler):
     """Kafka; `conf` has further settings of librdkafka."""
 
     # Of the broker, and of the programs of its platform, which read them at their start.
     RESERVED = ("__", "_schemas", "_confluent")
+    SET_BY_RELAY: ClassVar[dict[str, str]] = {
+        **KafkaServers.SET_BY_RELAY,
+        **dict.fromkeys(
+            ("delivery.timeout.ms", "message.timeout.ms"), "set the key timeout, in seconds"
+        ),
+        "enable.idempotence": "its producers are idempotent, which keeps the order: remove it",
+    }
 
     type: Alike[Literal["kafka"]]
-    bootstrap: Own[Annotated[list[Annotated[str, AfterValidator(_servers)]], Field(min_length=1)]]
-    """The bootstrap servers, as host:port."""
     key: Alike[Named] = "{host_id}"
     """A template over the event's fields: the message's key, which determines the partition."""
-    conf: Alike[dict[str, Secret]] = Field(default_factory=dict)
-    """More settings of librdkafka."""
 
     @field_validator("conf")
     @classmethod
@@ -892,11 +909,6 @@ class KafkaHandler(BrokerHandler):
         for name in ("transactional.id", "delivery.report.only.error"):
             if name in value:
                 raise ValueError(f"with {name} no message would be confirmed: remove it")
-        for name, key in _SET_BY_RELAY.items():
-            if name in value:
-                raise ValueError(f"{name} is set by relay: {key}")
-        if "oauth_cb" in value and not isinstance(value["oauth_cb"], CallSecret):
-            raise ValueError("oauth_cb needs a function: write oauth_cb: {call: module:function}")
         return value
 
     @property

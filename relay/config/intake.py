@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from relay.config.handlers import NatsServers, RabbitmqServer
+from relay.config.handlers import KafkaServers, NatsServers, RabbitmqServer
 from relay.config.types import Seconds, Section
 
 _Named = Annotated[str, Field(min_length=1, max_length=255)]
@@ -22,6 +22,12 @@ def _nats_name(value: str) -> str:
 _NatsName = Annotated[str, AfterValidator(_nats_name)]
 
 
+def _kafka_topic(value: str) -> str:
+    if not re.fullmatch(r"[\w.-]{1,249}", value, re.ASCII) or value in (".", ".."):
+        raise ValueError("must be a topic of Kafka: up to 249 letters, digits and . _ -")
+    return value
+
+
 class BrokerSource(Section):
     """The keys of every intake."""
 
@@ -30,6 +36,26 @@ class BrokerSource(Section):
     intake stands still at it, and tries again; `reject`: the broker is told so, and the next message comes."""
     timeout: Seconds = 10.0
     """The seconds that the broker has to accept a connection, and to answer."""
+
+
+class KafkaSource(KafkaServers, BrokerSource):
+    """The messages of topics of Kafka; one that is rejected stays in its topic, and the next one comes."""
+
+    SET_BY_RELAY: ClassVar[dict[str, str]] = {
+        **KafkaServers.SET_BY_RELAY,
+        "group.id": "set the key group",
+        **dict.fromkeys(
+            ("enable.auto.commit", "enable.auto.offset.store"),
+            "offsets are committed after the events: remove it",
+        ),
+        "enable.partition.eof": "remove it",
+    }
+
+    type: Literal["kafka"]
+    topics: Annotated[list[Annotated[str, AfterValidator(_kafka_topic)]], Field(min_length=1)]
+    """The topics, which exist."""
+    group: _Named
+    """The consumer group, which keeps the offsets."""
 
 
 class NatsSource(NatsServers, BrokerSource):
@@ -52,6 +78,10 @@ class RabbitmqSource(RabbitmqServer, BrokerSource):
     """The queue, which exists."""
 
 
-IntakeSettings = Annotated[NatsSource | RabbitmqSource, Field(discriminator="type")]
-INTAKES: dict[str, type[BrokerSource]] = {"nats": NatsSource, "rabbitmq": RabbitmqSource}
+IntakeSettings = Annotated[KafkaSource | NatsSource | RabbitmqSource, Field(discriminator="type")]
+INTAKES: dict[str, type[BrokerSource]] = {
+    "kafka": KafkaSource,
+    "nats": NatsSource,
+    "rabbitmq": RabbitmqSource,
+}
 """The settings of each type of intake."""

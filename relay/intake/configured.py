@@ -13,7 +13,7 @@ from relay.faults import ConfigurationError
 from relay.intake.consuming import BrokerIntake, MessageFeed
 from relay.intake.messages import MessageReader
 
-_FEEDS = {"nats": "NatsFeed", "rabbitmq": "RabbitmqFeed"}
+_FEEDS = {"kafka": "KafkaFeed", "nats": "NatsFeed", "rabbitmq": "RabbitmqFeed"}
 
 
 def intakes(

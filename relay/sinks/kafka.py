@@ -19,7 +19,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 from confluent_kafka import Message as Delivered
 from pydantic import SecretStr
 
-from relay.config.handlers import KafkaHandler
+from relay.config.handlers import KafkaHandler, KafkaServers
 from relay.config.secrets import CallSecret, file_mark, known_text, marks
 from relay.faults import (
     ConfigurationError,
@@ -50,7 +50,7 @@ _LINGER_MS = 0.5
 """Short, since concurrent deliveries share batches without it, and a single one should not wait."""
 
 
-_OF_CREDENTIALS = frozenset(
+OF_CREDENTIALS = frozenset(
     {KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED, KafkaError._SSL}
 )
 """Errors of a connection whose credentials or certificates are refused."""
@@ -84,12 +84,10 @@ class Kafka:
         self._settings = settings
         self._producers: dict[str, _Producer] = {}
         self._making = asyncio.Lock()
-        conf = self._conf(_text_or_placeholder)
         is_called = any(isinstance(each, CallSecret) for each in settings.conf.values())
-        if is_called:
-            # Whether the client knows all settings shows without a connection, which needs the secrets.
-            conf["bootstrap.servers"] = ""
-            conf |= {_TOKEN: _placeholder_token} if _TOKEN in conf else {}
+        # What the functions return is needed for a connection only.
+        known = unconnected_conf(settings) if is_called else client_conf(settings)
+        conf = self._conf(known)
         try:
             producer = _Producer(conf, self._marks())
         except KafkaException as error:
@@ -161,20 +159,12 @@ class Kafka:
 
     def _made(self, more: Mapping[str, Any], marks: Hashable) -> _Producer:
         """A producer with the newest secrets; with a function for tokens this waits for the first one."""
-        conf = self._conf(read)
-        if _TOKEN in conf:
-            # The client would report a fault only after ten seconds, and not which.
-            read(f"conf.{_TOKEN}", self._settings.conf[_TOKEN])
-        return _Producer({**conf, **more}, marks)
+        return _Producer({**self._conf(client_conf(self._settings)), **more}, marks)
 
-    def _conf(self, text_of: Callable[[str, SecretStr], str]) -> dict[str, Any]:
-        conf = self._settings.conf
-        texts = {key: text_of(f"conf.{key}", value) for key, value in conf.items() if key != _TOKEN}
+    def _conf(self, conf: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "bootstrap.servers": ",".join(self._settings.bootstrap),
             "linger.ms": _LINGER_MS,
-            **texts,
-            **({_TOKEN: partial(_token, conf[_TOKEN])} if _TOKEN in conf else {}),
+            **conf,
             "enable.idempotence": True,
             "delivery.timeout.ms": int(self._settings.timeout * 1000),
         }
@@ -188,6 +178,29 @@ class Kafka:
         retired = asyncio.create_task(producer.retire(self._settings.timeout))
         self._retired.add(retired)
         retired.add_done_callback(self._retired.discard)
+
+
+def client_conf(
+    servers: KafkaServers, text_of: Callable[[str, SecretStr], str] = read
+) -> dict[str, Any]:
+    """The settings of a client for a cluster. Raises SecretUnavailable.
+
+    With a function for tokens this waits for the first one: the client would report a fault only after ten seconds, and
+    not which.
+    """
+    conf: dict[str, Any] = {
+        key: text_of(f"conf.{key}", value) for key, value in servers.conf.items()
+    }
+    conf["bootstrap.servers"] = ",".join(servers.bootstrap)
+    if _TOKEN in conf:
+        conf[_TOKEN] = partial(_token, servers.conf[_TOKEN])
+    return conf
+
+
+def unconnected_conf(servers: KafkaServers) -> dict[str, Any]:
+    """The settings of a client that shows without a connection whether it knows them all."""
+    conf = {**client_conf(servers, _text_or_placeholder), "bootstrap.servers": ""}
+    return conf | ({_TOKEN: _placeholder_token} if _TOKEN in conf else {})
 
 
 def _text_or_placeholder(key: str, secret: SecretStr) -> str:
@@ -235,7 +248,7 @@ class _Producer:
         return Unauthorized(f"{self._refusal}: a broker refuses relay's credentials")
 
     def _note(self, error: KafkaError) -> None:
-        if error.code() in _OF_CREDENTIALS:
+        if error.code() in OF_CREDENTIALS:
             self._refusal = error.name()
 
     async def publish(self, sending: Sending, index: int) -> None:

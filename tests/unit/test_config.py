@@ -330,8 +330,24 @@ def test_an_unknown_key_that_is_like_no_other_suggests_nothing() -> None:
             f"host_id: {UUID(int=1)}}}}}}}",
             "schedules.a: timezone: only cron has one: remove it",
         ),
-        ("intake: {a: {type: kafka}}", "intake.a.type: must be one of nats, rabbitmq"),
-        ("intake: {a: {}}", "intake.a.type: must be one of nats, rabbitmq"),
+        ("intake: {a: {type: redis}}", "intake.a.type: must be one of kafka, nats, rabbitmq"),
+        ("intake: {a: {}}", "intake.a.type: must be one of kafka, nats, rabbitmq"),
+        (
+            "intake: {a: {type: kafka, bootstrap: [h], topics: [], group: g}}",
+            "intake.a.topics: list should have at least 1 item",
+        ),
+        (
+            "intake: {a: {type: kafka, bootstrap: [h], topics: ['^a.*'], group: g}}",
+            "intake.a.topics.0: must be a topic of Kafka: up to 249 letters, digits and . _ -",
+        ),
+        (
+            "intake: {a: {type: kafka, bootstrap: [h], topics: [t], group: g, conf: {group.id: x}}}",
+            "intake.a.conf: group.id is set by relay: set the key group",
+        ),
+        (
+            "intake: {a: {type: kafka, bootstrap: [h], topics: [t], group: g, conf: {enable.auto.commit: 'true'}}}",
+            "intake.a.conf: enable.auto.commit is set by relay: offsets are committed after the events: remove it",
+        ),
         (
             "intake: {a: {type: nats, servers: ['nats://n'], stream: a b, consumer: c}}",
             "intake.a.stream: must be a name of NATS, without spaces and . * > / \\",

@@ -1,0 +1,479 @@
+"""What goes wrong elsewhere where messages of Kafka are consumed and their offsets committed by hand.
+
+Reports: splunk/kafka-connect-splunk#260, redpanda-data/connect#4009, confluentinc/librdkafka#1767 (a partition that was
+lost); spring-projects/spring-kafka#813 and #2222, confluentinc/confluent-kafka-go#193, confluentinc/librdkafka#2557,
+confluentinc/confluent-kafka-dotnet#672 (paused, and a rebalance); confluentinc/confluent-kafka-python#552,
+confluentinc/confluent-kafka-dotnet#785, confluentinc/librdkafka#2971 (max.poll.interval.ms while a database is away);
+confluentinc/librdkafka#1201 and #1540, fede1024/rust-rdkafka#111, Blizzard/node-rdkafka#140 (an unknown topic);
+confluentinc/librdkafka#2933, aio-libs/aiokafka#727, tulios/kafkajs#1466 (a commit that fails in a rebalance);
+jitsucom/jitsu#1491, PostHog/posthog#65809 (a fenced static member consumes nothing, and nobody knows);
+confluentinc/librdkafka#521 and #1852, spring-projects/spring-kafka#1493, IBM/sarama#1739, getsentry/sentry#68664
+(messages are skipped where there is no offset, or a deleted one); confluentinc/librdkafka#4519 and #1376,
+confluentinc/confluent-kafka-python#107 and #1667 (closing hangs while brokers are away); confluentinc/ksql#1100,
+mateusjunges/laravel-kafka#337, aws-powertools/powertools-lambda-typescript#4988 (tombstones);
+confluentinc/librdkafka#2722, confluentinc/confluent-kafka-python#970 (nothing comes, and nobody knows).
+
+The slow ones are among those that `make test-brokers` runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socketserver
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import trustme
+from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
+
+from relay.config.intake import KafkaSource
+from relay.faults import ConfigurationError, Unauthorized, Undelivered
+from relay.intake import kafka
+from relay.intake.consuming import Taken
+from relay.intake.kafka import KafkaFeed
+from relay.intake.messages import Invalid, MessageReader
+from tests.brokers import KafkaCluster, started
+
+_OFFSET_COMMIT, _HEARTBEAT = 8, 12
+"""Numbers of Kafka's protocol."""
+_FAST = {"session.timeout.ms": "3000", "heartbeat.interval.ms": "200"}
+"""The mock does not know static members, and waits until one that has vanished times out."""
+
+
+class Topic:
+    """A topic of a cluster, and its consumer groups."""
+
+    def __init__(self, cluster: KafkaCluster, name: str = "orders", partitions: int = 1) -> None:
+        self.cluster = cluster
+        self.name = name
+        self.servers: list[str] = cluster.handler["bootstrap"]
+        self._partitions = partitions
+        cluster.create_topic(name, partitions)
+
+    def feed(self, **conf: str) -> KafkaFeed:
+        settings = {
+            "type": "kafka",
+            "bootstrap": self.servers,
+            "topics": [self.name],
+            "group": "relay",
+            "timeout": 3,
+            "conf": {**_FAST, **conf},
+        }
+        return KafkaFeed("orders", KafkaSource.model_validate(settings))
+
+    def send(self, numbers: Sequence[int], **conf: Any) -> None:
+        """Send numbers in turn to the partitions."""
+        producer = Producer({"bootstrap.servers": ",".join(self.servers), **conf})
+        for number in numbers:
+            producer.produce(self.name, str(number), partition=number % self._partitions)
+        assert producer.flush(30) == 0
+
+    def send_bodies(self, bodies: Sequence[bytes | None], **conf: Any) -> None:
+        producer = Producer({"bootstrap.servers": ",".join(self.servers), **conf})
+        for body in bodies:
+            producer.produce(self.name, body)
+        assert producer.flush(30) == 0
+
+    def committed(self) -> list[int]:
+        """The offset of each partition; -1 without one."""
+        consumer = self._consumer()
+        partitions = [TopicPartition(self.name, each) for each in range(self._partitions)]
+        found = consumer.committed(partitions, 10)
+        consumer.close()
+        return [max(each.offset, -1) for each in found]
+
+    @contextmanager
+    def other_member(self) -> Iterator[Consumer]:
+        """Another member of the group, which consumes nothing unless it is polled."""
+        consumer = self._consumer(**_FAST)
+        consumer.subscribe([self.name])
+        yield consumer
+        consumer.close()
+
+    def _consumer(self, **conf: str) -> Consumer:
+        return Consumer(
+            {
+                "bootstrap.servers": ",".join(self.servers),
+                "group.id": "relay",
+                "enable.auto.commit": False,
+                "partition.assignment.strategy": "cooperative-sticky",
+                **conf,
+            }
+        )
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[KafkaCluster]:
+    with started(KafkaCluster, tmp_path / "kafka") as found:
+        yield found
+
+
+async def fetched(feed: KafkaFeed, count: int) -> list[Taken]:
+    """Fetch until so many messages have come."""
+    found: list[Taken] = []
+    async with asyncio.timeout(60):
+        while len(found) < count:
+            found += await feed.fetch()
+    return found
+
+
+async def until(condition: Callable[[], bool], meanwhile: Callable[[], Awaitable[Any]]) -> None:
+    """Wait for a condition, in a thread, and do something meanwhile."""
+    async with asyncio.timeout(60):
+        while not await asyncio.to_thread(condition):
+            await meanwhile()
+            await asyncio.sleep(0.05)
+
+
+def numbers(taken: Sequence[Taken]) -> list[int]:
+    return [int(each.body) for each in taken]
+
+
+def assigned(feed: KafkaFeed) -> int:
+    """How many partitions a feed has."""
+    return len(feed._joined._assigned)
+
+
+def test_offsets_are_committed_after_the_acknowledgement_only(cluster: KafkaCluster) -> None:
+    topic = Topic(cluster)
+    topic.send(range(10))
+
+    async def first() -> None:
+        async with topic.feed() as feed:
+            taken = await fetched(feed, 10)
+            await feed.acknowledge(taken[:4])
+
+    async def second() -> list[Taken]:
+        async with topic.feed() as feed:
+            return await fetched(feed, 6)
+
+    asyncio.run(first())
+    assert topic.committed() == [4]
+    again = asyncio.run(second())
+    assert numbers(again) == [4, 5, 6, 7, 8, 9]
+    assert topic.committed() == [4]
+
+
+@pytest.mark.brokers
+def test_a_partition_that_was_lost_is_not_committed(cluster: KafkaCluster) -> None:
+    """Its messages were taken before, and published after another member had it."""
+    topic = Topic(cluster, partitions=2)
+    topic.send(range(8))
+
+    async def scenario() -> list[int]:
+        async with topic.feed() as feed:
+            taken = await fetched(feed, 8)
+            with topic.other_member() as other:
+                await until(
+                    lambda: other.poll(0.05) is None and len(other.assignment()) == 1,
+                    lambda: feed.extend(taken),
+                )
+                (theirs,) = other.assignment()
+                await feed.acknowledge(taken)
+                mine = 1 - theirs.partition
+
+                async def go_on() -> None:
+                    await feed.acknowledge(await feed.fetch())
+
+                await until(lambda: topic.committed()[mine] == 4, go_on)
+                return [theirs.partition, *topic.committed()]
+
+    theirs, *committed = asyncio.run(scenario())
+    assert committed[theirs] == -1
+
+
+@pytest.mark.brokers
+def test_what_a_rebalance_assigns_is_paused_too_and_all_of_it_comes(cluster: KafkaCluster) -> None:
+    topic = Topic(cluster, partitions=4)
+    topic.send(range(8))
+
+    async def scenario() -> tuple[list[Taken], list[Taken]]:
+        async with topic.feed() as feed:
+            with topic.other_member() as other:
+                # The feed has some, then all of them, and takes nothing meanwhile.
+                await until(
+                    lambda: other.poll(0.05) is None and len(other.assignment()) == 2,
+                    lambda: feed.extend([]),
+                )
+            await until(lambda: assigned(feed) == 4, lambda: feed.extend([]))
+            topic.send(range(8, 40))
+            for _ in range(10):
+                await feed.extend([])
+                await asyncio.sleep(0.05)
+            waiting = list(feed._joined._found)
+            return waiting, await fetched(feed, 40)
+
+    waiting, taken = asyncio.run(scenario())
+    # Those that came before the next call could pause the partition.
+    assert len(waiting) <= 8
+    assert sorted(numbers(taken)) == list(range(40))
+    for partition in range(4):
+        of_partition = [each for each in numbers(taken) if each % 4 == partition]
+        assert of_partition == sorted(of_partition)
+
+
+@pytest.mark.brokers
+def test_a_long_outage_of_the_database_does_not_cost_the_membership(cluster: KafkaCluster) -> None:
+    topic = Topic(cluster)
+    topic.send(range(3))
+
+    async def scenario() -> None:
+        conf = {"max.poll.interval.ms": "6000", "session.timeout.ms": "6000"}
+        async with topic.feed(**conf) as feed:
+            taken = await fetched(feed, 3)
+            began = time.monotonic()
+            while time.monotonic() - began < 8:
+                await feed.extend(taken)
+                await asyncio.sleep(0.1)
+            await feed.acknowledge(taken)
+            topic.send([3])
+
+            async def go_on() -> None:
+                await feed.acknowledge(await feed.fetch())
+
+            await until(lambda: topic.committed() == [4], go_on)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.brokers
+def test_who_polls_too_late_begins_again_with_what_is_not_committed(cluster: KafkaCluster) -> None:
+    topic = Topic(cluster)
+    topic.send(range(3))
+
+    async def scenario() -> None:
+        async with topic.feed(**{"max.poll.interval.ms": "3000"}) as feed:
+            taken = await fetched(feed, 3)
+            await asyncio.sleep(5)
+            with pytest.raises(Undelivered, match="_MAX_POLL_EXCEEDED"):
+                await fetched(feed, 1)
+            await feed.acknowledge(taken)
+        async with topic.feed() as feed:
+            assert numbers(await fetched(feed, 3)) == [0, 1, 2]
+
+    asyncio.run(scenario())
+
+
+def test_an_unknown_topic_is_named(cluster: KafkaCluster) -> None:
+    topic = Topic(cluster)
+    topic.name = "missing"
+
+    async def scenario() -> list[int]:
+        with pytest.raises(ConfigurationError, match=r"intake\.orders\.topics: .* topic missing"):
+            await topic.feed().__aenter__()
+        Topic(cluster, "missing")
+        topic.send([1])
+        async with topic.feed() as feed:
+            return numbers(await fetched(feed, 1))
+
+    assert asyncio.run(scenario()) == [1]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KafkaError.REBALANCE_IN_PROGRESS,
+        *(
+            pytest.param(each, marks=pytest.mark.brokers)
+            for each in (
+                KafkaError.ILLEGAL_GENERATION,
+                KafkaError.UNKNOWN_MEMBER_ID,
+                KafkaError.NOT_COORDINATOR,
+            )
+        ),
+    ],
+)
+def test_a_commit_that_fails_is_made_again(cluster: KafkaCluster, error: int) -> None:
+    topic = Topic(cluster)
+    topic.send(range(5))
+
+    async def scenario() -> None:
+        async with topic.feed() as feed:
+            taken = await fetched(feed, 5)
+            for _ in range(3):
+                cluster.fail_requests(_OFFSET_COMMIT, error)
+            await feed.acknowledge(taken)
+            topic.send([5])
+
+            async def go_on() -> None:
+                # After a rebalance the messages come again, and are recognised by their ids.
+                await feed.acknowledge(await feed.fetch())
+
+            await until(lambda: topic.committed() == [6], go_on)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.brokers
+def test_a_fenced_member_says_so_and_begins_again(cluster: KafkaCluster) -> None:
+    topic = Topic(cluster)
+
+    async def scenario() -> None:
+        async with topic.feed() as feed:
+            await until(lambda: assigned(feed) == 1, feed.fetch)
+            cluster.fail_requests(_HEARTBEAT, KafkaError.FENCED_INSTANCE_ID)
+            with pytest.raises(Undelivered, match=r"FENCED_INSTANCE_ID|_FATAL"):
+                await fetched(feed, 1)
+        topic.send([1])
+        async with topic.feed() as feed:
+            assert numbers(await fetched(feed, 1)) == [1]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.brokers
+def test_without_an_offset_nothing_is_skipped(
+    cluster: KafkaCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first time begins with the oldest message; where the next one is deleted, the oldest that is left follows."""
+    topic = Topic(cluster)
+    topic.send(range(10))
+
+    async def scenario() -> list[int]:
+        async with topic.feed() as feed:
+            taken = await fetched(feed, 10)
+            await feed.acknowledge(taken[:4])
+        cluster.delete_records(topic.name, 7)
+        async with topic.feed() as feed:
+            return numbers(taken) + numbers(await fetched(feed, 3))
+
+    assert asyncio.run(scenario()) == [*range(10), 7, 8, 9]
+    assert "offset reset" in caplog.text
+
+
+@pytest.mark.brokers
+def test_brokers_that_are_away_are_a_fault_and_closing_does_not_hang(cluster: KafkaCluster) -> None:
+    topic = Topic(cluster)
+    topic.send(range(3))
+
+    async def scenario() -> list[int]:
+        async with topic.feed() as feed:
+            taken = await fetched(feed, 3)
+            cluster.kill()
+            await feed.acknowledge(taken)
+            with pytest.raises(Undelivered):
+                await fetched(feed, 1)
+        with pytest.raises(Undelivered):
+            await topic.feed().__aenter__()
+        cluster.start()
+        topic.send([3])
+        async with topic.feed() as feed:
+            return numbers(await fetched(feed, 1))
+
+    # The offsets may be committed or not.
+    assert asyncio.run(scenario())[0] in (0, 3)
+
+
+@pytest.mark.brokers
+def test_a_certificate_that_is_not_trusted_is_the_fault(cluster: KafkaCluster) -> None:
+    """Not only that no broker answers."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
+    topic = Topic(cluster)
+    with _Handshakes(("127.0.0.1", 0), context) as server:
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        topic.servers = [f"127.0.0.1:{server.server_address[1]}"]
+        with pytest.raises(Unauthorized, match="_SSL"):
+            asyncio.run(topic.feed(**{"security.protocol": "ssl"}).__aenter__())
+        server.shutdown()
+
+
+class _Handshakes(socketserver.ThreadingTCPServer):
+    """Begins TLS with whoever connects."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], context: ssl.SSLContext) -> None:
+        super().__init__(address, socketserver.BaseRequestHandler)
+        self._context = context
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        with suppress(OSError):
+            self._context.wrap_socket(request, server_side=True).close()
+
+
+def test_a_setting_that_the_client_does_not_know_is_named(cluster: KafkaCluster) -> None:
+    topic = Topic(cluster)
+    with pytest.raises(ConfigurationError, match=r'intake\.orders\.conf: .*"acks.all"'):
+        topic.feed(**{"acks.all": "1"})
+    with pytest.raises(ConfigurationError, match=r"intake\.orders\.conf: .*auto\.offset\.reset"):
+        topic.feed(**{"auto.offset.reset": "soon"})
+
+
+def test_messages_of_every_form_come(cluster: KafkaCluster) -> None:
+    """Without a key and headers, empty, compressed or larger than what is taken at once; a tombstone is invalid."""
+    topic = Topic(cluster)
+    event = {"host_id": "6f1f5a3e-3c1c-4f6e-9f5b-0d8f3f1f2a11", "event_type": "a", "payload": 1}
+    large = json.dumps({**event, "payload": "x" * 2_000_000}).encode()
+    topic.send_bodies([None, b""])
+    for compression in ("gzip", "snappy", "lz4", "zstd"):
+        topic.send_bodies(
+            [large], **{"compression.type": compression, "message.max.bytes": 9_000_000}
+        )
+    topic.send_bodies([json.dumps(event).encode()])
+
+    async def scenario() -> list[Taken]:
+        async with topic.feed() as feed:
+            return await fetched(feed, 7)
+
+    taken = asyncio.run(scenario())
+    assert [each.body for each in taken] == [b"", b"", *[large] * 4, json.dumps(event).encode()]
+    reader = MessageReader()
+    for each in taken[:2]:
+        with pytest.raises(Invalid):
+            reader.read(each.body)
+    assert [len(reader.read(each.body).ids) for each in taken[2:]] == [1] * 5
+
+
+@pytest.mark.brokers
+def test_ids_are_those_of_the_message_and_not_of_the_offset_alone(cluster: KafkaCluster) -> None:
+    """The same message has the same name in each delivery; one of a topic that was made again has another."""
+    topic = Topic(cluster)
+    topic.send([1])
+
+    async def names() -> list[tuple[str, ...]]:
+        async with topic.feed() as feed:
+            return [each.identity for each in await fetched(feed, 1)]
+
+    first, again = asyncio.run(names()), asyncio.run(names())
+    assert first == again
+    assert first[0][:4] == ("kafka", "orders", "0", "0")
+    cluster.delete_topic(topic.name)
+    cluster.create_topic(topic.name)
+    topic.send([1])
+    (other,) = asyncio.run(names())
+    assert other[:4] == first[0][:4]
+    assert other != first[0]
+
+
+@pytest.mark.brokers
+def test_a_member_without_partitions_says_so(
+    cluster: KafkaCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kafka, "_UNASSIGNED_SECONDS", 3.0)
+    topic = Topic(cluster)
+
+    async def scenario() -> None:
+        with topic.other_member() as other:
+            await until(lambda: other.poll(0.05) is None and len(other.assignment()) == 1, _nothing)
+            ended = asyncio.create_task(_raises_unassigned(topic.feed()))
+            await until(ended.done, lambda: asyncio.to_thread(other.poll, 0.05))
+            await ended
+
+    asyncio.run(scenario())
+
+
+async def _nothing() -> None: ...
+
+
+async def _raises_unassigned(feed: KafkaFeed) -> None:
+    async with feed:
+        with pytest.raises(Undelivered, match="the group relay assigns no partition to relay"):
+            await fetched(feed, 1)
