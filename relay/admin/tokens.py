@@ -34,6 +34,13 @@ def listed(settings: Settings) -> list[TokenRow]:
         return api_tokens.listed(source)
 
 
+def newest(settings: Settings, limit: int, before: int | None = None) -> list[TokenRow]:
+    """Read tokens, the newest first, or those before an id. Raises ConfigurationError, psycopg.Error."""
+    require_own_outbox(settings)
+    with reach_source(settings) as source:
+        return api_tokens.newest(source, limit, before)
+
+
 def create(
     settings: Settings,
     name: str,

@@ -19,6 +19,7 @@ from relay.console.models import Changed, Count, MessageCount, Moved
 from relay.faults import ConfigurationError
 from relay.source.outbox.search import EventPage
 from relay.store.actions import Action
+from relay.store.api_tokens import TokenRow
 from relay.store.brakes import BrakedHandler
 from relay.store.dead_letters.selection import ActedOnDead, DeadTransaction, Kind
 from relay.store.deferred.selection import Deferred
@@ -36,7 +37,7 @@ Lists have pages: `next` of one is the key of the following one, and null at the
 _ERRORS = {
     401: "the token is missing or wrong",
     403: "the request comes from another site",
-    404: "the group, sink, queue, schedule or dead letter does not exist",
+    404: "the group, sink, queue, schedule, token or dead letter does not exist",
     409: "the action is not possible now; `detail` says why, and what to do",
     422: "the request is not valid",
     429: "the address has sent too many wrong tokens",
@@ -229,6 +230,29 @@ def run_schedule(
 ) -> models.EventAnswer:
     """Publish a schedule's event now, beside its times."""
     return models.EventAnswer(event_id=group.run_schedule(schedule, caller.name, act.reason))
+
+
+@router.get(_GROUP + "/tokens", tags=["tokens"])
+def tokens(group: GroupDep, limit: Limit = PAGE, before: int | None = None) -> Page[TokenRow]:
+    """List the tokens of `/v1`, the API for readers and publishers, newest first, also those that are revoked."""
+    return group.tokens(limit, before)
+
+
+@router.post(_GROUP + "/tokens", tags=["tokens"])
+def create_token(group: GroupDep, caller: CallerDep, act: models.TokenAct) -> models.NewToken:
+    """Create a token. The answer has it; relay stores its hash only."""
+    return models.NewToken(
+        token=group.create_token(
+            act.name, act.rights, act.hosts, act.types, act.expires, caller.name, act.reason
+        )
+    )
+
+
+@router.post(_GROUP + "/tokens/{token:path}/revoke", tags=["tokens"])
+def revoke_token(group: GroupDep, caller: CallerDep, token: str, act: models.Act) -> Changed:
+    """Revoke the token of a name: within ten seconds it is refused, and what it streams ends."""
+    group.revoke_token(token, caller.name, act.reason)
+    return Changed(changed=True)
 
 
 @router.post(_GROUP + "/sinks/{sink:path}/endpoints/disable", tags=["sinks"])

@@ -17,7 +17,7 @@ from uuid import UUID
 
 import psycopg
 
-from relay.admin import endpoints, events, queues, schedules, sinks, status
+from relay.admin import endpoints, events, queues, schedules, sinks, status, tokens
 from relay.admin.connections import reach_target
 from relay.admin.dead_letters import DeadLetters, printed
 from relay.admin.deferred import DeferredTransactions
@@ -27,6 +27,7 @@ from relay.admin.sinks import SinkMove, SinkStatus
 from relay.admin.status import Status
 from relay.config.handlers import HttpHandler
 from relay.config.settings import Settings
+from relay.config.types import duration as length_of
 from relay.console.charts import Series, of_group, of_sink
 from relay.faults import ConfigurationError, Unreachable, first_line
 from relay.observe import history
@@ -41,6 +42,7 @@ from relay.store import (
     presence,
 )
 from relay.store.actions import Action
+from relay.store.api_tokens import EVERY, TokenRow
 from relay.store.dead_letters import DeadLetterAction
 from relay.store.dead_letters import selection as dead_letter_selection
 from relay.store.dead_letters.selection import (
@@ -75,15 +77,15 @@ _FAULTS_SHOWN = 10
 
 
 class Missing(ConfigurationError):
-    """The requested group, sink, queue, schedule or dead letter does not exist."""
+    """The requested group, sink, queue, schedule, token or dead letter does not exist."""
 
 
 @contextmanager
 def _known() -> Iterator[None]:
-    """Raise Missing for a queue that the group does not fill, and a schedule that the outbox does not have."""
+    """Raise Missing for a queue that the group does not fill, and a schedule or token that the outbox does not have."""
     try:
         yield
-    except (queues.UnknownQueue, schedules.UnknownSchedule) as error:
+    except (queues.UnknownQueue, schedules.UnknownSchedule, tokens.UnknownToken) as error:
         raise Missing(str(error)) from None
 
 
@@ -398,6 +400,37 @@ class GroupView:
         """Publish a schedule's event beside its times; return its id. Raises Missing."""
         with acting(by), _known():
             return schedules.run_now(self._settings, name, reason)
+
+    def tokens(self, limit: int = PAGE, before: int | None = None) -> Page[TokenRow]:
+        """Read the tokens of the HTTP API, newest first, also those that are revoked or have expired."""
+        with reading():
+            rows = tokens.newest(self._settings, limit + 1, before)
+        return _page(rows, limit, lambda each: each.id)
+
+    def create_token(
+        self,
+        name: str,
+        rights: Sequence[str],
+        hosts: Sequence[str],
+        types: Sequence[str],
+        expires: str | None,
+        by: str,
+        reason: str,
+    ) -> str:
+        """Create a token, and return it: nobody can read it again. Without hosts or types it is for every one."""
+        try:
+            length = length_of(expires) if expires else None
+        except ValueError as error:
+            raise ConfigurationError(f"expires: {error}") from None
+        with acting(by):
+            return tokens.create(
+                self._settings, name, rights, hosts or [EVERY], types or [EVERY], length, reason
+            )
+
+    def revoke_token(self, name: str, by: str, reason: str) -> None:
+        """Revoke a token. Raises Missing."""
+        with acting(by), _known():
+            tokens.revoke(self._settings, name, reason)
 
     def stopped_handlers(self) -> list[brakes.BrakedHandler]:
         """Read the handlers that the brake has stopped."""

@@ -174,6 +174,22 @@ class EventAnswer(Model):
     event_id: UUID
 
 
+class TokenAct(Act):
+    """A new token of the HTTP API."""
+
+    name: Text
+    rights: list[Literal["read", "publish"]] = ["read"]
+    hosts: list[Text] = Field([], description="UUIDs; empty: every host.")
+    types: list[Text] = Field([], description="Names or globs such as order.*; empty: every type.")
+    expires: Text | None = Field(None, description="After how long it is refused, such as 90d.")
+
+
+class NewToken(BaseModel):
+    """A token, which relay cannot show again: it stores the hash only."""
+
+    token: str
+
+
 class QueueReplayAct(Act):
     """Which dead letters of a queue are enqueued again: all, or those with some ids."""
 

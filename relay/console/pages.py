@@ -30,6 +30,7 @@ from relay.console.views import address
 from relay.faults import ConfigurationError
 from relay.observe.phrases import counted, pausing
 from relay.source.outbox.search import SCANNED
+from relay.store.api_tokens import RIGHTS
 from relay.store.dead_letters.selection import SHOWN_CHARACTERS
 from relay.store.deferred.selection import KINDS
 from relay.store.queues import ITEM_STATES
@@ -88,6 +89,8 @@ def log_out(form: FormDep) -> Response:
 
 
 _SINK_ACTIONS = 10
+_PATTERNS = 5
+"""How many hosts and event types of a token are shown."""
 _HOURS = (0.25, 1.0, HISTORY_HOURS)
 _OFTEN, _RARELY = 5, 15
 """Seconds between two refreshes of a page."""
@@ -370,6 +373,64 @@ def schedule_action(
         changed = sent.group.pause_schedule(name, paused, operator, reason)
         text = f"Schedule {name} {pausing(paused, changed)}."
     return views.done(request, address(sent.group.name, "schedule", name=name), text)
+
+
+@router.get("/groups/{group}/tokens")
+def tokens(
+    request: Request,
+    views: ViewsDep,
+    group: GroupDep,
+    before: int | None = None,
+    limit: int = PAGE,
+) -> Response:
+    """Show the tokens of the HTTP API, and the form that creates one."""
+    owns = group.settings.source.owns_table
+    old = group.kept(
+        ("tokens", before, limit),
+        lambda: {"page": group.tokens(page_size(limit), before) if owns else None},
+    )
+    return views.page(
+        request,
+        "tokens.html",
+        old=old,
+        **old.values,
+        before=before,
+        rights=RIGHTS,
+        shown=_PATTERNS,
+        owns=owns,
+        serves=group.settings.api is not None,
+    )
+
+
+@router.get("/groups/{group}/token/revoke")
+def token_revocation(request: Request, views: ViewsDep, group: GroupDep, name: str) -> Response:
+    """Ask for confirmation before a token is revoked."""
+    return views.page(request, "confirm_revoke.html", name=name)
+
+
+@router.post("/groups/{group}/token/{action}")
+def token_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: str) -> Response:
+    """Revoke a token, or create one: the page of the answer is the only one that shows it."""
+    require_action(action, "create", "revoke")
+    name = sent.fields.get("name", "").strip()
+    if action == "revoke":
+        sent.group.revoke_token(name, sent.operator, sent.reason)
+        text = f"Token {name} is revoked."
+        return views.done(request, address(sent.group.name, "tokens"), text)
+    token = sent.group.create_token(
+        name,
+        [each for each in RIGHTS if f"right-{each}" in sent.fields],
+        _lines(sent.fields.get("hosts", "")),
+        _lines(sent.fields.get("types", "")),
+        sent.fields.get("expires", "").strip() or None,
+        sent.operator,
+        sent.reason,
+    )
+    return views.page(request, "token.html", name=name, token=token)
+
+
+def _lines(text: str) -> list[str]:
+    return [each.strip() for each in text.splitlines() if each.strip()]
 
 
 @router.get("/groups/{group}/deferred")

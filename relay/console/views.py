@@ -28,6 +28,7 @@ SECTIONS = (
     ("dead-letters", "Dead letters"),
     ("deferred", "Deferred"),
     ("partitions", "Partitions"),
+    ("tokens", "Tokens"),
     ("actions", "Actions"),
 )
 """Path and title of the pages of a group in the navigation."""

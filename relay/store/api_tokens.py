@@ -73,6 +73,16 @@ def listed(source: psycopg.Connection[Any]) -> list[TokenRow]:
         ).fetchall()
 
 
+def newest(source: psycopg.Connection[Any], limit: int, before: int | None) -> list[TokenRow]:
+    """Read tokens, the newest first, or those before an id. Raises psycopg.Error."""
+    with source.cursor(row_factory=class_row(TokenRow)) as cursor:
+        return cursor.execute(
+            f"select {_COLUMNS} from relay.api_tokens"  # noqa: S608
+            " where %(before)s::bigint is null or id < %(before)s order by id desc limit %(limit)s",
+            {"before": before, "limit": limit},
+        ).fetchall()
+
+
 def valid(source: psycopg.Connection[Any]) -> dict[bytes, TokenRow]:
     """Read the tokens that are neither revoked nor expired, by digest. Raises psycopg.Error."""
     rows = source.execute(

@@ -477,6 +477,73 @@ def test_schedules(outbox: Outbox) -> None:
     assert outbox.value("select count(*) from outbox_message_t") == 2
 
 
+def test_tokens_of_the_http_api(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+    """One is created and shown once, listed with what it is for, and revoked after a question; by the API, too."""
+    caplog.set_level("DEBUG")
+    with served(outbox.settings(observe=console_of())) as address:
+        api, visitor = Program(address), Visitor(address)
+        assert "There is no token." in visitor.page(f"{G}/tokens")
+        fields = {
+            "name": "a/b <i>",
+            "right-publish": "on",
+            "hosts": f"{host(1)}\r\n{host(2)}\r\n",
+            "types": "order.*\n",
+            "expires": "90d",
+        }
+        shown = visitor.send(f"{G}/token/create", **fields, reason="a shop")
+        assert shown.status_code == 200
+        assert shown.headers["cache-control"] == "no-store"
+        assert shown.history == []
+        found = re.search(r'<pre id="new-token">(relay_[\w-]{43})</pre>', shown.text)
+        assert found is not None
+        stored = outbox.value(
+            "select digest = sha256(%s::bytea) from relay.api_tokens", (found[1],)
+        )
+        assert stored
+        for path in ("tokens", "actions", "token/revoke?name=a/b%20%3Ci%3E"):
+            assert found[1] not in visitor.page(f"{G}/{path}")
+        page = visitor.page(f"{G}/tokens")
+        assert "a/b &lt;i&gt;" in page
+        assert str(host(2)) in page
+        assert "order.*" in page
+        again = visitor.send(f"{G}/token/create", **fields, reason="a shop")
+        assert (again.status_code, "there is a token" in again.text) == (409, True)
+        for wrong in (
+            {"name": "x"},
+            {"name": "x", "right-read": "on", "hosts": "7"},
+            {"name": "x", "right-read": "on", "expires": "soon"},
+            {"right-read": "on"},
+        ):
+            assert visitor.send(f"{G}/token/create", **wrong, reason="x").status_code == 409
+        assert visitor.send(f"{G}/token/create", **{**fields, "name": "y"}).status_code == 409
+        form = {**fields, "name": "y", "reason": "x"}
+        assert visitor.client.post(f"{G}/token/create", data=form).status_code == 403
+        other = api.post("/tokens", name="reader", types=["a.*"])["token"]
+        first = api.get("/tokens", limit=1)
+        (row,) = first["rows"]
+        assert (row["name"], row["rights"], row["hosts"]) == ("reader", ["read"], ["*"])
+        (row,) = api.get("/tokens", limit=1, before=first["next"])["rows"]
+        assert row["hosts"] == [str(host(1)), str(host(2))]
+        asked = visitor.page(f"{G}/token/revoke?name=a/b%20%3Ci%3E")
+        assert "Revoke token a/b &lt;i&gt;?" in asked
+        done = visitor.send(f"{G}/token/revoke", name="a/b <i>", reason="lost")
+        assert "is revoked" in done.text
+        assert visitor.send(f"{G}/token/revoke", name="a/b <i>", reason="lost").status_code == 404
+        assert api.post("/tokens/reader/revoke") == {"changed": True}
+        missing = api.client.post("/tokens/reader/revoke", json={"reason": "x"})
+        assert missing.status_code == 404
+        assert outbox.column("select name from relay.api_tokens where revoked_at is null") == []
+    assert acted(outbox) == [
+        ("", "token create", "a shop", "anna"),
+        ("", "token create", "because", "robot"),
+        ("", "token revoke", "lost", "anna"),
+        ("", "token revoke", "because", "robot"),
+    ]
+    kept = str(outbox.conn.execute("select detail from relay.actions").fetchall()) + caplog.text
+    assert found[1] not in kept
+    assert other not in kept
+
+
 def test_an_outbox_without_a_table_has_no_schedules(outbox: Outbox) -> None:
     """The page says so; the API refuses."""
     source = {**outbox.config()["source"], "mode": "wal", "message_prefix": "shop.outbox"}
@@ -583,7 +650,7 @@ def test_the_api_is_described(address: str) -> None:
         for path, item in document["paths"].items()
         for method, operation in item.items()
     ]
-    assert len(operations) == 42
+    assert len(operations) == 45
     for path, method, operation in operations:
         assert operation["summary"], path
         assert operation["description"], path

@@ -63,6 +63,7 @@ return [...document.querySelectorAll("input:not([type=hidden]), select, textarea
 _PAGES = (
     *("", "sinks", "sink?name=hook", "dead-letters", "deferred", "partitions", "actions"),
     *("schedules", "schedule?name=nightly", "events", "events?event_type=order.placed"),
+    *("tokens", "token/revoke?name=shop"),
 )
 
 
@@ -212,6 +213,27 @@ def test_an_operator_pauses_a_sink(
             browser.open(f"{address}/groups/default/")
             _picture(browser, "phone")
             assert browser.logged_errors() == []
+
+
+def test_an_operator_creates_and_revokes_a_token(outbox: Outbox, browser: Browser) -> None:
+    with served(outbox.settings(observe=console_of())) as address:
+        _log_in(browser, address)
+        browser.open(f"{address}/groups/default/tokens")
+        browser.type("#name", "shop")
+        browser.type("#create-reason", "a new shop")
+        browser.click("#create-form button")
+        browser.wait_text("no page shows it again")
+        assert browser.text("#new-token").startswith("relay_")
+        assert browser.script(_UNNAMED) == []
+        assert browser.script(_CONTRAST) == []
+        browser.click("a.button.primary")
+        browser.click("table a")
+        browser.type("#reason", "it has closed")
+        browser.click("button.danger")
+        browser.wait_text("Token shop is revoked", ".flash")
+        rights = "select rights from relay.api_tokens where revoked_at is not null"
+        assert outbox.column(rights) == [["read"]]
+        assert browser.logged_errors() == []
 
 
 def test_a_keyboard_is_enough(outbox: Outbox, browser: Browser) -> None:
