@@ -23,7 +23,7 @@ from relay.client.log_session import LaneSession
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-_SHARES = "select lane, pid, members from relay.share_lanes(%s)"
+_SHARES = "select lane, pid, members, rank from relay.share_lanes(%s, true)"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,8 +118,10 @@ class SharedLanes:
         found = self._member.ask(_SHARES, (self.name,))
         if not found:
             return
-        holders = {str(lane): pid for lane, pid, _ in found}
-        share = -(-len(found) // max(1, int(found[0][2] or 1)))
+        holders = {str(lane): pid for lane, pid, *_ in found}
+        # The first ones have what is left after the division, so that no lane is too many for all.
+        share, left = divmod(len(found), int(found[0][2] or 1))
+        share += int(found[0][3] or 0) < left
         for name, lane in list(self._lanes.items()):
             # Another process took it while this one had no connection.
             if not lane.reader.is_claimed and holders.get(name) is not None:

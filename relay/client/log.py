@@ -210,7 +210,7 @@ class ClaimedReader:
         asked = self._rows
         self._rows = max(1, min(self._most, int(_PAGE_BYTES / page.average_bytes())))
         if page.rows * 8 >= asked:
-            # There is probably more. A page of small transactions has fewer rows than were asked for.
+            # There is probably more: the server counts rows that do not match, or are in other lanes, as well.
             self._ask()
             self._called.set()
         return page

@@ -237,6 +237,7 @@ $$;
 -- Functions of former editions with other arguments or results.
 drop function if exists relay.declare_reader(text, jsonb, text, interval, interval);
 drop function if exists relay.log_reader(text);
+drop function if exists relay.share_lanes(text);
 
 -- The reader, if the caller is a member of its owner, or of relay, and where it is; an error otherwise.
 create or replace function relay.log_reader(asked text, out reader bigint, out number bigint, out snapshot pg_snapshot,
@@ -394,55 +395,69 @@ $$;
 -- Transactions are ordered by the greatest c_offset of their rows, so one that inserts after another has committed comes later.
 -- Rows are found along the index on c_xid, in which that one may be earlier. Transactions that come later than all others that
 -- were found are therefore left for the next time, as many as can be open at once: whatever is committed, not found, and earlier than
--- a transaction before these began after all of them, when each of them was still open.
+-- a transaction before these began after all of them, when each of them was still open. More rows are looked for until there are
+-- "max" without these.
 create or replace function relay.next_transactions(after pg_snapshot, present pg_snapshot, max int, out next_xids xid8[], out reached text)
 language plpgsql stable set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off
+set plan_cache_mode = force_generic_plan
 as $$
 declare
     late    xid8[] := array(select pg_snapshot_xip(after));
+    lowest  xid8   := pg_snapshot_xmax(after);
     open_at int := current_setting('max_connections')::int + current_setting('max_prepared_transactions')::int
                    + current_setting('max_worker_processes')::int + current_setting('max_wal_senders')::int + 10;
-    most    int := next_transactions.max + 2 * open_at;
+    most    bigint := next_transactions.max::bigint + 2 * open_at;
+    highest xid8;
     xids    xid8[];
+    offsets bigint[];
     counts  int[];
+    average bigint;
+    fitting int;
     rest    int;
-    is_full boolean;
-    taken   int := 0;
-    total   bigint := 0;
     ends    xid8;
     missing xid8[];
 begin
     loop
-        execute 'with newer as materialized (select c_xid, c_offset from public.outbox_message_t where c_xid >= $2 and c_xid < $3 '
-                'and pg_visible_in_snapshot(c_xid, $4) order by c_xid limit $5), '
-                'last as (select count(*) = $5 as is_full, (array_agg(c_xid order by c_xid desc))[1] as xid from newer), '
-                'found as (select c_xid, pg_catalog.max(c_offset) as last_offset, count(*)::int as events from ('
-                'select c_xid, c_offset from public.outbox_message_t where c_xid = any ($1) and pg_visible_in_snapshot(c_xid, $4) '
-                'union all select c_xid, c_offset from newer, last where not is_full or c_xid < last.xid) as r group by c_xid) '
-                'select (select is_full from last), array_agg(c_xid order by last_offset), array_agg(events order by last_offset) from found'
-           into is_full, xids, counts
-          using late, pg_snapshot_xmax(after), pg_snapshot_xmax(present), present, most;
-        rest := coalesce(cardinality(xids), 0) - case when is_full then open_at else 0 end;
-        exit when rest > 0 or not is_full;
-        most := most * 4;
+        -- The last one of a full portion may have more rows: the next portion begins with it.
+        with newer as materialized (
+            select c_xid, c_offset from public.outbox_message_t
+             where c_xid >= lowest and c_xid < pg_snapshot_xmax(present) and pg_visible_in_snapshot(c_xid, present)
+             order by c_xid limit most),
+        last as (
+            select case when (select count(*) from newer) = most then (select c_xid from newer order by c_xid desc limit 1) end as xid),
+        found as (
+            select c_xid, pg_catalog.max(c_offset) as last_offset, count(*)::int as events
+              from (select c_xid, c_offset from public.outbox_message_t
+                     where c_xid = any (case when xids is null then late end) and pg_visible_in_snapshot(c_xid, present)
+                     union all
+                    select c_xid, c_offset from newer, last where last.xid is null or c_xid < last.xid) as r
+             group by c_xid
+             union all
+            select * from unnest(xids, offsets, counts)),
+        ordered as (
+            select *, sum(events) over (order by last_offset rows unbounded preceding) as through from found order by last_offset)
+        select (select xid from last), array_agg(c_xid), array_agg(last_offset), array_agg(events), sum(events) / count(*),
+               count(*) filter (where through <= next_transactions.max)
+          into highest, xids, offsets, counts, average, fitting from ordered;
+        rest := coalesce(cardinality(xids), 0) - case when highest is not null then open_at else 0 end;
+        exit when highest is null or fitting < rest;
+        -- So many rows as are lacking, if the next transactions are like those that were found.
+        most := case when xids is null or highest = lowest then 4 * most
+                     else greatest(next_transactions.max + (2 - rest) * average, average) * 5 / 4 end;
+        lowest := highest;
     end loop;
-    if rest <= 0 then
-        next_xids := '{}';
+    next_xids := coalesce(xids[:least(rest, greatest(fitting, 1))], '{}');
+    if next_xids = '{}' then
         reached := present;
         return;
     end if;
-    while taken < rest and (taken = 0 or total + counts[taken + 1] <= next_transactions.max) loop
-        taken := taken + 1;
-        total := total + counts[taken];
-    end loop;
-    next_xids := xids[:taken];
     -- PostgreSQL 14 has no max(xid8).
-    select greatest(pg_snapshot_xmax(after), ((x::text::bigint + 1)::text)::xid8) into ends
-      from unnest(next_xids) as x order by x desc limit 1;
+    ends := (select x from unnest(next_xids) as x order by x desc limit 1);
+    ends := greatest(pg_snapshot_xmax(after), ((ends::text::bigint + 1)::text)::xid8);
     select coalesce(array_agg(x order by x), '{}') into missing
       from (select x from unnest(late) as x where not pg_visible_in_snapshot(x, present)
-             union select x from unnest(xids[taken + 1:]) as x where x < ends
+             union select x from unnest(xids[cardinality(next_xids) + 1:]) as x where x < ends
              union select x from pg_snapshot_xip(present) as x where x < ends and x >= pg_snapshot_xmax(after)) as m;
     reached := format('%s:%s:%s', coalesce(missing[1], ends), ends, array_to_string(missing, ','));
 end
@@ -457,8 +472,9 @@ returns table ("position" text, id uuid, host_id uuid, user_id uuid, aggregate_t
                aggregate_version bigint, event_type text, event_ts timestamptz, payload jsonb, metadata jsonb,
                transaction_id uuid, transaction_ordinal int, transaction_count int, deliver_at timestamptz, c_offset bigint,
                c_xid xid8)
-language plpgsql security definer set search_path = pg_catalog, pg_temp set row_security = off
-set timezone = 'UTC' set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp set row_security = off
+set timezone = 'UTC' set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = on set enable_mergejoin = off
+set enable_nestloop = off set jit = off
 as $$
 #variable_conflict use_column
 declare
@@ -495,7 +511,7 @@ begin
                              'the transaction is older than the position', read.reader),
             hint = 'After a restored backup, say with relay.seek where it goes on.';
     end if;
-    select n.next_xids, format('%s/%s', its.number, n.reached) into xids, reached
+    select n.next_xids, n.reached into xids, reached
       from relay.next_transactions(its.snapshot, present, read.max) as n;
     if xids = '{}' then
         return;
@@ -512,11 +528,14 @@ begin
         'select $2, o.id, o.host_id, o.user_id, o.aggregate_type, o.aggregate_id, o.aggregate_version, o.event_type, o.event_ts, '
         'o.payload, o.metadata, o.transaction_id, o.transaction_ordinal, o.transaction_count, o.deliver_at, o.c_offset, '
         'o.c_xid '
-        'from unnest($1) with ordinality as taken (xid, number) join public.outbox_message_t as o on o.c_xid = taken.xid '
+        'from unnest($1) with ordinality as taken (xid, number) join ('
+        'select * from public.outbox_message_t where c_xid >= $5 and c_xid < $6 '
+        'union all select * from public.outbox_message_t where c_xid = any ($7)) as o on o.c_xid = taken.xid '
         'where ' || chosen || ' order by taken.number, o.c_offset'
-        using xids, reached, (its.declared).condition, (its.declared).params;
+        using xids, its.number || '/' || reached, (its.declared).condition, (its.declared).params, pg_snapshot_xmax(its.snapshot),
+              pg_snapshot_xmax(reached::pg_snapshot), array(select x from unnest(xids) as x where x < pg_snapshot_xmax(its.snapshot));
     if not found then
-        "position" := reached;
+        "position" := its.number || '/' || reached;
         return next;
     end if;
 end
@@ -688,9 +707,10 @@ begin
 end
 $$;
 
--- Takes part in the sharing of the lanes of a name, until this session ends; returns the lanes, the server's process of the session
--- that has claimed each, and how many sessions take part.
-create or replace function relay.share_lanes(reader text) returns table (lane text, pid int, members int)
+-- The lanes of a name, the server's process of the session that has claimed each, how many sessions share them, and how many of these
+-- come before this one. A session that "joins" is one of them until it ends: the others leave lanes for it.
+create or replace function relay.share_lanes(reader text, joins boolean default false)
+returns table (lane text, pid int, members int, rank int)
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_column
@@ -703,7 +723,7 @@ begin
     if first is null then
         raise invalid_parameter_value using message = format('relay: the reader %L has no lanes', share_lanes.reader);
     end if;
-    if not exists (select from pg_locks as l where l.locktype = 'advisory' and l.database = here and l.objsubid = 2 and l.granted
+    if joins and not exists (select from pg_locks as l where l.locktype = 'advisory' and l.database = here and l.objsubid = 2 and l.granted
                       and l.classid = x'7264726d'::int::oid and l.objid = first and l.pid = pg_backend_pid()) then
         perform pg_advisory_lock_shared(x'7264726d'::int, first::bigint::int);
     end if;
@@ -714,7 +734,9 @@ begin
                and l.classid in (x'72647263'::int::oid, x'7264726d'::int::oid))
         select r.name, (select max(k.pid) from locks as k
                          where k.classid = x'72647263'::int::oid and k.objid = (r.id % 2147483648)::oid),
-               (select count(*)::int from locks as k where k.classid = x'7264726d'::int::oid and k.objid = first)
+               (select count(*)::int from locks as k where k.classid = x'7264726d'::int::oid and k.objid = first),
+               (select count(*)::int from locks as k where k.classid = x'7264726d'::int::oid and k.objid = first
+                   and k.pid < pg_backend_pid())
           from relay.log_readers as r where r.lane_of = share_lanes.reader order by r.lane;
 end
 $$;
@@ -756,7 +778,7 @@ begin
                                 'relay.move_reader(text, bigint, pg_snapshot)', 'relay.reader_names(text)',
                                 'relay.lane_condition(text, int, int)', 'relay.event_satisfies(jsonb, jsonpath, jsonb)',
                                 'relay.condition_path(text, jsonb, text)', 'relay.event_condition(text, text)',
-                                'relay.declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text)', 'relay.share_lanes(text)',
+                                'relay.declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text)', 'relay.share_lanes(text, boolean)',
                                 'relay.read(text, int, text)', 'relay.advance(text, text)', 'relay.seek(text, text)',
                                 'relay.drop_reader(text)', 'relay.claim_reader(text)', 'relay.keep_reader(text)', 'relay.watch_log()',
                                 'relay.log_is_quiet(pg_snapshot)',
@@ -766,7 +788,7 @@ begin
     if to_regrole('relay_reader') is not null then
         grant usage on schema relay to relay_reader;
         grant execute on function relay.declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text),
-                                  relay.read(text, int, text), relay.advance(text, text), relay.share_lanes(text),
+                                  relay.read(text, int, text), relay.advance(text, text), relay.share_lanes(text, boolean),
                                   relay.seek(text, text), relay.drop_reader(text), relay.claim_reader(text), relay.keep_reader(text),
                                   relay.watch_log(), relay.log_is_quiet(pg_snapshot)
             to relay_reader;
@@ -795,7 +817,7 @@ begin
                               relay.condition_path(text, jsonb, text), relay.event_condition(text, text) to relay_owner;
     grant create on schema relay to relay_owner;
     -- A function's new owner must have the right to create in its schema.
-    foreach each in array array['declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text)', 'share_lanes(text)',
+    foreach each in array array['declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text)', 'share_lanes(text, boolean)',
                                 'read(text, int, text)', 'advance(text, text)',
                                 'seek(text, text)', 'drop_reader(text)', 'claim_reader(text)', 'keep_reader(text)',
                                 'log_is_quiet(pg_snapshot)', 'expire_readers()'] loop

@@ -320,7 +320,9 @@ def test_a_lane_has_one_reader(outbox: Outbox) -> None:
     with psycopg.connect(outbox.dsn, autocommit=True) as other:
         assert other.execute("select relay.claim_reader('r/1')").fetchone() == (None,)
         assert other.execute("select relay.claim_reader('r/2')").fetchone() != (None,)
-        lanes = other.execute("select lane, pid, members from relay.share_lanes('r')").fetchall()
+        lanes = other.execute(
+            "select lane, pid, members from relay.share_lanes('r', true)"
+        ).fetchall()
     assert [lane for lane, _, _ in lanes] == ["r/1", "r/2"]
     assert len({pid for _, pid, _ in lanes}) == 2
     assert {members for _, _, members in lanes} == {1}

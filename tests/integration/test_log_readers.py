@@ -153,7 +153,8 @@ def _sessions(dsn: str, count: int) -> Iterator[list[_Connection]]:
 def test_each_event_is_read_once_and_in_order(outbox: Outbox, seed: int) -> None:
     """One reader reads while others publish; another one, all of it at the end, in small portions of a backlog."""
     _declare(outbox.conn)
-    outbox.conn.execute("select relay.declare_reader('late')")
+    for name in ("late", "later"):
+        outbox.conn.execute("select relay.declare_reader(%s)", (name,))
     read: list[int] = []
     with _sessions(outbox.dsn, 6) as sessions:
         history = _History(seed, sessions)
@@ -170,6 +171,24 @@ def test_each_event_is_read_once_and_in_order(outbox: Outbox, seed: int) -> None
     history.require_read(read)
     assert len(history.transactions) > 250, "more than can be open at once"
     history.require_read(_drain(outbox.conn, 3, "late"))
+    history.require_read(_drain(outbox.conn, 100, "later"))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 30])
+def test_a_page_is_full(outbox: Outbox, size: int) -> None:
+    """Whatever the size of the transactions, as many as fit come at once, as long as there are so many."""
+    _declare(outbox.conn)
+    transactions = 450 // size + 200
+    for number in range(transactions):
+        _publish(outbox.conn, *range(number * size, (number + 1) * size))
+    whole = 301 // size * size
+    read: list[int] = []
+    while len(read) < transactions * size:
+        numbers, position = _read(outbox.conn, 301)
+        assert len(numbers) == min(whole, transactions * size - len(read))
+        outbox.conn.execute("select relay.advance('r', %s)", (position,))
+        read += numbers
+    assert read == list(range(transactions * size))
 
 
 def test_a_backlog_is_read_in_order_of_insertion(outbox: Outbox) -> None:
