@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from relay.model.events import FIELDS, Commit, Event, Events, Lsn, Row, Transaction
+from relay.model.page_snapshots import PageSnapshots
 
 if TYPE_CHECKING:
     from relay.client.log import ClaimedReader
@@ -151,11 +152,16 @@ class LogPage:
         """
         if index + 1 == len(self._xids):
             return self.end
-        *_, open_at_end = _parsed(self.end)
-        ends = max(_parsed(self._after)[1], max(self._xids[: index + 1]) + 1)
-        later = {each for each in self._xids[index + 1 :] if each < ends}
-        missing = sorted(later.union(open_at_end[: bisect_left(open_at_end, ends)]))
-        return f"{missing[0] if missing else ends}:{ends}:{','.join(map(str, missing))}"
+        xmin, xmax, missing = self._snapshots.after(index)
+        return f"{xmin}:{xmax}:{','.join(map(str, missing))}"
+
+    @cached_property
+    def _snapshots(self) -> PageSnapshots:
+        _, xmax, _ = self._after.split(":")
+        *_, in_progress = self.end.split(":")
+        return PageSnapshots(
+            self._xids, int(xmax), [int(each) for each in in_progress.split(",") if each]
+        )
 
 
 def _loader_of_texts(result: Any) -> Any:
@@ -169,8 +175,3 @@ def _loader_of_texts(result: Any) -> Any:
     loader = Transformer(adapters)
     loader.set_pgresult(result)
     return loader
-
-
-def _parsed(snapshot: str) -> tuple[int, int, list[int]]:
-    xmin, xmax, rest = snapshot.split(":")
-    return int(xmin), int(xmax), [int(each) for each in rest.split(",") if each]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import psycopg
 
+from relay.model.page_snapshots import PageSnapshots
 from relay.model.snapshots import Snapshot
 from relay.store.connections import Connection
 
@@ -118,13 +119,8 @@ def is_far(conn: Connection, after: Snapshot, most: int) -> bool:
 
 
 def _snapshots(xids: Sequence[int], after: Snapshot, end: Snapshot) -> Iterator[Snapshot]:
-    """Yield the snapshot after each transaction of a page: it sees this one and those before it, and none after it."""
-    later, xmax = set(xids), after.xmax
-    for xid in xids:
-        later.discard(xid)
-        xmax = max(xmax, xid + 1)
-        if not later:
-            yield end
-            return
-        missing = sorted({each for each in (*later, *end.in_progress) if each < xmax})
-        yield Snapshot(missing[0] if missing else xmax, xmax, tuple(missing))
+    """Yield the snapshot after each transaction of a page."""
+    within = PageSnapshots(xids, after.xmax, end.in_progress)
+    for index in range(len(xids) - 1):
+        yield Snapshot(*within.after(index))
+    yield end

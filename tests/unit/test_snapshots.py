@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relay.model.events import Lsn
+from relay.model.page_snapshots import PageSnapshots
 from relay.model.snapshots import BEGINNING, Snapshot, full_xids
 from relay.source.server import end_before
 
@@ -73,3 +74,19 @@ def test_the_epoch_of_a_transaction_is_the_nearest(xmax: int, distance: int) -> 
 )
 def test_a_record_ends_before_the_header_of_an_empty_page(position: int, end: int) -> None:
     assert end_before(Lsn(position), 16 << 20) == end
+
+
+@given(snapshots(), st.data())
+def test_between_the_transactions_of_a_page(end: Snapshot, data: st.DataObject) -> None:
+    """Each sees its transaction and those before it, none after it, and nothing that the page's end does not see."""
+    found = sorted(visible(end))
+    xids = [xid for xid in data.draw(st.permutations(found)) if data.draw(st.booleans())]
+    before = data.draw(st.integers(3, end.xmax))
+    page = PageSnapshots(xids, before, end.in_progress)
+    for index in range(len(xids)):
+        after = Snapshot(*page.after(index))
+        assert after.xmax == max(before, *(xid + 1 for xid in xids[: index + 1]))
+        assert after.xmin == min(after.in_progress, default=after.xmax)
+        seen = set(range(3, after.xmax)) - set(end.in_progress) - set(xids[index + 1 :])
+        assert visible(after) == seen
+        assert set(xids[: index + 1]) <= seen
