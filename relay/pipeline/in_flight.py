@@ -66,9 +66,9 @@ class BatchInFlight:
     results: Future[list[Result]]
 
     @property
-    def died(self) -> bool:
-        """Wait for the results; returns whether a process may have died of a task."""
-        return any(isinstance(each, TaskFault) and each.died for each in self.results.result())
+    def faults(self) -> list[TaskFault]:
+        """Wait for the results; returns the faults of tasks."""
+        return [each for each in self.results.result() if isinstance(each, TaskFault)]
 
     def ended(self) -> tuple[list[TaskOutcome], list[Work]]:
         """Wait for the results; returns those that are committed, and the tasks that have to run again."""

@@ -142,8 +142,7 @@ class Pipeline(Part):
                 landed, flight = flight, None
                 engine, reason = self._spark, LARGE
                 finished, again = self._on_spark.finish(landed, self._if_smooth(ahead))
-                if landed.died:
-                    self.guard()
+                self._note_unfinished(landed.faults)
                 self._report(finished)
                 done.extend(finished)
                 todo = self._with_lower_bounds(again)
@@ -159,12 +158,8 @@ class Pipeline(Part):
             name = JobName.of(self._settings.group, batch, attempt)
             following = self._if_smooth(ahead) if attempt == 1 else None
             results = self._results(engine, todo, guarded, name, batch, following)
-            if any(isinstance(result, TaskFault) and result.died for result in results):
-                self.guard()
-            for result in results:
-                if isinstance(result, TaskFault) and result.stalled:
-                    self._stalled = result.stalled
             todo, faults = _sort(todo, results, done)
+            self._note_unfinished(faults)
             if faults:
                 self._smooth = False
                 raise _worst(faults)
@@ -194,6 +189,13 @@ class Pipeline(Part):
         results = self._on_spark.run(batch, tasks, guarded, name, ahead)
         self._report(results)
         return results
+
+    def _note_unfinished(self, faults: Sequence[TaskFault]) -> None:
+        """Guard the next events if a process may have died of a task; note why Spark did not get on with one."""
+        if any(each.died for each in faults):
+            self.guard()
+        for each in faults:
+            self._stalled = each.stalled or self._stalled
 
     def _if_smooth(self, ahead: Ahead | None) -> Ahead | None:
         """`ahead` if the next batch may be started before the current one is durable."""

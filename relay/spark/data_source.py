@@ -248,8 +248,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         table = self._options.table.identifier
         with _one_line(self._options):
-            end, count = cut(self._connected(), table, Difference(before, after), most or 1)
-            _require_kept(self._connected(), self._options, self._since(before))
+            between = Difference(before, after)
+            end, count = self._on_session(lambda conn: cut(conn, table, between, most or 1))
+            since = self._since(before)
+            self._on_session(lambda conn: _require_kept(conn, self._options, since))
         if not count:
             # Neither there nor removed: a transaction that is open at `before` and ends now is not suspected later.
             self._empty = Difference(before, after)
@@ -284,8 +286,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if before == after:
             return []
         with _one_line(self._options):
-            since = self._since(before)
-            return _partitions(self._connected(), self._options, Difference(before, after), since)
+            between, since = Difference(before, after), self._since(before)
+            return self._on_session(lambda conn: _partitions(conn, self._options, between, since))
 
     def _since(self, position: Snapshot) -> Snapshot:
         """A position at or after the given one, with the same rows after it."""
@@ -327,7 +329,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return self._on_session(durable_position).snapshot
 
     def _on_session(self, action: Callable[[psycopg.Connection[Any]], Result]) -> Result:
-        """Run an action, once more where the server has ended the session since the last trigger."""
+        """Run an action, once more where the server has ended the session."""
         try:
             return action(self._connected())
         except psycopg.OperationalError:

@@ -24,7 +24,7 @@ from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from relay.model.snapshots import BEGINNING, Snapshot
 from relay.source.outbox.differences import Difference
-from relay.spark import reading
+from relay.spark import data_source, reading
 from relay.spark.data_source import StreamReader
 from relay.spark.data_source_options import parse
 from relay.spark.reading import TaskPortion
@@ -216,6 +216,39 @@ def test_a_position_is_noted_by_a_new_session_where_the_server_ended_the_former(
         assert outbox.value(noted) == end["snapshot"]
     finally:
         reader.stop()
+
+
+def test_a_trigger_goes_on_where_the_server_ends_its_session_in_the_middle(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended_first(step: Callable[..., Any]) -> Callable[..., Any]:
+        """The step, before whose first call the server ends the session."""
+        sessions = iter([end_sessions])
+
+        def call(*arguments: Any) -> Any:
+            for end in sessions:
+                end(outbox)
+            return step(*arguments)
+
+        return call
+
+    outbox.fill(2)
+    reader = StreamReader(parse({"dsn": outbox.dsn}))
+    for name in ("durable_position", "cut", "lost_after", "wait_until_visible"):
+        monkeypatch.setattr(data_source, name, ended_first(getattr(data_source, name)))
+    try:
+        start = reader.initialOffset()
+        end = reader.latestOffset(start, ReadMaxRows(100))
+        tasks = reader.partitions(start, end)
+        rows = [
+            each
+            for task in tasks
+            for batch in reader.read(task)
+            for each in batch.column("id").to_pylist()
+        ]
+    finally:
+        reader.stop()
+    assert sorted(rows) == sorted(outbox.column("select id::text from outbox_message_t"))
 
 
 def end_sessions(outbox: Outbox) -> None:

@@ -60,6 +60,7 @@ class ThreadsEngine:
 
     name = "spark"
     workers = 4
+    is_busy = False
 
     def __init__(self, settings: Settings, meddle: Callable[[Job, Work], Result | None]) -> None:
         self._applier = Applier(settings, 8)
@@ -200,6 +201,30 @@ def test_a_task_of_the_later_batch_is_busy_until_the_one_before_is_applied(
         "batch 1:",
         "batch 2:",
     ]
+
+
+def test_the_later_batch_is_given_up_and_is_applied_in_this_process_at_once(
+    outbox: Outbox, fake: Callable[..., ThreadsEngine]
+) -> None:
+    """On Spark again, it would stand still for as long once more, and `relay.engines` would not have the reason."""
+    outbox.fill(100, events=4, hosts=5)
+    settings = outbox.settings("spark", batch=SMALL)
+    later = threading.Event()
+
+    def meddle(job: Job, _: Work) -> Result | None:
+        if job.name.description.startswith("batch 1:"):
+            assert later.wait(30)
+            return None
+        later.set()
+        return TaskFault(FaultAction.RETRY, "the job stood still", stalled="a Spark task was late")
+
+    engine = fake(settings, meddle)
+    drain(outbox, settings)
+    outbox.assert_exact()
+    assert [job.name.description[:8] for job in engine.jobs].count("batch 2:") == 1
+    assert outbox.value("select reason from relay.engines where engine = 'inline'") == (
+        "a Spark task was late"
+    )
 
 
 def test_after_a_dead_letter_one_batch_goes_alone(

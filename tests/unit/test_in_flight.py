@@ -49,19 +49,12 @@ def test_what_is_not_committed_runs_again_without_a_predecessor() -> None:
     flight = BatchInFlight(Batch(2, task((40, 0)).transactions, Lsn(60), 3, 0), tasks, results)
     done, again = flight.ended()
     assert done == [committed]
-    assert not flight.died
+    assert flight.faults == [fault]
     assert [replace(each, after={}).partitions for each in again if isinstance(each, Task)] == [
         (2,),
         (1, 2),
     ]
     assert not any(each.after for each in again if isinstance(each, Task))
-
-
-def test_a_death_shows() -> None:
-    results: Future[list[Result]] = Future()
-    results.set_result([TaskFault(FaultAction.RETRY, "the Spark job failed", died=True)])
-    first = task((1, 0))
-    assert BatchInFlight(Batch(1, first.transactions, Lsn(1), 1, 0), [first], results).died
 
 
 def test_a_job_is_named_after_its_batch_and_attempt() -> None:
