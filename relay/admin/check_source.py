@@ -113,14 +113,8 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
                     "intake", "the packages of its brokers are installed", intakes, settings
                 )
                 yield finding_of("intake", "relay may publish", publishing.require, conn, "intake")
-            if settings.api is not None and api_tokens.may_publish(conn):
-                found = finding_of("api", "relay may publish", publishing.require, conn, "api")
-                # Reading goes on.
-                yield (
-                    replace(found, level=Severity.WARNING)
-                    if found.level is Severity.ERROR
-                    else found
-                )
+            if settings.api is not None:
+                yield from _api(conn, settings)
     functions = finding_of(
         "functions",
         "relay may call what it needs",
@@ -164,6 +158,28 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
             # Without the WAL, relay polls: no error keeps it from starting.
             downgraded = source.mode == "auto" and finding.level is Severity.ERROR
             yield replace(finding, level=Severity.WARNING) if downgraded else finding
+
+
+def _api(conn: Connection, settings: Settings) -> Iterator[Finding]:
+    """Check what the HTTP API needs of the source. Nothing of that keeps relay from starting."""
+    rights = {right for token in api_tokens.valid(conn).values() for right in token.rights}
+    if not rights:
+        yield Finding(
+            Severity.WARNING,
+            "api",
+            "no token is valid, so that every request is refused: create one with `relay token create`",
+        )
+    if "publish" in rights:
+        found = finding_of("api", "relay may publish", publishing.require, conn, "api")
+        # Reading goes on.
+        yield replace(found, level=Severity.WARNING) if found.level is Severity.ERROR else found
+    if settings.source.mode == "wal" and not has_index(conn, settings):
+        yield Finding(
+            Severity.WARNING,
+            "api",
+            f"{settings.source.table} has no index on c_xid, so that pages, streams and answers read the whole table: "
+            "run `relay init` with source.mode: auto, or create one",
+        )
 
 
 def _schedules(conn: Connection, settings: Settings) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -12,11 +13,12 @@ from starlette.responses import Response
 
 from relay import __version__
 from relay.api import events, publishing
-from relay.api.callers import Callers, TokenCaller
+from relay.api.callers import ANSWER_SECONDS, Callers, TokenCaller
 from relay.api.database import ApiDatabase
 from relay.api.publishing import Intake
 from relay.api.streams import Streams
 from relay.config.settings import ApiSettings, Settings
+from relay.faults import TransientFault
 from relay.web.gate import Gate
 from relay.web.problems import FAULTS, PROBLEM, HttpRefusal, Problem, problem, public_refusal_of
 from relay.web.requests import Failures, bearer
@@ -69,6 +71,11 @@ def create_app(settings: Settings, api: ApiSettings) -> FastAPI:
     app.state.failures = Failures()
     app.state.streams = Streams(settings, api, app.state.database, app.state.callers)
     app.state.intake = Intake(settings)
+    app.state.responses = dict.fromkeys(("2xx", "3xx", "4xx", "5xx"), 0)
+
+    def count(status: int) -> None:
+        app.state.responses[f"{status // 100}xx"] += 1
+
     app.include_router(events.router)
     app.include_router(publishing.router)
     for fault in FAULTS:
@@ -80,6 +87,7 @@ def create_app(settings: Settings, api: ApiSettings) -> FastAPI:
         limit=lambda request: BODY_BYTES,
         answer=lambda request, status, detail: problem(HttpRefusal(status, detail)),
         refusal=_refusal,
+        count=count,
     )
     if api.origins:
         app.add_middleware(
@@ -124,7 +132,11 @@ async def _caller(request: Request, token: str) -> TokenCaller | None:
     caller = callers.known(token)
     if caller is not None:
         return caller
-    caller = await run_in_threadpool(callers.find, token)
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            caller = await run_in_threadpool(callers.find, token)
+    except TimeoutError:
+        raise TransientFault("the database does not answer") from None
     if caller is None:
         failures: Failures = request.app.state.failures
         address = request.client.host if request.client else ""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from relay.api.database import ApiDatabase
-from relay.faults import describe
+from relay.faults import TransientFault, describe
 from relay.runtime.parts import SOON_SECONDS, Condition
 from relay.store import api_tokens
 from relay.store.api_tokens import EVERY, TokenRow
@@ -32,8 +32,12 @@ KNOWN_SECONDS = 3.0
 """How long the tokens are known before they are read again: so long a revoked one may still be accepted."""
 _UNKNOWN_SECONDS = 0.25
 """How long it takes until an unknown token is refused: meanwhile they are read again, once for all who wait."""
+ANSWER_SECONDS = 8.0
+"""How long a request waits for the tokens, such as from a server that has frozen."""
 _FAULT_SECONDS = 1.0
 """How long it is not tried again to read them."""
+_STALE_SECONDS = 60.0
+"""After how many seconds without an attempt nobody needs the tokens any more, so that a fault does not count."""
 _USE_SECONDS = 60.0
 """How often it is noted that a token is in use."""
 
@@ -115,7 +119,10 @@ class Callers:
         return self._used_by(self._known.get(api_tokens.digest(token)))
 
     def find(self, token: str) -> TokenCaller | None:
-        """Return the caller of a token; None for a wrong one. Raises ConfigurationError, psycopg.Error."""
+        """Return the caller of a token; None for a wrong one.
+
+        Raises ConfigurationError, TransientFault, psycopg.Error.
+        """
         digest = api_tokens.digest(token)
         asked_at = self._clock()
         caller = self._found(digest, lambda: self._is_read_within(KNOWN_SECONDS))
@@ -127,18 +134,36 @@ class Callers:
 
     def _found(self, digest: bytes, is_fresh: Callable[[], bool]) -> TokenCaller | None:
         """Return the caller of a digest, after reading the tokens again if what is known is not fresh."""
-        with self._lock:
+        with self._turn():
             if not is_fresh():
                 self._read()
             return self._known.get(digest)
 
     def valid(self) -> frozenset[TokenCaller]:
-        """Return the callers of all tokens that are valid now. Raises ConfigurationError, psycopg.Error."""
-        with self._lock:
+        """Return the callers of all tokens that are valid now. Raises what `find` raises."""
+        with self._turn():
             if not self._is_read_within(KNOWN_SECONDS):
                 self._read()
             known = self._known
         return frozenset(each for each in known.values() if not each.has_expired)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Be the only one who reads. Raises TransientFault if somebody does for too long."""
+        if not self._lock.acquire(timeout=ANSWER_SECONDS):
+            raise TransientFault("the database does not answer")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether those who ask are refused because the tokens cannot be read."""
+        fault = self._fault
+        if fault is None or self._condition.fault is None:
+            return False
+        return self._clock() - fault[1] < _STALE_SECONDS
 
     def _used_by(self, caller: TokenCaller | None) -> TokenCaller | None:
         if caller is None or caller.has_expired:

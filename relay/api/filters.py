@@ -14,8 +14,8 @@ from pydantic import StringConstraints
 from relay.api.callers import Reading, TokenCaller
 from relay.store.log_pages import LogEvent
 
-_MOST = 50
-_Text = Annotated[str, StringConstraints(max_length=200)]
+MOST_PATTERNS = 50
+Pattern = Annotated[str, StringConstraints(max_length=200)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +67,22 @@ class ReadFilter:
 async def asked(
     caller: Reading,
     host: Annotated[
-        list[UUID] | None, Query(max_length=_MOST, description="Only events of these hosts.")
+        list[UUID] | None,
+        Query(max_length=MOST_PATTERNS, description="Only events of these hosts."),
     ] = None,
     type_: Annotated[
-        list[_Text] | None,
+        list[Pattern] | None,
         Query(
             alias="type",
-            max_length=_MOST,
+            max_length=MOST_PATTERNS,
             description="Only events of these types, or that match these globs, such as order.*.",
         ),
     ] = None,
     aggregate_type: Annotated[
-        _Text | None, Query(description="Only events of this type of aggregate.")
+        Pattern | None, Query(description="Only events of this type of aggregate.")
     ] = None,
     aggregate_id: Annotated[
-        _Text | None, Query(description="Only events of the aggregate with this id.")
+        Pattern | None, Query(description="Only events of the aggregate with this id.")
     ] = None,
 ) -> ReadFilter:
     """Return the filter of a request, as a dependency of its route."""

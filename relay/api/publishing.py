@@ -1,8 +1,9 @@
-"""`POST /v1/events`: publishes events, and answers after their commit."""
+"""`POST /v1/events`: publishes events, and responds after their commit, or with the event that answers."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from http import HTTPStatus
@@ -11,12 +12,15 @@ from typing import Annotated, Any
 from uuid import UUID
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Header, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
 
 from relay.api.callers import Publishing, TokenCaller
+from relay.api.filters import MOST_PATTERNS, Pattern, ReadFilter
+from relay.api.replies import MOST_SECONDS, Waiter
+from relay.api.streams import Streams
 from relay.config.settings import Settings
 from relay.event_types.registry import registered
 from relay.event_types.upcasting import Upcasting
@@ -33,6 +37,7 @@ from relay.intake.messages import (
 )
 from relay.intake.publishing import Accepted, Conflict, NotCommitted, Refused
 from relay.intake.writer import WAIT_SECONDS, CommitWriter
+from relay.store.log_pages import LogEvent
 from relay.web.problems import PROBLEM, HttpRefusal, Problem, problem
 
 router = APIRouter(prefix="/v1", tags=["publish"])
@@ -43,6 +48,7 @@ _ASIDE_BYTES = 32_000
 _READ_AT_ONCE = 2
 """How many larger bodies are read at once: JSON takes up to thirty times its bytes in memory."""
 _KEY_CHARACTERS = 255
+_GLOB = re.compile(r"[*?\[]")
 
 
 class EventMessage(BaseModel):
@@ -72,6 +78,8 @@ class PublishedEvents(BaseModel):
 
     transaction_id: UUID
     ids: list[UUID]
+    reply: dict[str, Any] | None = None
+    """With `wait`: the event that answers, as it was published; null if none came in time."""
 
 
 class InvalidMessage(Problem):
@@ -127,8 +135,12 @@ class Intake:
     response_model=PublishedEvents,
     summary="Publish events",
     responses={
-        200: {"model": PublishedEvents, "description": "the same events were published before"},
-        202: {"description": "the events are published"},
+        200: {
+            "model": PublishedEvents,
+            "description": "with `wait`: the event is published, and `reply` answers it; without: the same events were "
+            "published before",
+        },
+        202: {"description": "the events are published; with `wait`: no answer came in time"},
         400: {
             "model": InvalidMessage,
             "description": "an event is invalid; `errors` has each fault",
@@ -174,18 +186,55 @@ async def publish(
             "a repetition is not published again.",
         ),
     ] = None,
+    wait: Annotated[
+        int | None,
+        Query(
+            ge=1,
+            le=MOST_SECONDS,
+            description="How many seconds to wait for the event that answers a single one. Needs the right to read.",
+        ),
+    ] = None,
+    reply_type: Annotated[
+        list[Pattern] | None,
+        Query(
+            max_length=MOST_PATTERNS,
+            description="With `wait`: only events of these types, or that match these globs, answer.",
+        ),
+    ] = None,
 ) -> Response:
-    """Publish an event, or a list of events of one business transaction; the answer comes after the commit.
+    """Publish an event, or a list of events of one business transaction; the response comes after the commit.
 
-    Repeat a request that was not answered, or with 503, with the same ids or the same `Idempotency-Key`.
+    Repeat a request that was not responded to, or with 503, with the same ids or the same `Idempotency-Key`.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         return problem(HttpRefusal(415, "the body must be application/json"))
+    if wait is not None and (refusal := _refusal_to_wait(caller, reply_type or [])) is not None:
+        return problem(refusal)
     body = await request.body()
+    until = asyncio.get_running_loop().time() + (wait or 0)
     intake: Intake = request.app.state.intake
+    streams: Streams = request.app.state.streams
+    reply: LogEvent | None = None
     try:
         submission = await intake.read(body, caller, idempotency_key)
-        accepted = await intake.publish(submission)
+        if wait is None:
+            accepted = await intake.publish(submission)
+        else:
+            if len(submission.ids) > 1:
+                return problem(
+                    HttpRefusal(400, "wait: is for a single event, and the list has more")
+                )
+            wanted = ReadFilter(
+                frozenset([submission.host_id]), tuple(reply_type or ()), None, None, caller
+            )
+            if (full := streams.refusal(wanted)) is not None:
+                return problem(full)
+            waiter = Waiter(wanted, submission.ids[0])
+            with streams.waiting(waiter):
+                accepted = await intake.publish(submission)
+                if accepted.is_repeated:
+                    waiter.look()
+                reply = await _reply(request, streams, waiter, until)
     except Invalid as error:
         return _invalid(400, "the message is invalid", error.faults)
     except TooMany as error:
@@ -206,14 +255,55 @@ async def publish(
         return problem(
             HttpRefusal(503, f"{error}: repeat the request with the same ids", _RETRY_AFTER)
         )
-    answer = PublishedEvents.model_validate(
-        {"transaction_id": accepted.transaction_id, "ids": submission.ids}
-    )
-    return JSONResponse(
-        answer.model_dump(mode="json"),
-        200 if accepted.is_repeated else 202,
+    ids = ",".join(f'"{each}"' for each in submission.ids)
+    text = f'"transaction_id":"{accepted.transaction_id}","ids":[{ids}]'
+    is_done = accepted.is_repeated
+    if wait is not None:
+        is_done = reply is not None
+        # As PostgreSQL prints it, so that numbers keep every digit.
+        text += f',"reply":{"null" if reply is None else reply.text}'
+    return Response(
+        f"{{{text}}}",
+        200 if is_done else 202,
         {"location": f"/v1/events/{submission.ids[0]}"},
+        media_type="application/json",
     )
+
+
+def _refusal_to_wait(caller: TokenCaller, reply_types: Sequence[str]) -> HttpRefusal | None:
+    """Return why the caller may not wait for answers of these types."""
+    if "read" not in caller.rights:
+        return HttpRefusal(
+            403, f"wait: the token {caller.name} gives no right to read, which an answer needs"
+        )
+    for each in reply_types:
+        if not caller.may_see_type(each) and not _GLOB.search(each):
+            return HttpRefusal(
+                403, f"reply_type: the token {caller.name} may not read events of the type {each}"
+            )
+    return None
+
+
+async def _reply(
+    request: Request, streams: Streams, waiter: Waiter, until: float
+) -> LogEvent | None:
+    """Return the event that answers a request; None if there is none `until` then, or the client goes before."""
+    watcher = asyncio.create_task(_watch(request, waiter))
+    try:
+        async with asyncio.timeout_at(until):
+            await waiter.wait(streams.read, streams.waiters.condition)
+    except TimeoutError:
+        pass
+    finally:
+        watcher.cancel()
+    streams.waiters.count(waiter)
+    return waiter.answer
+
+
+async def _watch(request: Request, waiter: Waiter) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    waiter.end("gone")
 
 
 def _conflict(error: Conflict, is_list: bool) -> Response:

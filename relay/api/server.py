@@ -28,8 +28,22 @@ def api_server(settings: Settings, api: ApiSettings) -> Server:
         return created[0]
 
     def counts() -> ApiCounts:
-        streams, writer = created[0].state.streams, created[0].state.intake.writer
-        return ApiCounts(streams.connected, streams.sent, streams.cut, writer.published)
+        state = created[0].state
+        streams, writer = state.streams, state.intake.writer
+        return ApiCounts(
+            streams=streams.connected,
+            waiting=len(streams.waiters),
+            sent=streams.sent,
+            cut=streams.cut,
+            published=writer.published,
+            waits=streams.waiters.waits,
+            requests=state.responses,
+            failing={
+                "tokens": state.callers.is_failing,
+                "streams": streams.is_failing,
+                "publishing": writer.condition.fault is not None,
+            },
+        )
 
     def stop() -> None:
         api_counts.forget(settings.group)

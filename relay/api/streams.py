@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
@@ -27,6 +27,7 @@ from relay.api.callers import Callers
 from relay.api.database import ApiDatabase
 from relay.api.filters import ReadFilter
 from relay.api.positions import LogPosition, read_kept
+from relay.api.replies import Waiter, Waiters
 from relay.api.tail import Tail
 from relay.config.settings import ApiSettings, Settings
 from relay.model.snapshots import Snapshot
@@ -115,29 +116,38 @@ class Streams:
         """How many events were put into streams."""
         self.cut: dict[Cut, int] = dict.fromkeys(get_args(Cut), 0)
         """How many streams relay has ended, by reason."""
+        self.waiters = Waiters()
+        """The requests that wait for an answer, which count as clients."""
         self._callers = callers
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tail = Tail(
             settings, partial(self._in_loop, self._begin), partial(self._in_loop, self._deliver)
         )
-        self._connected: set[Client] = set()
+        self._connected: set[Client | Waiter] = set()
         self._attached: dict[object, set[Client]] = {}
         """The clients that the tail serves, by what they take."""
         self._position: Snapshot | None = None
         self._moved = asyncio.Event()
         self._checking: asyncio.Task[None] | None = None
+        self._lingering: asyncio.TimerHandle | None = None
         self._readers = CapacityLimiter(_READERS)
         self._is_closed = False
 
     @property
     def connected(self) -> int:
-        """How many clients are connected."""
-        return len(self._connected)
+        """How many streams are connected."""
+        return len(self._connected) - len(self.waiters)
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether clients get nothing because the log cannot be read."""
+        conditions = self._tail.condition, self.waiters.condition
+        return any(each.fault is not None for each in conditions)
 
     def refusal(self, wanted: ReadFilter) -> HttpRefusal | None:
-        """Return why one more stream is refused; None if it is not."""
+        """Return why one more client is refused; None if it is not."""
         later = {"retry-after": str(RETRY_SECONDS)}
-        if self.connected >= self.api.streams or self._is_closed:
+        if len(self._connected) >= self.api.streams or self._is_closed:
             return HttpRefusal(
                 503, "there are too many streams (api.streams): try again later", later
             )
@@ -147,7 +157,21 @@ class Streams:
             return HttpRefusal(429, detail, later)
         return None
 
-    def join(self, client: Client) -> None:
+    @contextmanager
+    def waiting(self, waiter: Waiter) -> Iterator[None]:
+        """Let the tail answer a request in the block."""
+        if self._position is None:
+            # The answer may come before the tail begins.
+            waiter.look()
+        self.join(waiter)
+        self.waiters.add(waiter)
+        try:
+            yield
+        finally:
+            self.waiters.remove(waiter)
+            self.leave(waiter)
+
+    def join(self, client: Client | Waiter) -> None:
         """Count a client, until it leaves."""
         self._connected.add(client)
         if self._loop is None:
@@ -157,18 +181,21 @@ class Streams:
         if self._checking is None or self._checking.done():
             self._checking = asyncio.create_task(self._check())
 
-    def leave(self, client: Client) -> None:
+    def leave(self, client: Client | Waiter) -> None:
         """Forget a client."""
         self._connected.discard(client)
-        group = self._attached.get(client.filter.key)
-        if group is not None:
-            group.discard(client)
-            if not group:
-                del self._attached[client.filter.key]
-        if client.ended is not None and client.ended != "gone":
-            self.cut[client.ended] += 1
+        if isinstance(client, Client):
+            group = self._attached.get(client.filter.key)
+            if group is not None:
+                group.discard(client)
+                if not group:
+                    del self._attached[client.filter.key]
+            if client.ended is not None and client.ended != "gone":
+                self.cut[client.ended] += 1
         if not self._connected and self._loop is not None:
-            self._loop.call_later(_LINGER_SECONDS, self._sleep)
+            if self._lingering is not None:
+                self._lingering.cancel()
+            self._lingering = self._loop.call_later(_LINGER_SECONDS, self._sleep)
 
     async def attach(self, client: Client, after: Snapshot | None) -> Snapshot:
         """Let the tail serve a client, and return from where on: a position that has all that `after` has.
@@ -220,9 +247,11 @@ class Streams:
         # Those that were attached before would miss what was not read.
         for client in list(self._all_attached()):
             client.end("gap")
+        self.waiters.look()
         self._advance(position)
 
     def _deliver(self, page: OutboxPage) -> None:
+        self.waiters.deliver(page)
         for group in self._attached.values():
             takes = next(iter(group)).takes
             chunks = []

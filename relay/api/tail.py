@@ -72,6 +72,7 @@ class Tail(Recurring):
         """Read a page, or wait until there may be one."""
         if not self.wanted.is_set():
             self.release()
+            self.condition.clear()
             self._position = None
             self.wanted.wait()
             return 0.0

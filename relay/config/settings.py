@@ -552,9 +552,9 @@ class ApiSettings(Section):
     replay: Annotated[PositiveInt, Number] = 100_000
     """The most events by which a stream may lag when it begins; a client that lags more reads pages."""
     streams: Annotated[PositiveInt, Number] = 1_000
-    """The most streams at once."""
+    """The most streams, and requests that wait for an answer, at once."""
     streams_per_token: Annotated[PositiveInt, Number] = 250
-    """The most streams of one token at once."""
+    """The most streams, and requests that wait for an answer, of one token at once."""
 
 
 class Settings(BaseSettings):

@@ -112,6 +112,7 @@ class CommitWriter(Recurring):
             self._group = self._take()
         if not self._group:
             self._publisher.close()
+            self.condition.clear()
             return 0.0
         until = max(each.deadline for each in self._group)
         try:

@@ -15,12 +15,20 @@ class ApiCounts:
 
     streams: int
     """The streams that are open."""
+    waiting: int
+    """The requests that wait for an answer."""
     sent: int
     """Events that were put into streams."""
     cut: Mapping[str, int]
     """Streams that relay has ended, by reason."""
     published: int
     """Events that requests have published, without repetitions."""
+    waits: Mapping[str, int]
+    """Requests that have waited for an answer, by result."""
+    requests: Mapping[str, int]
+    """Responses, by the class of their status."""
+    failing: Mapping[str, bool]
+    """Whether each part fails again and again."""
 
 
 _readers: dict[str, Callable[[], ApiCounts]] = {}

@@ -335,6 +335,16 @@ SERIES: Sequence[MetricFamily] = (
         "result",
     ),
     # The HTTP API
+    _counter(
+        "relay_api_requests_total",
+        "Responses of the HTTP API, by the class of their status: 2xx, 3xx, 4xx or 5xx.",
+        "status",
+    ),
+    _gauge(
+        "relay_api_failing",
+        "1 while a part of the HTTP API fails again and again: tokens, streams or publishing.",
+        "part",
+    ),
     _gauge("relay_api_streams", "Streams of the HTTP API that are open."),
     _counter(
         "relay_api_events_sent_total",
@@ -348,6 +358,12 @@ SERIES: Sequence[MetricFamily] = (
     _counter(
         "relay_api_published_total",
         "Events that requests to the HTTP API have published, without repetitions.",
+    ),
+    _gauge("relay_api_waiting", "Requests to the HTTP API that wait for an answer now."),
+    _counter(
+        "relay_api_waits_total",
+        "Requests to the HTTP API that have waited for an answer, by result: answered or unanswered.",
+        "result",
     ),
     # Spark
     _histogram(
@@ -617,6 +633,8 @@ _SUPPLIED = frozenset(
         "relay_api_events_sent_total",
         "relay_api_streams_cut_total",
         "relay_api_published_total",
+        "relay_api_requests_total",
+        "relay_api_waits_total",
     }
 )
 """Counters that are kept elsewhere, and given by suppliers."""

@@ -212,10 +212,17 @@ class ServiceGauges:
         if counts is None:
             return
         gauges["relay_api_streams"][()] = counts.streams
+        gauges["relay_api_waiting"][()] = counts.waiting
         gauges["relay_api_events_sent_total"][()] = counts.sent
         for reason, streams in counts.cut.items():
             gauges["relay_api_streams_cut_total"][(reason,)] = streams
         gauges["relay_api_published_total"][()] = counts.published
+        for result, waits in counts.waits.items():
+            gauges["relay_api_waits_total"][(result,)] = waits
+        for status, requests in counts.requests.items():
+            gauges["relay_api_requests_total"][(status,)] = requests
+        for part, is_failing in counts.failing.items():
+            gauges["relay_api_failing"][(part,)] = is_failing
 
     def _sink_bytes(self, gauges: Gauges, end: Lsn | None) -> None:
         target = self._databases.target_readings

@@ -92,11 +92,6 @@ def valid(source: psycopg.Connection[Any]) -> dict[bytes, TokenRow]:
     return {row[0]: TokenRow(*row[1:]) for row in rows}
 
 
-def may_publish(source: psycopg.Connection[Any]) -> bool:
-    """Return whether a valid token gives the right to publish. Raises psycopg.Error."""
-    return any("publish" in token.rights for token in valid(source).values())
-
-
 def note_use(source: psycopg.Connection[Any], ids: Collection[int]) -> None:
     """Note that tokens are in use, where that was not noted within a minute. Raises psycopg.Error."""
     source.execute(

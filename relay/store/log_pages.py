@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -22,8 +22,19 @@ _IS_FAR = """
     select count(*) > %(most)s
       from (select from public.outbox_message_t where c_xid >= %(xmax)s::text::xid8 limit %(most)s + 1) as unread
 """
+_CAUSED = """
+    select c_xid::text::bigint, c_offset, host_id::text, event_type, aggregate_type, aggregate_id, ''
+      from (select * from public.outbox_message_t
+             where c_xid >= (select c_xid from public.outbox_message_t where id = %(id)s::uuid limit 1)
+             order by c_xid limit %(most)s) as later
+     where id <> %(id)s::uuid and %(id)s::uuid::text in (metadata ->> 'causation_id', metadata ->> 'correlation_id')
+     order by c_offset
+"""
+_TEXT = "select event from relay.read_log(%s, 1, %s) where c_offset = %s"
 
 
+ANSWER_DISTANCE = 100_000
+"""How many events after an event an answer to it is looked for, so that no index has to have it."""
 _FIRST_EVENTS, _MOST_EVENTS = 100, 1_000
 _PAGE_BYTES = 256 * 1024
 
@@ -116,6 +127,26 @@ def is_far(conn: Connection, after: Snapshot, most: int) -> bool:
     """Whether more than `most` events come after a snapshot, those of late transactions apart. Raises psycopg.Error."""
     row = conn.execute(_IS_FAR, {"xmax": str(after.xmax), "most": most}).fetchone()
     return bool(row and row[0])
+
+
+def answer(conn: Connection, event_id: str, takes: Callable[[LogEvent], bool]) -> LogEvent | None:
+    """Return the first event that names another one as its cause, or as the first of its chain, and is taken.
+
+    `takes` gets an event without its text. Raises psycopg.Error.
+    """
+    with conn.cursor() as cursor:
+        cursor.execute(_CAUSED, {"id": event_id, "most": ANSWER_DISTANCE})
+        for row in cursor:
+            found = LogEvent(*row)
+            if takes(found):
+                break
+        else:
+            return None
+    xid = found.xid
+    alone = Snapshot(xid, xid + 1, (xid,)), Snapshot(xid + 1, xid + 1, ())
+    texts = conn.execute(_TEXT, (*map(str, alone), found.offset)).fetchone()
+    # Retention may have removed it meanwhile.
+    return None if texts is None else found._replace(text=texts[0])
 
 
 def _snapshots(xids: Sequence[int], after: Snapshot, end: Snapshot) -> Iterator[Snapshot]:

@@ -31,10 +31,12 @@ class Gate:
         limit: Callable[[Request], int],
         answer: Callable[[Request, int, str], Response],
         refusal: Callable[[Request], Awaitable[Response | None]],
+        count: Callable[[int], None] = lambda status: None,
     ) -> None:
         """`name` is that of the log lines, and `limit` the largest body of a request, in bytes.
 
         `answer` returns the response with a status and a detail, `refusal` the one that refuses a request, or None.
+        `count` gets the status of each response.
         """
         self._app = app
         self._name = name
@@ -42,6 +44,7 @@ class Gate:
         self._limit = limit
         self._answer = answer
         self._refusal = refusal
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
@@ -55,6 +58,7 @@ class Gate:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                self._count(message["status"])
                 headers = MutableHeaders(scope=message)
                 for name, value in self._headers.items():
                     headers.setdefault(name, value)

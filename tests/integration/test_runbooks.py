@@ -23,6 +23,7 @@ from psycopg.conninfo import make_conninfo
 from psycopg.pq import ExecStatus
 from psycopg.types.json import Jsonb
 
+from relay.demo.embedded import free_port
 from tests.outbox import LONG_SECONDS, event, host, wait_until
 from tests.pages import (
     DOCS,
@@ -450,6 +451,20 @@ def test_relay_reader_given_up(running_shop: Shop) -> None:
 
 
 @pytest.mark.rare
+def test_relay_api_failing(running_shop: Shop) -> None:
+    """A session holds the table of the tokens."""
+    shop, address = running_shop, f"127.0.0.1:{free_port()}"
+    shop.configure(api={"listen": address})
+    token = shop.bash("relay token create report").stdout.strip()
+    shop.more |= {"API": f"http://{address}", "TOKEN": token}
+    shop.systemctl("restart")
+    shop.wait_healthy()
+    with session(shop.source, "report of March") as report:
+        report.execute("lock table relay.api_tokens in access exclusive mode")
+        shop.run_book("RelayApiFailing")
+
+
+@pytest.mark.rare
 def test_relay_schedule_missed(running_shop: Shop) -> None:
     """A schedule that SQL has declared, and relay does not understand."""
     with psycopg.connect(running_shop.source, autocommit=True) as conn:
@@ -618,6 +633,7 @@ def test_each_alert_has_its_runbook() -> None:
             "RelayQueueDead",
             "RelayScheduleMissed",
             "RelayReaderGivenUp",
+            "RelayApiFailing",
             "RelayDeferredOld",
             "RelayPolling",
             "RelayHandlerStopped",
