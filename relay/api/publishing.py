@@ -230,7 +230,7 @@ async def publish(
             if (full := streams.refusal(wanted)) is not None:
                 return problem(full)
             waiter = Waiter(wanted, submission.ids[0])
-            with streams.waiting(waiter):
+            with streams.registered(waiter):
                 accepted = await intake.publish(submission)
                 if accepted.is_repeated:
                     waiter.look()

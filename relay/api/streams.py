@@ -158,7 +158,7 @@ class Streams:
         return None
 
     @contextmanager
-    def waiting(self, waiter: Waiter) -> Iterator[None]:
+    def registered(self, waiter: Waiter) -> Iterator[None]:
         """Let the tail answer a request in the block."""
         if self._position is None:
             # The answer may come before the tail begins.
