@@ -51,8 +51,9 @@ class Waiter:
 
     def offer(self, event: LogEvent) -> None:
         """Take an event if it is the answer, the first one."""
-        if self._takes(event) and self.event_id in _causes(event):
-            self._take(event)
+        if self.answer is None and self._takes(event) and self.event_id in _causes(event):
+            self.answer = event
+            self._changed.set()
 
     def look(self) -> None:
         """Have the answer looked up: the tail has not read all that came since the commit."""
@@ -66,7 +67,7 @@ class Waiter:
 
     async def wait(self, read: Read, condition: Condition) -> LogEvent | None:
         """Return the answer; None if the wait ends before there is one. `condition` is that of looking up."""
-        while self.answer is None and not self.is_over:
+        while not self.is_over:
             self._changed.clear()
             if self.must_look:
                 self.must_look = False
@@ -74,22 +75,23 @@ class Waiter:
                     found = await read(log_pages.answer, self.event_id, self._takes)
                 except FAULTS as error:
                     condition.fails(describe(error))
-                    self.must_look = True
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(_AGAIN_SECONDS):
-                            await self._changed.wait()
+                    if self.answer is None:
+                        self.must_look = True
+                        await self._pause()
                 else:
                     condition.works()
-                    if found is not None:
-                        self._take(found)
+                    # It comes before what the tail has offered meanwhile.
+                    self.answer = found or self.answer
+            elif self.answer is not None:
+                break
             else:
                 await self._changed.wait()
         return self.answer
 
-    def _take(self, event: LogEvent) -> None:
-        if self.answer is None:
-            self.answer = event
-            self._changed.set()
+    async def _pause(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_AGAIN_SECONDS):
+                await self._changed.wait()
 
 
 class Waiters:
