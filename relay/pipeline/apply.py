@@ -43,6 +43,7 @@ from relay.queues.declared import Declared, DeclaredQueues
 from relay.queues.filling import QUEUES
 from relay.source.outbox.rows import not_received
 from relay.store import brakes
+from relay.store.brakes import Streak
 from relay.store.connections import Connection
 from relay.store.deferred import due as deferred_due
 from relay.store.deferred.due import DeferredTimes, DueTransaction
@@ -109,6 +110,7 @@ class Applier:
             keep_alive=KeepAlive() if keeps_alive else None,
         )
         self._limits = settings.brakes
+        self._sinks = frozenset(settings.sink_handlers)
         self._settings = settings
         self._settlement = Settlement(settings)
         self._ranges = RangeReader(settings, connections)
@@ -195,7 +197,7 @@ class Applier:
             if not len(fresh):
                 reached = {} if self._durable else _reached_lsns(positions)
                 return TaskOutcome(task.partitions, skipped=task.events, reached=reached)
-            limit = FailureLimit(self._limits, locked.streaks)
+            limit = FailureLimit(self._limits, self._own(locked.streaks))
             declared = self._queues.at(conn, locked.queues)
             delivered = self._deliver(conn, fresh, locked.holding, mode, limit, declared)
             moved = advances(fresh, task.touched)
@@ -239,12 +241,16 @@ class Applier:
                 continue
             hosts = left.distinct_hosts
             locked = offsets.lock(conn, self._group, list(lower_bounds), hosts)
-            limit = FailureLimit(self._limits, locked.streaks)
+            limit = FailureLimit(self._limits, self._own(locked.streaks))
             declared = self._queues.at(conn, locked.queues)
             all_delivered.append(self._deliver(conn, left, locked.holding, mode, limit, declared))
         ends = last_positions(task, lower_bounds)
         offsets.polled(conn, self._group, positions, ends, task.upto, self._durable)
         return _outcome(task, events, 0, all_delivered, count)
+
+    def _own(self, streaks: Mapping[str, Streak]) -> dict[str, Streak]:
+        """The streaks of the target's handlers. Each sink counts its own: to pass its events is no success of its."""
+        return {name: each for name, each in streaks.items() if name not in self._sinks}
 
     def _deliver(
         self,
@@ -374,7 +380,7 @@ class Applier:
         # A replayed transaction that fails is not a new dead letter: it does not count for the failure limit.
         dead_before = any(each.dead_transaction is not None for each in due)
         failure_limits = {} if dead_before else self._limits
-        streaks = {} if dead_before else brakes.streaks(conn, self._group)
+        streaks = {} if dead_before else self._own(brakes.streaks(conn, self._group))
         limit = FailureLimit(failure_limits, streaks, defers=True)
         assigned = self._router.route(transactions, declared)
         dispositions = self._handler_runner.handle(conn, assigned, mode, histories, limit)

@@ -10,7 +10,9 @@ import pytest
 from relay.admin import status
 from relay.config.settings import Settings
 from relay.spark.session import Session
-from tests.outbox import Outbox, event, host, relaying, wait_until
+from relay.store import brakes
+from relay.store.brakes import Streak
+from tests.outbox import Outbox, event, host, relaying, wait_until, work_and_crash
 from tests.webhook import Answer, Webhook
 
 LIMIT = 5
@@ -175,6 +177,23 @@ def test_a_replay_hides_no_failure_of_what_is_due_with_it(outbox: Outbox) -> Non
     with relaying(braking(outbox)):
         wait_until(lambda: stopped(outbox))
         assert dead(outbox) <= LIMIT + 1
+
+
+def test_the_target_leaves_the_streaks_of_sinks_alone(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It passed an event of a stopped sink, and took that for the sink's success."""
+    settings = braking(
+        outbox,
+        handlers={**outbox.config()["handlers"], "hook": {"type": "http", "url": "http://[::1]:1"}},
+        routes=[{"handlers": ["projection", "hook"]}],
+    )
+    brakes.store(outbox.conn, settings.group, "hook", Streak("Rejected", LIMIT, True))
+    outbox.publish(host(1), event(1))
+    work_and_crash(settings, 1)
+    assert outbox.value("select count(*) from projection") == 1
+    assert stopped(outbox)
+    assert "a stopped handler goes on" not in caplog.messages
 
 
 def test_a_stopped_sink_keeps_its_position_and_others_go_on(
