@@ -16,12 +16,18 @@ import psycopg
 import pytest
 
 from relay import Transaction
+from relay.delivery import checkpoint
 from relay.faults import asked_of, describe
 from relay.sinks import Rejected, Undelivered
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.packages import install
 from tests.postgres import Server
 from tests.unit.test_sink_types import MODULE, site  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def _activity_is_stored_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "ACTIVITY_SECONDS", 0.1)
 
 
 class Unprintable:

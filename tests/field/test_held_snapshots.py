@@ -14,7 +14,7 @@ import pytest
 
 from relay.model.events import Lsn
 from relay.model.snapshots import RowCounts, Snapshot
-from relay.retention import partitions
+from relay.retention import partitions, schedule
 from relay.store import brakes
 from relay.store.brakes import Streak
 from relay.store.connections import Connection, connect
@@ -241,7 +241,10 @@ def test_retention_touches_as_many_pages_for_the_last_rows_as_for_the_first(
     assert held.value("select count(*) from outbox_message_t") == 0
 
 
-def test_superseded_positions_are_deleted_while_relay_runs(outbox: Outbox) -> None:
+def test_superseded_positions_are_deleted_while_relay_runs(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule, "NOTE_SECONDS", 0.2)
     with relaying(outbox.settings()):
         outbox.fill(300)
         outbox.wait_handled()

@@ -48,9 +48,13 @@ def read_only(outbox: Outbox, role: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("mode", ["auto", "poll"])
 def test_a_read_only_session_of_the_target_is_not_kept(
-    outbox: Outbox, caplog: pytest.LogCaptureFixture, mode: str
+    outbox: Outbox,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
 ) -> None:
     """goldsky-io/streamling#65, laravel/framework#53404, cloudnative-pg/cloudnative-pg#1254."""
+    monkeypatch.setattr(presence, "CHECK_SECONDS", 0.2)
     with ExitStack() as stack:
         role, dsn = stack.enter_context(outbox.limited_role())
         source = {**outbox.config()["source"], "mode": mode}

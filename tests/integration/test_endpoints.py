@@ -17,6 +17,7 @@ from relay.admin.dead_letters import DeadLetters
 from relay.admin.endpoints import listed, set_disabled
 from relay.admin.findings import Severity
 from relay.config.settings import Settings
+from relay.delivery import checkpoint
 from relay.faults import ConfigurationError
 from relay.sinks.endpoints import FRESH_SECONDS
 from relay.store.connections import connect
@@ -177,7 +178,10 @@ def test_a_value_that_the_lookup_does_not_take_is_the_event_s_fault(
     assert [each.event["data"] for each in webhook.accepted] == [{"tenant": "7"}]
 
 
-def test_a_lookup_that_fails_is_an_outage(outbox: Outbox, webhook: Webhook) -> None:
+def test_a_lookup_that_fails_is_an_outage(
+    outbox: Outbox, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "ACTIVITY_SECONDS", 0.1)
     outbox.conn.execute(TABLE)
     register(outbox, 1, webhook.url)
     with relaying(looked_up(outbox)):

@@ -31,6 +31,8 @@ from tests.webhook import Answer, Webhook
 
 
 class TestHttp(SinkContract):
+    OUTAGE_TIMEOUT = 1.0
+
     @pytest.fixture(autouse=True)
     def _destination(self) -> Iterator[None]:
         with Webhook(self._answer) as self.webhook:
@@ -81,6 +83,8 @@ async def take(delivery: Delivery) -> None:
 
 
 class TestFunction(SinkContract):
+    OUTAGE_TIMEOUT = 1.0
+
     @pytest.fixture(autouse=True)
     def _destination(self) -> None:
         Called.ids = []
@@ -173,6 +177,7 @@ class TestKafka(_OfBroker):
 
 
 class _OfAws(SinkContract):
+    OUTAGE_TIMEOUT = 1.0
     LARGE = 300
     SMALL = 20
     kind: str

@@ -17,7 +17,9 @@ from relay.admin.install import initialise
 from relay.admin.sinks import listed
 from relay.admin.status import Watch
 from relay.demo.screen import Screen
+from relay.observe import engines
 from relay.observe.top import Trends
+from relay.source import hybrid
 from relay.source.outbox.unread import MOST_ROWS
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay
@@ -30,7 +32,11 @@ def with_shop(outbox: Outbox, url: str) -> dict[str, Any]:
     return {"handlers": handlers, "routes": [{"handlers": ["projection", "shop"]}]}
 
 
-def test_a_read_shows_target_sinks_and_throughput(outbox: Outbox) -> None:
+def test_a_read_shows_target_sinks_and_throughput(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "STORE_SECONDS", 0.2)
+    monkeypatch.setattr(hybrid, "AUDIT_SECONDS", 0.2)
     with Webhook(lambda headers, body: Answer(503)) as webhook:
         settings = outbox.settings(**with_shop(outbox, webhook.url), sinks={"attach_seconds": 0.5})
         outbox.install_again(settings)
@@ -42,6 +48,7 @@ def test_a_read_shows_target_sinks_and_throughput(outbox: Outbox) -> None:
             wait_until(lambda: watch.read().unread.get("shop") is not None)
             wait_until(lambda: sum(each.transactions for each in watch.read().engines) == 201)
             wait_until(lambda: watch.read().dead == {("", "projection"): 1})
+            wait_until(lambda: watch.read().unread[""].events == 0)
             picture = watch.read()
             trends.note(picture)
             rates = trends.rates()
