@@ -123,8 +123,9 @@ class KafkaFeed:
             "auto.offset.reset": "earliest",
             # One instance works an intake: another one takes its place at once, and fences it off.
             "group.instance.id": f"relay-{re.sub(r'[^A-Za-z0-9._-]', '_', self._name)}"[:249],
-            "queued.min.messages": 2 * FETCH_MESSAGES,
             "queued.max.messages.kbytes": _QUEUED_KILOBYTES,
+            # How long a full queue is left alone, which is soon empty. The client's default is a second.
+            "fetch.queue.backoff.ms": 50,
         }
         if "group.protocol" not in given:
             defaults["partition.assignment.strategy"] = "cooperative-sticky"

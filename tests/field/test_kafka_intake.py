@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import socketserver
 import ssl
 import time
@@ -36,10 +37,11 @@ from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from relay.config.intake import KafkaSource
 from relay.faults import ConfigurationError, Unauthorized, Undelivered
 from relay.intake import kafka
-from relay.intake.consuming import Taken
+from relay.intake.consuming import BrokerIntake, Taken
 from relay.intake.kafka import KafkaFeed
 from relay.intake.messages import Invalid, MessageReader
 from tests.brokers import KafkaCluster, started
+from tests.outbox import Outbox, host, wait_until
 
 _OFFSET_COMMIT, _HEARTBEAT = 8, 12
 """Numbers of Kafka's protocol."""
@@ -75,17 +77,17 @@ class Topic:
             producer.produce(self.name, str(number), partition=number % self._partitions)
         assert producer.flush(30) == 0
 
-    def send_bodies(self, bodies: Sequence[bytes | None], **conf: Any) -> None:
+    def send_bodies(self, bodies: Sequence[bytes | None], partition: int = 0, **conf: Any) -> None:
         producer = Producer({"bootstrap.servers": ",".join(self.servers), **conf})
         for body in bodies:
-            producer.produce(self.name, body)
+            producer.produce(self.name, body, partition=partition)
         assert producer.flush(30) == 0
 
     def committed(self) -> list[int]:
         """The offset of each partition; -1 without one."""
         consumer = self._consumer()
         partitions = [TopicPartition(self.name, each) for each in range(self._partitions)]
-        found = consumer.committed(partitions, 10)
+        found = consumer.committed(partitions, 30)
         consumer.close()
         return [max(each.offset, -1) for each in found]
 
@@ -414,9 +416,8 @@ def test_messages_of_every_form_come(cluster: KafkaCluster) -> None:
     large = json.dumps({**event, "payload": "x" * 2_000_000}).encode()
     topic.send_bodies([None, b""])
     for compression in ("gzip", "snappy", "lz4", "zstd"):
-        topic.send_bodies(
-            [large], **{"compression.type": compression, "message.max.bytes": 9_000_000}
-        )
+        conf: dict[str, Any] = {"compression.type": compression, "message.max.bytes": 9_000_000}
+        topic.send_bodies([large], **conf)
     topic.send_bodies([json.dumps(event).encode()])
 
     async def scenario() -> list[Taken]:
@@ -477,3 +478,63 @@ async def _raises_unassigned(feed: KafkaFeed) -> None:
     async with feed:
         with pytest.raises(Undelivered, match="the group relay assigns no partition to relay"):
             await fetched(feed, 1)
+
+
+@pytest.mark.brokers
+@pytest.mark.parametrize("seed", range(2))
+def test_rebalances_outages_and_lost_commits_lose_and_repeat_nothing(
+    outbox: Outbox, cluster: KafkaCluster, seed: int
+) -> None:
+    """A member that commits nothing comes and goes, brokers and sessions are killed, commits of offsets fail."""
+    chance = random.Random(seed)
+    topic = Topic(cluster, partitions=3)
+    works = BrokerIntake(
+        *("orders", topic.feed(), MessageReader(), outbox.dsn, "shop", True),
+        lambda result, messages: None,
+    )
+    works.condition._first_pause = works.condition._longest_pause = 0.1
+
+    def published() -> list[int]:
+        return outbox.column("select (payload->>'n')::int from outbox_message_t order by c_offset")
+
+    sent = 0
+    works.start()
+    try:
+        for _ in range(10):
+            bodies = [_placed(n) for n in range(sent, sent + 60)]
+            bodies.insert(chance.randrange(60), b"{}")
+            topic.send_bodies(bodies, partition=chance.randrange(3))
+            sent += 60
+            _disturb(chance.randrange(4), topic, outbox)
+        wait_until(lambda: len(published()) >= sent, timeout=120)
+        wait_until(lambda: sum(topic.committed()) == sent + 10, timeout=60)
+    finally:
+        works.close()
+    found = published()
+    assert sorted(found) == list(range(sent))
+    for n in range(0, sent, 60):
+        of_partition = [each for each in found if n <= each < n + 60]
+        assert of_partition == sorted(of_partition)
+
+
+def _placed(number: int) -> bytes:
+    event = {"host_id": str(host(1)), "event_type": "order.placed", "payload": {"n": number}}
+    return json.dumps(event).encode()
+
+
+def _disturb(kind: int, topic: Topic, outbox: Outbox) -> None:
+    if kind == 0:
+        topic.cluster.kill()
+        time.sleep(0.3)
+        topic.cluster.start()
+    elif kind == 1:
+        outbox.conn.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity"
+            " where datname = current_database() and pid <> pg_backend_pid()"
+        )
+    elif kind == 2:
+        for error in (KafkaError.ILLEGAL_GENERATION, KafkaError.REBALANCE_IN_PROGRESS):
+            topic.cluster.fail_requests(_OFFSET_COMMIT, error)
+    else:
+        with topic.other_member() as other:
+            wait_until(lambda: other.poll(0.05) is None and bool(other.assignment()))
