@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from http.client import HTTPConnection, IncompleteRead
+from http.client import HTTPConnection, HTTPException, IncompleteRead
+from threading import Event
 from typing import Any, Self
 
 import httpx
+import psycopg
 
 from relay.admin import tokens
+from relay.api.positions import parse
 from relay.api.server import api_server
 from relay.config.settings import Settings
 from tests.outbox import Outbox
@@ -132,3 +136,41 @@ class Source:
         if "data" in fields:
             self.events.append(json.loads(fields["data"]))
         return fields
+
+
+class ResumingClient:
+    """A client that goes on after the last event that it has, wherever its stream is cut."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self.numbers: list[int] = []
+        """The `number` in the payload of each event."""
+        self.refused: list[int] = []
+        """The status of each answer that no later attempt repairs."""
+        self._address = address
+        self._token = token
+        self._last = ""
+
+    def read(self, dsn: str, ended: Event) -> None:
+        """Read, and cut the stream at random; the reader `stream` keeps what is not read from retention."""
+        choose = random.Random(1)
+        while not ended.is_set():
+            with suppress(OSError, EOFError, HTTPException):
+                self._some(choose.randrange(1, 40), ended)
+            position = parse(self._last or "now")
+            if position is not None:
+                with suppress(psycopg.Error), psycopg.connect(dsn, autocommit=True) as conn:
+                    conn.execute("select relay.seek('stream', %s)", (f"0/{position.before}",))
+
+    def _some(self, count: int, ended: Event) -> None:
+        start = {} if self._last else {"after": "beginning"}
+        with Source(self._address, self._token, self._last, **start) as source:
+            if source.status != 200:
+                if source.status not in (429, 503):
+                    self.refused.append(source.status)
+                ended.wait(0.2)
+                return
+            source.limit(1.0)
+            for taken in range(1, count):
+                source.take(taken)
+                self.numbers.append(source.events[-1]["payload"]["number"])
+                self._last = source.last

@@ -400,7 +400,8 @@ class EventStream(Response):
             after = page.end
             if not page.events:
                 break
-        await self._write(f"id: {reached}\n\n".encode())
+        if self._start is None:
+            await self._write(f"id: {reached}\n\n".encode())
 
     async def _send_rest(self, position: LogPosition) -> None:
         """Send the events of a transaction that come after one that the client has."""
@@ -439,19 +440,25 @@ class EventStream(Response):
 
     async def _go_on(self) -> None:
         """Send what the tail brings, and heartbeats."""
-        client, told = self._client, ""
+        client, told, before = self._client, "", ""
         while client.ended is None:
             if client.chunks:
                 await self._write(client.take())
+                before = ""
                 continue
             client.ready.clear()
             try:
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
                     await client.ready.wait()
             except TimeoutError:
-                # The position of a client of which little matches moves on, too.
-                position, told = told, client.position
-                await self._write(b":\n\n" if position == told else f":\nid: {told}\n\n".encode())
+                # The position of a client of which little matches moves on, too, one heartbeat late: after a failover,
+                # others get the ids of transactions that were rolled back and that the standby has not seen.
+                known, before = before, client.position
+                if known in ("", told):
+                    await self._write(b":\n\n")
+                else:
+                    told = known
+                    await self._write(f":\nid: {known}\n\n".encode())
 
     async def _write(self, chunk: bytes) -> None:
         """Send a chunk; a client that does not take it in time is cut."""

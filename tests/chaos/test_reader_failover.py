@@ -7,7 +7,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from threading import Event, Lock, Thread
 from typing import Any
 
@@ -17,6 +17,7 @@ from psycopg.types.json import Jsonb
 
 from relay.client.reader import ReaderError, ReaderMoved, Subscription, subscribe
 from relay.retention import reader_positions
+from tests.api import API, ResumingClient, new_token, served
 from tests.chaos.test_failover import Pair, streaming_pair
 from tests.outbox import Outbox, wait_until
 
@@ -25,6 +26,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.rare, pytest.mark.timeout(300)]
 _HOST = uuid.uuid4()
 _IN_ORDER, _PREPARING = range(1, 4), 9
 """The publishers whose events come in the order of their numbers, and one whose transactions are prepared."""
+_OF_APP = {"slot": "app", "publication": "app"}
 _EFFECT = "insert into effects (reader, number) values (%s, %s)"
 
 
@@ -188,7 +190,8 @@ def test_each_event_is_read_as_promised_across_a_failover() -> None:
     """By readers of each kind, beside publishers of each kind, kills, retention, and a promoted standby."""
     ended, silent, elsewhere = Event(), Event(), _Elsewhere()
     choose = random.Random(1)
-    with streaming_pair(settings={"max_prepared_transactions": "20"}) as pair:
+    with ExitStack() as stack:
+        pair = stack.enter_context(streaming_pair(settings={"max_prepared_transactions": "20"}))
         pair.source.install()
         reader_positions.retain(
             pair.source.conn, pair.source.settings(retention={"keep": "1d"}).source
@@ -196,8 +199,10 @@ def test_each_event_is_read_as_promised_across_a_failover() -> None:
         pair.source.conn.execute(
             "create table effects (seq bigserial, reader text, number int); create table published (number int)"
         )
-        for name in ("once", "sql", "least"):
+        for name in ("once", "sql", "least", "stream"):
             pair.source.conn.execute("select relay.declare_reader(%s)", (name,))
+        settings = pair.source.settings(source={"dsn": pair.either(), **_OF_APP}, api=API)
+        token = new_token(settings)
         pair.replicate()
         _synchronise_commits(pair)
         dsn = pair.either()
@@ -208,8 +213,9 @@ def test_each_event_is_read_as_promised_across_a_failover() -> None:
         def reader(read: Callable[[str, Event], None]) -> Callable[[], None]:
             return lambda: read(dsn, ended)
 
+        client = ResumingClient(stack.enter_context(served(settings)), token)
         kinds = (_read_once, _read_in_sql, elsewhere.read)
-        readers = [reader(read) for read in kinds for _ in range(2)]
+        readers = [reader(client.read), *(reader(read) for read in kinds for _ in range(2))]
         publishers = [publisher(each) for each in (*_IN_ORDER, _PREPARING)]
         with _running(readers, ended):
             with _running(publishers, silent):
@@ -225,9 +231,9 @@ def test_each_event_is_read_as_promised_across_a_failover() -> None:
             def missing() -> set[tuple[str, int]]:
                 found = set(pair.copy.conn.execute("select reader, number from effects"))
                 found |= {("least", number) for number in list(elsewhere.numbers)}
-                return {
-                    (name, number) for name in ("once", "sql", "least") for number in published
-                } - found
+                found |= {("stream", number) for number in list(client.numbers)}
+                names = ("once", "sql", "least", "stream")
+                return {(name, number) for name in names for number in published} - found
 
             wait_until(lambda: not missing(), 120)
         effects = {
@@ -237,6 +243,8 @@ def test_each_event_is_read_as_promised_across_a_failover() -> None:
             for name in ("once", "sql")
         }
     assert len(published) > 200
+    assert not client.refused
+    effects["stream"] = client.numbers
     effects["first of least"] = list(dict.fromkeys(elsewhere.numbers))
     for name, numbers in effects.items():
         assert sorted(numbers) == sorted(published), name

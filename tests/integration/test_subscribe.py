@@ -32,6 +32,7 @@ from relay.client.reader import (
     subscribe,
 )
 from relay.retention import reader_positions
+from tests.api import ResumingClient, new_token, served, settings_of
 from tests.client_sessions import parameters
 from tests.integration.test_log_readers import _History, _sessions
 from tests.outbox import Outbox, relaying, wait_until
@@ -668,16 +669,39 @@ def _read_in_sql(dsn: str, ended: Event) -> None:
 
 @pytest.mark.rare
 def test_readers_beside_publishers_kills_and_retention(outbox: Outbox) -> None:
-    """Two processes of a name read by `subscribe`, two in SQL: each event once, in the order of each publisher."""
+    """By `subscribe`, in SQL, and as server-sent events: each event once, in the order of each publisher."""
     reader_positions.retain(outbox.conn, outbox.settings(retention={"keep": "1d"}).source)
     outbox.conn.execute("create table effects (seq bigserial, reader text, number int)")
-    for name in ("python", "sql"):
+    for name in ("python", "sql", "stream"):
         outbox.conn.execute("select relay.declare_reader(%s)", (name,))
     ended, choose = Event(), random.Random(1)
+    settings = settings_of(outbox)
+    with served(settings) as address:
+        client = ResumingClient(address, new_token(settings))
+        _read_at_random(outbox, client, ended, choose)
+    found = {
+        name: outbox.column("select number from effects where reader = %s order by seq", (name,))
+        for name in ("python", "sql")
+    }
+    assert not client.refused
+    for numbers in (*found.values(), client.numbers):
+        assert len(numbers) == len(set(numbers))
+        for publisher in (1, 2, 3):
+            own = [each for each in numbers if each // 1000 == publisher]
+            assert [each % 1000 for each in own] == list(range(len(own)))
+
+
+def _read_at_random(
+    outbox: Outbox, client: ResumingClient, ended: Event, choose: random.Random
+) -> None:
+    """Publish and read, kill sessions, and delete what everybody has read, until everybody has read everything."""
     readers = [
-        Thread(target=each, args=(outbox.dsn, ended))
-        for each in (_subscribe_and_commit, _read_in_sql)
-        for _ in range(2)
+        *(
+            Thread(target=each, args=(outbox.dsn, ended))
+            for each in (_subscribe_and_commit, _read_in_sql)
+            for _ in range(2)
+        ),
+        Thread(target=client.read, args=(outbox.dsn, ended)),
     ]
     publishers = [
         Thread(target=_publish_at_random, args=(outbox.dsn, number)) for number in range(1, 4)
@@ -686,13 +710,14 @@ def test_readers_beside_publishers_kills_and_retention(outbox: Outbox) -> None:
         thread.start()
 
     def missing() -> set[tuple[str, int]]:
-        found = outbox.conn.execute("select reader, number from effects").fetchall()
+        found = set(outbox.conn.execute("select reader, number from effects").fetchall())
+        found |= {("stream", number) for number in list(client.numbers)}
         return {
             (reader, publisher * 1000 + number)
-            for reader in ("python", "sql")
+            for reader in ("python", "sql", "stream")
             for publisher in (1, 2, 3)
             for number in range(_PER_PUBLISHER)
-        } - set(found)
+        } - found
 
     try:
         for _ in range(25):
@@ -713,11 +738,3 @@ def test_readers_beside_publishers_kills_and_retention(outbox: Outbox) -> None:
         ended.set()
         for thread in readers:
             thread.join()
-    for reader in ("python", "sql"):
-        numbers = outbox.column(
-            "select number from effects where reader = %s order by seq", (reader,)
-        )
-        assert len(numbers) == len(set(numbers))
-        for publisher in (1, 2, 3):
-            own = [each for each in numbers if each // 1000 == publisher]
-            assert [each % 1000 for each in own] == list(range(len(own)))
