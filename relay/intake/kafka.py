@@ -190,6 +190,7 @@ class _Member:
                 break
             self._found.append(taken)
             size += len(taken.body)
+        self._require_commits()
         if not self._found:
             self._require_progress()
         found, self._found = self._found, []
@@ -274,7 +275,10 @@ class _Member:
             raise Undelivered(
                 f"the group {self._settings.group} assigns no partition to relay: it may have other members"
             )
-        if self._done and now - self._confirmed_at > _UNCOMMITTED_SECONDS:
+
+    def _require_commits(self) -> None:
+        """Raise Undelivered if no commit has succeeded for long: what is published would be taken again."""
+        if self._done and time.monotonic() - self._confirmed_at > _UNCOMMITTED_SECONDS:
             why = "no answer" if self._refusal is None else self._refusal.name()
             raise Undelivered(f"the offsets cannot be committed: {why}")
 
@@ -336,9 +340,11 @@ class _Member:
             key = (each.topic, each.partition)
             if each.error is not None:
                 self._refusal = each.error
-            elif key in self._done and self._done[key].offset == each.offset:
-                del self._done[key]
+            else:
                 self._confirmed_at = time.monotonic()
+                # Further messages may have been published meanwhile.
+                if key in self._done and self._done[key].offset == each.offset:
+                    del self._done[key]
 
 
 def _described(error: KafkaError, message: Message) -> str:

@@ -11,7 +11,8 @@ confluentinc/librdkafka#521 and #1852, spring-projects/spring-kafka#1493, IBM/sa
 (messages are skipped where there is no offset, or a deleted one); confluentinc/librdkafka#4519 and #1376,
 confluentinc/confluent-kafka-python#107 and #1667 (closing hangs while brokers are away); confluentinc/ksql#1100,
 mateusjunges/laravel-kafka#337, aws-powertools/powertools-lambda-typescript#4988 (tombstones);
-confluentinc/librdkafka#2722, confluentinc/confluent-kafka-python#970 (nothing comes, and nobody knows).
+confluentinc/librdkafka#2722, confluentinc/confluent-kafka-python#970 (nothing comes, and nobody knows);
+spring-cloud/spring-cloud-stream#1928, apache/kafka#21359 (commits that fail, or are answered late).
 
 The slow ones are among those that `make test-brokers` runs.
 """
@@ -538,3 +539,50 @@ def _disturb(kind: int, topic: Topic, outbox: Outbox) -> None:
     else:
         with topic.other_member() as other:
             wait_until(lambda: other.poll(0.05) is None and bool(other.assignment()))
+
+
+@pytest.mark.brokers
+def test_commits_that_are_slower_than_batches_are_no_fault(
+    cluster: KafkaCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the answer to a commit is on its way the offset that is to be committed moves on."""
+    monkeypatch.setattr(kafka, "_UNCOMMITTED_SECONDS", 4.0)
+    monkeypatch.setattr(kafka, "FETCH_MESSAGES", 1)
+    topic = Topic(cluster)
+    topic.send(range(300))
+
+    async def scenario() -> None:
+        async with topic.feed() as feed:
+            await feed.acknowledge(await fetched(feed, 1))
+            # Many batches a commit.
+            cluster.slow_down(500)
+            number = 1
+            while number < 300:
+                taken = await feed.fetch()
+                await feed.acknowledge(taken)
+                number += len(taken)
+                await asyncio.sleep(0.02)
+            await until(lambda: topic.committed() == [300], feed.fetch)
+
+    asyncio.run(scenario())
+
+
+def test_commits_that_fail_are_a_fault_also_while_messages_come(
+    cluster: KafkaCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kafka, "_UNCOMMITTED_SECONDS", 0.5)
+    monkeypatch.setattr(kafka, "FETCH_MESSAGES", 1)
+    topic = Topic(cluster)
+    topic.send(range(500))
+
+    async def scenario() -> None:
+        async with topic.feed() as feed:
+            while True:
+                cluster.fail_requests(_OFFSET_COMMIT, KafkaError.INVALID_COMMIT_OFFSET_SIZE)
+                taken = await feed.fetch()
+                assert 499 not in numbers(taken), "nobody has noticed"
+                await feed.acknowledge(taken)
+                await asyncio.sleep(0.01)
+
+    with pytest.raises(Undelivered, match="INVALID_COMMIT_OFFSET_SIZE"):
+        asyncio.run(scenario())
