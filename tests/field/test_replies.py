@@ -351,8 +351,7 @@ def test_the_database_is_away_while_a_request_waits(
 def test_a_forged_answer_of_another_host(
     outbox: Outbox, shop: Shop, threads: ThreadPoolExecutor
 ) -> None:
-    """Replies were matched by a number that others could know: letsencrypt/boulder#1045 logs them as misrouted. Who may
-    publish for another host alone answers nothing here."""
+    """An id is no secret: whoever may publish for other hosts only answers nothing."""
     id_ = uuid.uuid4()
     waiting = _posted(threads, shop, id_)
     forger = new_token(shop.settings, "forger", ["publish"], [str(host(2))])

@@ -16,9 +16,10 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from relay.admin import tokens
-from relay.api import streams
+from relay.api import callers, streams
 from relay.config.settings import Settings
 from relay.demo.embedded import free_port
+from relay.observe import api_counts
 from tests.api import API, Program, Source, authorized, new_token, served, settings_of
 from tests.integration.test_log_readers import _History, _sessions
 from tests.observing import Scrape, is_good
@@ -490,8 +491,10 @@ def test_a_path_with_a_slash_too_many_is_not_redirected(settings: Settings, addr
     assert answer.status_code == 404
 
 
-def test_an_outage_is_logged_once(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
-    """Clients are told 503; an operator reads why, however many ask."""
+def test_an_outage_is_logged_once(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients are told 503; an operator reads why, however many ask. A fault that concerns nobody any more is none."""
     away = make_conninfo(outbox.dsn, dbname=f"{outbox.slot}_away")
     of_source = {"dsn": away, "slot": outbox.slot, "publication": outbox.slot}
     with served(outbox.settings(api={**API}, source=of_source)) as address:
@@ -499,4 +502,12 @@ def test_an_outage_is_logged_once(outbox: Outbox, caplog: pytest.LogCaptureFixtu
             answer = httpx.get(f"{address}/v1/events", headers=authorized("relay_x"), timeout=30)
             assert answer.status_code == 503
             assert "_away" not in answer.text, "no client has to know of the database"
+        counts = api_counts.of("default")
+        assert counts is not None
+        assert counts.requests["5xx"] == 5
+        assert counts.failing == {"tokens": True, "streams": False, "publishing": False}
+        monkeypatch.setattr(callers, "_STALE_SECONDS", 0.0)
+        counts = api_counts.of("default")
+        assert counts is not None
+        assert not counts.failing["tokens"]
     assert sum("cannot read its tokens" in each.getMessage() for each in caplog.records) == 1

@@ -18,6 +18,7 @@ from relay.admin.findings import Severity
 from relay.admin.tokens import revoke
 from relay.config.settings import Settings
 from relay.intake.writer import WAIT_SECONDS
+from relay.observe import api_counts
 from tests.api import API, authorized, new_token, served, settings_of
 from tests.outbox import Outbox, host, wait_until
 
@@ -201,6 +202,11 @@ def test_the_description(shop: Publisher, address: str) -> None:
     assert wait_until is not None
 
 
+def _is_failing(part: str) -> bool:
+    counts = api_counts.of("default")
+    return counts is not None and counts.failing[part]
+
+
 def test_a_role_that_may_not_publish(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
     """The client is not to blame, and is answered at once; `relay check` and the log say what to do."""
     with outbox.limited_role() as (name, dsn):
@@ -220,6 +226,7 @@ def test_a_role_that_may_not_publish(outbox: Outbox, caplog: pytest.LogCaptureFi
             assert httpx.get(f"{address}/v1/events", headers=authorized(reader)).is_success
             # A fault counts with the second attempt.
             assert Publisher(address, writer).post(placed()).status_code == 503
+            wait_until(lambda: _is_failing("publishing"))
             wait_until(lambda: "relay init --handlers-publish" in str([*map(vars, caplog.records)]))
         revoke(settings, "shop", None)
         assert not [each for each in examine(limited) if cure in each.text]
