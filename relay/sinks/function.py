@@ -279,6 +279,7 @@ class Function:
         self._held: Held | None = None
         self._sessions: TargetSessions | None = None
         self._series = ""
+        self._is_closing = False
         self._running: dict[Call, float] = {}
         """The calls before their deadlines, which come in this order: a timer for each would cost as much as a call."""
         self._timer: asyncio.TimerHandle | None = None
@@ -486,6 +487,8 @@ class Function:
             late = Undelivered(f"not done in {self.timeout:g} s")
             late.__cause__ = error
             return late
+        if self._is_closing and isinstance(error, asyncio.CancelledError):
+            return Undelivered("its call was cancelled: the sink is closed")
         return contained(error)
 
     def _refuse_work(self, returned: Any) -> None:
@@ -499,6 +502,7 @@ class Function:
 
     async def close(self) -> None:
         """End the calls, and leave what `open` has opened."""
+        self._is_closing = True
         if self._timer is not None:
             self._timer.cancel()
         if self._shared is not None:
