@@ -23,18 +23,24 @@ _IS_FAR = """
       from (select from public.outbox_message_t where c_xid >= %(xmax)s::text::xid8 limit %(most)s + 1) as unread
 """
 _CAUSED = """
+    with asked as (select c_xid, c_offset from public.outbox_message_t where id = %(id)s::uuid limit 1)
     select c_xid::text::bigint, c_offset, host_id::text, event_type, aggregate_type, aggregate_id, ''
-      from (select * from public.outbox_message_t
-             where c_xid >= (select c_xid from public.outbox_message_t where id = %(id)s::uuid limit 1)
-             order by c_xid limit %(most)s) as later
-     where id <> %(id)s::uuid and %(id)s::uuid::text in (metadata ->> 'causation_id', metadata ->> 'correlation_id')
+      from ((select * from public.outbox_message_t where c_xid >= (select c_xid from asked) order by c_xid
+              limit %(most)s)
+            union all
+            (select * from public.outbox_message_t where c_xid < (select c_xid from asked) order by c_xid desc
+              limit %(most_before)s)) as near
+     where c_offset > (select c_offset from asked)
+       and %(id)s::uuid::text in (metadata ->> 'causation_id', metadata ->> 'correlation_id')
      order by c_offset
 """
-_TEXT = "select event from relay.read_log(%s, 1, %s) where c_offset = %s"
+_TEXT = "select event from relay.read_log(%s, 100000, %s) where c_offset = %s"
 
 
 ANSWER_DISTANCE = 100_000
 """How many events after an event an answer to it is looked for, so that no index has to have it."""
+_ANSWER_DISTANCE_BEFORE = 10_000
+"""How many events before it, too: what answers it may be of a transaction that had begun already."""
 _FIRST_EVENTS, _MOST_EVENTS = 100, 1_000
 _PAGE_BYTES = 256 * 1024
 
@@ -135,7 +141,10 @@ def answer(conn: Connection, event_id: str, takes: Callable[[LogEvent], bool]) -
     `takes` gets an event without its text. Raises psycopg.Error.
     """
     with conn.cursor() as cursor:
-        cursor.execute(_CAUSED, {"id": event_id, "most": ANSWER_DISTANCE})
+        cursor.execute(
+            _CAUSED,
+            {"id": event_id, "most": ANSWER_DISTANCE, "most_before": _ANSWER_DISTANCE_BEFORE},
+        )
         for row in cursor:
             found = LogEvent(*row)
             if takes(found):

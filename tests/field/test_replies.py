@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
+from psycopg.types.json import Jsonb
 
 from relay.api import app, callers, publishing
 from relay.api.tail import Tail
@@ -159,6 +160,27 @@ def test_a_request_that_is_repeated_long_after_the_answer(outbox: Outbox, shop: 
         assert _amount(again.post(id_)) == 7
         # The 20,000 events of others are none.
         assert again.post(other, wait=1).json()["reply"] is None
+
+
+def test_answers_of_one_commit(outbox: Outbox, shop: Shop) -> None:
+    """A handler publishes the answers to the events of a batch together."""
+    ids = [uuid.uuid4() for _ in range(5)]
+    for id_ in ids:
+        assert shop.post(id_, wait=None).status_code == 202
+    answers = [event(number, metadata={"causation_id": str(id_)}) for number, id_ in enumerate(ids)]
+    outbox.publish(HOST, *answers)
+    assert [_amount(shop.post(id_)) for id_ in ids] == list(range(5))
+
+
+def test_an_answer_of_a_transaction_that_began_before_the_event(outbox: Outbox, shop: Shop) -> None:
+    id_ = uuid.uuid4()
+    with psycopg.connect(outbox.dsn) as conn:
+        conn.execute("select pg_current_xact_id()")
+        assert shop.post(id_, wait=None).status_code == 202
+        outbox.publish(HOST, event(1))
+        answer = event(7, metadata={"causation_id": str(id_)})
+        conn.execute("select relay.publish(%s, null, %s)", (HOST, Jsonb([answer])))
+    assert _amount(shop.post(id_)) == 7
 
 
 def test_requests_get_their_own_answers(shop: Shop, threads: ThreadPoolExecutor) -> None:
