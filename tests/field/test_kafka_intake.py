@@ -12,7 +12,8 @@ confluentinc/librdkafka#521 and #1852, spring-projects/spring-kafka#1493, IBM/sa
 confluentinc/confluent-kafka-python#107 and #1667 (closing hangs while brokers are away); confluentinc/ksql#1100,
 mateusjunges/laravel-kafka#337, aws-powertools/powertools-lambda-typescript#4988 (tombstones);
 confluentinc/librdkafka#2722, confluentinc/confluent-kafka-python#970 (nothing comes, and nobody knows);
-spring-cloud/spring-cloud-stream#1928, apache/kafka#21359 (commits that fail, or are answered late).
+spring-cloud/spring-cloud-stream#1928, apache/kafka#21359 (commits that fail, or are answered late);
+confluentinc/librdkafka#4362 (closing hangs after the topic was deleted).
 
 The slow ones are among those that `make test-brokers` runs.
 """
@@ -400,6 +401,24 @@ class _Handshakes(socketserver.ThreadingTCPServer):
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         with suppress(OSError):
             self._context.wrap_socket(request, server_side=True).close()
+
+
+def test_a_topic_that_is_deleted_is_named(
+    cluster: KafkaCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client tells nobody; closing does not hang."""
+    monkeypatch.setattr(kafka, "_CHECK_SECONDS", 0.5)
+    topic = Topic(cluster)
+    topic.send([1])
+
+    async def scenario() -> None:
+        async with topic.feed() as feed:
+            await fetched(feed, 1)
+            cluster.delete_topic(topic.name)
+            with pytest.raises(ConfigurationError, match="topic orders"):
+                await fetched(feed, 1)
+
+    asyncio.run(scenario())
 
 
 def test_a_setting_that_the_client_does_not_know_is_named(cluster: KafkaCluster) -> None:
