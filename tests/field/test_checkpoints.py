@@ -1,9 +1,10 @@
 """A stream of `format("outbox")` that ends and begins again goes on exactly where its checkpoint is.
 
 Reports of other sources and sinks: a restart that read everything again or skipped what came meanwhile
-(apache/paimon#8205, neo4j/neo4j-spark-connector#579, delta-io/delta#548), a micro-batch that was written twice, because
-the driver died between the write and Spark's commit log (apache/paimon#9666, apache/iceberg#8809, apache/hudi#6098,
-Azure/azure-event-hubs-spark#431).
+(apache/paimon#8205, neo4j/neo4j-spark-connector#579, delta-io/delta#548, apache/iceberg#10156), a micro-batch that was
+written twice, because the driver died between the write and Spark's commit log (apache/paimon#9666,
+apache/iceberg#8809, apache/hudi#6098, Azure/azure-event-hubs-spark#431), a new query whose first micro-batches were
+taken for those of the former one (the review of apache/paimon#9667).
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ def append(table: Path) -> Any:
     """A function for foreachBatch, as docs/reference/data-source.md has it."""
 
     def write(frame: Any, number: int) -> None:
+        query = frame.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId")
         if deltalake.DeltaTable.is_deltatable(str(table)):
-            written = deltalake.DeltaTable(table).transaction_version("events")
+            written = deltalake.DeltaTable(table).transaction_version(query)
             if written is not None and written >= number:
                 return
         deltalake.write_deltalake(
@@ -34,14 +36,16 @@ def append(table: Path) -> Any:
             frame.toArrow(),
             mode="append",
             commit_properties=deltalake.CommitProperties(
-                app_transactions=[deltalake.Transaction("events", number)]
+                app_transactions=[deltalake.Transaction(query, number)]
             ),
         )
 
     return write
 
 
-def run(session: Any, outbox: Outbox, folder: Path, **options: str) -> None:
+def run(
+    session: Any, outbox: Outbox, folder: Path, checkpoint: str = "checkpoint", **options: str
+) -> None:
     """Read what is there into a Delta table, and end."""
     query = (
         session.readStream.format("outbox")
@@ -49,7 +53,7 @@ def run(session: Any, outbox: Outbox, folder: Path, **options: str) -> None:
         .load()
         .select("id", "c_offset")
         .writeStream.foreachBatch(append(folder / "table"))
-        .option("checkpointLocation", str(folder / "checkpoint"))
+        .option("checkpointLocation", str(folder / checkpoint))
         .trigger(availableNow=True)
         .start()
     )
@@ -91,3 +95,7 @@ def test_a_query_that_begins_again(outbox: Outbox, spark_session: Session, tmp_p
     run(session, outbox, tmp_path, startingPosition="now")
     wanted = sorted(set(outbox.column("select id::text from outbox_message_t")) - before)
     assert read(tmp_path) == wanted
+    # Another query into the same table counts its micro-batches from 0 again.
+    run(session, outbox, tmp_path, checkpoint="another")
+    wanted += outbox.column("select id::text from outbox_message_t")
+    assert read(tmp_path) == sorted(wanted)

@@ -1,10 +1,16 @@
-"""What streaming queries over other sources got wrong, tried on `format("outbox")` and its recipe for Delta.
+"""What streaming queries over other sources got wrong, tried on `format("outbox")` and the recipe for Delta.
 
 Reports: apache/paimon#9667 (a new query on an old identity: its batches are taken for ones that the table has),
 delta-io/delta-rs#2580, #3515 and #3821 (two writers of one transaction identifier both commit),
-delta-io/delta-rs#2642 (a merged schema casts), apache/iceberg#4971 and #5560 (commits without data),
-apache/spark#20836 (gaps between positions), apache/spark#46651 (a session that is lost between two triggers),
-apache/spark#15868, RMLio/RMLStreamer#49 and hazelcast/hazelcast#22688 (more tasks than connections).
+delta-io/delta-rs#2642 (a merged schema casts), delta-io/delta-rs#1777 (times with a zone are appended once),
+apache/iceberg#4971 and #5560 (commits without data), apache/hudi#806 and #2296 (what a filter leaves out is read for
+ever), apache/spark#20150 (a union of two streams restarts where one has nothing new), apache/spark#20598, #38785 and
+Azure/azure-event-hubs-spark#361 (one stream on both sides of a join or a union), apache/spark#29700 (a micro-batch
+without data is the last one before a restart), apache/spark#37213 (a trigger that runs once), apache/spark#20836
+(gaps between positions), lakesoul-io/LakeSoul#225 and AbsaOSS/ABRiS#309 (a column is added beside a running query),
+turbolytics/sql-flow#358 and laminardb/laminardb#388 (one time in the future), apache/spark#46651 (a session that is
+lost between two triggers), apache/spark#15868, RMLio/RMLStreamer#49 and hazelcast/hazelcast#22688 (more tasks than
+connections), apache/spark#45023 (the process of a source's driver side dies).
 """
 
 from __future__ import annotations
@@ -16,21 +22,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import deltalake
+import psutil
 import psycopg
 import pyarrow as pa
 import pytest
 from psycopg.conninfo import make_conninfo
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import functions as f
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from relay.model.snapshots import BEGINNING, Snapshot
 from relay.source.outbox.differences import Difference
-from relay.spark import data_source, reading
+from relay.spark import data_source, reading, register
 from relay.spark.data_source import StreamReader
 from relay.spark.data_source_options import parse
 from relay.spark.reading import TaskPortion
+from relay.spark.session import Session
 from relay.store.connections import connect
-from tests.outbox import Outbox
+from tests.outbox import LONG_SECONDS, Outbox, event, host, wait_until
 from tests.pages import DOCS, blocks
+
+pytestmark = [pytest.mark.timeout(600)]
 
 Append = Callable[[Any, int], None]
 
@@ -142,7 +154,7 @@ def test_a_task_waits_for_a_connection(
         task.start()
         assert refused.wait(60)
     task.join(60)
-    assert sorted(rows) == sorted(outbox.column("select id::text from outbox_message_t"))
+    assert sorted(rows) == stored(outbox)
 
 
 def test_a_task_whose_password_is_refused_does_not_wait(
@@ -248,7 +260,7 @@ def test_a_trigger_goes_on_where_the_server_ends_its_session_in_the_middle(
         ]
     finally:
         reader.stop()
-    assert sorted(rows) == sorted(outbox.column("select id::text from outbox_message_t"))
+    assert sorted(rows) == stored(outbox)
 
 
 def end_sessions(outbox: Outbox) -> None:
@@ -256,3 +268,223 @@ def end_sessions(outbox: Outbox) -> None:
         "select pg_terminate_backend(pid) from pg_stat_activity"
         " where application_name = 'relay spark' and datname = current_database()"
     )
+
+
+# Queries
+
+
+@pytest.fixture
+def spark(spark_session: Session) -> Any:
+    session = spark_session.get(timeout=120)
+    assert session is not None
+    register(session)
+    before = session.conf.get("spark.sql.shuffle.partitions")
+    session.conf.set("spark.sql.shuffle.partitions", "1")
+    yield session
+    session.conf.set("spark.sql.shuffle.partitions", str(before))
+
+
+def events(spark: Any, outbox: Outbox, **options: str) -> Any:
+    given = {"dsn": outbox.dsn, "partitions": "1", **options}
+    return spark.readStream.format("outbox").options(**given).load()
+
+
+def run(frame: Any, folder: Path, **trigger: Any) -> None:
+    """Write what is there into files, and end."""
+    writer = frame.writeStream.format("parquet").option("path", str(folder / "files"))
+    writer = writer.option("checkpointLocation", str(folder / "checkpoint"))
+    query = writer.trigger(**(trigger or {"availableNow": True})).start()
+    try:
+        assert query.awaitTermination(LONG_SECONDS)
+    finally:
+        query.stop()
+    assert query.exception() is None
+
+
+def written(spark: Any, folder: Path, column: str = "id") -> list[Any]:
+    rows = spark.read.parquet(str(folder / "files")).select(column).collect()
+    return sorted(row[0] for row in rows)
+
+
+def stored(outbox: Outbox) -> list[str]:
+    return sorted(outbox.column("select id::text from outbox_message_t"))
+
+
+def forget_the_last_commit(folder: Path) -> None:
+    """As if the driver had died after the last write, before Spark noted it."""
+    commits = (folder / "checkpoint" / "commits").glob("[0-9]*")
+    last = max(commits, key=lambda each: int(each.name))
+    last.unlink()
+    last.with_name(f".{last.name}.crc").unlink()
+
+
+@pytest.mark.rare
+def test_a_union_goes_on_where_one_of_its_streams_has_nothing_new(
+    spark: Any, outbox: Outbox, tmp_path: Path
+) -> None:
+    outbox.conn.execute("create table quiet (like outbox_message_t including all)")
+    outbox.fill(2)
+    outbox.conn.execute("insert into quiet select * from outbox_message_t")
+    once = stored(outbox)
+    both = events(spark, outbox).union(events(spark, outbox, table="public.quiet")).select("id")
+    run(both, tmp_path)
+    outbox.fill(3)
+    run(both, tmp_path)
+    forget_the_last_commit(tmp_path)
+    outbox.fill(1)
+    run(both, tmp_path)
+    assert written(spark, tmp_path) == sorted(stored(outbox) + once)
+
+
+@pytest.mark.rare
+def test_one_stream_on_both_sides_of_a_union_and_a_join(
+    spark: Any, outbox: Outbox, tmp_path: Path
+) -> None:
+    outbox.fill(4)
+    frame = events(spark, outbox, maxEventsPerTrigger="7").select("id")
+    for _ in range(2):
+        run(frame.union(frame), tmp_path / "union")
+        run(frame.join(frame.withColumnRenamed("id", "other"), f.expr("id = other")), tmp_path)
+        assert written(spark, tmp_path / "union") == sorted(2 * stored(outbox))
+        assert written(spark, tmp_path) == stored(outbox)
+        outbox.fill(3)
+
+
+@pytest.mark.rare
+def test_an_hour_is_written_once_where_a_micro_batch_without_data_is_repeated(
+    spark: Any, outbox: Outbox, tmp_path: Path
+) -> None:
+    def publish(day: int) -> None:
+        outbox.publish(host(1), event(event_ts=f"2026-03-0{day}T08:30:00+00:00"))
+
+    days = (
+        events(spark, outbox)
+        .withWatermark("event_ts", "1 hour")
+        .groupBy(f.window("event_ts", "1 day"))
+        .count()
+        .selectExpr("dayofmonth(window.start) as id")
+    )
+    publish(1)
+    publish(2)
+    run(days, tmp_path)
+    assert written(spark, tmp_path) == [1]
+    forget_the_last_commit(tmp_path)
+    publish(3)
+    run(days, tmp_path)
+    assert written(spark, tmp_path) == [1, 2]
+
+
+@pytest.mark.rare
+def test_a_time_in_the_future_ends_no_window_of_today(
+    spark: Any, outbox: Outbox, tmp_path: Path
+) -> None:
+    """With `least`, as the documentation has it; without, the second event is dropped."""
+    at = f.least("event_ts", f.current_timestamp())
+    days = (
+        events(spark, outbox)
+        .withColumn("at", at)
+        .withWatermark("at", "36 hours")
+        .groupBy(f.window("at", "1 day"))
+        .count()
+        .selectExpr("window.start as id")
+    )
+    outbox.publish(host(1), event(event_ts="2999-01-01T00:00:00+00:00"))
+    outbox.publish(host(1), event(event_ts="infinity"))
+    run(days, tmp_path)
+    outbox.publish(host(1), event())
+    query = days.writeStream.format("noop").outputMode("append").trigger(availableNow=True)
+    running = query.option("checkpointLocation", str(tmp_path / "checkpoint")).start()
+    assert running.awaitTermination(LONG_SECONDS)
+    dropped = [
+        state.numRowsDroppedByWatermark
+        for each in running.recentProgress
+        for state in each.stateOperators
+    ]
+    assert dropped
+    assert sum(dropped) == 0
+
+
+@pytest.mark.rare
+def test_what_a_filter_leaves_out_is_read_once_and_a_trigger_runs_once(
+    spark: Any, outbox: Outbox, tmp_path: Path
+) -> None:
+    outbox.fill(5)
+    reader = spark.readStream.format("outbox").options(dsn=outbox.dsn, maxEventsPerTrigger="3")
+    nothing = reader.load().where("event_type = 'none'").writeStream.format("noop")
+    nothing = nothing.option("checkpointLocation", str(tmp_path / "checkpoint"))
+    counts = []
+    for trigger in ({"once": True}, {"availableNow": True}, {"availableNow": True}):
+        query = nothing.trigger(**trigger).start()
+        assert query.awaitTermination(LONG_SECONDS)
+        counts.append(sum(each.numInputRows for each in query.recentProgress))
+    assert counts == [25, 0, 0]
+
+
+@pytest.mark.rare
+def test_a_column_that_is_added_beside_a_running_query_and_sessions_that_are_lost(
+    spark: Any, outbox: Outbox, tmp_path: Path
+) -> None:
+    writer = events(spark, outbox, reader="lake").select("id").writeStream.format("parquet")
+    writer = writer.option("path", str(tmp_path / "files"))
+    query = writer.option("checkpointLocation", str(tmp_path / "checkpoint")).start()
+    try:
+        outbox.fill(2)
+        query.processAllAvailable()
+        outbox.conn.execute("alter table outbox_message_t add region text default 'eu'")
+        for _ in range(3):
+            end_sessions(outbox)
+            outbox.fill(2)
+            query.processAllAvailable()
+        assert query.isActive
+    finally:
+        query.stop()
+    assert written(spark, tmp_path) == stored(outbox)
+
+
+@pytest.mark.rare
+def test_a_query_whose_source_process_dies_ends_and_goes_on_from_its_checkpoint(
+    spark: Any, outbox: Outbox, tmp_path: Path
+) -> None:
+    outbox.fill(2)
+    frame = events(spark, outbox).select("id")
+    writer = frame.writeStream.format("parquet").option("path", str(tmp_path / "files"))
+    query = writer.option("checkpointLocation", str(tmp_path / "checkpoint")).start()
+    try:
+        query.processAllAvailable()
+        # Those of its tasks end.
+        wait_until(lambda: len(ports(outbox)) == 1)
+        owner_of(*ports(outbox)).kill()
+        with pytest.raises(StreamingQueryException):
+            query.awaitTermination(LONG_SECONDS)
+    finally:
+        query.stop()
+    outbox.fill(3)
+    run(frame, tmp_path)
+    assert written(spark, tmp_path) == stored(outbox)
+
+
+def ports(outbox: Outbox) -> list[int]:
+    return outbox.column(
+        "select client_port from pg_stat_activity"
+        " where application_name = 'relay spark' and datname = current_database()"
+    )
+
+
+def owner_of(port: int) -> psutil.Process:
+    """The process of this one's descendants that has a connection from a port."""
+    for each in psutil.Process().children(recursive=True):
+        if any(conn.laddr.port == port for conn in each.net_connections("tcp")):
+            return each
+    raise AssertionError(f"no process has a connection from port {port}")
+
+
+@pytest.mark.rare
+def test_a_stream_needs_two_connections(
+    spark: Any, outbox: Outbox, role: str, tmp_path: Path
+) -> None:
+    """Its driver's and a task's: the other tasks wait."""
+    outbox.conn.execute(f"alter role one_{outbox.slot} connection limit 2")
+    outbox.fill(20)
+    frame = events(spark, outbox, dsn=role, partitions="4").select("id")
+    run(frame, tmp_path)
+    assert written(spark, tmp_path) == stored(outbox)
