@@ -82,20 +82,16 @@ class Server(ABC):
 
     def drop_database(self, name: str) -> None:
         """Drop a database if it exists, with its slots and connections."""
-        # DROP DATABASE WITH (FORCE) ends sessions, but fails while a slot of the database is active.
-        self._execute(
-            sql.SQL(
-                "select pg_terminate_backend(active_pid, 10000) from pg_replication_slots"
-                " where database = {} and active"
-            ).format(sql.Literal(name))
-        )
-        self._execute(
-            sql.SQL("drop database if exists {} with (force)").format(sql.Identifier(name))
-        )
-
-    def _execute(self, statement: sql.Composed) -> None:
         with psycopg.connect(self.dsn(), autocommit=True) as connection:
-            connection.execute(statement)
+            # DROP DATABASE WITH (FORCE) ends sessions, but fails while a slot of the database is active.
+            connection.execute(
+                "select pg_terminate_backend(active_pid, 10000) from pg_replication_slots"
+                " where database = %s and active",
+                (name,),
+            )
+            connection.execute(
+                sql.SQL("drop database if exists {} with (force)").format(sql.Identifier(name))
+            )
 
 
 class EmbeddedServer(Server):
