@@ -21,7 +21,7 @@ from relay.admin.connections import reach, require_schema
 from relay.admin.findings import Finding, Severity, finding_of, finding_of_error, schema_finding
 from relay.config.effects import Effects
 from relay.config.files import Configuration, observed
-from relay.config.handlers import DeliveryHandler, HttpHandler, PythonHandler
+from relay.config.handlers import DeliveryHandler, HttpHandler, PythonHandler, QueueHandler
 from relay.config.settings import Address, QueueSettings, Settings
 from relay.event_types.registry import registered
 from relay.faults import (
@@ -49,6 +49,7 @@ from relay.store import (
     connections,
     groups,
     own_rights,
+    queues,
 )
 from relay.store.connections import Connection, connect
 from relay.store.deferred import selection as deferred_selection
@@ -194,7 +195,7 @@ def _routes(settings: Settings) -> Iterator[Finding]:
             f"routes.{later}: never applies, since routes.{earlier} matches all of its events first: put it before "
             f"routes.{earlier}, or set continue: true there",
         )
-    if not settings.routes:
+    if not settings.routes and (settings.handlers or settings.unrouted != "ignore"):
         yield Finding(
             Severity.WARNING,
             "routes",
@@ -353,11 +354,23 @@ def _sinks(conn: Connection, settings: Settings) -> Iterator[Finding]:
 
 
 def _queues(conn: Connection, settings: Settings) -> Iterator[Finding]:
-    """Check that the configured queues can be declared, and find those that are no longer configured."""
+    """Check that the configured queues can be declared, and find those that are missing or no longer configured."""
     for name, queue in settings.queues.items():
         yield finding_of(
             "queues", f"{name} can be declared", _require_declarable, conn, settings, name, queue
         )
+    declared = {*settings.queues, *queues.names(conn, settings.group)}
+    for name, handler in settings.handlers.items():
+        if (
+            isinstance(handler, QueueHandler)
+            and (queue_name := handler.queue or name) not in declared
+        ):
+            yield Finding(
+                Severity.WARNING,
+                "queues",
+                f"handlers.{name}.queue: there is no queue {queue_name!r}, and relay ends at the first event for it: "
+                "declare it under queues, or with relay.declare_queue",
+            )
     for name in configured.no_longer_configured(conn, settings.group, settings.queues):
         yield Finding(
             Severity.WARNING,
@@ -467,10 +480,12 @@ def _address(configurations: Sequence[Configuration], key: str, address: Address
     except OSError as error:
         if error.errno == errno.EADDRINUSE and _runs_here(configurations):
             return Finding(Severity.OK, key, f"{address} is in use, and relay runs on this host")
+        # `create_server` adds the address to the reason.
+        reason = str(error.strerror).partition(" (while")[0]
         return Finding(
             Severity.ERROR,
             key,
-            f"{key}: cannot listen on {address}: {error.strerror}: choose another address or port",
+            f"{key}: cannot listen on {address}: {reason}: choose another address or port",
         )
     return Finding(Severity.OK, key, f"relay can listen on {address}")
 

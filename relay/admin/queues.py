@@ -11,6 +11,7 @@ import psycopg
 
 from relay.admin.connections import reach_source, reach_target
 from relay.admin.offsets import find_goal, moment_of
+from relay.config.handlers import QueueHandler
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.retention import reader_positions
@@ -226,7 +227,13 @@ def rebuild(settings: Settings, name: str, start: str, reason: str | None) -> No
 
 
 def drop(settings: Settings, name: str, reason: str | None) -> bool:
-    """Drop a queue with its messages. Raises ConfigurationError, psycopg.Error."""
+    """Drop a queue with its messages, unless a handler leads to it. Raises ConfigurationError, psycopg.Error."""
+    for handler, of in settings.handlers.items():
+        if isinstance(of, QueueHandler) and (of.queue or handler) == name:
+            raise ConfigurationError(
+                f"handlers.{handler} puts events into the queue {name}, without which relay ends: remove the handler "
+                "first"
+            )
 
     def dropped(target: psycopg.Connection[Any]) -> bool:
         queues.drop(target, name)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
@@ -17,6 +19,7 @@ from relay.api.callers import ANSWER_SECONDS, Callers, TokenCaller
 from relay.api.database import ApiDatabase
 from relay.api.publishing import Intake
 from relay.api.streams import Streams
+from relay.config.fields import nearest
 from relay.config.settings import ApiSettings, Settings
 from relay.faults import TransientFault
 from relay.web.gate import Gate
@@ -32,6 +35,8 @@ OPENAPI = "/v1/openapi.json"
 STREAM = "/v1/events/stream"
 RETRY_SECONDS = 5
 """After how many seconds a client asks again when a database is away."""
+_SHOWN_CHARACTERS = 50
+_NO_ROUTE = {404: "there is no such path", 405: "the path has no such method"}
 _HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
 _DESCRIPTION = """
 Reads and publishes the events of an outbox, with a token of `relay token create`.
@@ -64,6 +69,7 @@ def create_app(settings: Settings, api: ApiSettings) -> FastAPI:
         # A redirect names the scheme of this server, behind a proxy http:// instead of https://.
         redirect_slashes=False,
         responses=RESPONSES,
+        dependencies=[Depends(_require_known_parameters)],
     )
     app.state.settings = settings
     app.state.database = ApiDatabase(settings)
@@ -98,6 +104,17 @@ def create_app(settings: Settings, api: ApiSettings) -> FastAPI:
             expose_headers=["location", "retry-after"],
         )
     return app
+
+
+async def _require_known_parameters(request: Request) -> None:
+    """Raise HTTPException for a parameter that the route does not have: a filter with a typo would be none."""
+    route = request.app.openapi()["paths"][request.scope["route"].path][request.method.lower()]
+    known = {each["name"] for each in route.get("parameters", ()) if each["in"] == "query"}
+    for name in request.query_params:
+        if name not in known:
+            meant = nearest(name, known)
+            hint = f"did you mean {meant}?" if meant else f"see {OPENAPI}"
+            raise HTTPException(422, f"{name[:_SHOWN_CHARACTERS]}: unknown parameter; {hint}")
 
 
 async def _refusal(request: Request) -> Response | None:
@@ -146,7 +163,10 @@ async def _caller(request: Request, token: str) -> TokenCaller | None:
 
 
 async def _handle(request: Request, error: Exception) -> Response:
-    return problem(_unavailable(public_refusal_of(error)))
+    refusal = public_refusal_of(error)
+    if refusal.status in _NO_ROUTE and refusal.detail == HTTPStatus(refusal.status).phrase:
+        refusal = refusal._replace(detail=f"{_NO_ROUTE[refusal.status]}: see {OPENAPI}")
+    return problem(_unavailable(refusal))
 
 
 def _unavailable(refusal: HttpRefusal) -> HttpRefusal:

@@ -39,6 +39,7 @@ from relay.intake.publishing import Accepted, Conflict, NotCommitted, Refused
 from relay.intake.writer import WAIT_SECONDS, CommitWriter
 from relay.store.log_pages import LogEvent
 from relay.web.problems import PROBLEM, HttpRefusal, Problem, problem
+from relay.web.requests import is_json
 
 router = APIRouter(prefix="/v1", tags=["publish"])
 
@@ -206,8 +207,8 @@ async def publish(
 
     Repeat a request that was not responded to, or with 503, with the same ids or the same `Idempotency-Key`.
     """
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        return problem(HttpRefusal(415, "the body must be application/json"))
+    if not is_json(request.headers):
+        return problem(HttpRefusal(415, "send the body with Content-Type: application/json"))
     if wait is not None and (refusal := _refusal_to_wait(caller, reply_type or [])) is not None:
         return problem(refusal)
     body = await request.body()

@@ -430,9 +430,8 @@ class ClaimedReader:
         return self._session.value(statement, parameters)
 
     def _lose(self, error: Exception) -> None:
-        logger.warning(
-            "the database does not answer", extra=self._extra | {"error": outage_of(error)}
-        )
+        # In the text: a program that has not set up its logs sees nothing else.
+        logger.warning(f"the database does not answer: {outage_of(error)}", extra=self._extra)
         self._disconnect()
 
     def _disconnect(self) -> None:

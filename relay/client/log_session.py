@@ -47,7 +47,14 @@ class ReaderSession:
         import psycopg
         from psycopg.conninfo import conninfo_to_dict
 
-        given = conninfo_to_dict(self._dsn)
+        try:
+            given = conninfo_to_dict(self._dsn)
+        except psycopg.ProgrammingError:
+            # Its text may have a password.
+            raise ReaderError(
+                f"reader {self._name}: the connection string is not valid: write it as "
+                "postgresql://user@host/database or host=… dbname=… user=…"
+            ) from None
         options: dict[str, Any] = {
             "application_name": f"relay reader {self._name}"[:63],
             "connect_timeout": 10,

@@ -37,10 +37,44 @@ _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
 
 _FIRST_OUTAGE_SECONDS, _LONGEST_OUTAGE_SECONDS = 0.2, 30.0
+_REPORT_SECONDS = 30.0
+"""How often an outage is logged while it lasts."""
 _CANCEL_SECONDS = 5.0
 """How long a cancelled handler may take to end."""
 _EXTENSIONS = 3
 """How often a lease is prolonged before it would end."""
+
+
+class _Outage:
+    """Logs an outage of the database: once for all slots, every half minute, and when the last of them goes on."""
+
+    def __init__(self, queue: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._queue = queue
+        self._clock = clock
+        self._failing: set[object] = set()
+        self._began = self._logged = 0.0
+
+    def fails(self, call: object, error: str) -> None:
+        """Note that a call has failed, and is repeated."""
+        now = self._clock()
+        if self._failing and now - self._logged < _REPORT_SECONDS:
+            self._failing.add(call)
+            return
+        if not self._failing:
+            self._began = now
+        self._failing.add(call)
+        self._logged = now
+        # In the text: a program that has not set up its logs sees nothing else.
+        log.warning(f"the database does not answer: {error}", extra={"queue": self._queue})
+
+    def ends(self, call: object) -> None:
+        """Note that a call has succeeded."""
+        if call not in self._failing:
+            return
+        self._failing.remove(call)
+        if not self._failing:
+            seconds = round(self._clock() - self._began)
+            log.info("the database answers again", extra={"queue": self._queue, "seconds": seconds})
 
 
 class Worker:
@@ -112,6 +146,7 @@ class Worker:
         self._stopping = asyncio.Event()
         self._threads: ThreadPoolExecutor | None = None
         self._calls: set[object] = set()
+        self._outage = _Outage(name)
         self._gave_up = False
 
     def handles(self, *event_types: str) -> Callable[[_Handler], _Handler]:
@@ -300,15 +335,15 @@ class Worker:
         pause = _FIRST_OUTAGE_SECONDS
         while not self._stopping.is_set():
             try:
-                return await call()
+                result = await call()
             except Exception as error:
                 unusable = worker_error(error, self.queue)
                 if unusable is not None:
                     raise unusable from error
-                log.warning(
-                    "the database does not answer",
-                    extra={"queue": self.queue, "error": outage_of(error)},
-                )
+                self._outage.fails(call, outage_of(error))
+            else:
+                self._outage.ends(call)
+                return result
             with suppress(Exception):
                 await close()
             # Another slot looks for messages meanwhile.

@@ -152,6 +152,8 @@ def _lines(error: ValidationError, file: str, content: Mapping[str, Any]) -> Ite
             message = "is required"
         elif fault["type"] in _NO_MAPPING:
             message = "must be a mapping of keys"
+        elif fault["type"] == "list_type":
+            message = "must be a list"
         elif fault["type"] in _NO_TYPE:
             key, message = f"{key}.type", f"must be one of {', '.join(INTAKES)}"
         elif fault["type"] == HANDLER_TYPE:
@@ -176,11 +178,11 @@ def _location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 
 def _typed(location: tuple[int | str, ...], content: Mapping[str, Any]) -> tuple[int | str, ...]:
-    """The location of a key with the type of the handler that it is in, as `keys_at` has it."""
-    if len(location) < 3 or location[0] != "handlers":
+    """The location of a key with the type of the handler or intake that it is in, as `keys_at` has it."""
+    if len(location) < 3 or location[0] not in ("handlers", "intake"):
         return location
-    handlers = content.get("handlers")
-    given = handlers.get(location[1]) if isinstance(handlers, Mapping) else None
+    section = content.get(str(location[0]))
+    given = section.get(location[1]) if isinstance(section, Mapping) else None
     kind = given.get("type") if isinstance(given, Mapping) else None
     return (*location[:2], kind, *location[2:]) if isinstance(kind, str) else location
 
@@ -245,7 +247,10 @@ def _is_referenced(variable: str, content: Any) -> bool:
 
 
 def keys_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    """The keys of the mapping at a location in the configuration: ("handlers", name, type, …) for a handler."""
+    """The keys of the mapping at a location in the configuration: ("handlers", name, type, …) for a handler.
+
+    An intake has its type there, too.
+    """
     kinds: list[Any] = [model]
     for part in location:
         kinds = [below for kind in kinds for below in _below(kind, part)]
@@ -273,6 +278,9 @@ def _below(kind: Any, part: int | str) -> Iterator[Any]:
             # Without its type, a handler has the keys of every handler.
             with suppress(ConfigurationError):
                 yield settings_of(part)
+        elif part in INTAKES and member in INTAKES.values():
+            if member is INTAKES[str(part)]:
+                yield member
         elif _is_model(member):
             fields: Mapping[str, Any] = member.model_fields
             yield from (f.annotation for name, f in fields.items() if part in (name, f.alias))

@@ -24,7 +24,7 @@ from relay.console.views import Views
 from relay.faults import ConfigurationError
 from relay.web.gate import Gate
 from relay.web.problems import FAULTS, HttpRefusal, problem, refusal_of
-from relay.web.requests import TooManyFailures
+from relay.web.requests import TooManyFailures, is_json
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +115,8 @@ async def _refusal(request: Request) -> Response | None:
                 401,
                 "the API does not accept the cookie of a login: send Authorization: Bearer TOKEN",
             )
-        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
-            return _answer(request, 415, "the body must be application/json")
+        if not is_json(request.headers):
+            return _answer(request, 415, "send the body with Content-Type: application/json")
     request.state.caller = caller
     return None
 

@@ -67,6 +67,12 @@ def bearer(headers: Mapping[str, str]) -> str | None:
     return token.strip() if scheme.lower() == "bearer" else None
 
 
+def is_json(headers: Mapping[str, str]) -> bool:
+    """Return whether the header Content-Type says that the body is JSON."""
+    kind = headers.get("content-type", "").partition(";")[0]
+    return kind.strip().lower() == "application/json"
+
+
 def bounded(receive: Receive, limit: int) -> Receive:
     """Wrap `receive` so that it raises HTTPException if the body has more than `limit` bytes or takes too long."""
     read, complete, deadline = 0, False, time.monotonic() + BODY_SECONDS

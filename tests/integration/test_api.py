@@ -81,6 +81,40 @@ def test_a_token_that_expires_is_refused(outbox: Outbox, settings: Settings, add
     wait_until(lambda: client.get("/v1/events").status_code == 401, 15)
 
 
+@pytest.mark.parametrize(
+    ("path", "detail"),
+    [
+        ("/v1/events?types=order.placed", "types: unknown parameter; did you mean type?"),
+        ("/v1/events?event_type=a&limit=x", "event_type: unknown parameter; see /v1/openapi.json"),
+        ("/v1/events/stream?limit=5", "limit: unknown parameter; see /v1/openapi.json"),
+        (
+            f"/v1/events/{host(1)}?{'x' * 99}=",
+            f"{'x' * 50}: unknown parameter; see /v1/openapi.json",
+        ),
+    ],
+)
+def test_a_parameter_with_a_typo_is_refused_and_not_left_out(
+    settings: Settings, address: str, path: str, detail: str
+) -> None:
+    """A filter that is left out would choose everything."""
+    refused = httpx.get(address + path, headers=authorized(new_token(settings)))
+    assert (refused.status_code, refused.json()["detail"]) == (422, detail)
+
+
+def test_who_misses_the_path_or_the_method_is_told_where_they_are(
+    settings: Settings, address: str
+) -> None:
+    token = authorized(new_token(settings))
+    missed = httpx.get(f"{address}/v1/event", headers=token)
+    assert (missed.status_code, missed.json()["detail"]) == (
+        404,
+        "there is no such path: see /v1/openapi.json",
+    )
+    wrong = httpx.put(f"{address}/v1/events", headers=token)
+    assert wrong.json()["detail"] == "the path has no such method: see /v1/openapi.json"
+    assert wrong.status_code == 405
+
+
 def test_wrong_tokens_of_an_address_do_not_refuse_the_right_one(
     settings: Settings, address: str
 ) -> None:

@@ -148,6 +148,9 @@ def test_what_is_no_json_or_too_large(outbox: Outbox, shop: Publisher) -> None:
         answer = shop.client.post("/events", content=text, headers={"content-type": kind})
         assert answer.status_code == 415
     assert shop.client.post("/events", content=text).status_code == 415
+    for kind in ("Application/JSON", "application/json ; charset=utf-8"):
+        answer = shop.client.post("/events", content="[]", headers={"content-type": kind})
+        assert answer.status_code == 400, answer.text
     assert shop.post([placed()] * 1_001).status_code == 413
     assert shop.post([placed()] * 1_000).status_code == 202
     assert shop.post(placed("x" * 17_000_000)).status_code == 413

@@ -549,12 +549,18 @@ def test_an_outage_is_logged_with_its_cause(
     reading = Thread(target=list, args=(reader,))
     reading.start()
     try:
-        wait_until(lambda: any("nowhere" in getattr(each, "error", "") for each in caplog.records))
+        wait_until(lambda: any("nowhere" in each for each in caplog.messages))
     finally:
         reader.stop()
         reading.join()
     record = next(each for each in caplog.records if each.name == "relay.reader")
-    assert record.getMessage() == "the database does not answer"
+    assert record.getMessage().startswith("the database does not answer: OperationalError: ")
+
+
+def test_a_connection_string_that_is_none_ends_the_reader_without_quoting_it() -> None:
+    with pytest.raises(ReaderError, match=r"reader r: the connection string is not valid") as ended:
+        next(iter(subscribe("secret", "r")))
+    assert "secret" not in str(ended.value)
 
 
 @pytest.mark.parametrize("mode", ["session", "transaction"])

@@ -18,10 +18,12 @@ from psycopg.conninfo import make_conninfo
 from relay.admin.check import examine
 from relay.admin.dead_letters import DeadLetters
 from relay.admin.findings import Severity
+from relay.admin.queues import drop
 from relay.client.messages import application_name
 from relay.client.worker import Queue
 from relay.config.fields import is_header, is_name
 from relay.config.settings import Settings
+from relay.faults import ConfigurationError
 from relay.model.events import EVENT_FIELDS
 from relay.queues.configured import ConfiguredQueues
 from relay.retention import schedule
@@ -255,6 +257,23 @@ def test_a_handler_of_a_queue_that_is_not_declared_stops_relay(outbox: Outbox) -
     with relaying_until_it_ends(settings, r"handlers\.mail\.queue: there is no queue 'mail'"):
         pass
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
+
+
+def test_what_a_handler_of_type_queue_needs_is_checked_and_not_dropped(outbox: Outbox) -> None:
+    settings = outbox.settings(
+        handlers={"mail": {"type": "queue"}}, routes=[{"handlers": ["mail"]}]
+    )
+
+    def warnings() -> list[str]:
+        return [each.text for each in examine(settings) if each.level is Severity.WARNING]
+
+    missing = "handlers.mail.queue: there is no queue 'mail', and relay ends at the first event"
+    assert [each for each in warnings() if each.startswith(missing)]
+    declare(outbox, match=None)
+    assert not [each for each in warnings() if "queue" in each]
+    with pytest.raises(ConfigurationError, match=r"handlers\.mail puts events into the queue mail"):
+        drop(settings, "mail", None)
+    assert outbox.column("select name from relay.queues") == ["mail"]
 
 
 def test_what_is_taken_is_done_with_the_commit_and_given_back_without(outbox: Outbox) -> None:

@@ -280,10 +280,17 @@ def test_an_unknown_key_suggests_only_a_similar_one() -> None:
         ("handlers: {h: {type: nats, topic: t, servers: ['tls://h'], tls: {veryfy: x}}}", "verify"),
         (HANDLER + "routes: [{handlers: [h], continue_: 1}]", "continue"),
         (HANDLER + "routes: [{handlers: [h], Match: {}}]", "match"),
+        ("intake: {i: {type: kafka, topic: t}}", "topics"),
     ],
 )
 def test_an_unknown_key_suggests_the_nearest(text: str, meant: str) -> None:
     assert f"unknown key; did you mean {meant}?" in "\n".join(refused(text))
+
+
+def test_a_key_of_an_intake_of_another_type_is_not_suggested() -> None:
+    given = "intake: {i: {type: nats, servers: ['nats://h'], stream: s, consumer: c, queue: q}}"
+    (line,) = refused(given)
+    assert line.startswith("shop.yaml: intake.i.queue: unknown key; see ")
 
 
 def test_an_unknown_key_that_is_like_no_other_suggests_nothing() -> None:
@@ -299,6 +306,7 @@ def test_an_unknown_key_that_is_like_no_other_suggests_nothing() -> None:
         ("source: text", "source: must be a mapping of keys"),
         ("source: null", "source: must be a mapping of keys"),
         ("sinks: [shop]", "sinks: must be a mapping of keys"),
+        ("api: {listen: 'h:1', origins: 'https://a'}", "api.origins: must be a list"),
         ("sinks: {attach_seconds: .inf}", "sinks.attach_seconds: input should be less than"),
         ("shutdown_timeout: .inf", "shutdown_timeout: input should be less than"),
         ("handlers: {h: null}", "handlers.h: must be a mapping of keys"),

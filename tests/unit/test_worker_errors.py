@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 from relay.cli.work import work
-from relay.client import Event
+from relay.client import Event, worker
 from relay.client.errors import EventInvalid, WorkerError, outage_of
 from relay.client.schedule import EventSchedule
 from relay.client.worker import Queue, Worker
@@ -74,3 +74,43 @@ def test_a_schedule_has_the_payload_that_publishing_would_have() -> None:
     for payload in ({"a": float("nan")}, {"a": object()}):
         with pytest.raises(EventInvalid, match=r"payload\.a"):
             _declared(payload)
+
+
+def test_an_outage_is_logged_once_for_all_slots(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen slots that try again at once filled the log: 127 lines in 25 seconds."""
+    link = Worker("host=127.0.0.1 port=1", "mail", concurrency=8, listen=False)
+    link.handles()(lambda message, conn: None)
+    failed: list[Exception] = []
+
+    def counted(error: Exception) -> str:
+        failed.append(error)
+        if len(failed) == 20:
+            link.stop()
+        return "refused"
+
+    monkeypatch.setattr(worker, "outage_of", counted)
+    asyncio.run(link.run())
+    assert caplog.messages.count("the database does not answer: refused") == 1
+
+
+def test_an_outage_is_over_when_the_last_slot_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "relay.worker")
+    now = 0.0
+    outage = worker._Outage("mail", lambda: now)
+    outage.ends("a")
+    outage.fails("a", "refused")
+    outage.fails("b", "refused")
+    now = 31.0
+    outage.fails("a", "no such role")
+    outage.ends("b")
+    outage.ends("b")
+    now = 40.0
+    outage.ends("a")
+    assert caplog.messages == [
+        "the database does not answer: refused",
+        "the database does not answer: no such role",
+        "the database answers again",
+    ]
+    assert caplog.records[-1].__dict__["seconds"] == 40
