@@ -524,16 +524,18 @@ begin
     if (its.declared).condition is not null then
         chosen := chosen || ' and ' || relay.event_condition('$3', '$4');
     end if;
+    -- A condition may be costly: it is not evaluated for what is between, and left for later.
     return query execute
         'select $2, o.id, o.host_id, o.user_id, o.aggregate_type, o.aggregate_id, o.aggregate_version, o.event_type, o.event_ts, '
         'o.payload, o.metadata, o.transaction_id, o.transaction_ordinal, o.transaction_count, o.deliver_at, o.c_offset, '
         'o.c_xid '
         'from unnest($1) with ordinality as taken (xid, number) join ('
-        'select * from public.outbox_message_t where c_xid >= $5 and c_xid < $6 '
+        'select * from public.outbox_message_t where c_xid >= $5 and c_xid < $6 and pg_visible_in_snapshot(c_xid, $8) '
         'union all select * from public.outbox_message_t where c_xid = any ($7)) as o on o.c_xid = taken.xid '
         'where ' || chosen || ' order by taken.number, o.c_offset'
         using xids, its.number || '/' || reached, (its.declared).condition, (its.declared).params, pg_snapshot_xmax(its.snapshot),
-              pg_snapshot_xmax(reached::pg_snapshot), array(select x from unnest(xids) as x where x < pg_snapshot_xmax(its.snapshot));
+              pg_snapshot_xmax(reached::pg_snapshot), array(select x from unnest(xids) as x where x < pg_snapshot_xmax(its.snapshot)),
+              reached::pg_snapshot;
     if not found then
         "position" := its.number || '/' || reached;
         return next;
