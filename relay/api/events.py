@@ -18,10 +18,9 @@ from relay.admin.events import QUEUE, EventDestination
 from relay.api.callers import Reading, TokenCaller
 from relay.api.database import ApiDatabase
 from relay.api.filters import ReadFilter, asked
-from relay.api.positions import LONGEST, LogPosition, parse, read_kept
+from relay.api.positions import LONGEST, LogPosition, parse, present, read_kept
 from relay.api.streams import EventStream
 from relay.config.settings import Settings
-from relay.store import log_pages
 from relay.store.api_tokens import EVERY
 from relay.store.connections import Connection
 from relay.store.log_pages import LogEvent, PageSize
@@ -120,7 +119,7 @@ def page(
     found: list[str] = []
     with database.connection() as conn:
         if start is None:
-            end, more = LogPosition(log_pages.present(conn)), False
+            end, more = LogPosition(present(conn)), False
         else:
             found, end, more = _page(conn, start, wanted.test(), limit)
     # As PostgreSQL prints them, so that numbers keep every digit.

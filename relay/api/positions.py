@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from relay.config.source import OWN_OUTBOX
 from relay.model.snapshots import BEGINNING, Snapshot
 from relay.retention.removals import lost_after
+from relay.source.server import durable_position
 from relay.store import log_pages
 from relay.store.connections import Connection
 from relay.store.log_pages import AheadOfServer, OutboxPage
@@ -81,11 +82,21 @@ class EventsRemoved(Exception):
     """Retention has removed events that a page would have had."""
 
 
+def present(conn: Connection) -> Snapshot:
+    """Read the snapshot of what is committed now, of which a crash takes nothing. Raises psycopg.Error."""
+    return durable_position(conn).snapshot
+
+
 def read_page(
     conn: Connection, after: Snapshot, events: int, until: Snapshot | None = None
 ) -> OutboxPage:
-    """Read a page of the log, from which nothing is missing. Raises AheadOfServer, EventsRemoved, psycopg.Error."""
+    """Read a page of the log, from which nothing is missing, and of which a crash of the server takes nothing.
+
+    With `until`, that is so already of what `until` sees. Raises AheadOfServer, EventsRemoved, psycopg.Error.
+    """
     page = log_pages.read(conn, after, events, until)
+    if until is None and page.end != after:
+        durable_position(conn)
     # After it: what was removed before the page was read is known then.
     if lost_after(conn, OWN_OUTBOX, after) is not None:
         raise EventsRemoved

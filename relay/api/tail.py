@@ -13,7 +13,7 @@ from threading import Event
 from psycopg import sql
 
 from relay.admin.connections import require_schema
-from relay.api.positions import EventsRemoved, read_page
+from relay.api.positions import EventsRemoved, present, read_page
 from relay.config.settings import Settings
 from relay.model.snapshots import Snapshot
 from relay.runtime.parts import Condition, Recurring
@@ -98,7 +98,8 @@ class Tail(Recurring):
     def _read(self, conn: Connection) -> None:
         if self._position is None:
             # By the function that reads pages, which refuses a standby.
-            self._position = log_pages.read(conn, log_pages.present(conn), 1).end
+            now = present(conn)
+            self._position = log_pages.read(conn, now, 1, now).end
             self._begin(self._position)
         position = self._position
         try:

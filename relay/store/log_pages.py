@@ -97,12 +97,6 @@ class AheadOfServer(ValueError):
     """The snapshot is of another server: this one has not come so far."""
 
 
-def present(conn: Connection) -> Snapshot:
-    """Read the snapshot of what is committed now. Raises psycopg.Error."""
-    ((text,),) = conn.execute("select pg_current_snapshot()::text").fetchall()
-    return Snapshot.parse(text)
-
-
 def read(conn: Connection, after: Snapshot, most: int, until: Snapshot | None = None) -> OutboxPage:
     """Read about `most` events after a snapshot: only what `until` sees, or what is committed now.
 
