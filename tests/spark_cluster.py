@@ -184,9 +184,9 @@ class StandaloneCluster:
 
 
 @contextmanager
-def frozen(process: psutil.Process) -> Iterator[None]:
-    """Stop a process and its children with SIGSTOP, until the end of the context."""
-    family = [process, *process.children(recursive=True)]
+def frozen(process: psutil.Process, alone: bool = False) -> Iterator[None]:
+    """Stop a process with SIGSTOP until the end of the context; its children too, unless `alone`."""
+    family = [process, *([] if alone else process.children(recursive=True))]
     _signal(family, signal.SIGSTOP)
     try:
         yield

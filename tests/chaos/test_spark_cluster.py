@@ -122,17 +122,23 @@ def executor_frozen_for_good(scene: Scene) -> None:
         written_all(scene.outbox, 240)
 
 
+def worker_frozen(scene: Scene) -> None:
+    """The worker's process alone: its executor goes on, and the master takes both for lost."""
+    worker = CHANCE.choice(scene.cluster.workers)
+    _frozen_until_lost(scene, worker, alone=True)
+
+
 def machine_frozen(scene: Scene) -> None:
     """A worker with its executor and Python workers, which have tasks, locks and sessions of the target."""
     worker = CHANCE.choice(scene.cluster.workers)
     scene.outbox.fill(TRANSACTIONS, events=5, hosts=64)
-    _frozen_until_lost(scene, worker)
+    _frozen_until_lost(scene, worker, alone=False)
 
 
-def _frozen_until_lost(scene: Scene, worker: Daemon) -> None:
+def _frozen_until_lost(scene: Scene, worker: Daemon, alone: bool) -> None:
     master = scene.cluster.master
     lost, registered = master.logged(LOST_WORKER), master.logged(REGISTERED_WORKER)
-    with frozen(worker.process):
+    with frozen(worker.process, alone):
         scene.go_on()
         wait_until(lambda: master.logged(LOST_WORKER) > lost, 120)
         scene.go_on()
@@ -199,6 +205,7 @@ FAULTS: dict[str, tuple[Callable[[Scene], None], dict[str, str]]] = {
             "spark__executor__heartbeatInterval": "2s",
         },
     ),
+    "worker frozen": (worker_frozen, {}),
     "machine frozen": (machine_frozen, {}),
     "master frozen": (master_frozen, {}),
     "dynamic allocation": (executors_come_and_go, DYNAMIC),
@@ -206,7 +213,7 @@ FAULTS: dict[str, tuple[Callable[[Scene], None], dict[str, str]]] = {
 _LONG = {
     *("executor killed, one failure allowed", "worker killed", "master restarted"),
     *("driver killed", "dynamic allocation", "executor frozen, no speculation"),
-    *("executor frozen for good", "machine frozen", "master frozen"),
+    *("executor frozen for good", "worker frozen", "machine frozen", "master frozen"),
 }
 """Variants of the other faults, which take minutes each."""
 
