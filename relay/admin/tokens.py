@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from uuid import UUID
 
@@ -66,15 +66,16 @@ def create(
             raise ConfigurationError(f"a token needs 1 to {_MOST_PATTERNS} patterns of the {what}")
     named = [host if host == EVERY else _host(host) for host in hosts]
     token = PREFIX + secrets.token_urlsafe(_BYTES)
-    with reach_source(settings) as source:
+    detail = {"token": name, "rights": [*rights], "hosts": named, "types": [*types]}
+    # One that cannot be recorded is not made, since nobody would see it.
+    with reach_target(settings) as target, reach_source(settings) as source, source.transaction():
         try:
             api_tokens.create(source, name, token, rights, named, types, expires)
         except psycopg.errors.UniqueViolation:
             raise ConfigurationError(
                 f"there is a token {name!r}: revoke it first, or take another name"
             ) from None
-    detail = {"token": name, "rights": [*rights], "hosts": named, "types": [*types]}
-    _record(settings, "token create", reason, detail)
+        actions.record(target, settings.group, "", "token create", reason, detail)
     return token
 
 
@@ -85,7 +86,8 @@ def revoke(settings: Settings, name: str, reason: str | None) -> None:
         if not api_tokens.revoke(source, name):
             valid = [each.name for each in api_tokens.listed(source) if each.revoked_at is None]
             raise UnknownToken(f"there is no token {name!r} (tokens: {', '.join(valid) or 'none'})")
-    _record(settings, "token revoke", reason, {"token": name})
+    with reach_target(settings) as target:
+        actions.record(target, settings.group, "", "token revoke", reason, {"token": name})
 
 
 def _host(text: str) -> str:
@@ -94,10 +96,3 @@ def _host(text: str) -> str:
         return str(UUID(text))
     except ValueError:
         raise ConfigurationError(f"{text!r} is no host: name its UUID, or {EVERY}") from None
-
-
-def _record(
-    settings: Settings, action: str, reason: str | None, detail: Mapping[str, object]
-) -> None:
-    with reach_target(settings) as target:
-        actions.record(target, settings.group, "", action, reason, detail)

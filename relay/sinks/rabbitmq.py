@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -284,6 +284,10 @@ def fault_of(error: Exception) -> Exception:
         return kind(f"AMQP {error.reply_code}")
     if _refuses_credentials(error):
         return Unauthorized(f"{type(error).__name__}: the server refuses relay's credentials")
+    for each in _causes(error):
+        if isinstance(each, OSError):
+            reason = f": {each.strerror}" if each.strerror else ""
+            return Undelivered(f"no connection: {type(each).__name__}{reason}")
     return Undelivered(type(error).__name__)
 
 
@@ -293,15 +297,22 @@ _ACCESS_REFUSED = 403
 
 def _refuses_credentials(error: BaseException) -> bool:
     """Whether the client or the server reports a refused login, an expired token or a certificate."""
-    # The client wraps the errors of a handshake.
-    causes = [error, *(each for each in error.args if isinstance(each, BaseException))]
-    causes += [inner for each in causes for inner in [getattr(each, "exception", None)] if inner]
     return any(
         isinstance(each, _OF_CREDENTIALS)
         or (isinstance(each, ConnectionClosedByBroker) and each.reply_code == _ACCESS_REFUSED)
         or is_refusal(each)
-        for each in causes
+        for each in _causes(error)
     )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those that it wraps: the client wraps those of a connection that it cannot make."""
+    yield error
+    attempts = getattr(error, "exceptions", ())
+    inner = [*error.args, *attempts[-1:], getattr(error, "exception", None)]
+    for each in inner:
+        if isinstance(each, BaseException):
+            yield from _causes(each)
 
 
 def end(connection: Connection) -> None:

@@ -19,6 +19,7 @@ from relay.admin import tokens
 from relay.api import callers, streams
 from relay.config.settings import Settings
 from relay.demo.embedded import free_port
+from relay.faults import ConfigurationError
 from relay.observe import api_counts
 from tests.api import API, Program, Source, authorized, new_token, served, settings_of
 from tests.integration.test_log_readers import _History, _sessions
@@ -79,6 +80,15 @@ def test_a_token_that_expires_is_refused(outbox: Outbox, settings: Settings, add
     assert client.get("/v1/events").status_code == 200
     outbox.conn.execute("update relay.api_tokens set expires_at = now() + interval '1 second'")
     wait_until(lambda: client.get("/v1/events").status_code == 401, 15)
+
+
+def test_a_token_that_cannot_be_recorded_is_not_made(outbox: Outbox, settings: Settings) -> None:
+    """Its name was taken, and nobody had seen it."""
+    nowhere = {**outbox.config().get("target", {}), "dsn": "host=127.0.0.1 port=1"}
+    away = outbox.settings(api=API, target=nowhere)
+    with pytest.raises(ConfigurationError, match=r"target\.dsn"):
+        tokens.create(away, "shop", ["read"], ["*"], ["*"], None, None)
+    assert tokens.listed(settings) == []
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,11 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from pika.adapters.utils.connection_workflow import AMQPConnectorException
+from pika.exceptions import AMQPError
+from pydantic import SecretStr
 
-from relay.sinks import brokers
+from relay.sinks import brokers, rabbitmq
 from relay.sinks.brokers import Message, Sending, SendWindow, Shared, Unanswered
 
 
@@ -216,3 +219,16 @@ def test_a_broker_that_never_answers_holds_nobody_for_ever(counts: list[int]) ->
         await task
 
     run(test())
+
+
+def test_why_rabbitmq_cannot_be_reached_is_told() -> None:
+    """The client wraps it twice, and its own class says nothing: `AMQPConnectionError`."""
+
+    async def reach(host: str) -> str:
+        with pytest.raises((AMQPError, AMQPConnectorException)) as refused:
+            await rabbitmq.connect(SecretStr(f"amqp://guest:secret@{host}"), 10)
+        return str(rabbitmq.fault_of(refused.value))
+
+    refused = asyncio.run(reach("127.0.0.1:1"))
+    assert refused == "no connection: ConnectionRefusedError: Connection refused"
+    assert asyncio.run(reach("nowhere.invalid")).startswith("no connection: gaierror: ")
