@@ -90,6 +90,8 @@ class Source:
         self.status = self._response.status
         self.events: list[Any] = []
         """The events that have come so far."""
+        self.ids: list[str] = []
+        """The id of each."""
 
     def __enter__(self) -> Self:
         return self
@@ -135,6 +137,7 @@ class Source:
         self.last = fields.get("id", self.last)
         if "data" in fields:
             self.events.append(json.loads(fields["data"]))
+            self.ids.append(self.last)
         return fields
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from http import HTTPStatus
-from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from starlette.concurrency import run_in_threadpool
@@ -17,13 +16,20 @@ from relay import __version__
 from relay.api import events, publishing
 from relay.api.callers import ANSWER_SECONDS, Callers, TokenCaller
 from relay.api.database import ApiDatabase
+from relay.api.positions import LogHistory
 from relay.api.publishing import Intake
 from relay.api.streams import Streams
 from relay.config.fields import nearest
 from relay.config.settings import ApiSettings, Settings
 from relay.faults import TransientFault
 from relay.web.gate import Gate
-from relay.web.problems import FAULTS, PROBLEM, HttpRefusal, Problem, problem, public_refusal_of
+from relay.web.problems import (
+    FAULTS,
+    HttpRefusal,
+    described_problems,
+    problem,
+    public_refusal_of,
+)
 from relay.web.requests import Failures, bearer
 
 log = logging.getLogger(__name__)
@@ -42,17 +48,19 @@ _DESCRIPTION = """
 Reads and publishes the events of an outbox, with a token of `relay token create`.
 Errors are problems (RFC 9457), whose `detail` is one line.
 """
-_ERRORS = {
-    401: "the token is missing or wrong, was revoked, or has expired",
-    403: "the token gives no right to that",
-    422: "the request is not valid",
-    429: "the address has sent too many wrong tokens, or the token has too many streams",
-    503: "the database cannot be reached, or took too long",
-}
-RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, "content": {PROBLEM: {"schema": Problem.model_json_schema()}}}
-    for status, text in _ERRORS.items()
-}
+RESPONSES = described_problems(
+    {
+        400: "a position is none that this API has returned",
+        401: "the token is missing or wrong, was revoked, or has expired",
+        403: "the token gives no right to that",
+        408: "the body took too long",
+        413: "the body is too large",
+        422: "a parameter is not valid, or none that the route has",
+        429: "the address has sent too many wrong tokens, or the token has too many streams",
+        500: "the API failed, and its log says where",
+        503: "the database cannot be reached or took too long, or too much is in flight; see `Retry-After`",
+    }
+)
 """The errors of every route, for its description."""
 
 
@@ -75,7 +83,10 @@ def create_app(settings: Settings, api: ApiSettings) -> FastAPI:
     app.state.database = ApiDatabase(settings)
     app.state.callers = Callers(app.state.database)
     app.state.failures = Failures()
-    app.state.streams = Streams(settings, api, app.state.database, app.state.callers)
+    app.state.history = LogHistory(settings)
+    app.state.streams = Streams(
+        settings, api, app.state.database, app.state.callers, app.state.history
+    )
     app.state.intake = Intake(settings)
     app.state.responses = dict.fromkeys(("2xx", "3xx", "4xx", "5xx"), 0)
 

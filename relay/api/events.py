@@ -18,12 +18,13 @@ from relay.admin.events import QUEUE, EventDestination
 from relay.api.callers import Reading, TokenCaller
 from relay.api.database import ApiDatabase
 from relay.api.filters import ReadFilter, asked
-from relay.api.positions import LONGEST, LogPosition, parse, present, read_kept
+from relay.api.positions import LONGEST, LogHistory, parse, present, read_kept
 from relay.api.streams import EventStream
 from relay.config.settings import Settings
 from relay.store.api_tokens import EVERY
 from relay.store.connections import Connection
-from relay.store.log_pages import LogEvent, PageSize
+from relay.store.log_pages import LogEvent, LogPosition, PageSize
+from relay.web.problems import described_problems
 from relay.web.sessions import reading
 
 router = APIRouter(prefix="/v1/events", tags=["events"])
@@ -93,10 +94,12 @@ class EventListing(BaseModel):
     more: bool = Field(description="whether there may be more now")
 
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"description": "the position is none of this API's"},
-    410: {"description": "retention has removed events after the position"},
-}
+_GONE = described_problems(
+    {
+        410: "retention has removed events after the position, or the database server was replaced by one that may "
+        "lack events before it"
+    }
+)
 _After = Annotated[
     str,
     Query(
@@ -106,7 +109,7 @@ _After = Annotated[
 ]
 
 
-@router.get("", responses={200: {"model": EventListing}, **_ERRORS}, response_class=JSONResponse)
+@router.get("", responses={200: {"model": EventListing}, **_GONE}, response_class=JSONResponse)
 def page(
     request: Request,
     wanted: Annotated[ReadFilter, Depends(asked)],
@@ -119,9 +122,10 @@ def page(
     found: list[str] = []
     with database.connection() as conn:
         if start is None:
-            end, more = LogPosition(present(conn)), False
+            end, more = present(conn), False
         else:
-            found, end, more = _page(conn, start, wanted.test(), limit)
+            history: LogHistory = request.app.state.history
+            found, end, more = _page(conn, history, start, wanted.test(), limit)
     # As PostgreSQL prints them, so that numbers keep every digit.
     events = ",".join(found)
     text = f'{{"events":[{events}],"next":"{end}","more":{"true" if more else "false"}}}'
@@ -129,32 +133,31 @@ def page(
 
 
 def _page(
-    conn: Connection, start: LogPosition, takes: Callable[[LogEvent], bool], limit: int
+    conn: Connection,
+    history: LogHistory,
+    after: LogPosition,
+    takes: Callable[[LogEvent], bool],
+    limit: int,
 ) -> tuple[list[str], LogPosition, bool]:
     """Return up to `limit` events after a position, the position after them, and whether there may be more."""
     found: list[str] = []
-    bytes_left, looked_at, size, after = _PAGE_BYTES, 0, PageSize(), start.snapshot
-    # What is left of a transaction first.
-    read = None if start.xid is None else read_kept(conn, start.before, 1, after)
-    while True:
-        for transaction in read.transactions if read else ():
+    bytes_left, looked_at, size = _PAGE_BYTES, 0, PageSize()
+    while looked_at < _MOST_LOOKED_AT:
+        read = read_kept(conn, history, after, size.events)
+        after = read.end
+        if not read.transactions:
+            return found, after, False
+        for transaction in read.transactions:
             for event in transaction.events:
-                if (event.xid == start.xid and event.offset <= start.offset) or not takes(event):
+                if not takes(event):
                     continue
                 found.append(event.text)
                 bytes_left -= len(event.text)
                 if len(found) == limit or bytes_left <= 0:
-                    if event is transaction.events[-1]:
-                        return found, LogPosition(transaction.after), True
-                    return found, LogPosition(transaction.after, event.xid, event.offset), True
-        if looked_at >= _MOST_LOOKED_AT:
-            return found, LogPosition(after), True
-        read = read_kept(conn, after, size.events)
-        if not read.transactions:
-            return found, LogPosition(read.end), False
+                    return found, transaction.position_after(event), True
         size.note(read)
         looked_at += read.events
-        after = read.end
+    return found, after, True
 
 
 @router.get(
@@ -167,7 +170,7 @@ def _page(
         204: {
             "description": "more than api.replay events come after the position: read pages first"
         },
-        **_ERRORS,
+        **_GONE,
     },
     response_class=Response,
 )
@@ -186,7 +189,7 @@ async def stream(
     return EventStream(request.app.state.streams, wanted, parse(last_event_id or after))
 
 
-@router.get("/{event_id}", responses={404: {"description": "there is no such event"}})
+@router.get("/{event_id}", responses=described_problems({404: "there is no such event"}))
 def event(request: Request, event_id: UUID, caller: Reading) -> EventProgress:
     """Say how far an event is at each destination that today's routes give it."""
     settings: Settings = request.app.state.settings

@@ -13,7 +13,8 @@ from uuid import UUID
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Header, Query, Request
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import SkipJsonSchema
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
 
@@ -38,7 +39,7 @@ from relay.intake.messages import (
 from relay.intake.publishing import Accepted, Conflict, NotCommitted, Refused
 from relay.intake.writer import WAIT_SECONDS, CommitWriter
 from relay.store.log_pages import LogEvent
-from relay.web.problems import PROBLEM, HttpRefusal, Problem, problem
+from relay.web.problems import PROBLEM, HttpRefusal, Problem, described_problems, problem
 from relay.web.requests import is_json
 
 router = APIRouter(prefix="/v1", tags=["publish"])
@@ -52,26 +53,36 @@ _KEY_CHARACTERS = 255
 _GLOB = re.compile(r"[*?\[]")
 
 
-class EventMessage(BaseModel):
-    """An event to publish."""
+def _without_default(schema: dict[str, Any]) -> None:
+    # It may be left out, and it may not be null.
+    del schema["default"]
 
-    model_config = ConfigDict(extra="forbid")
+
+_Text = Annotated[str, Field(pattern="^[^\\u0000]*$")]
+"""A text that PostgreSQL can store."""
+
+
+class EventMessage(BaseModel):
+    """An event to publish, for the description of the API: `MessageReader` reads it."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     host_id: UUID
     """The host (tenant) of the event. The events of a list have one host and one user."""
-    event_type: Annotated[str, Field(min_length=1)]
-    payload: JsonValue
-    id: UUID | None = None
+    event_type: Annotated[_Text, Field(min_length=1)]
+    payload: Any
+    """Any JSON value, without the character U+0000."""
+    id: Annotated[UUID | SkipJsonSchema[None], Field(json_schema_extra=_without_default)] = None
     """The id of the event; without one it gets an id, a derived one with the header `Idempotency-Key`."""
     user_id: UUID | None = None
-    aggregate_type: str | None = None
-    aggregate_id: str | int | None = None
-    aggregate_version: int | None = None
+    aggregate_type: _Text | None = None
+    aggregate_id: _Text | int | None = None
+    aggregate_version: Annotated[int, Field(gt=-(2**63), lt=2**63)] | None = None
     event_ts: datetime | None = None
-    """When the event happened; by default, now."""
+    """When the event happened, with an offset; by default, now."""
     deliver_at: datetime | None = None
     """No handler gets the event before that."""
-    metadata: dict[str, JsonValue] | None = None
+    metadata: dict[str, Any] | None = None
 
 
 class PublishedEvents(BaseModel):
@@ -86,7 +97,7 @@ class PublishedEvents(BaseModel):
 class InvalidMessage(Problem):
     """A message that was not published. `errors` has each fault, with the JSONPath of the value."""
 
-    errors: list[dict[str, str]]
+    errors: list[dict[str, str]] = Field(default_factory=list)
 
 
 class Intake:
@@ -142,16 +153,19 @@ class Intake:
             "published before",
         },
         202: {"description": "the events are published; with `wait`: no answer came in time"},
-        400: {
-            "model": InvalidMessage,
-            "description": "an event is invalid; `errors` has each fault",
-        },
-        409: {
-            "model": InvalidMessage,
-            "description": "an id is that of an event with other content",
-        },
-        413: {"description": "there are too many events, or one is too large"},
-        415: {"description": "the body is not application/json"},
+        **described_problems(
+            {
+                400: "an event is invalid; `errors` has each fault",
+                409: "an id is that of an event with other content",
+            },
+            InvalidMessage,
+        ),
+        **described_problems(
+            {
+                413: "there are too many events, or one is too large",
+                415: "the body is not application/json",
+            }
+        ),
     },
     openapi_extra={
         "requestBody": {

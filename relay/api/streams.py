@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,14 +26,14 @@ from starlette.types import Receive, Scope, Send
 from relay.api.callers import Callers
 from relay.api.database import ApiDatabase
 from relay.api.filters import ReadFilter
-from relay.api.positions import LogPosition, read_kept
+from relay.api.positions import LogHistory, read_kept
 from relay.api.replies import Waiter, Waiters
 from relay.api.tail import Tail
 from relay.config.settings import ApiSettings, Settings
 from relay.model.snapshots import Snapshot
 from relay.store import log_pages
 from relay.store.connections import Connection
-from relay.store.log_pages import LogEvent, OutboxPage, OutboxTransaction, PageSize
+from relay.store.log_pages import LogEvent, LogPosition, OutboxPage, OutboxTransaction, PageSize
 from relay.web.problems import FAULTS, HttpRefusal, problem, public_refusal_of
 
 T = TypeVar("T")
@@ -108,9 +108,15 @@ class Streams:
     """The streams of a process. Its methods are of the event loop, but for `close`."""
 
     def __init__(
-        self, settings: Settings, api: ApiSettings, database: ApiDatabase, callers: Callers
+        self,
+        settings: Settings,
+        api: ApiSettings,
+        database: ApiDatabase,
+        callers: Callers,
+        history: LogHistory,
     ) -> None:
         self.database = database
+        self.history = history
         self.api = api
         self.sent = 0
         """How many events were put into streams."""
@@ -121,12 +127,15 @@ class Streams:
         self._callers = callers
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tail = Tail(
-            settings, partial(self._in_loop, self._begin), partial(self._in_loop, self._deliver)
+            settings,
+            history,
+            partial(self._in_loop, self._begin),
+            partial(self._in_loop, self._deliver),
         )
         self._connected: set[Client | Waiter] = set()
         self._attached: dict[object, set[Client]] = {}
         """The clients that the tail serves, by what they take."""
-        self._position: Snapshot | None = None
+        self._position: LogPosition | None = None
         self._moved = asyncio.Event()
         self._checking: asyncio.Task[None] | None = None
         self._lingering: asyncio.TimerHandle | None = None
@@ -197,19 +206,32 @@ class Streams:
                 self._lingering.cancel()
             self._lingering = self._loop.call_later(_LINGER_SECONDS, self._sleep)
 
-    async def attach(self, client: Client, after: Snapshot | None) -> Snapshot:
+    async def attach(self, client: Client, after: LogPosition | None) -> LogPosition | None:
         """Let the tail serve a client, and return from where on: a position that has all that `after` has.
 
-        Raises TimeoutError if the tail does not get there.
+        None if the tail moves on, and is not there yet. Raises TimeoutError if it stands still.
         """
-        async with asyncio.timeout(_ATTACH_SECONDS):
-            while self._position is None or (
-                after is not None and not self._position.covers(after)
-            ):
-                await self._moved.wait()
+        before = self._position
+        try:
+            async with asyncio.timeout(_ATTACH_SECONDS):
+                while (position := self._whole_position(after)) is None:
+                    await self._moved.wait()
+        except TimeoutError:
+            if self._position in (None, before):
+                raise
+            return None
         self._attached.setdefault(client.filter.key, set()).add(client)
-        client.position = str(self._position)
-        return self._position
+        client.position = str(position)
+        return position
+
+    def _whole_position(self, after: LogPosition | None) -> LogPosition | None:
+        """Return the position of the tail if it has all that `after` has, and is not within a transaction."""
+        position = self._position
+        if position is None or position.xid is not None:
+            return None
+        if after is not None and not position.snapshot.covers(after.snapshot):
+            return None
+        return position
 
     async def read(self, act: Callable[..., T], *arguments: Any) -> T:
         """Run a function with a session of the database, in a thread."""
@@ -243,7 +265,7 @@ class Streams:
         with suppress(CancelledError):
             asyncio.run_coroutine_threadsafe(run(), self._loop).result()
 
-    def _begin(self, position: Snapshot) -> None:
+    def _begin(self, position: LogPosition) -> None:
         # Those that were attached before would miss what was not read.
         for client in list(self._all_attached()):
             client.end("gap")
@@ -269,7 +291,7 @@ class Streams:
             client.position = text
         self._advance(page.end)
 
-    def _advance(self, position: Snapshot) -> None:
+    def _advance(self, position: LogPosition) -> None:
         self._position = position
         self._moved.set()
         self._moved.clear()
@@ -303,7 +325,7 @@ class Streams:
 class _Read:
     """A page for a client that resumes: its `end`, its number of `events`, and those `taken`, as `chunks`."""
 
-    end: Snapshot
+    end: LogPosition
     events: int
     taken: int = 0
     chunks: deque[bytes] = field(default_factory=deque)
@@ -356,7 +378,7 @@ class EventStream(Response):
         if self._start is None:
             return None
         try:
-            return await self._streams.read(_refusal_at, self._start, self._streams.api.replay)
+            return await self._streams.read(self._refusal_at, self._start)
         except FAULTS as error:
             return public_refusal_of(error)
 
@@ -384,30 +406,23 @@ class EventStream(Response):
 
     async def _catch_up(self) -> None:
         """Send what is between the start and the position of the tail, and let the tail go on."""
-        client, after = self._client, None
-        if self._start is not None:
-            after = self._start.snapshot
-            if self._start.xid is not None:
-                await self._send_rest(self._start)
-            while client.ended is None:
-                page = await self._send_page(after, None)
-                after = page.end
-                if page.events < self._size.events // 2:
-                    break
-        reached = await self._streams.attach(client, after)
+        client, after = self._client, self._start
         while after is not None and client.ended is None:
-            page = await self._send_page(after, reached)
+            page = await self._send_page(after, None)
+            after = page.end
+            if after.xid is None and page.events < self._size.events // 2:
+                break
+        while (reached := await self._streams.attach(client, after)) is None:
+            await self._write(b":\n\n")
+        while after is not None and client.ended is None:
+            page = await self._send_page(after, reached.snapshot)
             after = page.end
             if not page.events:
                 break
         if self._start is None:
             await self._write(f"id: {reached}\n\n".encode())
 
-    async def _send_rest(self, position: LogPosition) -> None:
-        """Send the events of a transaction that come after one that the client has."""
-        await self._send_read(await self._streams.read(self._read_rest, position))
-
-    async def _send_page(self, after: Snapshot, until: Snapshot | None) -> _Read:
+    async def _send_page(self, after: LogPosition, until: Snapshot | None) -> _Read:
         page = await self._streams.read(self._read_page, after, until)
         await self._send_read(page)
         if page.events:
@@ -420,23 +435,22 @@ class EventStream(Response):
         while page.chunks and self._client.ended is None:
             await self._write(_take(page.chunks))
 
-    def _read_rest(self, conn: Connection, position: LogPosition) -> _Read:
-        page = read_kept(conn, position.before, 1, position.snapshot)
-        return self._read(page, lambda event: event.offset > position.offset)
-
-    def _read_page(self, conn: Connection, after: Snapshot, until: Snapshot | None) -> _Read:
-        page = read_kept(conn, after, self._size.events, until)
+    def _read_page(self, conn: Connection, after: LogPosition, until: Snapshot | None) -> _Read:
+        page = read_kept(conn, self._streams.history, after, self._size.events, until)
         self._size.note(page)
-        return self._read(page, lambda _: True)
-
-    def _read(self, page: OutboxPage, is_left: Callable[[LogEvent], bool]) -> _Read:
         read = _Read(page.end, page.events)
         for transaction in page.transactions:
-            taken = [each for each in transaction.events if is_left(each) and self._takes(each)]
+            taken = [each for each in transaction.events if self._takes(each)]
             if taken:
                 read.taken += len(taken)
                 read.chunks.append(formatted(transaction, taken))
         return read
+
+    def _refusal_at(self, conn: Connection, start: LogPosition) -> HttpRefusal | None:
+        read_kept(conn, self._streams.history, start, 1, start.snapshot)
+        if log_pages.is_far(conn, start.snapshot, self._streams.api.replay):
+            return HttpRefusal(204, "")
+        return None
 
     async def _go_on(self) -> None:
         """Send what the tail brings, and heartbeats."""
@@ -472,25 +486,15 @@ class EventStream(Response):
             self._client.abort()
 
 
-def formatted(transaction: OutboxTransaction, events: Iterable[LogEvent]) -> bytes:
+def formatted(transaction: OutboxTransaction, events: Sequence[LogEvent]) -> bytes:
     """Return events of a transaction as server-sent events.
 
-    The id of the last one is the position after the transaction, that of another one names what is left of it.
+    The id of the last one is the position after all that was read of it, that of another one names what is left of it.
     """
     *others, last = events
-    parts = [
-        f"id: {LogPosition(transaction.after, each.xid, each.offset)}\ndata: {each.text}\n\n"
-        for each in others
-    ]
-    parts.append(f"id: {transaction.after}\ndata: {last.text}\n\n")
+    parts = [f"id: {transaction.position_after(each)}\ndata: {each.text}\n\n" for each in others]
+    parts.append(f"id: {transaction.end}\ndata: {last.text}\n\n")
     return "".join(parts).encode()
-
-
-def _refusal_at(conn: Any, start: LogPosition, replay: int) -> HttpRefusal | None:
-    read_kept(conn, start.before, 1, start.snapshot)
-    if log_pages.is_far(conn, start.snapshot, replay):
-        return HttpRefusal(204, "")
-    return None
 
 
 def _response(refusal: HttpRefusal) -> Response:

@@ -13,13 +13,11 @@ from threading import Event
 from psycopg import sql
 
 from relay.admin.connections import require_schema
-from relay.api.positions import EventsRemoved, present, read_page
+from relay.api.positions import EventsLost, EventsRemoved, LogHistory, present, read_page
 from relay.config.settings import Settings
-from relay.model.snapshots import Snapshot
 from relay.runtime.parts import Condition, Recurring
-from relay.store import log_pages
 from relay.store.connections import SHORT_TIMEOUTS, Connection, connect, sessions_with
-from relay.store.log_pages import AheadOfServer, OutboxPage, PageSize
+from relay.store.log_pages import AheadOfServer, LogPosition, OutboxPage, PageSize
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +39,8 @@ class Tail(Recurring):
     def __init__(
         self,
         settings: Settings,
-        begin: Callable[[Snapshot], None],
+        history: LogHistory,
+        begin: Callable[[LogPosition], None],
         deliver: Callable[[OutboxPage], None],
     ) -> None:
         condition = Condition(
@@ -54,10 +53,11 @@ class Tail(Recurring):
         super().__init__(condition, close_seconds=2.0)
         self.wanted = Event()
         self._settings = settings
+        self._history = history
         self._begin = begin
         self._deliver = deliver
         self._conn: Connection | None = None
-        self._position: Snapshot | None = None
+        self._position: LogPosition | None = None
         self._timeline: str | None = None
         """That of the server which `_position` is of."""
         self._size = PageSize()
@@ -97,14 +97,12 @@ class Tail(Recurring):
 
     def _read(self, conn: Connection) -> None:
         if self._position is None:
-            # By the function that reads pages, which refuses a standby.
-            now = present(conn)
-            self._position = log_pages.read(conn, now, 1, now).end
+            self._position = present(conn)
             self._begin(self._position)
         position = self._position
         try:
-            page = read_page(conn, position, self._size.events)
-        except (AheadOfServer, EventsRemoved):
+            page = read_page(conn, self._history, position, self._size.events)
+        except (AheadOfServer, EventsLost, EventsRemoved):
             # A failover has lost what was read last, or retention has removed what comes next.
             self._position = None
             return

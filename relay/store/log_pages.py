@@ -1,9 +1,9 @@
-"""Pages of the log after a position, by `relay.read_log`, for readers without a name."""
+"""Positions in the log, and pages of it after one, by `relay.read_log`, for readers without a name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
@@ -15,8 +15,9 @@ from relay.model.snapshots import Snapshot
 from relay.store.connections import Connection
 
 _READ = """
-    select reached, c_xid::text::bigint, c_offset, host_id::text, event_type, aggregate_type, aggregate_id, event
-      from relay.read_log(%s, %s, %s)
+    select reached, origin, c_xid::text::bigint, c_offset, host_id::text, event_type, aggregate_type, aggregate_id,
+           event
+      from relay.read_log(%s, %s, %s, %s, %s)
 """
 _IS_FAR = """
     select count(*) > %(most)s
@@ -34,7 +35,7 @@ _CAUSED = """
        and %(id)s::uuid::text in (metadata ->> 'causation_id', metadata ->> 'correlation_id')
      order by c_offset
 """
-_TEXT = "select event from relay.read_log(%s, 100000, %s) where c_offset = %s"
+_TEXT = "select event from relay.read_log(%s, 1, within => %s, past => %s) where c_offset = %s"
 
 
 ANSWER_DISTANCE = 100_000
@@ -43,6 +44,52 @@ _ANSWER_DISTANCE_BEFORE = 10_000
 """How many events before it, too: what answers it may be of a transaction that had begun already."""
 _FIRST_EVENTS, _MOST_EVENTS = 100, 1_000
 _PAGE_BYTES = 256 * 1024
+
+
+class Origin(NamedTuple):
+    """Where a snapshot was taken: the system identifier and the timeline of the server, and an LSN.
+
+    The WAL up to there has the end of each transaction that the snapshot sees as ended.
+    """
+
+    server: int
+    timeline: int
+    lsn: int
+
+    @classmethod
+    def parse(cls, text: str) -> Origin:
+        """Parse the text of an origin. Raises ValueError for any other text."""
+        server, timeline, lsn = map(int, text.split("."))
+        return cls(server, timeline, lsn)
+
+    def __str__(self) -> str:
+        return f"{self.server}.{self.timeline}.{self.lsn}"
+
+
+@dataclass(frozen=True, slots=True)
+class LogPosition:
+    """Everything that `snapshot` sees is read, but for the rest of the transaction `xid`, after its c_offset `offset`.
+
+    It grants nothing: what is read from there on depends on the token. The beginning has no origin.
+    """
+
+    snapshot: Snapshot
+    origin: Origin | None = None
+    xid: int | None = None
+    offset: int = 0
+
+    @property
+    def before(self) -> Snapshot:
+        """What is read as a whole: the snapshot, without the transaction of which something is left."""
+        if self.xid is None:
+            return self.snapshot
+        inside = tuple(sorted({*self.snapshot.in_progress, self.xid}))
+        return Snapshot(inside[0], self.snapshot.xmax, inside)
+
+    def __str__(self) -> str:
+        """The position as a text for a URL or a header."""
+        rest = "" if self.xid is None else f"~{self.xid}.{self.offset}"
+        return f"{self.snapshot}{rest}" + ("" if self.origin is None else f"@{self.origin}")
 
 
 class LogEvent(NamedTuple):
@@ -59,19 +106,29 @@ class LogEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OutboxTransaction:
-    """The events of a database transaction. `after` is the snapshot that sees it and those before it."""
+    """Events of a database transaction, and the position after them and the transactions before it."""
 
-    xid: int
     events: Sequence[LogEvent]
-    after: Snapshot
+    end: LogPosition
+
+    def position_after(self, event: LogEvent) -> LogPosition:
+        """Return the position after one of the events."""
+        if event is self.events[-1]:
+            return self.end
+        return replace(self.end, xid=event.xid, offset=event.offset)
 
 
 @dataclass(frozen=True, slots=True)
 class OutboxPage:
-    """Whole transactions, in order, and the snapshot `end` that sees all of them. Without any, all is read."""
+    """Transactions in order, and the position after them. Without any, all is read.
+
+    They are whole, but for the last one of a page that ends within it, and the first one of a page that begins there.
+    `origin` is the server's at present.
+    """
 
     transactions: Sequence[OutboxTransaction]
-    end: Snapshot
+    end: LogPosition
+    origin: Origin
 
     @property
     def events(self) -> int:
@@ -97,29 +154,46 @@ class AheadOfServer(ValueError):
     """The snapshot is of another server: this one has not come so far."""
 
 
-def read(conn: Connection, after: Snapshot, most: int, until: Snapshot | None = None) -> OutboxPage:
-    """Read about `most` events after a snapshot: only what `until` sees, or what is committed now.
+def read(
+    conn: Connection, after: LogPosition, most: int, until: Snapshot | None = None
+) -> OutboxPage:
+    """Read up to about `most` events after a position: only what `until` sees, or what is committed now.
 
-    Raises AheadOfServer, psycopg.Error.
+    A transaction that has more is read in several pages. Raises AheadOfServer, psycopg.Error.
     """
+    xid, offset = (None, None) if after.xid is None else (str(after.xid), after.offset)
+    present = None if until is None else str(until)
     try:
-        rows = conn.execute(
-            _READ, (str(after), most, None if until is None else str(until))
-        ).fetchall()
+        rows = conn.execute(_READ, (str(after.snapshot), most, present, xid, offset)).fetchall()
     except psycopg.errors.InvalidParameterValue as error:
         raise AheadOfServer(error.diag.message_primary) from None
-    end = Snapshot.parse(rows[0][0])
-    if rows[0][1] is None:
-        return OutboxPage((), end)
-    events = [LogEvent(*row[1:]) for row in rows]
+    reached, now = Snapshot.parse(rows[0][0]), Origin.parse(rows[0][1])
+    origin = after.origin
+    if origin is None or origin.timeline != now.timeline:
+        origin = now
+    elif reached != after.snapshot:
+        origin = max(origin, now)
+    whole = LogPosition(reached, origin)
+    if rows[0][2] is None:
+        if after.xid is not None:
+            return read(conn, whole, most, until)
+        return OutboxPage((), whole, now)
+    events = [LogEvent(*row[2:]) for row in rows]
+    if len(events) > most or after.xid is not None:
+        # All are of one transaction; the last one only shows that there are more.
+        taken = events[:most]
+        last = taken[-1]
+        page_end = replace(whole, xid=last.xid, offset=last.offset) if len(events) > most else whole
+        return OutboxPage([OutboxTransaction(taken, page_end)], page_end, now)
     grouped = [(xid, tuple(each)) for xid, each in groupby(events, attrgetter("xid"))]
-    ends = _snapshots([xid for xid, _ in grouped], after, end)
+    ends = _snapshots([xid for xid, _ in grouped], after.snapshot, reached)
     return OutboxPage(
         [
-            OutboxTransaction(xid, each, seen)
-            for (xid, each), seen in zip(grouped, ends, strict=True)
+            OutboxTransaction(each, LogPosition(seen, origin))
+            for (_, each), seen in zip(grouped, ends, strict=True)
         ],
-        end,
+        whole,
+        now,
     )
 
 
@@ -145,9 +219,9 @@ def answer(conn: Connection, event_id: str, takes: Callable[[LogEvent], bool]) -
                 break
         else:
             return None
-    xid = found.xid
-    alone = Snapshot(xid, xid + 1, (xid,)), Snapshot(xid + 1, xid + 1, ())
-    texts = conn.execute(_TEXT, (*map(str, alone), found.offset)).fetchone()
+    seen = Snapshot(found.xid + 1, found.xid + 1)
+    of_event = str(seen), str(found.xid), found.offset - 1, found.offset
+    texts = conn.execute(_TEXT, of_event).fetchone()
     # Retention may have removed it meanwhile.
     return None if texts is None else found._replace(text=texts[0])
 

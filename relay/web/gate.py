@@ -11,13 +11,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from relay.faults import kind_of
-from relay.web.requests import bounded, where
+from relay.web import requests
+from relay.web.requests import Bodies, bounded, where
 
 log = logging.getLogger(__name__)
 
 
 class Gate:
-    """Middleware that refuses requests, bounds the size and the time of their bodies, and adds headers to responses.
+    """Middleware that refuses requests, bounds their bodies, each and together, and adds headers to responses.
 
     It logs what the application has not handled, and answers with status 500.
     """
@@ -45,6 +46,7 @@ class Gate:
         self._answer = answer
         self._refusal = refusal
         self._count = count
+        self._bodies = Bodies(requests.BODIES_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
@@ -68,7 +70,8 @@ class Gate:
             limit = self._limit(request)
             refusal = await self._refused(request, limit)
             if refusal is None:
-                await self._app(scope, bounded(receive, limit), guarded)
+                with self._bodies.share() as count:
+                    await self._app(scope, bounded(receive, limit, count), guarded)
             else:
                 await refusal(scope, receive, guarded)
         except Exception as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psycopg
 from fastapi.exceptions import RequestValidationError
@@ -36,6 +36,14 @@ class Problem(BaseModel):
     title: str
     status: int
     detail: str
+
+
+def described_problems(
+    texts: Mapping[int, str], model: type[Problem] = Problem
+) -> dict[int | str, dict[str, Any]]:
+    """Return the errors of a route for its description in OpenAPI, by status."""
+    content = {PROBLEM: {"schema": model.model_json_schema()}}
+    return {status: {"description": text, "content": content} for status, text in texts.items()}
 
 
 class HttpRefusal(NamedTuple):

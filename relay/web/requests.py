@@ -1,11 +1,12 @@
-"""Bounds of requests: the size and the time of a body, and how many wrong tokens an address may send."""
+"""Bounds of requests: the size and the time of a body, all bodies together, and wrong tokens of an address."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import sha256
 from threading import Lock
 
@@ -14,6 +15,10 @@ from starlette.types import Message, Receive
 
 BODY_SECONDS = 30.0
 """Longest time until the body of a request is complete."""
+BODIES_BYTES = 64 * 1024 * 1024
+"""How many bytes of bodies are held at once, over all requests."""
+SMALL_BODY_BYTES = 32 * 1024
+"""So much of each body does not count, so that few large ones keep out no small one; requests are bounded, too."""
 
 _FAILURES = 10
 _WINDOW_SECONDS = 60.0
@@ -73,8 +78,41 @@ def is_json(headers: Mapping[str, str]) -> bool:
     return kind.strip().lower() == "application/json"
 
 
-def bounded(receive: Receive, limit: int) -> Receive:
-    """Wrap `receive` so that it raises HTTPException if the body has more than `limit` bytes or takes too long."""
+class Bodies:
+    """Bounds the bytes of the bodies that an application holds at once. Of the event loop."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held = 0
+
+    @contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """Yield what counts a part of the body of a request; the block holds the body.
+
+        It raises HTTPException (503) if there would be too much.
+        """
+        read = held = 0
+
+        def count(size: int) -> None:
+            nonlocal read, held
+            read += size
+            more = max(0, read - SMALL_BODY_BYTES) - held
+            if self._held + more > self._most:
+                raise HTTPException(503, "too many large requests are in flight: try again later")
+            held += more
+            self._held += more
+
+        try:
+            yield count
+        finally:
+            self._held -= held
+
+
+def bounded(receive: Receive, limit: int, count: Callable[[int], None]) -> Receive:
+    """Wrap `receive` so that it raises HTTPException if the body has more than `limit` bytes or takes too long.
+
+    `count` gets the size of each part, and may refuse it.
+    """
     read, complete, deadline = 0, False, time.monotonic() + BODY_SECONDS
 
     async def receiving() -> Message:
@@ -85,10 +123,12 @@ def bounded(receive: Receive, limit: int) -> Receive:
             message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             raise HTTPException(408, f"the request took longer than {BODY_SECONDS:.0f} s") from None
-        read += len(message.get("body", b""))
+        size = len(message.get("body", b""))
+        read += size
         complete = not message.get("more_body", False)
         if read > limit:
             raise HTTPException(413, f"the request has more than {limit} bytes")
+        count(size)
         return message
 
     return receiving

@@ -6,7 +6,9 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from threading import Thread
+from typing import Any
 
 import httpx
 import psycopg
@@ -15,9 +17,11 @@ from psycopg.types.json import Jsonb
 
 from relay.api import streams
 from relay.config.settings import Settings
-from tests.api import Program, Source, authorized, new_token, served, settings_of
+from tests.api import API, Program, Source, authorized, new_token, served, settings_of
+from tests.chaos.proxy import through_proxy
 from tests.integration.test_api import _number, _publish
 from tests.outbox import Outbox, event, host, wait_until
+from tests.postgres import start_server
 
 
 @pytest.fixture
@@ -104,11 +108,152 @@ def test_a_transaction_of_which_the_end_does_not_match(
 def test_a_position_ahead_of_the_log_is_refused(address: str, token: str) -> None:
     """It was status 500: electric-sql/electric#2063; or everything came again: YoEight/eventstore#62; or nothing ever
     came, and nobody was told: dunglas/mercure#704."""
+    _, _, origin = Program(address, token).get("/events", after="now")["next"].partition("@")
+    server, timeline, lsn = origin.split(".")
     ahead = "99999999999:99999999999:"
-    for path in ("/v1/events", "/v1/events/stream"):
-        refused = httpx.get(address + path, params={"after": ahead}, headers=authorized(token))
-        assert refused.status_code == 400
-        assert "another server" in refused.json()["detail"]
+    for position in (
+        f"{ahead}@{origin}",
+        f"5:5:@{int(server) + 1}.{timeline}.{lsn}",
+        f"5:5:@{server}.{int(timeline) + 1}.{lsn}",
+    ):
+        for path in ("/v1/events", "/v1/events/stream"):
+            refused = httpx.get(
+                address + path, params={"after": position}, headers=authorized(token)
+            )
+            assert refused.status_code == 410, position
+            assert "has been replaced" in refused.json()["detail"]
+
+
+def _publish_at_once(conn: psycopg.Connection[Any], events: int) -> None:
+    """Publish many events in one transaction, whose amounts count from 0."""
+    conn.execute(
+        "insert into outbox_message_t (host_id, event_type, payload, c_offset)"
+        " select %s, 'order.placed', jsonb_build_object('amount', n - 1), nextval('relay.offsets')"
+        " from generate_series(1, %s) as n",
+        (host(1), events),
+    )
+
+
+def _pages(program: Program, most: int) -> list[int]:
+    """Read all pages of 1,000 events, of which each but the last has some."""
+    found: list[int] = []
+    after = "beginning"
+    while True:
+        page = program.get("/events", after=after, limit=most)
+        found += map(_number, page["events"])
+        after = page["next"]
+        if not page["more"]:
+            return found
+        assert page["events"]
+
+
+def _stream(address: str, token: str, count: int, each: int) -> list[int]:
+    """Read a stream over connections that are cut after so many events."""
+    found: list[int] = []
+    last = ""
+    while len(found) < count:
+        with Source(address, token, last, **({} if last else {"after": "beginning"})) as source:
+            took = source.take(min(each, count - len(found)))
+            found += map(_number, took)
+            last = source.ids[len(took) - 1]
+    return found
+
+
+@pytest.mark.parametrize(
+    "events", [3_000, pytest.param(200_000, marks=[pytest.mark.rare, pytest.mark.slow])]
+)
+def test_a_transaction_that_is_larger_than_a_page(outbox: Outbox, events: int) -> None:
+    """Consumers held a whole transaction in memory: Trendyol/go-pq-cdc#151, pingcap/ticdc#5596,
+    airbytehq/airbyte#20873, instantdb/instant#1576; or one such page for each of many readers:
+    scylladb/scylla-cdc-java#79."""
+    settings = settings_of(outbox, replay=1_000_000)
+    with served(settings) as address:
+        token = new_token(settings)
+        _publish(outbox, -1)
+        _publish_at_once(outbox.conn, events)
+        _publish(outbox, -2)
+        wanted = [-1, *range(events), -2]
+        assert _pages(Program(address, token), 1_000) == wanted
+        assert _stream(address, token, len(wanted), events // 3 + 1) == wanted
+        with Source(address, token).ready() as source:
+            _publish_at_once(outbox.conn, events)
+            _publish(outbox, -3)
+            last, found = source.last, list[int]()
+            while len(found) < events + 1:
+                # One that the end of the log was too quick for is cut, and resumes.
+                with Source(address, token, last) as again:
+                    again.limit(20)
+                    while len(found) + len(again.events) < events + 1:
+                        try:
+                            again.block()
+                        except EOFError:
+                            break
+                    found += map(_number, again.events)
+                    last = again.ids[-1] if again.ids else last
+        assert found == [*range(events), -3]
+
+
+def test_a_transaction_that_was_prepared_when_later_ones_were_streamed() -> None:
+    """What was prepared before a reader's position and committed after it was skipped: kurrent-io/KurrentDB#627."""
+    with (
+        start_server({"max_prepared_transactions": "4"}) as server,
+        Outbox(server.create_database("app")) as outbox,
+    ):
+        outbox.install()
+        settings = settings_of(outbox)
+        with served(settings) as address, closing(psycopg.connect(outbox.dsn)) as other:
+            token = new_token(settings)
+            with Source(address, token).ready() as source:
+                other.tpc_begin("late")
+                other.execute(
+                    "select relay.publish(%s, null, %s)", (host(1), Jsonb([event(1), event(2)]))
+                )
+                other.tpc_prepare()
+                _publish(outbox, 3)
+                assert [_number(each) for each in source.take(1)] == [3]
+                last = source.last
+                outbox.conn.execute("commit prepared 'late'")
+                assert [_number(each) for each in source.take(3)] == [3, 1, 2]
+            with Source(address, token, last) as again:
+                assert [_number(each) for each in again.take(2)] == [1, 2]
+
+
+def test_a_database_that_is_killed_between_the_commit_and_the_answer() -> None:
+    """The repetition of a request whose answer was lost published a second time: ulsklyc/yuvomi#822,
+    apache/fineract#5674."""
+    with start_server() as server, Outbox(server.create_database("app")) as victim:
+        victim.install()
+
+        def commits(data: bytes) -> bool:
+            if b"COMMIT" not in data or killed:
+                return False
+            wait_until(lambda: victim.value("select count(*) from outbox_message_t") == 1)
+            killed.append(True)
+            victim.conn.close()
+            server.kill()
+            return True
+
+        killed: list[bool] = []
+        settings = settings_of(victim)
+        token = new_token(settings, rights=["publish"])
+        body = {"host_id": str(host(1)), "event_type": "a", "payload": 1}
+        with through_proxy(victim.dsn) as proxy:
+            of_source = {"dsn": proxy.dsn, "slot": "app", "publication": "app"}
+            proxy.cut_after = commits
+            with served(victim.settings(api={**API}, source=of_source)) as address:
+
+                def post() -> httpx.Response:
+                    head = {**authorized(token), "idempotency-key": "order 1"}
+                    return httpx.post(f"{address}/v1/events", json=body, headers=head, timeout=60)
+
+                first = post()
+                assert killed
+                assert first.status_code == 503
+                assert "retry-after" in first.headers
+                server.start()
+                victim.reconnect()
+                wait_until(lambda: post().status_code == 200)
+                assert victim.value("select count(*) from outbox_message_t") == 1
 
 
 def test_a_stream_has_a_position_before_its_first_event(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -24,9 +25,10 @@ from relay.intake.messages import IncomingEvents, MessageReader
 from relay.intake.writer import CommitWriter
 from relay.model.snapshots import Snapshot
 from relay.store.connections import Connection
+from relay.store.log_pages import LogPosition
 from relay.web import protocol, requests
 from tests.api import Source, authorized, new_token, served, settings_of
-from tests.outbox import Outbox, event, host
+from tests.outbox import Outbox, event, host, wait_until
 
 _HOST = host(1)
 _FILL = """
@@ -112,7 +114,7 @@ def test_streams_end_where_a_failover_has_lost_what_they_had(
     outbox: Outbox, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They did not stand still with heartbeats until the new primary had come as far."""
-    ahead: list[Snapshot] = []
+    ahead: list[LogPosition] = []
     read = Tail._read
 
     def moved(self: Tail, conn: Connection) -> None:
@@ -126,7 +128,7 @@ def test_streams_end_where_a_failover_has_lost_what_they_had(
         token = new_token(settings)
         with Source(address, token).ready() as source:
             xid = outbox.value("select pg_current_xact_id()::text::bigint") + 1_000_000
-            ahead.append(Snapshot(xid, xid, ()))
+            ahead.append(LogPosition(Snapshot(xid, xid)))
             _require_end(source)
         with Source(address, token).ready() as source:
             outbox.publish(_HOST, event(2))
@@ -251,3 +253,65 @@ def test_a_head_that_is_huge_or_never_ends_harms_nobody(
             f"{address}/v1/events", headers=authorized(new_token(settings)), timeout=30
         )
     assert answer.status_code == 200
+
+
+def test_large_bodies_are_bounded_together(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each had a limit, and slow ones together took the memory: rmyndharis/OpenWA#936, elastic/beats#48571,
+    aipoch/open-science#1857, buchgr/bazel-remote#908. Small ones pass meanwhile."""
+    monkeypatch.setattr(requests, "BODIES_BYTES", 4 * 1024 * 1024)
+    token = new_token(settings, rights=["publish"])
+    part, size = b" " * 100_000, 1_000_000
+    message = json.dumps({"host_id": str(_HOST), "event_type": "a", "payload": 1}).encode()
+    with served(settings) as address, ExitStack() as stack:
+        where, port = address.removeprefix("http://").split(":")
+        head = (
+            f"POST /v1/events HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {size}\r\n\r\n"
+        )
+        slow = [
+            stack.enter_context(socket.create_connection((where, int(port)), timeout=60))
+            for _ in range(40)
+        ]
+
+        def post() -> httpx.Response:
+            headers = {**authorized(token), "content-type": "application/json"}
+            return httpx.post(f"{address}/v1/events", content=message, headers=headers, timeout=60)
+
+        refused: list[socket.socket] = []
+        for each in slow:
+            each.sendall(head.encode())
+        for _ in range(9):
+            for each in slow:
+                if each not in refused:
+                    with suppress(ConnectionError):
+                        each.sendall(part)
+                    # One that is refused has its answer before the body has ended.
+                    if select.select([each], [], [], 0)[0]:
+                        refused.append(each)
+            assert post().status_code == 202
+        wait_until(lambda: len(_answered(slow)) >= 36)
+        refused = _answered(slow)
+        for each in slow:
+            if each not in refused:
+                each.sendall(message.rjust(100_000))
+        answers = [_answer(each) for each in slow]
+        assert post().status_code == 202
+    found = [answer.split(b" ", 2)[1] for answer in answers]
+    assert found.count(b"503") >= 36
+    assert set(found) == {b"202", b"503"}
+    for answer in answers:
+        assert b" 202 " in answer[:20] or b"retry-after: " in answer
+
+
+def _answered(clients: list[socket.socket]) -> list[socket.socket]:
+    return select.select(clients, [], [], 0)[0]
+
+
+def _answer(client: socket.socket) -> bytes:
+    came = b""
+    with suppress(ConnectionError):
+        while received := client.recv(65536):
+            came += received
+    return came

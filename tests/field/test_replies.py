@@ -26,6 +26,7 @@ from relay.observe import api_counts
 from relay.store import api_tokens
 from relay.store.api_tokens import TokenRow
 from relay.store.connections import Connection
+from relay.store.log_pages import LogPosition
 from tests.api import authorized, new_token, served, settings_of
 from tests.outbox import Outbox, event, host, wait_until
 
@@ -283,7 +284,7 @@ def test_an_answer_while_nothing_was_read(
 ) -> None:
     """After a connection was lost or a leader had changed, those who waited were not told: nats-io/nats.py#667,
     celery/celery#4857, hatchet-dev/hatchet#4712, hatchet-dev/hatchet-python#56."""
-    ahead: list[Snapshot] = []
+    ahead: list[LogPosition] = []
     read = Tail._read
     answered = [False]
 
@@ -302,7 +303,7 @@ def test_an_answer_while_nothing_was_read(
         waiting = _posted(threads, shop, id_)
         monkeypatch.setattr(Tail, "_read", moved)
         xid = outbox.value("select pg_current_xact_id()::text::bigint") + 1_000_000
-        ahead.append(Snapshot(xid, xid, ()))
+        ahead.append(LogPosition(Snapshot(xid, xid)))
         wait_until(lambda: answered[0])
         assert _amount(waiting.result()) == 5
 
