@@ -61,11 +61,11 @@ class Topic:
         self._partitions = partitions
         cluster.create_topic(name, partitions)
 
-    def feed(self, **conf: str) -> KafkaFeed:
+    def feed(self, topics: Sequence[str] = (), **conf: str) -> KafkaFeed:
         settings = {
             "type": "kafka",
             "bootstrap": self.servers,
-            "topics": [self.name],
+            "topics": list(topics) or [self.name],
             "group": "relay",
             "timeout": 3,
             "conf": {**_FAST, **conf},
@@ -406,19 +406,28 @@ class _Handshakes(socketserver.ThreadingTCPServer):
 def test_a_topic_that_is_deleted_is_named(
     cluster: KafkaCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client tells nobody; closing does not hang."""
+    """The client tells nobody; also while messages of another topic come. Closing does not hang."""
     monkeypatch.setattr(kafka, "_CHECK_SECONDS", 0.5)
-    topic = Topic(cluster)
+    topic, other = Topic(cluster), Topic(cluster, "others")
     topic.send([1])
 
-    async def scenario() -> None:
-        async with topic.feed() as feed:
+    async def scenario(*topics: str, is_busy: bool) -> None:
+        async with topic.feed(topics) as feed:
             await fetched(feed, 1)
             cluster.delete_topic(topic.name)
-            with pytest.raises(ConfigurationError, match="topic orders"):
-                await fetched(feed, 1)
 
-    asyncio.run(scenario())
+            async def go_on() -> None:
+                if is_busy:
+                    other.send([2])
+                await feed.acknowledge(await feed.fetch())
+
+            with pytest.raises(ConfigurationError, match="topic orders"):
+                await until(lambda: False, go_on)
+
+    asyncio.run(scenario("orders", is_busy=False))
+    Topic(cluster)
+    topic.send([1, 2])
+    asyncio.run(scenario("orders", "others", is_busy=True))
 
 
 def test_a_setting_that_the_client_does_not_know_is_named(cluster: KafkaCluster) -> None:
