@@ -32,7 +32,7 @@ _QUEUED_KILOBYTES = 16_384
 _CLOSING_SECONDS = 2.0
 """How long closing waits: the client may wait for a broker that is away."""
 _CHECK_SECONDS = 60.0
-"""How often relay asks for the topics while no message comes: the client says nothing of one that was deleted."""
+"""How often relay asks for the topics: the client says nothing of one that was deleted."""
 _REASON_SECONDS = 0.2
 """How long relay waits for the reason for which no broker has answered."""
 _UNASSIGNED_SECONDS = 60.0
@@ -154,7 +154,7 @@ class _Member:
         self._is_down = False
         """Whether the client has said since the last look that no broker answers."""
         self._looked_at = time.monotonic()
-        """When a message has come, or relay has asked for the topics."""
+        """When relay has asked for the topics."""
         self._assignments = 0
         self._assigned: dict[Partition, int] = {}
         """The partitions, each with the number of the assignment."""
@@ -195,9 +195,9 @@ class _Member:
             self._found.append(taken)
             size += len(taken.body)
         self._require_commits()
-        if self._found:
-            self._looked_at = time.monotonic()
-        else:
+        if time.monotonic() - self._looked_at > _CHECK_SECONDS:
+            self._require_topics()
+        if not self._found:
             self._require_progress()
         found, self._found = self._found, []
         return found
@@ -273,11 +273,10 @@ class _Member:
         """Raise the fault because of which no message comes, if there is one."""
         if self._fault is not None:
             raise self._fault
-        now = time.monotonic()
-        if self._is_down or now - self._looked_at > _CHECK_SECONDS:
-            self._is_down, self._looked_at = False, now
+        if self._is_down:
+            self._is_down = False
             self._require_topics()
-        if not self._assigned and now - self._unassigned_since > _UNASSIGNED_SECONDS:
+        if not self._assigned and time.monotonic() - self._unassigned_since > _UNASSIGNED_SECONDS:
             raise Undelivered(
                 f"the group {self._settings.group} assigns no partition to relay: it may have other members"
             )
@@ -290,6 +289,7 @@ class _Member:
 
     def _require_topics(self) -> None:
         """Raise ConfigurationError for a topic that does not exist, and Undelivered if no broker answers."""
+        self._looked_at = time.monotonic()
         try:
             known = self._consumer.list_topics(timeout=self._settings.timeout).topics
         except KafkaException as error:
