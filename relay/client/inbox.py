@@ -58,7 +58,13 @@ class Inbox:
         If its block raises, the id and the effects of the block are undone together, whatever the caller does then.
         Raises NotInTransaction, UnknownSession, EventInvalid, and what the driver raises.
         """
-        parameter = {"consumer": self._consumer, "id": _text("event_id", str(event_id))}
+        if event_id is None:
+            # As a text it would be the id of every other delivery that has none.
+            raise EventInvalid("event_id: is None: the delivery has no id")
+        text = (
+            event_id.decode(errors="surrogateescape") if isinstance(event_id, bytes) else event_id
+        )
+        parameter = {"consumer": self._consumer, "id": _text("event_id", str(text))}
         return Once(session, json.dumps(parameter))
 
     def purge(self, session: Any) -> int:
@@ -79,6 +85,10 @@ class Once(AbstractContextManager[bool], AbstractAsyncContextManager[bool]):
     def __init__(self, session: Any, parameter: str) -> None:
         self._session, self._parameter = session, parameter
         self._stack, self._async_stack = ExitStack(), AsyncExitStack()
+
+    def __bool__(self) -> bool:
+        """Raise TypeError: an object is true, and its delivery would never be the second."""
+        raise TypeError("write `with inbox.once(…) as first`, and ask `first` in the block")
 
     def __enter__(self) -> bool:
         with ExitStack() as stack:

@@ -173,3 +173,25 @@ def test_an_id_that_no_index_takes_is_refused(event_id: str) -> None:
         inbox.once(None, event_id)
     with pytest.raises(EventInvalid, match="headers: have none of"):
         key({"content-type": "text"})
+
+
+def test_a_delivery_without_an_id_is_none_and_not_the_second_of_all_without_one() -> None:
+    """`headers.get("webhook-id")` is None: as the id "None", all but the first would have been skipped."""
+    with pytest.raises(EventInvalid, match="event_id: is None: the delivery has no id"):
+        inbox.once(None, None)
+
+
+def test_who_asks_once_itself_whether_it_is_the_first_is_told_how() -> None:
+    """An object is true: `if inbox.once(…):` would have handled each delivery again."""
+    with pytest.raises(TypeError, match=r"`with inbox\.once\(…\) as first`, and ask `first`"):
+        bool(inbox.once(None, "a"))
+
+
+def test_an_id_is_the_same_in_bytes_and_as_text(dsn: str) -> None:
+    with psycopg.connect(dsn) as conn:
+        with inbox.once(conn, b"a") as first:
+            assert first
+        with inbox.once(conn, "a") as first:
+            assert not first
+    with pytest.raises(EventInvalid, match="UTF-8"):
+        inbox.once(None, b"\xff")
