@@ -32,7 +32,7 @@ ConfigOption = Annotated[
         "-c",
         metavar="FILE",
         help="The configuration, a file or a folder of *.yaml; default $RELAY_CONFIG, else relay.yaml. init, check, "
-        "run, status and console take several.",
+        "run, status, console and api take several.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a program.")]

@@ -19,7 +19,7 @@ token = typer.Typer(
     no_args_is_help=True,
 )
 
-TokenArgument = Annotated[str, typer.Argument(metavar="TOKEN", help="Its name.")]
+TokenArgument = Annotated[str, typer.Argument(metavar="NAME", help="The name of the token.")]
 
 
 @token.command("list")
