@@ -121,11 +121,12 @@ def read_page(
     With `until`, that is so already of what `until` sees. Raises AheadOfServer, EventsLost, EventsRemoved,
     TransientFault, psycopg.Error.
     """
+    if until is None:
+        # Before the page: its origin has all of these commits.
+        until = durable_position(conn).snapshot
     page = log_pages.read(conn, after, events, until)
     if after.origin is not None and not history.has(after.origin, page.origin):
         raise EventsLost
-    if until is None and page.end != after:
-        durable_position(conn)
     # After it: what was removed before the page was read is known then.
     if lost_after(conn, OWN_OUTBOX, after.before) is not None:
         raise EventsRemoved
