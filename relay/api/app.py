@@ -177,6 +177,12 @@ async def _handle(request: Request, error: Exception) -> Response:
     refusal = public_refusal_of(error)
     if refusal.status in _NO_ROUTE and refusal.detail == HTTPStatus(refusal.status).phrase:
         refusal = refusal._replace(detail=f"{_NO_ROUTE[refusal.status]}: see {OPENAPI}")
+    if refusal.status == 405:
+        # Starlette names the methods of one of the routes of a path.
+        paths = request.app.openapi()["paths"]
+        described = paths.get(request.scope["path"]) or paths["/v1/events/{event_id}"]
+        allowed = ", ".join(sorted(map(str.upper, described)))
+        refusal = refusal._replace(headers={"allow": allowed})
     return problem(_unavailable(refusal))
 
 
