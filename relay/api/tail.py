@@ -47,7 +47,7 @@ class Tail(Recurring):
             "api",
             log,
             "the streams of the API stand still",
-            "they go on",
+            "the streams of the API go on",
             longest_pause=_RETRY_SECONDS,
         )
         super().__init__(condition, close_seconds=2.0)

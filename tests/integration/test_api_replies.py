@@ -90,6 +90,9 @@ def test_who_may_wait_for_what(outbox: Outbox) -> None:
         for wait in (0, 51, -1, "nan", "1.5", ""):
             refused(422, wait=wait)
         refused(422, reply_type=["order.*"] * 51)
+        assert (
+            refused(422, wait=(), reply_type="order.a") == "reply_type: is for a request with wait"
+        )
         assert outbox.value("select count(*) from outbox_message_t") == 0
 
 
