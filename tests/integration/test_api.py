@@ -283,6 +283,27 @@ def test_removed_events_are_no_silent_gap(
         assert [_number(each) for each in source.take(1)] == [3]
 
 
+def test_a_transaction_of_which_a_part_is_removed_is_no_silent_gap(
+    outbox: Outbox, settings: Settings, address: str
+) -> None:
+    """A position within it is gone; one after it is not."""
+    token = new_token(settings)
+    program = Program(address, token)
+    _publish(outbox, 0, 1, 2, 3)
+    within = program.get("/events", after="beginning", limit=1)["next"]
+    after = program.get("/events", after="beginning")["next"]
+    outbox.conn.execute(
+        "insert into relay.removed (outbox, newest, snapshot)"
+        " select 'public.outbox_message_t', max(c_xid::text::bigint)::text::xid8, pg_current_snapshot()"
+        " from outbox_message_t"
+    )
+    outbox.conn.execute("delete from outbox_message_t where transaction_ordinal <= 2")
+    _publish(outbox, 9)
+    for path in ("/events", "/events/stream"):
+        assert program.client.get(path, params={"after": within}).status_code == 410
+    assert [_number(each) for each in program.get("/events", after=after)["events"]] == [9]
+
+
 def test_streams_are_bounded(outbox: Outbox) -> None:
     """In all, and of one token; who has closed one gets another."""
     settings = settings_of(outbox, streams=3, streams_per_token=2)
