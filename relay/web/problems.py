@@ -95,12 +95,23 @@ def refusal_of(error: Exception) -> HttpRefusal:
             raise error
 
 
+_OF_A_REQUEST = (
+    HTTPException,
+    psycopg.errors.StatementTooComplex,
+    psycopg.errors.ProgramLimitExceeded,
+    psycopg.DataError,
+)
+"""The errors that a request can cause."""
+
+
 def public_refusal_of(error: Exception) -> HttpRefusal:
     """Return how a fault is reported to clients, whom the address of the database does not concern.
 
-    Raises what `refusal_of` raises.
+    What an operator has to mend is no conflict of the request. Raises what `refusal_of` raises.
     """
     refusal = refusal_of(error)
+    if refusal.status == 409 and not isinstance(error, _OF_A_REQUEST):
+        return HttpRefusal(503, "relay cannot serve this now: `relay check` says why")
     own_text = isinstance(error, HTTPException | psycopg.errors.QueryCanceled)
     if refusal.status != 503 or own_text:
         return refusal

@@ -223,6 +223,21 @@ def test_the_state_of_a_message_of_a_queue_quotes_no_text_of_a_worker() -> None:
         assert EventState.of(found).reason == reason
 
 
+def test_a_relay_that_is_not_installed_is_no_conflict(
+    outbox: Outbox, settings: Settings, address: str
+) -> None:
+    """While an upgrade waited for `relay init`, senders got 409, which says that an id is known, and gave up."""
+    token = new_token(settings, rights=["read", "publish"])
+    document = {"host_id": str(_HOST), "event_type": "a", "payload": {}}
+    outbox.conn.execute("alter table relay.api_tokens rename to former")
+    for answer in (
+        httpx.post(f"{address}/v1/events", json=document, headers=authorized(token), timeout=30),
+        httpx.get(f"{address}/v1/events", headers=authorized(token), timeout=30),
+    ):
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert answer.json()["detail"] == "relay cannot serve this now: `relay check` says why"
+
+
 def test_a_sender_is_not_told_where_the_database_is() -> None:
     writer = CommitWriter("host=127.0.0.1 port=1 dbname=of_the_shop", wait_seconds=1.0)
     writer.start()
