@@ -93,9 +93,8 @@ class Callers:
     refused because of the wrong ones that others of its address have sent.
     """
 
-    def __init__(self, database: ApiDatabase, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, database: ApiDatabase) -> None:
         self._database = database
-        self._clock = clock
         self._lock = Lock()
         self._known: Mapping[bytes, TokenCaller] = {}
         self._read_at: float | None = None
@@ -124,7 +123,7 @@ class Callers:
         Raises ConfigurationError, TransientFault, psycopg.Error.
         """
         digest = api_tokens.digest(token)
-        asked_at = self._clock()
+        asked_at = time.monotonic()
         caller = self._found(digest, lambda: self._is_read_within(KNOWN_SECONDS))
         if caller is None:
             # It may have been made since. Those who guess wait, too.
@@ -163,7 +162,7 @@ class Callers:
         fault = self._fault
         if fault is None or self._condition.fault is None:
             return False
-        return self._clock() - fault[1] < _STALE_SECONDS
+        return time.monotonic() - fault[1] < _STALE_SECONDS
 
     def _used_by(self, caller: TokenCaller | None) -> TokenCaller | None:
         if caller is None or caller.has_expired:
@@ -172,10 +171,10 @@ class Callers:
         return caller
 
     def _is_read_within(self, seconds: float) -> bool:
-        return self._read_at is not None and self._clock() - self._read_at < seconds
+        return self._read_at is not None and time.monotonic() - self._read_at < seconds
 
     def _read(self) -> None:
-        now = self._clock()
+        now = time.monotonic()
         if self._fault is not None and now - self._fault[1] < _FAULT_SECONDS:
             # Those who wait for their turn do not all wait for the database.
             raise self._fault[0]
@@ -184,12 +183,12 @@ class Callers:
                 found = api_tokens.valid(conn)
                 self._note_use(conn, now)
         except FAULTS as error:
-            self._fault = error, self._clock()
+            self._fault = error, time.monotonic()
             self._condition.fails(describe(error))
             raise
         self._condition.works()
         self._known = {digest: TokenCaller.of(row) for digest, row in found.items()}
-        self._read_at = self._clock()
+        self._read_at = time.monotonic()
 
     def _note_use(self, conn: Connection, now: float) -> None:
         used, self._used = self._used, set()

@@ -25,9 +25,6 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 1.0
 """How long it waits after it has found nothing: the pause doubles each time."""
 _STATEMENT_SECONDS = 60.0
 _RETRY_SECONDS = 2.0
-_TIMELINE = """
-    select case when not pg_is_in_recovery() then substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8) end
-"""
 
 
 class Tail(Recurring):
@@ -58,8 +55,6 @@ class Tail(Recurring):
         self._deliver = deliver
         self._conn: Connection | None = None
         self._position: LogPosition | None = None
-        self._timeline: str | None = None
-        """That of the server which `_position` is of."""
         self._size = PageSize()
         self._pause = _FIRST_PAUSE_SECONDS
 
@@ -134,12 +129,8 @@ class Tail(Recurring):
             require_schema(conn, self._settings)
             ((channel,),) = conn.execute("select relay.watch_log()").fetchall()
             conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
-            ((timeline,),) = conn.execute(_TIMELINE).fetchall()
         except BaseException:
             conn.close()
             raise
-        if timeline != self._timeline:
-            # After a failover, other transactions may have the xids of those that it has lost.
-            self._position, self._timeline = None, timeline
         self._conn = conn
         return conn

@@ -42,12 +42,7 @@ class _Queued:
 class CommitWriter(Recurring):
     """Publishes submissions from any thread, with one connection and in one thread of its own."""
 
-    def __init__(
-        self,
-        dsn: DatabaseAccess | str,
-        wait_seconds: float = WAIT_SECONDS,
-        group_events: int = _GROUP_EVENTS,
-    ) -> None:
+    def __init__(self, dsn: DatabaseAccess | str, wait_seconds: float = WAIT_SECONDS) -> None:
         condition = Condition(
             "intake",
             log,
@@ -64,7 +59,6 @@ class CommitWriter(Recurring):
         """How many events were published."""
         self._publisher = Publisher(dsn)
         self._wait_seconds = wait_seconds
-        self._group_events = group_events
         self._changed = threading.Condition()
         self._queue: deque[_Queued] = deque()
         self._bytes = 0
@@ -145,7 +139,7 @@ class CommitWriter(Recurring):
                 following = self._queue[0].submission
                 events += len(following.ids)
                 size += len(following.events)
-                if group and (events > self._group_events or size > _GROUP_BYTES):
+                if group and (events > _GROUP_EVENTS or size > _GROUP_BYTES):
                     break
                 each = self._queue.popleft()
                 self._bytes -= len(following.events)

@@ -118,8 +118,8 @@ def public_refusal_of(error: Exception) -> HttpRefusal:
     return refusal._replace(detail="the database cannot be reached: see relay's log")
 
 
-def described(location: Sequence[int | str], message: str, prefix: str = "") -> str:
+def described(location: Sequence[int | str], message: str) -> str:
     """Return a fault of a validation and its location on one line."""
     key = ".".join(str(part) for part in location if part not in ("body", "query", "path"))
     text = message.removeprefix("Value error, ")
-    return f"{prefix}{key or 'the request'}: {text[:1].lower()}{text[1:]}"
+    return f"{key or 'the request'}: {text[:1].lower()}{text[1:]}"
