@@ -60,7 +60,7 @@ def test_a_task_that_waits_says_for_what(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "relay")
-    monkeypatch.setattr(long_tasks.LongTasks.__init__, "__defaults__", (0.4,))
+    monkeypatch.setattr(long_tasks, "LONG_SECONDS", 0.4)
     settings = outbox.settings(source={**outbox.config()["source"], "mode": "poll"})
     with psycopg.connect(outbox.dsn, application_name="a report") as other:
         other.execute("lock table projection in exclusive mode")
