@@ -224,7 +224,7 @@ async def publish(
     if not is_json(request.headers):
         return problem(HttpRefusal(415, "send the body with Content-Type: application/json"))
     if wait is None and reply_type:
-        return problem(HttpRefusal(422, "reply_type: is for a request with wait"))
+        return problem(HttpRefusal(400, "reply_type: is for a request with wait"))
     if wait is not None and (refusal := _refusal_to_wait(caller, reply_type or [])) is not None:
         return problem(refusal)
     body = await request.body()

@@ -24,8 +24,8 @@ continue-on-failure = true
 request-timeout = 30
 
 [checks.positive_data_acceptance]
-# What no schema says: positions of this API only, events of one host and user, texts without U+0000 in payloads; 410
-# for what is gone, and 413 for what is too much.
+# What no schema says: positions of this API only, events of one host and user, texts without U+0000 in payloads, no
+# reply_type without wait; 410 for what is gone, and 413 for what is too much.
 expected-statuses = ["2xx", "400", "403", "404", "409", "410", "413"]
 
 [checks.negative_data_rejection]

@@ -91,7 +91,7 @@ def test_who_may_wait_for_what(outbox: Outbox) -> None:
             refused(422, wait=wait)
         refused(422, reply_type=["order.*"] * 51)
         assert (
-            refused(422, wait=(), reply_type="order.a") == "reply_type: is for a request with wait"
+            refused(400, wait=(), reply_type="order.a") == "reply_type: is for a request with wait"
         )
         assert outbox.value("select count(*) from outbox_message_t") == 0
 
