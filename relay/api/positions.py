@@ -63,7 +63,7 @@ class EventsRemoved(Exception):
 
 
 class EventsLost(Exception):
-    """The server may lack events that a position has: another one has taken its place."""
+    """The server may lack events that a position has: another one has replaced it."""
 
 
 class LogHistory:

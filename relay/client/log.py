@@ -453,6 +453,7 @@ class ClaimedReader:
                 if not self._session.is_open:
                     continue
                 try:
+                    # A question of a moment ago has kept the session alive, too.
                     used = time.monotonic() - self._session.used_at
                     if not was_called and used > self._lease / _BEATS / 2:
                         self._execute("select")

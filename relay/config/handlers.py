@@ -868,7 +868,7 @@ class KafkaServers(Section):
     SET_BY_RELAY: ClassVar[dict[str, str]] = dict.fromkeys(
         ("bootstrap.servers", "metadata.broker.list"), "set the key bootstrap"
     )
-    """Settings of librdkafka in whose place relay has keys, or no choice, and what to do instead."""
+    """Settings of librdkafka that relay sets by its own keys, or always the same, and what to do instead."""
 
     bootstrap: Own[Annotated[list[Annotated[str, AfterValidator(_servers)]], Field(min_length=1)]]
     """The bootstrap servers, as host:port."""

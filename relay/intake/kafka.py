@@ -123,7 +123,7 @@ class KafkaFeed:
         given = self._settings.conf
         defaults: dict[str, Any] = {
             "auto.offset.reset": "earliest",
-            # One instance works an intake: another one takes its place at once, and fences it off.
+            # One instance works an intake: another one replaces it at once, and fences it off.
             "group.instance.id": f"relay-{re.sub(r'[^A-Za-z0-9._-]', '_', self._name)}"[:249],
             "queued.max.messages.kbytes": _QUEUED_KILOBYTES,
             # How long a full queue is left alone, which is soon empty. The client's default is a second.

@@ -136,6 +136,11 @@ async def until(condition: Callable[[], bool], meanwhile: Callable[[], Awaitable
             await asyncio.sleep(0.05)
 
 
+async def go_on(feed: KafkaFeed) -> None:
+    """Take what comes next, and acknowledge it."""
+    await feed.acknowledge(await feed.fetch())
+
+
 def numbers(taken: Sequence[Taken]) -> list[int]:
     return [int(each.body) for each in taken]
 
@@ -182,11 +187,7 @@ def test_a_partition_that_was_lost_is_not_committed(cluster: KafkaCluster) -> No
                 (theirs,) = other.assignment()
                 await feed.acknowledge(taken)
                 mine = 1 - theirs.partition
-
-                async def go_on() -> None:
-                    await feed.acknowledge(await feed.fetch())
-
-                await until(lambda: topic.committed()[mine] == 4, go_on)
+                await until(lambda: topic.committed()[mine] == 4, lambda: go_on(feed))
                 return [theirs.partition, *topic.committed()]
 
     theirs, *committed = asyncio.run(scenario())
@@ -238,11 +239,7 @@ def test_a_long_outage_of_the_database_does_not_cost_the_membership(cluster: Kaf
                 await asyncio.sleep(0.1)
             await feed.acknowledge(taken)
             topic.send([3])
-
-            async def go_on() -> None:
-                await feed.acknowledge(await feed.fetch())
-
-            await until(lambda: topic.committed() == [4], go_on)
+            await until(lambda: topic.committed() == [4], lambda: go_on(feed))
 
     asyncio.run(scenario())
 
@@ -305,12 +302,8 @@ def test_a_commit_that_fails_is_made_again(cluster: KafkaCluster, error: int) ->
                 cluster.fail_requests(_OFFSET_COMMIT, error)
             await feed.acknowledge(taken)
             topic.send([5])
-
-            async def go_on() -> None:
-                # After a rebalance the messages come again, and are recognised by their ids.
-                await feed.acknowledge(await feed.fetch())
-
-            await until(lambda: topic.committed() == [6], go_on)
+            # After a rebalance the messages come again, and are recognised by their ids.
+            await until(lambda: topic.committed() == [6], lambda: go_on(feed))
 
     asyncio.run(scenario())
 
@@ -416,13 +409,13 @@ def test_a_topic_that_is_deleted_is_named(
             await fetched(feed, 1)
             cluster.delete_topic(topic.name)
 
-            async def go_on() -> None:
+            async def others_come() -> None:
                 if is_busy:
                     other.send([2])
-                await feed.acknowledge(await feed.fetch())
+                await go_on(feed)
 
             with pytest.raises(ConfigurationError, match="topic orders"):
-                await until(lambda: False, go_on)
+                await until(lambda: False, others_come)
 
     asyncio.run(scenario("orders", is_busy=False))
     Topic(cluster)

@@ -167,6 +167,33 @@ def test_an_idle_reader_does_not_read_because_others_commit(
     assert found == [[1]]
 
 
+def test_what_commits_late_ends_the_quiet(outbox: Outbox) -> None:
+    """JasperFx/marten#716: an event whose transaction had begun before what was read was passed over for good."""
+
+    def is_quiet(since: str) -> bool:
+        return bool(outbox.value("select relay.log_is_quiet(%s::pg_snapshot)", (since,)))
+
+    def present() -> str:
+        return str(outbox.value("select pg_current_snapshot()::text"))
+
+    with psycopg.connect(outbox.dsn) as late:
+        _publish(late, 1)
+        _publish(outbox.conn, 2)
+        before = present()
+        assert is_quiet(before)
+        _publish(outbox.conn, *range(100))
+        assert not is_quiet(before)
+        # As many as it looks at have committed since `late` began: it does not say that there is no other.
+        assert not is_quiet(present())
+        late.rollback()
+        assert is_quiet(present())
+        _publish(late, 1)
+        before = present()
+        assert is_quiet(before)
+        late.commit()
+        assert not is_quiet(before)
+
+
 def test_the_position_passes_what_does_not_match(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,16 @@ def _number(found: Any) -> int:
 _HOST = host(1)
 
 
+def _remove(outbox: Outbox, which: str = "") -> None:
+    """Remove events as retention does, which notes it."""
+    outbox.conn.execute(
+        "insert into relay.removed (outbox, newest, snapshot)"
+        " select 'public.outbox_message_t', max(c_xid::text::bigint)::text::xid8, pg_current_snapshot()"
+        " from outbox_message_t"
+    )
+    outbox.conn.execute(f"delete from outbox_message_t {which}".encode())
+
+
 def _publish(outbox: Outbox, *amounts: int, host_id: uuid.UUID = _HOST, **more: Any) -> None:
     outbox.publish(host_id, *(event(amount, **more) for amount in amounts))
 
@@ -267,12 +277,7 @@ def test_removed_events_are_no_silent_gap(
     before = program.get("/events", after="now")["next"]
     _publish(outbox, 2)
     after = program.get("/events", after="now")["next"]
-    outbox.conn.execute(
-        "insert into relay.removed (outbox, newest, snapshot)"
-        " select 'public.outbox_message_t', max(c_xid::text::bigint)::text::xid8, pg_current_snapshot()"
-        " from outbox_message_t"
-    )
-    outbox.conn.execute("delete from outbox_message_t")
+    _remove(outbox)
     _publish(outbox, 3)
     for path in ("/events", "/events/stream"):
         gone = program.client.get(path, params={"after": before})
@@ -292,12 +297,7 @@ def test_a_transaction_of_which_a_part_is_removed_is_no_silent_gap(
     _publish(outbox, 0, 1, 2, 3)
     within = program.get("/events", after="beginning", limit=1)["next"]
     after = program.get("/events", after="beginning")["next"]
-    outbox.conn.execute(
-        "insert into relay.removed (outbox, newest, snapshot)"
-        " select 'public.outbox_message_t', max(c_xid::text::bigint)::text::xid8, pg_current_snapshot()"
-        " from outbox_message_t"
-    )
-    outbox.conn.execute("delete from outbox_message_t where transaction_ordinal <= 2")
+    _remove(outbox, "where transaction_ordinal <= 2")
     _publish(outbox, 9)
     for path in ("/events", "/events/stream"):
         assert program.client.get(path, params={"after": within}).status_code == 410
