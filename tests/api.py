@@ -76,6 +76,10 @@ class Program:
                 return found
 
 
+ENDED = (EOFError, OSError, IncompleteRead)
+"""What a stream raises whose server has ended it."""
+
+
 class Source:
     """A connection to the stream, which notes the last id, as a browser's EventSource does."""
 
@@ -119,7 +123,7 @@ class Source:
 
     def until_the_end(self) -> None:
         """Wait until the server ends the stream."""
-        with suppress(EOFError, OSError, IncompleteRead):
+        with suppress(*ENDED):
             while True:
                 self.block()
 
