@@ -111,15 +111,11 @@ def database(server: Server) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def installed(server: Server) -> str:
-    """The name of a database that new ones copy: it has relay's schema and the projection, and no group."""
+    """The name of a database that new ones copy: an installed outbox, whose slot is dropped."""
     name = f"installed_{os.getpid()}"
     with Outbox(server.create_database(name)) as outbox:
-        # Without a slot, which belongs to one database.
-        outbox.install(source={**outbox.config()["source"], "mode": "poll"})
-        outbox.conn.execute(
-            "truncate relay.group_partitions, relay.positions, relay.groups, relay.readers, relay.snapshots;"
-            "alter sequence relay.snapshot_ids restart"
-        )
+        outbox.install()
+        outbox.conn.execute("select pg_drop_replication_slot(%s)", (outbox.slot,))
     return name
 
 
@@ -128,9 +124,7 @@ def outbox(server: Server, installed: str) -> Iterator[Outbox]:
     """An installed outbox with a projection table in a new database."""
     name = f"test_{os.getpid()}_{next(_numbers)}"
     with Outbox(server.create_database(name, template=installed)) as outbox:
-        # Rights on a database are not copied.
-        outbox.conn.execute(f"grant temporary on database {name} to relay".encode())
-        outbox.install_again(outbox.settings())
+        outbox.adopt(installed)
         yield outbox
     server.drop_database(name)
 

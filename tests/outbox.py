@@ -14,6 +14,7 @@ from typing import Any, Self
 import psycopg
 import pytest
 import yaml
+from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.json import Jsonb
 
@@ -27,6 +28,7 @@ from relay.pipeline.plan import Planner
 from relay.service import Service
 from relay.source.hybrid import open_source
 from relay.source.stream.receiver import Receiver
+from relay.source.stream.slot import create_slot
 from relay.spark.session import Session
 from relay.store.connections import connect
 
@@ -63,6 +65,26 @@ PROJECTION = """
         seq bigserial, id uuid, host_id uuid, c_offset bigint, transaction_id uuid,
         amount numeric check (amount >= 0)
     )
+"""
+
+BEGIN_AGAIN = """
+    alter publication {former} rename to {name};
+    grant temporary on database {name} to relay;
+    update relay.streams set slot = {text}, publication = {text};
+    update relay.readers
+       set target = replace(target, {former_text}, {text}), snapshot = pg_current_snapshot(), moved_at = now(),
+           noted_at = now();
+    update relay.completeness set since = pg_current_snapshot(), snapshot = pg_current_snapshot(), noted_at = now();
+    update relay.positions set updated_at = now();
+    update relay.snapshots set snapshot = pg_current_snapshot(), taken_at = now()
+"""
+JOIN_SLOT = """
+    with last as (
+        update relay.snapshots
+           set snapshot = pg_current_snapshot(), polled_lsn = pg_current_wal_insert_lsn(), taken_at = now()
+         where id = (select max(id) from relay.snapshots)
+    )
+    update relay.groups set confirmed_lsn = %s::pg_lsn
 """
 
 Event = Mapping[str, Any]
@@ -124,6 +146,18 @@ class Outbox:
         """Do the work of `relay init`, and create the projection."""
         self.conn.execute(PROJECTION)
         initialise(self.settings(**overrides))
+
+    def adopt(self, former: str) -> None:
+        """Give a copy of an installed database a slot, and the name, times and positions that `relay init` would."""
+        names = {
+            "former": sql.Identifier(former),
+            "former_text": former,
+            "name": sql.Identifier(self.slot),
+            "text": self.slot,
+        }
+        self.conn.execute(sql.SQL(BEGIN_AGAIN).format(**names))
+        lsn = create_slot(self.conn, self.slot)
+        self.conn.execute(JOIN_SLOT, (str(lsn),))
 
     def install_again(self, settings: Settings) -> None:
         """Do the work of `relay init` for other settings."""

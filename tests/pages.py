@@ -231,7 +231,14 @@ class Reader:
         state = self.folder / ".shell"
         with log.open("wb") as file:
             process = subprocess.Popen(
-                ["bash", "-c", f"[ -e {state} ] && . {state}\nexec {text}"],
+                # SIGINT is ignored where a shell runs the tests in the background.
+                [
+                    "env",
+                    "--default-signal=INT",
+                    "bash",
+                    "-c",
+                    f"[ -e {state} ] && . {state}\nexec {text}",
+                ],
                 stdout=file,
                 stderr=file,
                 cwd=self.folder,

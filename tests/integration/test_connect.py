@@ -21,7 +21,7 @@ from tests.chaos.test_faults import progress
 from tests.outbox import Outbox, wait_until
 from tests.process import ROOT, relay, running
 
-pytestmark = pytest.mark.rare
+pytestmark = [pytest.mark.rare, pytest.mark.timeout(600)]
 
 
 class ConnectServer:
@@ -160,7 +160,7 @@ def test_a_sink_is_written_through_spark_connect(
     outbox.fill(400)
     with running(config) as service:
         for name in handlers:
-            outbox.wait_delivered(name, 120)
+            outbox.wait_delivered(name, 240)
         assert service.terminate() == 0
     ids = sorted(outbox.column("select id::text from outbox_message_t"))
     for name in handlers:
@@ -171,7 +171,7 @@ def test_a_sink_is_written_through_spark_connect(
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(600)
+@pytest.mark.long
 def test_the_server_of_spark_connect_is_killed_and_restarted(
     outbox: Outbox, tmp_path: Path, connect_server: ConnectServer
 ) -> None:

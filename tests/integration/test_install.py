@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -750,3 +751,38 @@ def test_publishers_do_not_wait_for_installing_again(
         assert initialise(settings)
         publisher.execute(published)
         assert not initialise(settings)
+
+
+_VOLATILE = ("number", "notes_from", "snapshot", "since", "confirmed_lsn", "polled_lsn")
+
+
+def _rows(outbox: Outbox) -> dict[str, list[str]]:
+    """What the tables of relay have, with names, times and positions that differ from database to database left out."""
+    found: dict[str, list[str]] = {}
+    for table in outbox.column(
+        "select relid::regclass::text from pg_stat_user_tables where schemaname in ('relay', 'public') order by 1"
+    ):
+        rows = outbox.column(f"select to_jsonb(t) from {table} as t")
+        for row in rows:
+            for name in row:
+                if row[name] is not None and (name in _VOLATILE or name.endswith("_at")):
+                    row[name] = "…"
+        found[table] = sorted(json.dumps(row).replace(outbox.slot, "NAME") for row in rows)
+    return found
+
+
+def test_the_outbox_of_a_test_is_as_relay_init_makes_it(outbox: Outbox, database: str) -> None:
+    """It is a copy of another, and nothing of what `relay init` writes may be missing in it."""
+    about = {
+        "slots": "select (plugin, two_phase, wal_status, confirmed_flush_lsn is null)::text"
+        " from pg_replication_slots where slot_name = %s",
+        "publications": "select (pubinsert, pubupdate, pubdelete, pubtruncate, pubviaroot)::text"
+        " from pg_publication where pubname = %s",
+        "published": "select tablename::text || attnames::text from pg_publication_tables where pubname = %s",
+        "rights": "select datacl::text from pg_database where datname = %s",
+    }
+    with Outbox(database) as made:
+        made.install()
+        assert _rows(outbox) == _rows(made)
+        for what, query in about.items():
+            assert outbox.column(query, (outbox.slot,)) == made.column(query, (made.slot,)), what

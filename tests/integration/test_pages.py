@@ -15,8 +15,10 @@ from tests.pages import Reader, blocks, pages
 from tests.postgres import Server
 
 GUIDES = [page for page in pages() if page.stem == "tutorial" or page.parent.name == "how-to"]
+_LONG = [pytest.mark.long, pytest.mark.timeout(900)]
 FOLLOWED = [
-    pytest.param(page, id=page.stem)
+    # Of Spark: each program of the page starts a JVM.
+    pytest.param(page, id=page.stem, marks=_LONG if page.stem == "spark-jobs" else [])
     for page in GUIDES
     if any(block.language == "console" for block in blocks(page.read_text()))
 ]
