@@ -20,7 +20,7 @@ from relay.cli.options import ConfigOption, JsonOption, fail, out, time_of
 from relay.cli.terminal import print_facts, print_table
 from relay.config.files import for_each, load, load_all
 from relay.config.settings import Settings
-from relay.faults import ConfigurationError
+from relay.faults import ConfigurationError, Unreachable
 from relay.observe.phrases import counted, due, moment
 
 if TYPE_CHECKING:
@@ -116,12 +116,17 @@ def status(
 
     several = len(load_all(config)) > 1
     away: list[str] = []
-    shown = for_each(config, show, heading=not as_json)
+    # A sensor asks again after 1, and gives up after 2: no outage is worth a night.
+    away_status = 2 if complete_before is None else 1
+    try:
+        shown = for_each(config, show, heading=not as_json)
+    except Unreachable as error:
+        fail(str(error), away_status)
     if as_json:
         documents = [document for document, _ in shown]
         print(json.dumps(documents if len(documents) > 1 else documents[0], indent=2))
     if away:
-        fail("\n".join(away), 2)
+        fail("\n".join(away), away_status)
     if failed := [line for _, lines in shown for line in lines]:
         fail("\n".join(failed), 1)
 

@@ -17,6 +17,7 @@ from typing import Any
 import deltalake
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from relay.admin import sinks as admin_sinks
 from relay.admin.status import read
@@ -374,6 +375,10 @@ def test_the_airflow_example_polls_until_the_status_is_0(
     late = completeness.Completeness(since, wanted + timedelta(minutes=10))
     completeness.note(outbox.conn, "default", "lake", since, late)
     assert relay(*options[1:]).returncode == 0
+    # An outage while the sensor polls: BashSensor fails the task for good with any other status.
+    away = {"dsn": make_conninfo(outbox.dsn, port=1), "slot": outbox.slot}
+    outbox.config_file(file, **lake(tmp_path / "lake"), source=away)
+    assert relay(*options[1:]).returncode == 1
     file.write_text("nonsense: 1")
     assert relay(*options[1:]).returncode == 2
 
