@@ -762,6 +762,11 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"retention.archive: {name!r} is not a handler of type: spark (such handlers: {known})"
             )
+        if name is not None and self.spark_handlers[name].mode == "upsert":
+            raise ValueError(
+                f"retention.archive: {name!r} has mode: upsert, which keeps one event of each key, and the others "
+                "would be removed for good: name a sink that appends"
+            )
         return self
 
     @model_validator(mode="after")

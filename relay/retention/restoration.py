@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -218,7 +219,7 @@ def _archive(settings: Settings) -> tuple[str, SparkHandler]:
             "retention.archive: names no sink: name the sink of the type spark that writes the archive"
         )
     sink = settings.spark_handlers[name]
-    if sink.path is None or sink.format not in _FORMATS:
+    if sink.path is None or sink.format.lower() not in _FORMATS:
         raise ConfigurationError(
             f"handlers.{name}: relay restores only from a path in the format {', '.join(_FORMATS)}: read it with Spark"
         )
@@ -231,7 +232,7 @@ def _archived(settings: Settings, lower: datetime, upper: datetime) -> Iterator[
     Raises ConfigurationError, and OSError where the archive cannot be read.
     """
     name, sink = _archive(settings)
-    dataset = _dataset(sink)
+    dataset = _dataset(name, sink)
     missing = [field for field in FIELDS if field not in dataset.schema.names]
     if missing:
         raise ConfigurationError(
@@ -246,15 +247,17 @@ def _archived(settings: Settings, lower: datetime, upper: datetime) -> Iterator[
                 "headers are null then"
             )
         columns.append(headers.FIELD)
-    yield from dataset.to_batches(columns=columns, filter=_between(dataset, lower, upper))
+    with _arrows_errors():
+        yield from dataset.to_batches(columns=columns, filter=_between(dataset, lower, upper))
 
 
 def _count(settings: Settings, lower: datetime, upper: datetime) -> int | None:
     """Count the events that `_archived` yields; None where the archive has no event_ts."""
-    dataset = _dataset(_archive(settings)[1])
+    dataset = _dataset(*_archive(settings))
     if "event_ts" not in dataset.schema.names:
         return None
-    return int(dataset.count_rows(filter=_between(dataset, lower, upper)))
+    with _arrows_errors():
+        return int(dataset.count_rows(filter=_between(dataset, lower, upper)))
 
 
 def _between(dataset: Any, lower: datetime, upper: datetime) -> Any:
@@ -268,23 +271,36 @@ def _between(dataset: Any, lower: datetime, upper: datetime) -> Any:
     return (moment >= bounds[0]) & (moment < bounds[1])
 
 
-def _dataset(sink: SparkHandler) -> Any:
-    """Open the files of a sink. Raises OSError where they cannot be read."""
+def _dataset(name: str, sink: SparkHandler) -> Any:
+    """Open the files of a sink. Raises OSError where they cannot be read, ConfigurationError without their library."""
     import pyarrow.dataset
 
     assert sink.path is not None  # noqa: S101
-    if sink.format == "delta":
-        import deltalake
-        from deltalake.exceptions import DeltaError
-
+    kind = sink.format.lower()
+    if kind == "delta":
+        try:
+            import deltalake
+        except ModuleNotFoundError as error:
+            raise ConfigurationError(
+                f"handlers.{name}.format: {kind} needs {error.name}: install relay-outbox[{kind}]"
+            ) from None
         try:
             table = deltalake.DeltaTable(sink.path, storage_options=sink.plain_options)
             return table.to_pyarrow_dataset()
-        except DeltaError as error:
+        except deltalake.exceptions.DeltaError as error:
             raise OSError(first_line(error)) from None
     # Hadoop's names for S3, which Arrow's library does not know.
     path = _HADOOPS_S3.sub("s3://", sink.path)
+    with _arrows_errors():
+        return pyarrow.dataset.dataset(path, format=kind, partitioning="hive")
+
+
+@contextmanager
+def _arrows_errors() -> Iterator[None]:
+    """Turn errors of Arrow, such as that of a damaged file, into OSError."""
+    import pyarrow as pa
+
     try:
-        return pyarrow.dataset.dataset(path, format=sink.format, partitioning="hive")
-    except pyarrow.ArrowInvalid as error:
+        yield
+    except pa.ArrowException as error:
         raise OSError(first_line(error)) from None

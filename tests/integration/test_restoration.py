@@ -196,6 +196,10 @@ def test_what_cannot_be_restored_is_said(rotated: Outbox, tmp_path: Path) -> Non
     shutil.rmtree(path)
     past(rotated, 1)
     archive(rotated, path)
+    damaged = path / "relay_batch=x-1" / "damaged.parquet"
+    damaged.write_bytes(b"PAR1 and nothing else PAR1")
+    refused(r"^handlers\.lake\.path: cannot be read: [^\n]*damaged\.parquet")
+    damaged.unlink()
     rotated.conn.execute("update outbox_message_t set c_ts = event_ts")
     refused("the default partition of public.outbox_message_t has events of")
     assert len(ranges(rotated)) == len(set(ranges(rotated)))

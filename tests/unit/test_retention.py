@@ -52,6 +52,19 @@ def test_an_archive_is_a_spark_sink() -> None:
         Settings.model_validate({"retention": {"archive": "lake"}})
 
 
+def test_a_table_of_the_present_is_no_archive() -> None:
+    """Retention would remove the events of which the table keeps only the newest of each key."""
+    present = {
+        "type": "spark",
+        "format": "delta",
+        "path": "lake",
+        "mode": "upsert",
+        "key": ["aggregate_id"],
+    }
+    with pytest.raises(ValidationError, match="'lake' has mode: upsert, which keeps one event"):
+        Settings.model_validate({"handlers": {"lake": present}, "retention": {"archive": "lake"}})
+
+
 def test_a_table_that_is_left_untouched_has_no_retention() -> None:
     with pytest.raises(ValidationError, match=r"retention\.keep: source\.mode: wal"):
         Settings.model_validate(
