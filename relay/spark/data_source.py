@@ -213,6 +213,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._options = options
         self._names = names
         self._conn: psycopg.Connection[Any] | None = None
+        self._outbox = ""
+        """The database, schema and name of the outbox; "" before the first connection."""
         self._target: Snapshot | None = None
         self._noted = False
         self._empty: Difference | None = None
@@ -235,11 +237,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def latestOffset(self, start: dict[str, str], limit: ReadLimit) -> dict[str, str]:  # noqa: N802
         before = Snapshot.parse(start["snapshot"])
+        self._ahead = None
+        seen = self._seen()
+        self._require_own(start)
         if not self._noted:
             # Retention must keep the query's first position too.
             self.commit(start)
-        self._ahead = None
-        seen = self._seen()
         _require_seen(seen, before)
         after = self._target or seen
         if not after.covers(before):
@@ -258,7 +261,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if most is None:
             end = after
         self._ahead = Difference(end, seen)
-        return _offset(end) if count else start
+        return _offset(end, self._outbox) if count else start
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         """The server's position and the number of rows after the micro-batch, for the query's progress.
@@ -276,7 +279,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 # The next trigger tells it, where it matters: progress is no reason to end a query.
                 return None
         return {
-            **_offset(self._ahead.after),
+            **_offset(self._ahead.after, self._outbox),
             "rowsBehind": rows,
             "moreRowsBehind": rows >= MOST_ROWS_BEHIND,
         }
@@ -322,7 +325,22 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._conn is None or self._conn.closed:
             self._conn = connect(self._options.dsn, application_name="relay spark")
             columns(self._conn, self._options.table, self._names)
+            (database,) = self._conn.execute("select current_database()").fetchone() or ("",)
+            self._outbox = ".".join((database, *self._options.table.name))
         return self._conn
+
+    def _require_own(self, start: dict[str, str]) -> None:
+        """Raise RelayError where a checkpoint is of another outbox: on the same server, its snapshot is valid here too.
+
+        A checkpoint from before the first rows does not name its outbox.
+        """
+        known = start.get("outbox", self._outbox)
+        if known != self._outbox:
+            raise RelayError(
+                f"option checkpointLocation: the checkpoint is of the outbox {known}, not of {self._outbox}: give each "
+                "query a folder of its own; where the outbox has a new name, begin with a new one and "
+                f"startingPosition {start['snapshot']}"
+            )
 
     def _seen(self) -> Snapshot:
         with _one_line(self._options):
@@ -358,8 +376,8 @@ def _one_line(options: Options) -> Iterator[None]:
         raise RelayError(f"table: {'.'.join(options.table.name)} cannot be read: {what}") from None
 
 
-def _offset(snapshot: Snapshot) -> dict[str, str]:
-    return {"snapshot": str(snapshot)}
+def _offset(snapshot: Snapshot, outbox: str = "") -> dict[str, str]:
+    return {"snapshot": str(snapshot), **({"outbox": outbox} if outbox else {})}
 
 
 def _require_seen(seen: Snapshot, wanted: Snapshot) -> None:

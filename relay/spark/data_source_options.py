@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -130,6 +131,13 @@ def _source(options: Mapping[str, str]) -> SourceSettings:
     given = [name for name in _DSN if name in options]
     if len(given) > 1:
         _refuse(given[1], f"{given[0]} is given too: give one")
+    variable = options.get("dsn.env")
+    if variable is not None and variable not in os.environ:
+        # This process is the JVM's, and has the environment of the JVM's start.
+        _refuse(
+            "dsn",
+            f"the environment has no variable {variable}: set it before the Spark session starts",
+        )
     for name in given:
         _, _, kind = name.partition(".")
         values["dsn"] = {kind: options[name]} if kind else options[name]
@@ -236,7 +244,7 @@ def _time(text: str, name: str) -> str:
     except ValueError:
         _refuse(name, f"must be a time such as 2026-11-01T00:00:00+00:00, not {text!r}")
     if moment.tzinfo is None:
-        _refuse(name, f"needs an offset from UTC, such as {text}+00:00")
+        _refuse(name, f"needs an offset from UTC, such as {moment.isoformat()}+00:00")
     return moment.isoformat()
 
 

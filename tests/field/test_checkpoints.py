@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.timeout(300)]
 
 
 def append(table: Path) -> Any:
-    """A function for foreachBatch, as docs/reference/data-source.md has it."""
+    """A function for foreachBatch, much as docs/how-to/spark-jobs.md has it."""
 
     def write(frame: Any, number: int) -> None:
         query = frame.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId")

@@ -47,17 +47,17 @@ pytestmark = [pytest.mark.timeout(600)]
 Append = Callable[[Any, int], None]
 
 
-# The recipe of docs/reference/data-source.md
+# The recipe of docs/how-to/spark-jobs.md
 
 
 @pytest.fixture
 def append(tmp_path: Path) -> Append:
     """The function of the page, for a table of this test."""
-    page = (DOCS / "reference" / "data-source.md").read_text()
-    (code,) = [each.text for each in blocks(page) if "def append(" in each.text]
+    page = (DOCS / "how-to" / "spark-jobs.md").read_text()
+    (code,) = [each.text for each in blocks(page) if "def append_to(" in each.text]
     names: dict[str, Any] = {"__name__": "recipe"}
-    exec(code.partition("\nevents = ")[0].replace("/lake/orders", str(tmp_path / "table")), names)
-    found: Append = names["append"]
+    exec(code, names)
+    found: Append = names["append_to"](str(tmp_path / "table"))
     return found
 
 

@@ -287,6 +287,30 @@ def test_what_is_wrong_is_one_line_on_the_driver(
     assert "hunter2" not in str(raised.value)
 
 
+def test_a_checkpoint_of_another_outbox_is_refused(outbox: Outbox) -> None:
+    """On the same server its snapshot is valid there: what the other outbox had before was skipped without a word."""
+    outbox.fill(2)
+    outbox.conn.execute("create table orders_outbox (like outbox_message_t including all)")
+    outbox.conn.execute("insert into orders_outbox select * from outbox_message_t")
+    reader = StreamReader(parse({"dsn": outbox.dsn}))
+    other = StreamReader(parse({"dsn": outbox.dsn, "table": "public.orders_outbox", "reader": "o"}))
+    try:
+        end = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+        outbox.fill(1)
+        assert reader.latestOffset(end, ReadAllAvailable()) != end
+        with pytest.raises(
+            RelayError, match=r"the checkpoint is of the outbox .*message_t, not of"
+        ):
+            other.latestOffset(end, ReadAllAvailable())
+        assert outbox.value("select count(*) from relay.readers where reader = 'o'") == 0
+        # One that an earlier relay has written does not name its outbox.
+        former = {"snapshot": end["snapshot"]}
+        assert reader.latestOffset(former, ReadAllAvailable()) != former
+    finally:
+        reader.stop()
+        other.stop()
+
+
 def test_without_a_dsn_the_option_is_named(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PGHOST", "127.0.0.1")
     monkeypatch.setenv("PGPORT", "1")

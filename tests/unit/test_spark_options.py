@@ -30,7 +30,10 @@ from relay.spark.data_source_options import parse
         ({"foo": "1"}, "option foo: unknown; the options are dsn"),
         ({"partitions": "0"}, "option partitions: must be a number from 1 on, not '0'"),
         ({"fromSnapshot": "x"}, "option fromSnapshot: must be a snapshot"),
-        ({"fromTime": "2026-01-01"}, "option fromTime: needs an offset from UTC"),
+        (
+            {"fromTime": "2026-01-01"},
+            "option fromTime: needs an offset from UTC, such as 2026-01-01T00:00:00+00:00",
+        ),
         ({"toTime": "noon"}, "option toTime: must be a time such as"),
         ({"fromOffset": "1.5"}, "option fromOffset: must be a c_offset"),
         ({"fromOffset": "9223372036854775808"}, "option fromOffset: must be a c_offset"),
@@ -39,7 +42,10 @@ from relay.spark.data_source_options import parse
         ({"columns": '{"body": "x"}'}, "option columns: 'body' is not a field of an event"),
         ({"ordered": "yes"}, "option ordered: must be true or false"),
         ({"dsn.env": "A", "dsn.file": "b"}, "option dsn.file: dsn.env is given too"),
-        ({"dsn.env": "NO_SUCH"}, "option dsn: the environment has no variable NO_SUCH"),
+        (
+            {"dsn.env": "NO_SUCH"},
+            "option dsn: the environment has no variable NO_SUCH: set it before the Spark session",
+        ),
         (
             {"dsn": "postgresql://u:hunter2@h:x/"},
             "option dsn: is not a PostgreSQL connection string",
