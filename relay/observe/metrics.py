@@ -237,7 +237,7 @@ SERIES: Sequence[MetricFamily] = (
     _gauge(
         "relay_sink_lag_seconds",
         "Age of the oldest event that the sink has not read, by its event_ts; while the stream feeds it, since it "
-        "was received.",
+        "was received; of a sink of type spark, beyond the seconds `every`.",
         "sink",
     ),
     _gauge(

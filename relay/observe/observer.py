@@ -177,7 +177,10 @@ class ServiceGauges:
                 # The sink has been attached since the count.
                 continue
             gauges["relay_sink_lag_events"][(sink,)] = unread.events
-            gauges["relay_sink_lag_seconds"][(sink,)] = _age(unread.oldest_seconds)
+            spark = self._settings.spark_handlers.get(sink)
+            # It is not late while it may wait for more events.
+            waits = spark.every if spark is not None else 0.0
+            gauges["relay_sink_lag_seconds"][(sink,)] = _age((unread.oldest_seconds or 0.0) - waits)
         self._sink_bytes(gauges, source.end if source else None)
         self._deferred(gauges)
         if counted.keys is not None:

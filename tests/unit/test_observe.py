@@ -260,6 +260,22 @@ def test_an_age_does_not_grow_until_the_next_count() -> None:
     assert values["relay_target_lag_seconds"] == {(): 7.0}
 
 
+def test_a_spark_sink_is_not_late_while_it_may_wait_for_more_events() -> None:
+    """With `every` of ten minutes the alert RelaySinkLagging would fire before each batch."""
+    parts: Any = None
+    looking: Any = Databases(Settings(handlers={}))
+    lake = {"type": "spark", "path": "lake", "every": 600}
+    gauges = ServiceGauges(Settings(handlers={"lake": lake}), parts, looking, parts)
+    values: Any = defaultdict(dict)
+    lags = []
+    for age in (None, 500.0, 660.0):
+        looking.counted = Counted(sinks={"lake": Backlog(3, oldest_seconds=age)})
+        values.clear()
+        gauges._counts(values)
+        lags.append(values["relay_sink_lag_seconds"][("lake",)])
+    assert lags == [0.0, 0.0, 60.0]
+
+
 def test_a_service_that_stops_and_does_not_end_hangs() -> None:
     """One that starts may have to wait for a database for hours."""
     active_jobs, runs = ActiveJobs(), False
