@@ -78,10 +78,15 @@ _CLASSES = (
 )
 """The classes of the JVM that PySpark looks up by name in each job."""
 
+_STOPPED = "Cannot call methods on a stopped SparkContext"
+"""What Java says of a context that Spark itself has stopped while it was being built."""
+
 _WARM_UP = bytes(100_000)
 _WARM_UP_JOBS = 10
 _COUNT_SECONDS = 1.0
 """The least seconds between two counts of the Spark slots."""
+_PROBE_SECONDS = 10.0
+"""How long to wait for a task after a failed job: others may have all slots, a frozen master replaces no executor."""
 _FIRST_WAIT_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 30.0
 """How long to wait after the first attempt to build the session that fails, and after later ones at most."""
@@ -104,6 +109,7 @@ class Session:
         self._builder: Thread | None = None
         self._starting = Lock()
         self._replacing = Lock()
+        self._probe: _Probe | None = None
         self._error: ConfigurationError | None = None
         self.condition = Condition(
             "spark",
@@ -160,10 +166,19 @@ class Session:
         return self._session
 
     def replace_if_dead(self, session: SparkSession) -> None:
-        """Check a session after a failed job; if it has died, discard it and begin to build another."""
+        """Check a session after a failed job; if it has died, discard it and begin to build another.
+
+        One whose check still waits for a slot after `_PROBE_SECONDS` counts as alive, but for Spark Connect.
+        """
         with self._replacing:
             # Another thread, whose job failed too, may have replaced it.
-            if self._session is not session or self._ending.is_set() or _alive(session):
+            if self._session is not session or self._ending.is_set():
+                return
+            # One that still waits for a slot is waited for again.
+            if self._probe is None or not self._probe.is_alive():
+                self._probe = _Probe(session)
+            self._probe.join(None if self._settings.remote else _PROBE_SECONDS)
+            if not self._probe.failed:
                 return
             log.warning("the Spark session died; rebuilding it")
             self._discard()
@@ -343,11 +358,20 @@ def _classic_conf(spark: SparkSettings) -> dict[str, str]:
     return _DEFAULTS | _LOCAL | {"spark.driver.extraJavaOptions": options}
 
 
-def _alive(session: SparkSession) -> bool:
-    try:
-        return session.range(1).count() == 1
-    except Exception:
-        return False
+class _Probe(Thread):
+    """Runs a small job, which fails if the session has died."""
+
+    def __init__(self, session: SparkSession) -> None:
+        super().__init__(name="spark-probe", daemon=True)
+        self._session = session
+        self.failed = False
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._session.range(1).count()
+        except Exception:
+            self.failed = True
 
 
 def _clear_remains() -> None:
@@ -390,4 +414,6 @@ def _why_not_built(error: BaseException) -> str:
     if thrown is None:
         return kind_and_first_line(error)
     kind, _, text = str(thrown.toString()).partition("\n")[0].partition(": ")
+    if text.startswith(_STOPPED):
+        return "no master of the cluster answers, or it has removed the application"
     return f"{kind.rpartition('.')[2]}: {text[:300]}"

@@ -388,7 +388,12 @@ class SparkWorker(Recurring):
         self._finish(batch)
         self._meter.spark_batch(self._name, time.monotonic() - started, batch.contents.rows)
         upkeep.after_batch(
-            self._name, handler, destination, batch.number, self._own_session(session)
+            self._name,
+            handler,
+            destination,
+            batch.number,
+            self._own_session(session),
+            self._watched(session, batch),
         )
 
     @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from relay.config.handlers import SparkHandler
@@ -17,9 +18,14 @@ log = logging.getLogger(__name__)
 
 
 def after_batch(
-    name: str, handler: SparkHandler, writer: Writer, number: int, session: SparkSession
+    name: str,
+    handler: SparkHandler,
+    writer: Writer,
+    number: int,
+    session: SparkSession,
+    watched: AbstractContextManager[None],
 ) -> None:
-    """Keep the table small after a batch whose number says so, so that no restart forgets it.
+    """Keep the table small, within `watched`, after a batch whose number says so, so that no restart forgets it.
 
     Nothing is raised, since the batch is written: what fails is logged, and done the next time.
     """
@@ -27,7 +33,8 @@ def after_batch(
         return
     started = time.monotonic()
     try:
-        writer.upkeep(session)
+        with watched:
+            writer.upkeep(session)
     except Exception as error:
         log.warning(
             "cannot keep the table of a sink small, and try again after %d batches: %s: `relay verify %s` tells "

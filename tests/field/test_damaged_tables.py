@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -75,7 +76,7 @@ def test_a_file_that_cannot_be_read_is_named(
     assert f"the file {file.name}, which cannot be read: " in said
     assert "\n" not in said
     with caplog.at_level(logging.WARNING):
-        upkeep.after_batch("lake", handler, made, 1, LocalSession())  # type: ignore[arg-type]
+        upkeep.after_batch("lake", handler, made, 1, LocalSession(), nullcontext())  # type: ignore[arg-type]
     assert "`relay verify lake` tells whether its files can be read" in caplog.text
 
 
@@ -106,5 +107,5 @@ def test_a_retention_that_deltalake_does_not_know_leaves_its_default(
     table = deltalake.DeltaTable(str(handler.path))
     table.alter.set_table_properties({"delta.deletedFileRetentionDuration": "interval 1 month"})
     with caplog.at_level(logging.INFO):
-        upkeep.after_batch("lake", handler, made, 1, LocalSession())  # type: ignore[arg-type]
+        upkeep.after_batch("lake", handler, made, 1, LocalSession(), nullcontext())  # type: ignore[arg-type]
     assert "kept the table of a sink small" in caplog.text
