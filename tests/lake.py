@@ -42,6 +42,10 @@ class LocalFrame:
         self.sparkSession = LocalSession()
         self._tasks = tasks
 
+    def select(self, *columns: str) -> LocalFrame:
+        """Some columns of the rows."""
+        return LocalFrame(self.rows.select(list(columns)), self._tasks)
+
     def mapInArrow(self, task: Task, _: str) -> Results:  # noqa: N802
         """Run the task on each part of the rows."""
         size = -(-self.rows.num_rows // self._tasks)

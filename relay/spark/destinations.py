@@ -262,11 +262,20 @@ class _PostgresRows:
 
 
 def _expression(column: str) -> sql.Composable:
-    """A column of a frame as psycopg reads it: times as microseconds since 1970, texts as PostgreSQL prints them."""
+    """A column of a frame as numbers and texts.
+
+    Times are microseconds since 1970 and dates days since 1970; infinite ones, which relay never writes, are null.
+    """
     name = sql.Identifier(column)
     kind = frames.spark_type(column)
     if kind == "timestamp":
-        return sql.SQL("(extract(epoch from {}) * 1000000)::bigint").format(name)
+        return sql.SQL(
+            "case when isfinite({0}) then (extract(epoch from {0}) * 1000000)::bigint end"
+        ).format(name)
+    if kind == "date":
+        return sql.SQL("case when isfinite({0}) then {0} - date '1970-01-01' end").format(
+            sql.SQL("{}::date").format(name)
+        )
     return sql.SQL("{}::{}").format(name, sql.SQL("text" if kind == "string" else kind))
 
 

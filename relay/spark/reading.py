@@ -9,6 +9,7 @@ Source: PostgreSQL documentation, "COPY"; Arrow, "Reading and Writing CSV files"
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -373,6 +374,9 @@ def _parsed(
         block: bytes | bytearray = stored
         if encoding is not None and not stored.isascii():
             block = stored.decode(encoding.codec, "replace").encode()
+        if block.startswith(BOM_UTF8):
+            # The parser takes away the first one, although it belongs to the value of the first column.
+            block = BOM_UTF8 + block
         # One block, whatever its size: the parser rejects a row that spans two blocks.
         options = csv.ReadOptions(
             column_names=schema.names, block_size=len(block) + 1, use_threads=False

@@ -3,13 +3,18 @@
 Reports: delta-io/delta#420, delta-io/delta-rs#2193, ClickHouse/ClickHouse#120521, delta-io/delta-kernel-rs#146,
 delta-io/delta-rs#1535, delta-io/delta-rs#2292, apache/paimon#9188, confluentinc/kafka-connect-jdbc#327,
 postgrespro/pg_pathman#24, delta-io/delta#126 and #5239, apache/iceberg#5408, trinodb/trino#16273 and
-databrickslabs/overwatch#419 (names of columns that differ by case).
+databrickslabs/overwatch#419 (names of columns that differ by case), apache/iceberg-python#1551 (a table of version 3),
+StarRocks/starrocks#23822 (one of ORC), apache/iceberg-python#1987 (a partition by a bucket needs another package),
+ray-project/ray#54447 (a table that another program creates meanwhile, with other partitions), delta-io/delta-rs#1946
+and #3387, delta-io/delta#1506 (columns of nulls), TonicAI/condenser#40 and dimitri/pgcopydb#214 (identity columns),
+ClickHouse/ClickHouse#120691 (decimals as partitions), delta-io/delta-rs#495 (names of partition columns).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from datetime import date, datetime
@@ -24,12 +29,13 @@ import pytest
 from deltalake.exceptions import DeltaError
 from deltalake.transaction import AddAction, create_table_with_add_actions
 from pyiceberg.catalog import load_catalog
+from pyiceberg.transforms import BucketTransform
 
 from relay.config.handlers import SparkHandler
-from relay.faults import ConfigurationError
+from relay.faults import ConfigurationError, TransientFault
 from relay.spark.session import Session
 from relay.spark.writers import BatchId, Writer, delta_files, writer
-from tests.lake import LocalFrame
+from tests.lake import LocalFrame, LocalSession
 from tests.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -111,6 +117,41 @@ def test_a_partition_value_of_delta_is_read_as_it_was(
     assert read["value"].to_pylist() == table["value"].to_pylist()
 
 
+def partitioned(column: str, values: pa.Array) -> Any:
+    return LocalFrame(pa.table({"id": ["a", "b"], column: values}))
+
+
+def test_a_decimal_is_no_partition_of_delta(tmp_path: Path) -> None:
+    """deltalake wrote -0.01 as 0.-1 when it merged the files, after which nobody could read the table."""
+    lake = lake_of("delta", tmp_path, partition_by=["price"])
+    prices = pa.array([Decimal("-0.01"), Decimal("1.50")], pa.decimal128(10, 2))
+    with pytest.raises(
+        ConfigurationError, match=r"lake\.partition_by: the column price is decimal"
+    ):
+        lake.write(partitioned("price", prices), batch())
+    assert not files_below(tmp_path)
+    whole = pa.array([Decimal(-1), Decimal(2)], pa.decimal128(10, 0))
+    for _ in range(2):
+        lake.write(partitioned("price", whole), batch())
+    lake.upkeep(LocalSession())  # type: ignore[attr-defined]
+    found = deltalake.DeltaTable(tmp_path / "table").to_pyarrow_table()["price"].to_pylist()
+    assert sorted(found) == [-1, -1, 2, 2]
+
+
+@pytest.mark.parametrize("name", ["a:b", "a~b", "a%20b", "größe"])
+def test_a_partition_column_of_delta_may_have_any_name(tmp_path: Path, name: str) -> None:
+    """delta-rs#495: `a:b=x/part…` is an address of the scheme `a`, and the table could not be read."""
+    for _ in range(2):
+        lake = lake_of("delta", tmp_path, partition_by=[name])
+        lake.write(partitioned(name, pa.array(["x", "y"])), batch())
+    lake.upkeep(LocalSession())  # type: ignore[attr-defined]
+    table = deltalake.DeltaTable(tmp_path / "table")
+    assert len(table.file_uris()) == 2
+    query = deltalake.QueryBuilder().register("t", table)
+    found = pa.table(query.execute(f'select "{name}" as found from t').read_all())
+    assert sorted(found["found"].to_pylist()) == ["x", "x", "y", "y"]
+
+
 @pytest.mark.parametrize("column", ["binary('a') as value", "array(id) as value"])
 def test_a_column_that_cannot_be_a_partition_of_delta_is_refused(
     spark: SparkSession, tmp_path: Path, column: str
@@ -158,6 +199,125 @@ def test_two_columns_of_one_name_make_no_table(tmp_path: Path, kind: str, name: 
     with pytest.raises(ConfigurationError, match=f"the batch has the columns id and {name}, which"):
         lake.write(frame, batch())
     assert not files_below(tmp_path)
+
+
+def iceberg_options(folder: Path) -> dict[str, str]:
+    uri, warehouse = f"sqlite:///{folder}/catalog.db", f"file://{folder}/warehouse"
+    return {"type": "sql", "uri": uri, "warehouse": warehouse}
+
+
+def lake_of(kind: str, folder: Path, **settings: Any) -> Writer:
+    where: dict[str, Any] = {"path": str(folder / "table")}
+    if kind == "iceberg":
+        where = {"table": "shop.events", "options": iceberg_options(folder)}
+    return writing(format=kind, sql="…", **{"partition_by": [], **where, **settings})
+
+
+def ids(*names: str) -> Any:
+    return LocalFrame(pa.table({"id": list(names), "place": ["a", "b"]}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "column"),
+    [
+        *((kind, pa.nulls(2)) for kind in ("delta", "iceberg")),
+        *((kind, pa.array([1, 2], pa.duration("us"))) for kind in ("delta", "iceberg")),
+        # The second batch did not fit the table of the first.
+        ("iceberg", pa.array([1, 2], pa.int16())),
+    ],
+)
+def test_a_column_of_a_type_that_no_table_has_is_named(
+    tmp_path: Path, kind: str, column: pa.Array
+) -> None:
+    """Delta refused it once files were written, or made a table that others do not read; Iceberg did not say where."""
+    frame: Any = LocalFrame(pa.table({"id": ["a", "b"], "note": column}))
+    with pytest.raises(ConfigurationError, match=r"the batch's column note is of type .* cast it"):
+        lake_of(kind, tmp_path).write(frame, batch())
+    assert not files_below(tmp_path)
+
+
+def changed_to(kind: str, options: dict[str, str], folder: Path) -> None:
+    """Make a table that PyIceberg does not write of one that it does."""
+    catalog = load_catalog("relay", **options)
+    table = catalog.load_table("shop.events")
+    if kind == "orc":
+        table.transaction().set_properties({"write.format.default": "orc"}).commit_transaction()
+    elif kind == "bucket":
+        with table.update_spec() as spec:
+            spec.add_field("id", BucketTransform(4), "id_bucket")
+    else:
+        metadata = json.loads(Path(table.metadata_location.removeprefix("file://")).read_text())
+        newer = folder / "00009-v3.metadata.json"
+        newer.write_text(json.dumps({**metadata, "format-version": 3, "next-row-id": 0}))
+        catalog.drop_table("shop.events")
+        catalog.register_table("shop.events", f"file://{newer}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("version", "format version 3"),
+        ("orc", "write.format.default orc"),
+        ("bucket", "install pyiceberg-core"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+def test_an_iceberg_table_that_cannot_be_written_gets_no_files(
+    tmp_path: Path, kind: str, why: str, mode: str
+) -> None:
+    """PyIceberg refuses version 3 when it commits, once data files and manifests are written, at each attempt."""
+    (tmp_path / "warehouse").mkdir()
+    lake_of("iceberg", tmp_path).write(ids("a", "b"), batch())
+    changed_to(kind, iceberg_options(tmp_path), tmp_path)
+    before = files_below(tmp_path)
+    key = {"mode": "upsert", "key": ["id"]} if mode == "upsert" else {}
+    lake: Any = lake_of("iceberg", tmp_path, **key)
+    attempts: list[Callable[[], None]] = [
+        lambda: lake.check(None),
+        lambda: lake.write(ids("c", "d"), batch()),
+        lambda: lake.upkeep(None),
+    ]
+    for attempt in attempts:
+        with pytest.raises(ConfigurationError, match=re.escape(why)):
+            attempt()
+    assert files_below(tmp_path) == before
+
+
+def test_files_of_other_partitions_are_not_added_to_a_table_that_is_created_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rows had nulls in the table's partition column, for good."""
+    late, identity = lake_of("delta", tmp_path, partition_by=[]), batch()
+    create = deltalake.DeltaTable.create
+
+    def second(*arguments: Any, **more: Any) -> Any:
+        monkeypatch.setattr(deltalake.DeltaTable, "create", create)
+        lake_of("delta", tmp_path, partition_by=["place"]).write(ids("a", "b"), batch())
+        return create(*arguments, **more)
+
+    monkeypatch.setattr(deltalake.DeltaTable, "create", second)
+    with pytest.raises(TransientFault, match="another program has created the table"):
+        late.write(ids("c", "d"), identity)
+    late.write(ids("c", "d"), identity)
+    found = deltalake.DeltaTable(tmp_path / "table").to_pyarrow_table().sort_by("id")
+    assert found.select(["id", "place"]).to_pydict() == {
+        "id": ["a", "b", "c", "d"],
+        "place": ["a", "b", "a", "b"],
+    }
+
+
+def test_an_identity_column_takes_the_batchs_values(outbox: Outbox) -> None:
+    outbox.conn.execute(
+        "create table lake (id bigint generated always as identity, note text,"
+        " twice bigint generated always as (id * 2) stored)"
+    )
+    lake = writing(jdbc={"dsn": outbox.dsn, "table": "public.lake"}, sql="…")
+    frame: Any = LocalFrame(pa.table({"id": [7, 9], "note": ["a", None]}))
+    lake.write(frame, batch())
+    assert outbox.conn.execute("select * from lake order by id").fetchall() == [
+        (7, "a", 14),
+        (9, None, 18),
+    ]
 
 
 FEATURES = [

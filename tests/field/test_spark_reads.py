@@ -4,7 +4,8 @@ Reports: apache/spark#40678 and #45513 (times without a zone are shifted), apach
 (`infinity`), evidence-dev/evidence#1348 (JSON null), confluentinc/kafka-connect-jdbc#480 and apache/spark#23458
 (numeric), sfu-db/connector-x#331, #352 and #390 and apache/spark#19567 (enum, arrays, jsonb), apache/spark#50531
 (columns of one type in another order), apache/spark#14124 (a schema with `not null`), apache/hudi#8376 and
-apache/spark#20698 (skewed tasks).
+apache/spark#20698 (skewed tasks), apache/arrow#51394 (a byte order mark is taken away), apache/arrow#51368 (of a line
+end in a text that two buffers share a byte is lost).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pyspark.sql.types import StringType, StructField, StructType
 from relay.faults import ConfigurationError, RelayError
 from relay.model.snapshots import BEGINNING, Snapshot
 from relay.source.outbox.differences import Difference
-from relay.spark import register
+from relay.spark import reading, register
 from relay.spark.data_source import DifferenceReader, OutboxDataSource
 from relay.spark.data_source_options import parse
 from relay.spark.reading import by_xid, read
@@ -91,6 +92,22 @@ def test_json_null_is_not_sql_null(table: Outbox) -> None:
     table.publish(host(1), event(), event())
     table.conn.execute("update outbox_message_t set payload = 'null', metadata = null")
     assert rows(table, "payload", "metadata") == [{"payload": "null", "metadata": None}] * 2
+
+
+def test_a_text_keeps_its_byte_order_mark(table: Outbox) -> None:
+    """arrow#51394: that of the first row was taken for the file's, in a query whose first column it is."""
+    marked = "\ufefforder-1"
+    table.publish(host(1), event(aggregate_id=marked), event(aggregate_id=marked))
+    assert rows(table, "aggregate_id") == [{"aggregate_id": marked}] * 2
+
+
+@pytest.mark.parametrize("length", [0, 1, 32_767, 65_535, 1 << 20])
+def test_a_text_keeps_its_line_ends_wherever_they_are(length: int) -> None:
+    text = "z" * length + "\r\n\r" + "y" * length + "\n"
+    names = ("aggregate_id", "event_type")
+    block = bytearray(f"\x02{text}\x02\x01a\n\x02\r\n\x02\x01b\n".encode())
+    (batch,) = reading._parsed([block], None, names, ())
+    assert batch.column("aggregate_id").to_pylist() == [text, "\r\n"]
 
 
 def test_a_whole_numeric_is_a_number(table: Outbox) -> None:

@@ -62,6 +62,23 @@ def require_distinct_columns(key: str, columns: Sequence[str]) -> None:
             )
 
 
+def require_known_types(
+    key: str, frame: pa.Schema, kind: str, converted: Callable[[pa.Schema], object]
+) -> None:
+    """Raise ConfigurationError, which names `key`, for a column of a type that no table of the format `kind` has.
+
+    `converted` makes the format's schema of a frame's, and raises an error for such a type.
+    """
+    for field in frame:
+        try:
+            converted(pa.schema([field]))
+        except Exception as error:
+            raise ConfigurationError(
+                f"{key}: the batch's column {field.name} is of type {field.type}, which {kind} does not have: cast it "
+                "with `sql`, such as to string"
+            ) from error
+
+
 def require_partition_columns(key: str, columns: Sequence[str], frame: Sequence[str]) -> None:
     """Raise MissingPartition, which names `key`, for a partition column that the frame does not have."""
     for name in columns:

@@ -25,13 +25,14 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.transaction import AddAction
 
 from relay.config.handlers import SparkHandler
-from relay.faults import ConfigurationError
+from relay.faults import ConfigurationError, TransientFault
 from relay.spark.writers import BatchId
 from relay.spark.writers.arrow import (
     arrow_schema,
     refuse_partition_types,
     require_columns,
     require_distinct_columns,
+    require_known_types,
     require_partition_columns,
 )
 from relay.spark.writers.delta_files import (
@@ -124,7 +125,8 @@ class DeltaWriter:
     def write(self, frame: DataFrame, batch: BatchId) -> None:
         """Append the batch unless the table has it.
 
-        Raises ConfigurationError if the table does not accept the frame's columns, and deltalake's DeltaError.
+        Raises ConfigurationError if the table does not accept the frame's columns, TransientFault if another program
+        creates the table meanwhile, and deltalake's DeltaError.
         """
         # Loaded before the files are written: the commit then fails if another driver commits the batch meanwhile.
         table = self._load()
@@ -141,6 +143,11 @@ class DeltaWriter:
             table = self._created(files)
             if _has(table, batch):
                 return
+            self._require_columns(table, schema)
+            if table.metadata().partition_columns != list(files.partition_by):
+                raise TransientFault(
+                    f"{self._key}.path: another program has created the table meanwhile"
+                )
         try:
             self._commit(table, actions, files, batch)
         except DeltaError:
@@ -193,9 +200,9 @@ class DeltaWriter:
         """How the files of a batch are written. Raises ConfigurationError and MissingPartition."""
         by = self._partition_by if table is None else table.metadata().partition_columns
         require_distinct_columns(f"{self._key}.path", schema.names)
+        require_known_types(f"{self._key}.path", schema, "Delta", _as_delta)
         require_partition_columns(self._key, by, schema.names)
-        # The log has partition values as text, and readers decode bytes from it in different ways.
-        refuse_partition_types(self._key, by, schema, pa.types.is_binary)
+        refuse_partition_types(self._key, by, schema, _has_no_partition_value)
         return BatchFiles(self._path, self._options, schema, by, batch.id)
 
     def _created(self, files: BatchFiles) -> deltalake.DeltaTable:
@@ -354,6 +361,23 @@ class DeltaUpserts(DeltaWriter):
             if rows.num_rows
         ]
         return np.unique(np.concatenate(stale)) if stale else np.empty(0, np.int64)
+
+
+def _as_delta(frame: pa.Schema) -> deltalake.Schema:
+    """The frame's schema as Delta's; raises an error for a type that Delta's protocol does not have."""
+    if any(map(pa.types.is_null, frame.types)):
+        raise ValueError("void")  # deltalake 1.6 takes it, and other readers do not
+    return deltalake.Schema.from_arrow(frame)
+
+
+def _has_no_partition_value(kind: pa.DataType) -> bool:
+    """Whether the log, which has partition values as text, cannot keep those of a type.
+
+    Readers decode bytes in different ways. deltalake 1.6 writes the decimal -0.01 as 0.-1 when it merges rows or files,
+    and then nobody can read the table.
+    """
+    has_fraction: bool = pa.types.is_decimal(kind) and kind.scale > 0
+    return has_fraction or pa.types.is_binary(kind)
 
 
 def _with_null_partitions(rows: pa.Table, partition_by: Sequence[str]) -> pa.Table:

@@ -41,7 +41,7 @@ _LONGEST_BOUND = 64
 """The longest string, in characters, in a file's statistics: payloads would make the log as large as the table."""
 _NOT_IN_NAMES = re.compile(r"[^\w.-]", re.ASCII)
 _LONGEST_NAME = 100
-"""The most characters of a partition value in its folder's name, of at most 255 bytes in most file systems."""
+"""The most characters of a column and of a partition value in a folder's name, of at most 255 bytes mostly."""
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -75,10 +75,12 @@ def absolute_path(path: str) -> str:
 def own_data_files(partition_by: Sequence[str]) -> Callable[[str], bool]:
     """A function that says of a path below a table's whether it is where, and named as, a data file of the table is.
 
-    Spark, delta-rs and relay name them alike. What else lies there belongs to others, such as another table's files, or
-    is no data file, such as a deletion vector.
+    Spark, delta-rs and relay name them alike, but for characters in columns' names. What else lies there belongs to
+    others, such as another table's files, or is no data file, such as a deletion vector.
     """
-    folders = "".join(rf"{re.escape(name)}=[^/]*/" for name in partition_by)
+    folders = "".join(
+        rf"({re.escape(name)}|{re.escape(_folder(name))})=[^/]*/" for name in partition_by
+    )
     named = re.compile(rf"(_change_data/)?{folders}(part|cdc)-[^/]+\.parquet")
     return lambda path: named.fullmatch(path) is not None
 
@@ -165,14 +167,19 @@ def _value(value: Any) -> str | None:
     return str(value)
 
 
+def _folder(text: str) -> str:
+    """A column or value in a folder's name: characters that addresses escape are another one."""
+    return _NOT_IN_NAMES.sub("_", text[:_LONGEST_NAME])
+
+
 def _write(
     files: BatchFiles, store: Any, values: Mapping[str, str | None], part: pa.Table
 ) -> dict[str, Any]:
     folders = [
-        f"{name}={_NULL if value is None else _NOT_IN_NAMES.sub('_', value[:_LONGEST_NAME])}"
+        f"{_folder(name)}={_NULL if value is None else _folder(value)}"
         for name, value in values.items()
     ]
-    # Readers take the values from the log, so two values may share a folder's name.
+    # Readers take the columns and values from the log, so two values may share a folder's name.
     path = "/".join([*folders, f"part-{files.batch}-{uuid4().hex}.zstd.parquet"])
     sink = pa.BufferOutputStream()
     pq.write_table(part, sink, compression="zstd")

@@ -25,15 +25,21 @@ from pyiceberg.exceptions import (
     CommitFailedException,
     NamespaceAlreadyExistsError,
     NoSuchTableError,
+    NotInstalledError,
     ValidationException,
 )
 from pyiceberg.expressions import AlwaysTrue
-from pyiceberg.io.pyarrow import ArrowScan, _dataframe_to_data_files
+from pyiceberg.io.pyarrow import (
+    ArrowScan,
+    _dataframe_to_data_files,
+    _pyarrow_to_schema_without_ids,
+)
 from pyiceberg.manifest import DataFile
-from pyiceberg.table import Table
+from pyiceberg.table import Table, TableProperties
 from pyiceberg.transforms import IdentityTransform
 
 from relay.config.handlers import SparkHandler
+from relay.faults import ConfigurationError
 from relay.spark.writers import BatchId
 from relay.spark.writers.arrow import (
     arrow_schema,
@@ -41,6 +47,7 @@ from relay.spark.writers.arrow import (
     refuse_partition_types,
     require_columns,
     require_distinct_columns,
+    require_known_types,
     require_partition_columns,
 )
 from relay.spark.writers.iceberg_commits import AlreadyCommitted, commit, has, upsert
@@ -50,6 +57,8 @@ from relay.spark.writers.upserts import SNAPSHOTS, Newest, collected, compared, 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+_NEWEST_VERSION = 2
+"""The newest format version of tables to which PyIceberg 0.12 commits."""
 _ATTEMPTS = 5
 """How often a batch is merged while others commit to the table."""
 _MOST_TASKS = 64
@@ -71,7 +80,7 @@ class IcebergWriter:
         self._options = settings.plain_options
 
     def check(self, session: SparkSession) -> None:
-        """Load the table, if it exists. Raises PyIceberg's error for a catalog that cannot be used."""
+        """Raise ConfigurationError for a table that cannot be written, PyIceberg's error for such a catalog."""
         self._load(self._catalog())
 
     def write(self, frame: DataFrame, batch: BatchId) -> None:
@@ -94,7 +103,7 @@ class IcebergWriter:
     def upkeep(self, session: SparkSession) -> None:
         """Merge small files on the executors, and remove the snapshots that the table's properties do not keep.
 
-        Raises PyIceberg's and Spark's errors.
+        Raises ConfigurationError as `write` does, PyIceberg's and Spark's errors.
         """
         table = self._load(self._catalog())
         if table is not None:
@@ -106,9 +115,37 @@ class IcebergWriter:
 
     def _load(self, catalog: Catalog) -> Table | None:
         try:
-            return catalog.load_table(self._name)
+            table = catalog.load_table(self._name)
         except NoSuchTableError:
             return None
+        self._require_writable(table)
+        return table
+
+    def _require_writable(self, table: Table) -> None:
+        """Raise ConfigurationError for a table that PyIceberg refuses late: once files are written, or on executors."""
+        unfit = []
+        if table.metadata.format_version > _NEWEST_VERSION:
+            unfit.append(f"format version {table.metadata.format_version}")
+        kind = table.metadata.properties.get(
+            TableProperties.WRITE_FILE_FORMAT, TableProperties.WRITE_FILE_FORMAT_DEFAULT
+        )
+        if kind.lower() != TableProperties.WRITE_FILE_FORMAT_DEFAULT:
+            unfit.append(f"{TableProperties.WRITE_FILE_FORMAT} {kind}")
+        for field in table.spec().fields:
+            try:
+                field.transform.pyarrow_transform(table.schema().find_type(field.source_id))
+            except NotInstalledError:
+                raise ConfigurationError(
+                    f"{self._key}.table: the table is partitioned by {field.transform} ({field.name}): install "
+                    "pyiceberg-core here and on the executors"
+                ) from None
+            except NotImplementedError:
+                unfit.append(f"the partition field {field.name} with {field.transform}")
+        if unfit:
+            raise ConfigurationError(
+                f"{self._key}.table: the table has {', '.join(unfit)}, which relay does not support: write to a table "
+                "without it"
+            )
 
     def _accepting(self, catalog: Catalog, table: Table | None, schema: pa.Schema) -> Table:
         """The table, which is created if there is none. Raises ConfigurationError unless it accepts the columns."""
@@ -124,6 +161,7 @@ class IcebergWriter:
 
     def _create(self, catalog: Catalog, schema: pa.Schema) -> Table:
         require_distinct_columns(f"{self._key}.table", schema.names)
+        require_known_types(f"{self._key}.table", schema, "Iceberg", _require_columns_back)
         require_partition_columns(self._key, self._partition_by, schema.names)
         self._require_partition_types(self._partition_by, schema)
         with suppress(NamespaceAlreadyExistsError):
@@ -212,6 +250,11 @@ def _identities(table: Table) -> list[str]:
 
 def _table_schema(table: Table) -> pa.Schema:
     return table.schema().as_arrow()
+
+
+def _require_columns_back(frame: pa.Schema) -> None:
+    """Raise an error for a frame that a table made for it would refuse, as one with integers of 8 or 16 bits."""
+    require_columns("", _pyarrow_to_schema_without_ids(frame).as_arrow(), frame)
 
 
 # On the executors.

@@ -188,7 +188,7 @@ def _expired(table: Table, now: datetime) -> list[Snapshot]:
 def _only_in(table: Table, expired: Sequence[Snapshot]) -> list[str]:
     """The files that only these snapshots have: their lists, manifests, and data files."""
     gone = {snapshot.snapshot_id for snapshot in expired}
-    remaining = _first_of_chain(
+    remaining = _ends_of_chain(
         [each for each in table.metadata.snapshots if each.snapshot_id not in gone], table.metadata
     )
     kept: dict[str, ManifestFile] = {}
@@ -207,16 +207,17 @@ def _only_in(table: Table, expired: Sequence[Snapshot]) -> list[str]:
     return [*lists, *(manifest.manifest_path for manifest in dropped), *sorted(files)]
 
 
-def _first_of_chain(snapshots: list[Snapshot], metadata: TableMetadata) -> list[Snapshot]:
-    """The oldest of the snapshots if each of the others has been made of the one before, else all of them.
+def _ends_of_chain(snapshots: list[Snapshot], metadata: TableMetadata) -> list[Snapshot]:
+    """The oldest and the newest of the snapshots if each has been made of the one before, else all of them.
 
-    What the oldest of a chain does not have any more, none of the others has.
+    What the oldest of a chain does not have any more, none of the others has, unless another program has added a file
+    again that it had removed: the newest has it then, until it is removed once more.
     """
     ordered = sorted(snapshots, key=lambda each: each.sequence_number or 0)
     is_chain = all(
         after.parent_snapshot_id == each.snapshot_id for each, after in pairwise(ordered)
     )
-    return ordered[:1] if is_chain and metadata.format_version > 1 else ordered
+    return [*ordered[:1], *ordered[-1:]] if is_chain and metadata.format_version > 1 else ordered
 
 
 def _manifests(table: Table, snapshot: Snapshot) -> dict[str, ManifestFile]:

@@ -72,7 +72,7 @@ _CLAIM = """
 """A batch that was given up, since the sink was moved, is not inserted after a later one."""
 _IS_CLAIMED = "select from {ledger} where application = %s and number >= %s limit 1"
 _MOVE = """
-    insert into {target} ({columns})
+    insert into {target} ({columns}) overriding system value
     select {columns} from {staging} where {attempt} operator(pg_catalog.=) any(%s::pg_catalog.uuid[])
 """
 """Run under the user's search_path, since triggers of the table may count on it."""
