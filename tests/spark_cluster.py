@@ -64,7 +64,7 @@ class Daemon:
                 stdout=output,
                 stderr=output,
             )
-        wait_until(lambda: self.logged(self._says) > begun or not self.runs, 120)
+        wait_until(lambda: self.logged(self._says) > begun or not self.runs, 300)
         assert self.runs, self._log.read_text()[-4_000:]
 
     @property
@@ -147,8 +147,12 @@ class StandaloneCluster:
         ]
 
     def __enter__(self) -> Self:
-        for daemon in (self.master, *self.workers):
-            daemon.start()
+        try:
+            for daemon in (self.master, *self.workers):
+                daemon.start()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
