@@ -67,9 +67,13 @@ def verify(
             f"group {settings.group!r} has no sink {sink!r} of type spark, the only type that can be read (it has "
             f"{known})"
         )
-    between, exceptions = _range(settings, sink, _parsed("--from", since), _parsed("--to", to))
+    from relay.spark.destinations import require_readable
     from relay.spark.session import close_client, own_session
     from relay.spark.verification import compare
+
+    # Before a session is built, which takes long.
+    require_readable(sink, settings.spark_handlers[sink])
+    between, exceptions = _range(settings, sink, _parsed("--from", since), _parsed("--to", to))
 
     is_remote = settings.spark.remote is not None
     with reach_source(settings) as source, _ready(settings, session) as ready:

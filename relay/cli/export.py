@@ -13,6 +13,7 @@ import yaml
 from relay.cli.options import ConfigOption, JsonOption, warn
 from relay.cli.terminal import print_table, progress
 from relay.config.files import load
+from relay.faults import ConfigurationError
 
 schema = typer.Typer(help="The event types of the configuration.", no_args_is_help=True)
 
@@ -76,8 +77,13 @@ def spark_package(
     from relay.spark.package import build
 
     settings = load(config)
-    with progress() as report:
-        built = build(settings, file, report)
+    try:
+        with progress() as report:
+            built = build(settings, file, report)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--output: {file} cannot be written: {error.strerror or error}: name another file"
+        ) from None
     if as_json:
         shown = {
             "file": str(built.file),

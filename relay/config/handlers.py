@@ -316,6 +316,17 @@ class SparkHandler(SinkHandler):
         return self
 
     @model_validator(mode="after")
+    def _has_effect(self) -> SparkHandler:
+        if self.path is not None or self.table is not None:
+            return self
+        destination = "callable" if self.jdbc is None else "jdbc"
+        given = {"format": self.format, "options": self.options, "partition_by": self.partition_by}
+        for key, value in given.items():
+            if key in self.model_fields_set and value:
+                raise ValueError(f"{key} has no effect with {destination}: remove it")
+        return self
+
+    @model_validator(mode="after")
     def _replaces_partitions(self) -> SparkHandler:
         if self.path is not None and self.format.lower() not in _PARTITIONED_FORMATS:
             if self.format.lower() == "iceberg":
@@ -325,6 +336,12 @@ class SparkHandler(SinkHandler):
             raise ValueError(
                 f"format: must be one of {', '.join(_PARTITIONED_FORMATS)}; write {self.format} with a callable"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_namespace(self) -> SparkHandler:
+        if self.format.lower() == "iceberg" and "." not in (self.table or "."):
+            raise ValueError("table: needs a namespace with format: iceberg, such as lake.events")
         return self
 
     @model_validator(mode="after")

@@ -1,10 +1,14 @@
 """Descriptions of errors of Spark and of users' functions that are safe to log.
 
 Spark's messages quote values that it cannot convert, and Python's quote a function's arguments: both may hold payloads.
+Of the messages of file systems, object stores and catalogs only known words are shown.
 """
 
 from __future__ import annotations
 
+import builtins
+import errno
+import os
 import re
 import traceback
 from collections.abc import Iterator
@@ -30,6 +34,33 @@ _IN_WORKER = re.compile(
 _FRAME = re.compile(r'^  File "(.+)", line (\d+)', re.MULTILINE)
 _RELAY = str(Path(__file__).parents[1])
 _LIBRARIES = ("/pyspark/", "/py4j/", "/pyspark.zip/")
+_STORES = frozenset({"deltalake", "_internal", "pyiceberg", "sqlalchemy", "botocore"})
+"""The packages whose errors are of a table's store or catalog; `_internal` is deltalake's."""
+_JAVA_STORES = (
+    *("java.io.", "java.net.", "java.nio.", "org.apache.hadoop.", "software.amazon."),
+    "java.lang.ClassNotFoundException",
+)
+_CODE = re.compile(r"<Code>([A-Za-z]{1,50})</Code>|AWS Error ([A-Z_]{1,50})")
+_JAR = re.compile(r'Class [\w.$]+ not found|No FileSystem for scheme "?[\w+.-]+"?')
+"""What Hadoop says where the jar of a store is missing."""
+_STATUS = re.compile(r"\bstatus(?: code)?:? ([345]\d\d)\b")
+_KNOWN_WORDS = (
+    *map(
+        os.strerror,
+        (
+            *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.EMFILE),
+            *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT),
+            *(errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.ENETUNREACH),
+            errno.ETIMEDOUT,
+        ),
+    ),
+    *("Name or service not known", "failed to lookup address", "error sending request"),
+    *("operation timed out", "certificate", "incorrectly configured region"),
+    "unable to open database file",
+)
+"""What stores say that holds no value."""
+_METADATA_SERVICE = "169.254.169.254"
+"""Where libraries ask a cloud's machine for credentials when none are configured."""
 
 
 def safe_description(error: BaseException, quoted: bool = True) -> str:
@@ -49,7 +80,31 @@ def safe_description(error: BaseException, quoted: bool = True) -> str:
         return _java_error(thrown) or type(error).__name__
     if isinstance(error, PySparkException):
         return _spark_error(error)
-    return describe(error)
+    text = describe(error)
+    reason = ""
+    if _is_of_store(type(error)):
+        # A class of a user may have a text that cannot be had.
+        with suppress(Exception):
+            reason = _reason(str(error))
+    return f"{text}: {reason}" if reason else text
+
+
+def _is_of_store(kind: type[BaseException]) -> bool:
+    return issubclass(kind, OSError) or any(
+        each.__module__.partition(".")[0] in _STORES for each in kind.__mro__
+    )
+
+
+def _reason(text: str) -> str:
+    """What the message of a store or a file system says in known words, without addresses and values; "" if nothing."""
+    found = [f"HTTP {status}" for status in _STATUS.findall(text)]
+    found += [code or other for code, other in _CODE.findall(text)]
+    found += _JAR.findall(text)
+    if _METADATA_SERVICE in text:
+        found.append("no credentials in `options`, and none from the machine's metadata service")
+    lowered = text.lower()
+    found += [words for words in _KNOWN_WORDS if words.lower() in lowered]
+    return ", ".join(dict.fromkeys(found))
 
 
 @contextmanager
@@ -62,7 +117,8 @@ def of_function(key: str) -> Iterator[None]:
     except Exception as error:
         text = safe_description(error, quoted=False)
         # Of an error that is not Spark's, the text names the line.
-        where = "" if text == describe(error) else _where(error)
+        is_located = text == describe(error) or _is_of_store(type(error))
+        where = "" if is_located else _where(error)
         raise RelayError(f"{key}: {text}{where}") from error
 
 
@@ -80,21 +136,24 @@ def _java_error(thrown: Any) -> str:
     parts: list[str] = []
     with suppress(Exception):
         text = str(thrown.getMessage())
-        parts = [_class_name(thrown), *_condition(thrown)]
+        parts = _java_parts(thrown)
         lost = _LOST.match(text)
         if lost:
             return f"{parts[0]}: {lost['why'][:_LINE_LENGTH]}"
         causes: list[str] = []
         cause = thrown.getCause()
         while cause is not None and len(causes) < _CAUSES:
-            causes.append(": ".join([_class_name(cause), *_condition(cause)]))
+            causes.append(": ".join(_java_parts(cause)))
             cause = cause.getCause()
         parts += [f"caused by {each}" for each in dict.fromkeys(causes)] or _in_worker(text)
     return ": ".join(parts)
 
 
-def _class_name(thrown: Any) -> str:
-    return str(thrown.getClass().getName()).rpartition(".")[2]
+def _java_parts(thrown: Any) -> list[str]:
+    """The class of a Java error, its condition, and the reason where it is one of a store."""
+    name = str(thrown.getClass().getName())
+    reason = _reason(str(thrown.getMessage())) if name.startswith(_JAVA_STORES) else ""
+    return [name.rpartition(".")[2], *_condition(thrown), *([reason] if reason else [])]
 
 
 def _condition(error: Any) -> list[str]:
@@ -116,7 +175,15 @@ def _in_worker(text: str) -> list[str]:
     if kind.startswith(("relay.faults.", "relay.outcomes.")):
         return [match["line"][:_LINE_LENGTH]]
     frames = _FRAME.findall(match["frames"])
-    return [f"{kind} ({frames[-1][0]}:{frames[-1][1]})"] if frames else [kind]
+    located = f"{kind} ({frames[-1][0]}:{frames[-1][1]})" if frames else kind
+    builtin = getattr(builtins, kind, None)
+    is_of_store = (
+        _is_of_store(builtin)
+        if isinstance(builtin, type) and issubclass(builtin, BaseException)
+        else kind.partition(".")[0] in _STORES
+    )
+    reason = _reason(match["line"]) if is_of_store else ""
+    return [located, *([reason] if reason else [])]
 
 
 def _where(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from psycopg import sql
 from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError, RelayError
 from relay.spark import frames
+from relay.spark.writers import writer
 from relay.store.connections import Dsn, connect
 from relay.store.session_settings import SessionKind
 
@@ -36,8 +37,31 @@ def stored(
 ) -> DataFrame:
     """What a sink has written: those of `columns`, of a batch's frame, that the destination has.
 
-    Raises ConfigurationError for a destination that cannot be read, and the errors of its library.
+    Raises ConfigurationError as `require_readable` does and where nothing is there, and the errors of its library.
     """
+    require_readable(name, handler)
+    key = f"handlers.{name}"
+    kind = handler.format.lower()
+    if handler.jdbc is not None:
+        return _postgres(session, f"{key}.jdbc.table", handler, columns, tasks)
+    if kind == "delta" and handler.path is not None:
+        return _delta(session, f"{key}.path", handler, columns, tasks)
+    if kind == "iceberg":
+        return _iceberg(session, f"{key}.table", handler, columns, tasks)
+    if handler.table is not None:
+        if not session.catalog.tableExists(handler.table):
+            raise _nothing(f"{key}.table", handler.table)
+        frame = session.table(handler.table)
+    else:
+        frame = _files(session, f"{key}.path", handler)
+    known = {column.lower() for column in frame.columns}
+    kept = [column for column in columns if column.lower() in known]
+    # The values of partitions have types that Spark has guessed.
+    return frame.select(*(frame[each].cast(frames.spark_type(each)).alias(each) for each in kept))
+
+
+def require_readable(name: str, handler: SparkHandler) -> None:
+    """Raise ConfigurationError for a sink whose destination cannot be read, whatever is there."""
     key = f"handlers.{name}"
     kind = handler.format.lower()
     if handler.mode == "upsert":
@@ -49,27 +73,13 @@ def stored(
         raise ConfigurationError(
             f"{key}.callable: relay does not know where the function writes, and cannot read it"
         )
-    if handler.jdbc is not None:
-        return _postgres(session, f"{key}.jdbc.table", handler, columns, tasks)
-    if kind == "delta" and handler.path is not None:
-        return _delta(session, f"{key}.path", handler, columns, tasks)
-    if kind == "iceberg":
-        return _iceberg(session, f"{key}.table", handler, columns, tasks)
-    if handler.table is not None:
-        if not session.catalog.tableExists(handler.table):
-            raise _nothing(f"{key}.table", handler.table)
-        frame = session.table(handler.table)
-    elif kind not in _FILES:
+    # Raises it where the library of the format is not installed.
+    writer(name, handler)
+    if handler.path is not None and kind != "delta" and kind not in _FILES:
         raise ConfigurationError(
             f"{key}.format: {kind} does not keep the types of its columns, so they cannot be compared: verify files of "
             f"{' or '.join(_FILES)}, or a table"
         )
-    else:
-        frame = _files(session, f"{key}.path", handler)
-    known = {column.lower() for column in frame.columns}
-    kept = [column for column in columns if column.lower() in known]
-    # The values of partitions have types that Spark has guessed.
-    return frame.select(*(frame[each].cast(frames.spark_type(each)).alias(each) for each in kept))
 
 
 def _nothing(key: str, where: str) -> ConfigurationError:
@@ -203,11 +213,13 @@ class _IcebergFiles:
 def _iceberg(
     session: SparkSession, key: str, handler: SparkHandler, columns: Sequence[str], tasks: int
 ) -> DataFrame:
-    from pyiceberg.catalog import load_catalog
     from pyiceberg.exceptions import NoSuchTableError
 
+    from relay.spark.writers.iceberg import catalog_of
+
+    catalog = catalog_of(key.removesuffix(".table"), handler.plain_options)
     try:
-        table = load_catalog("relay", **handler.plain_options).load_table(str(handler.table))
+        table = catalog.load_table(str(handler.table))
     except NoSuchTableError:
         raise _nothing(key, str(handler.table)) from None
     known = set(table.schema().column_names)

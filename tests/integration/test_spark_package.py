@@ -37,6 +37,15 @@ def test_a_module_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "relay-executors.tar.gz").exists()
 
 
+def test_an_archive_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    config, file = tmp_path / "relay.yaml", tmp_path / "none" / "executors.tar.gz"
+    config.write_text("handlers: {}")
+    found = relay("spark", "package", "--config", str(config), "--output", str(file), cwd=tmp_path)
+    assert found.returncode == 2
+    (line,) = found.stderr.splitlines()
+    assert f"--output: {file} cannot be written: No such file or directory" in line
+
+
 @pytest.mark.rare
 @pytest.mark.timeout(600)
 def test_executors_need_only_python_and_the_archive(

@@ -262,6 +262,20 @@ def test_what_cannot_be_compared_is_refused(
         found(settings, spark_session, since="beginning")
 
 
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("callable", {}), ("csv", {}), ("delta", {"mode": "upsert", "key": ["aggregate_id"]})],
+)
+def test_what_can_never_be_compared_needs_no_session(
+    outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, more: Any
+) -> None:
+    """Spark was started first, which takes many seconds."""
+    monkeypatch.setattr("relay.spark.session.Session.start", None)
+    settings = outbox.settings(**config(kind, tmp_path, outbox.dsn, **more))
+    with pytest.raises(ConfigurationError, match=r"^handlers\.lake\.(callable|format|mode): "):
+        verify(settings, "lake", None, None, 3)
+
+
 def test_ranges_that_do_not_exist_are_refused(
     outbox: Outbox, spark_session: Session, tmp_path: Path
 ) -> None:

@@ -488,6 +488,15 @@ def test_a_wrong_value_is_one_line_with_file_and_key(text: str, start: str) -> N
         ("{type: spark}", "needs one of path, table, jdbc and callable"),
         ("{type: spark, path: a, table: b}", "needs one of path, table, jdbc and callable"),
         ("{type: spark, callable: shop}", "callable: must be module:function"),
+        ("{type: spark, format: iceberg, table: events}", "table: needs a namespace with"),
+        (
+            "{type: spark, callable: 'shop:write', format: delta}",
+            "format has no effect with callable: remove it",
+        ),
+        (
+            "{type: spark, jdbc: {dsn: 'postgresql://h/d', table: t}, partition_by: [date]}",
+            "partition_by has no effect with jdbc: remove it",
+        ),
         (
             "{type: spark, path: a, partition_by: [day]}",
             "partition_by: 'day' is not one of the columns",

@@ -108,7 +108,51 @@ REASON = "ExecutorLostFailure (executor 2 exited) Reason: Command exited with co
             ),
             "SparkException: TASK_WRITE_FAILED: sqlstate 58030: caused by IOException",
         ),
+        (
+            Py4JJavaError(
+                Java(
+                    "org.apache.spark.SparkException",
+                    SECRET,
+                    Java("java.io.IOException", f"No space left on device: {SECRET}"),
+                )
+            ),
+            "SparkException: caused by IOException: No space left on device",
+        ),
+        (
+            Py4JJavaError(
+                Java(
+                    "java.lang.RuntimeException",
+                    SECRET,
+                    Java("java.lang.ClassNotFoundException", "Class org.h.S3AFileSystem not found"),
+                )
+            ),
+            "RuntimeException: caused by ClassNotFoundException: Class org.h.S3AFileSystem not found",
+        ),
         (Py4JJavaError(object()), "Py4JJavaError"),
+        (
+            PythonException(
+                TRACEBACK.format(line=f"OSError: [Errno 28] No space left on device: '/{SECRET}'")
+            ),
+            "PythonException: OSError (/app/shop.py:12): No space left on device",
+        ),
+        (
+            OSError(
+                f"Generic S3 error: Error performing GET http://bucket/{SECRET} - Server returned non-2xx status code:"
+                f" 403 Forbidden: <Error><Code>InvalidAccessKeyId</Code><AWSAccessKeyId>{SECRET}</AWSAccessKeyId>"
+            ),
+            "OSError: HTTP 403, InvalidAccessKeyId",
+        ),
+        (
+            OSError(
+                "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token"
+            ),
+            "OSError: no credentials in `options`, and none from the machine's metadata service",
+        ),
+        (
+            PermissionError(13, "Permission denied", f"/{SECRET}"),
+            "PermissionError: Permission denied",
+        ),
+        (ValueError("Permission denied"), "ValueError"),
         (ValueError(SECRET), "ValueError"),
         (ConfigurationError("handlers.lake: wrong"), "handlers.lake: wrong"),
     ],

@@ -13,6 +13,9 @@ from relay.spark.writers import MissingPartition
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+_OWN = "relay_"
+"""The beginning of the names of columns that no query can leave out."""
+
 
 def arrow_schema(frame: DataFrame) -> pa.Schema:
     """The frame's schema; every column is nullable, and timestamps are UTC microseconds."""
@@ -30,9 +33,10 @@ def require_columns(key: str, table: pa.Schema, frame: pa.Schema) -> None:
     for field in frame:
         index = table.get_field_index(field.name)
         if index < 0:
-            raise ConfigurationError(
-                f"{key}: the table has no column {field.name}: add it, or leave it out with `sql`"
-            )
+            cure = "add it, or leave it out with `sql`"
+            if field.name.startswith(_OWN):
+                cure = "relay writes it into each row: add it, or name another table"
+            raise ConfigurationError(f"{key}: the table has no column {field.name}: {cure}")
         wanted, given = _plain(table.field(index).type), _plain(field.type)
         if wanted != given:
             raise ConfigurationError(

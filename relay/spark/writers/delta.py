@@ -118,6 +118,9 @@ class DeltaWriter:
                 raise ConfigurationError(
                     f"{self._key}.options: with {name} two commits can overwrite each other: remove it"
                 )
+        folder = local_path(self._path)
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise ConfigurationError(f"{self._key}.path: {self._path} is a file: name a folder")
         table = self._load()
         if table is not None:
             self._require_writable(table)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from relay.config.handlers import SparkHandler
-from relay.faults import RelayError, TransientFault
+from relay.faults import ConfigurationError, RelayError, TransientFault
 from relay.spark.writers import BATCH_COLUMN, BatchId
 from relay.spark.writers.arrow import require_partition_columns
 
@@ -37,9 +37,13 @@ class FilesWriter:
         self._path = settings.path
 
     def check(self, session: SparkSession) -> None:
-        """Remove the staged files of drivers that died long ago."""
+        """Remove the staged files of drivers that died long ago. Raises ConfigurationError where the path is a file."""
         staging = StagedFiles.of(session, self._path)
         if staging is not None:
+            if staging.are_below_file:
+                raise ConfigurationError(
+                    f"handlers.{self._name}.path: {self._path} is a file: name a folder"
+                )
             staging.remove_stale()
 
     def write(self, frame: DataFrame, batch: BatchId) -> list[str] | None:
@@ -90,6 +94,14 @@ class StagedFiles:
         jvm: Any = session.sparkContext._jvm
         folder = jvm.org.apache.hadoop.fs.Path(path)
         return cls(folder.getFileSystem(context.sessionState().newHadoopConf()), folder, jvm)
+
+    @property
+    def are_below_file(self) -> bool:
+        """Whether the path is a file, below which nothing can be written."""
+        system = self._system
+        return bool(
+            system.exists(self._path) and not system.getFileStatus(self._path).isDirectory()
+        )
 
     def write(
         self,

@@ -11,7 +11,7 @@ Source: Iceberg Table Spec, "Table Metadata", "Optimistic Concurrency"; PyIceber
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -39,7 +39,7 @@ from pyiceberg.table import Table, TableProperties
 from pyiceberg.transforms import IdentityTransform
 
 from relay.config.handlers import SparkHandler
-from relay.faults import ConfigurationError
+from relay.faults import ConfigurationError, first_line
 from relay.spark.writers import BatchId
 from relay.spark.writers.arrow import (
     arrow_schema,
@@ -80,7 +80,7 @@ class IcebergWriter:
         self._options = settings.plain_options
 
     def check(self, session: SparkSession) -> None:
-        """Raise ConfigurationError for a table that cannot be written, PyIceberg's error for such a catalog."""
+        """Raise ConfigurationError for a table or a catalog that cannot be used, and PyIceberg's errors."""
         self._load(self._catalog())
 
     def write(self, frame: DataFrame, batch: BatchId) -> None:
@@ -111,7 +111,7 @@ class IcebergWriter:
             expire_snapshots(table)
 
     def _catalog(self) -> Catalog:
-        return load_catalog("relay", **self._options)
+        return catalog_of(self._key, self._options)
 
     def _load(self, catalog: Catalog) -> Table | None:
         try:
@@ -166,14 +166,20 @@ class IcebergWriter:
         self._require_partition_types(self._partition_by, schema)
         with suppress(NamespaceAlreadyExistsError):
             catalog.create_namespace(catalog.namespace_from(self._name))
-        with (
-            catalog.create_table_transaction(
-                self._name, schema, properties=CREATED_WITH
-            ) as creation,
-            creation.update_spec() as spec,
-        ):
-            for column in self._partition_by:
-                spec.add_field(column, IdentityTransform(), column)
+        try:
+            with (
+                catalog.create_table_transaction(
+                    self._name, schema, properties=CREATED_WITH
+                ) as creation,
+                creation.update_spec() as spec,
+            ):
+                for column in self._partition_by:
+                    spec.add_field(column, IdentityTransform(), column)
+        except ValueError as error:
+            # A catalog without `warehouse`, for example.
+            raise ConfigurationError(
+                f"{self._key}.options: {self._name} cannot be created: {first_line(error)}"
+            ) from None
         return catalog.load_table(self._name)
 
 
@@ -237,6 +243,20 @@ class IcebergUpserts(IcebergWriter):
         if rows.num_rows:
             new += _dataframe_to_data_files(table.metadata, rows, table.io, uuid4())
         upsert(table, batch, old, new)
+
+
+def catalog_of(key: str, options: Mapping[str, str]) -> Catalog:
+    """The catalog of a sink's options. Raises ConfigurationError, which names `key`, and PyIceberg's errors."""
+    try:
+        return load_catalog("relay", **options)
+    except NotInstalledError as error:
+        raise ConfigurationError(f"{key}.options: {first_line(error)}") from None
+    except ValueError:
+        # Its text may quote the options, which hold secrets.
+        raise ConfigurationError(
+            f"{key}.options: PyIceberg cannot load the catalog: give its type and uri, such as "
+            '{type: rest, uri: "http://catalog:8181"}'
+        ) from None
 
 
 def _identities(table: Table) -> list[str]:
