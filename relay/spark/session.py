@@ -165,24 +165,28 @@ class Session:
             raise self._error
         return self._session
 
-    def replace_if_dead(self, session: SparkSession) -> None:
+    def replace_if_dead(self, session: SparkSession) -> bool:
         """Check a session after a failed job; if it has died, discard it and begin to build another.
 
-        One whose check still waits for a slot after `_PROBE_SECONDS` counts as alive, but for Spark Connect.
+        One whose check still waits for a slot after `_PROBE_SECONDS` counts as alive, but for Spark Connect. Returns
+        whether another one is used from now on.
         """
         with self._replacing:
-            # Another thread, whose job failed too, may have replaced it.
-            if self._session is not session or self._ending.is_set():
-                return
+            if self._session is not session:
+                # Another thread, whose job failed too, has replaced it.
+                return True
+            if self._ending.is_set():
+                return False
             # One that still waits for a slot is waited for again.
             if self._probe is None or not self._probe.is_alive():
                 self._probe = _Probe(session)
             self._probe.join(None if self._settings.remote else _PROBE_SECONDS)
             if not self._probe.failed:
-                return
+                return False
             log.warning("the Spark session died; rebuilding it")
             self._discard()
             self.start()
+            return True
 
     def end(self) -> None:
         """Rebuild the session no more: relay stops, and a signal to all its processes ends the JVM before it."""

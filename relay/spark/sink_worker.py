@@ -20,7 +20,7 @@ import psycopg
 
 from relay.config.handlers import SparkHandler
 from relay.config.settings import Settings
-from relay.faults import TransientFault
+from relay.faults import TransientFault, first_line
 from relay.model.snapshots import full_xids
 from relay.pipeline.listeners import Meter
 from relay.runtime.parts import Condition, Due, Recurring
@@ -72,7 +72,7 @@ NOTE_SECONDS = 5.0
 LOOK_SECONDS = 5.0
 """Seconds between two looks at the tasks of a batch."""
 STILL_SECONDS = 120.0
-"""Seconds without a task that ends after which `relay status` shows that a batch makes no progress."""
+"""Seconds without a task that begins or ends after which `relay status` shows that a batch makes no progress."""
 BUILD_SECONDS = 5.0
 """Seconds after which `relay status` shows that the Spark session is still being built."""
 
@@ -162,8 +162,12 @@ class SparkWorker(Recurring):
 
     def _fail(self, error: Exception) -> None:
         """Report the fault, store it for `relay sink list`, and close the connections."""
-        # The user's function may have put values of events into its query.
-        fault = safe_description(error, quoted=not self._transform.has_function)
+        if isinstance(error, TransientFault):
+            # relay's own: what a user's function raises is a RelayError by now.
+            fault = first_line(error)
+        else:
+            # The user's function may have put values of events into its query.
+            fault = safe_description(error, quoted=not self._transform.has_function)
         self.condition.fails(fault, handler=self._name)
         self._checked = None
         with suppress(psycopg.Error, AssertionError):
@@ -365,10 +369,10 @@ class SparkWorker(Recurring):
         )
         destination = writer(self._name, handler)
         try:
-            if self._checked is not session:
-                destination.check(session)
-                self._checked = session
             with self._watched(session, batch):
+                if self._checked is not session:
+                    destination.check(session)
+                    self._checked = session
                 self._deliver(session, destination, batch)
         except MissingPartition:
             configured = self._handler.partition_by
@@ -379,8 +383,9 @@ class SparkWorker(Recurring):
                 self._claim.conn, self._settings.group, self._name, batch.id, configured
             )
             return
-        except Exception:
-            self._session.replace_if_dead(session)
+        except Exception as error:
+            if self._session.replace_if_dead(session):
+                raise TransientFault("the Spark session has died, and is built again") from error
             raise
         finally:
             # py4j's references to objects of the JVM are in cycles.
@@ -421,18 +426,21 @@ class SparkWorker(Recurring):
         while not ended.wait(LOOK_SECONDS):
             try:
                 running, unfinished = tasks_of(session, self._job_group)
-                if (running, unfinished) != before or not unfinished:
+                if (running, unfinished) != before:
                     before, since = (running, unfinished), time.monotonic()
                     continue
                 if time.monotonic() - since < STILL_SECONDS:
                     continue
-                former, fault = (
-                    fault,
-                    (
-                        f"batch {batch.number}: no Spark task has ended for {STILL_SECONDS:.0f} s: "
-                        f"{running} running, {unfinished - running} without a slot"
-                    ),
+                why = (
+                    f"no Spark task has ended for {STILL_SECONDS:.0f} s: {running} running, "
+                    f"{unfinished - running} without a slot"
                 )
+                if not unfinished:
+                    why = (
+                        f"no Spark task runs, and nothing is written for {STILL_SECONDS:.0f} s: the destination "
+                        "does not respond, or your function or upkeep takes long"
+                    )
+                former, fault = fault, f"batch {batch.number}: {why}"
                 if fault != former:
                     self._note_still(fault, ended)
             except Exception as error:
