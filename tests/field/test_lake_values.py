@@ -7,7 +7,8 @@ databrickslabs/overwatch#419 (names of columns that differ by case), apache/iceb
 StarRocks/starrocks#23822 (one of ORC), apache/iceberg-python#1987 (a partition by a bucket needs another package),
 ray-project/ray#54447 (a table that another program creates meanwhile, with other partitions), delta-io/delta-rs#1946
 and #3387, delta-io/delta#1506 (columns of nulls), TonicAI/condenser#40 and dimitri/pgcopydb#214 (identity columns),
-ClickHouse/ClickHouse#120691 (decimals as partitions), delta-io/delta-rs#495 (names of partition columns).
+ClickHouse/ClickHouse#120691 (decimals as partitions), delta-io/delta-rs#495 (names of partition columns),
+#1156 and #1391 (names of folders).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from uuid import uuid4
 
 import deltalake
 import pyarrow as pa
+import pyarrow.dataset
 import pytest
 from deltalake.exceptions import DeltaError
 from deltalake.transaction import AddAction, create_table_with_add_actions
@@ -150,6 +152,40 @@ def test_a_partition_column_of_delta_may_have_any_name(tmp_path: Path, name: str
     query = deltalake.QueryBuilder().register("t", table)
     found = pa.table(query.execute(f'select "{name}" as found from t').read_all())
     assert sorted(found["found"].to_pylist()) == ["x", "x", "y", "y"]
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+@pytest.mark.parametrize("folder", ["100%", "my lake", "ü#1", "a~b?"])
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_table_of_delta_may_be_in_a_folder_of_any_name(
+    tmp_path: Path, folder: str, scheme: str, mode: str
+) -> None:
+    """delta-rs#1156, #1391: the files of an address `file:///my%20lake` were in another folder than its log."""
+    path = tmp_path / folder
+    where = path.as_uri() if scheme else str(path)
+    key = {"mode": "upsert", "key": ["id"]} if mode == "upsert" else {}
+    rows = pa.table({"id": ["a"], "c_offset": [1], "xid": [1], "relay_deleted": [False]})
+    for number in (1, 2):
+        lake: Any = lake_of("delta", tmp_path, path=where, **key)
+        identity = BatchId(str(uuid4()), number, str(uuid4()), "9:9:")
+        lake.write(LocalFrame(rows), identity) if mode == "append" else lake.merge(rows, identity)
+    lake.upkeep(LocalSession())
+    assert [each.name for each in tmp_path.iterdir()] == [folder]
+    found = pyarrow.dataset.dataset([str(each) for each in path.glob("*.parquet")])
+    assert found.count_rows() >= 1
+    assert len(list(path.glob("_delta_log/*.json"))) >= 2
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_folder_that_deltalake_takes_for_another_one_is_refused(
+    tmp_path: Path, scheme: str
+) -> None:
+    path = tmp_path / "a%20b"
+    where = path.as_uri() if scheme else str(path)
+    with pytest.raises(
+        ConfigurationError, match=r"lake\.path: deltalake takes .*/a%20b for .*/a b"
+    ):
+        lake_of("delta", tmp_path, path=where)
 
 
 @pytest.mark.parametrize("column", ["binary('a') as value", "array(id) as value"])

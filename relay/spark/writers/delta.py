@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import deltalake
 import numpy as np
@@ -105,9 +106,14 @@ class DeltaWriter:
     """Appends to the Delta table at `path`; the first batch creates it."""
 
     def __init__(self, name: str, settings: SparkHandler) -> None:
-        """Raises ModuleNotFoundError without the extra `delta`."""
+        """Raises ModuleNotFoundError without the extra `delta`, ConfigurationError for a folder that has no address."""
         self._key = f"handlers.{name}"
         self._path = absolute_path(str(settings.path))
+        folder = local_path(self._path)
+        if folder is not None and unquote(str(folder)) != str(folder):
+            raise ConfigurationError(
+                f"{self._key}.path: deltalake takes {folder} for {unquote(str(folder))}: name a folder without %"
+            )
         self._partition_by = list(settings.partition_by)
         self._options = settings.plain_options
 

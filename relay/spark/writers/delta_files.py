@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import unquote
 from uuid import uuid4
 
 import numpy as np
@@ -62,14 +63,14 @@ class BatchFiles:
 def local_path(path: str) -> Path | None:
     """The folder of a table in a local file system; None for an address of an object store."""
     if path.startswith("file://"):
-        return Path(path.removeprefix("file://"))
+        return Path(unquote(path.removeprefix("file://")))
     return None if "://" in path else Path(path)
 
 
 def absolute_path(path: str) -> str:
-    """The path of a table: that of a local folder from the root, an address of an object store as it is."""
+    """The address of a table: that of a local folder from the root, one of an object store as it is."""
     folder = local_path(path)
-    return path if folder is None else str(folder.resolve())
+    return path if folder is None else folder.resolve().as_uri()
 
 
 def own_data_files(partition_by: Sequence[str]) -> Callable[[str], bool]:
