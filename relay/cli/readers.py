@@ -97,9 +97,11 @@ def reader_seek(
     yes: YesOption = False,
 ) -> None:
     """Move a reader; one that retention has given up goes on from there. What is in flight cannot be done any more."""
-    from relay.admin.readers import seek
+    from relay.admin.readers import seek, shown
 
     settings = load(config)
+    # Nobody is asked about a reader that does not exist.
+    shown(settings, name)
     approve(yes, f"Move the reader {name} to {to}?")
     seek(settings, name, to, reason)
     print(f"reader {name} is moved to {to}")
@@ -113,9 +115,11 @@ def reader_drop(
     yes: YesOption = False,
 ) -> None:
     """Drop a reader: retention no longer keeps events for it. A program that declares it makes another one."""
-    from relay.admin.readers import drop
+    from relay.admin.readers import drop, shown
 
     settings = load(config)
+    # Nobody is asked about a reader that does not exist.
+    shown(settings, name)
     approve(yes, f"Drop the reader {name}?")
     drop(settings, name, reason)
     print(f"reader {name} is dropped")

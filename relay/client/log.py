@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from relay.client.errors import ReaderError, ReaderMoved, outage_of
 from relay.client.log_pages import READ, LogCommit, LogPage, LogTransaction, PageMark
 from relay.client.log_session import ReaderSession
+from relay.client.outages import Outage
 from relay.model.events import Event
 
 if TYPE_CHECKING:
@@ -40,6 +41,14 @@ _PAGE_BYTES = 8 * 1024 * 1024
 """How many bytes a page should have at most: the next one has fewer rows."""
 _BEATS = 3
 """How often within its lease a reader says that it lives."""
+_LOOK = """
+    select case when s::text = %s or relay.log_is_quiet(%s) then s end
+      from pg_catalog.pg_current_snapshot() as s
+"""
+"""The server's snapshot if nothing is new since another one, else null.
+
+Where both are the same, no transaction has published anything or moved the reader, and the log is not looked at.
+"""
 _TIMELINE = "select pg_catalog.substr(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 1, 8)"
 
 
@@ -47,7 +56,7 @@ class ClaimedReader:
     """A reader at work. Its methods are called by one thread at a time, except `stop`.
 
     `kind` and `commit_kind` are the classes of the transactions and their commits, `executor` the thread of an
-    asynchronous reader.
+    asynchronous reader. Readers that share an `outage` log it once.
     """
 
     def __init__(
@@ -61,6 +70,7 @@ class ClaimedReader:
         lease: float,
         kind: type[LogTransaction],
         commit_kind: type[LogCommit],
+        outage: Outage,
         session: ReaderSession | None = None,
     ) -> None:
         self.name = name
@@ -74,7 +84,8 @@ class ClaimedReader:
         self._poll = poll
         self._lease = lease
         self._pause = min(_FIRST_PAUSE_SECONDS, poll)
-        self._outage = _FIRST_OUTAGE_SECONDS
+        self._outage = outage
+        self._retry_pause = _FIRST_OUTAGE_SECONDS
         self._number = 0
         self._stored = ""
         """The snapshot of the reader's position; empty before the first claim."""
@@ -93,7 +104,7 @@ class ClaimedReader:
         self._number_before = 0
         """The number of the position before the last commit."""
         self._seen = ""
-        """The server's snapshot before a page without rows."""
+        """A snapshot of the server up to which everything is read; empty if there is none newer than the position."""
         self._noted = time.monotonic()
         self._stands_by = False
         self._stopping = threading.Event()
@@ -129,7 +140,7 @@ class ClaimedReader:
         with self._using:
             try:
                 page = self._read() if self._holds() else None
-                self._outage = _FIRST_OUTAGE_SECONDS
+                self._answers()
                 return page
             except ReaderMoved:
                 logger.warning("the reader was moved, and goes on from there", extra=self._extra)
@@ -138,7 +149,7 @@ class ClaimedReader:
                 if isinstance(error, psycopg.errors.QueryCanceled):
                     self._rows = max(1, self._rows // 4)
                 self._lose(error)
-                self._session.wait(self._outage_seconds(), notified=False)
+                self._session.wait(self._retry_seconds(), notified=False)
         return None
 
     @property
@@ -164,6 +175,7 @@ class ClaimedReader:
             except (psycopg.Error, OSError) as error:
                 self._lose(error)
                 return None
+            self._answers()
             return [
                 tuple(
                     None if (value := result.get_value(row, column)) is None else value.decode()
@@ -186,6 +198,7 @@ class ClaimedReader:
         self._stopping.set()
         with self._using:
             self._ended = True
+            self._outage.leaves(self)
             self._disconnect()
             self._session.dispose()
         self._called.set()
@@ -204,7 +217,7 @@ class ClaimedReader:
             self._idle()
             return None
         if page.is_empty:
-            self._pass(page)
+            self._pass()
             return None
         self._pause = min(_FIRST_PAUSE_SECONDS, self._poll)
         asked = self._rows
@@ -244,9 +257,13 @@ class ClaimedReader:
                 self._ahead = None
 
     def _idle(self) -> None:
-        """Wait for something new, and say from time to time that the reader is in use."""
+        """Wait for something new, and say from time to time that the reader is in use.
+
+        Raises ReaderMoved, ReaderError, psycopg.Error.
+        """
+        self._note()
         self._sign()
-        if self._session.wait(self._pause, notified=True):
+        if self._wait(self._pause, notified=True):
             # What relay has seen in the WAL may become visible a moment later.
             self._pause = min(_FIRST_PAUSE_SECONDS, self._poll)
         else:
@@ -258,22 +275,32 @@ class ClaimedReader:
             self._execute("select relay.keep_reader(%s)", (self.name,))
             self._noted = time.monotonic()
 
-    def _pass(self, page: LogPage) -> None:
-        """Go on past events that do not match."""
-        if self._delivered <= self._done and time.monotonic() > self._noted + _NOTE_SECONDS:
-            self._advance(page.end)
+    def _note(self) -> None:
+        """Move the position past events that do not match, from time to time.
+
+        Raises ReaderMoved, ReaderError, psycopg.Error.
+        """
+        if (
+            self.is_idle
+            and self._after != self._stored
+            and time.monotonic() > self._noted + _NOTE_SECONDS
+        ):
+            self._advance(self._after)
+
+    def _pass(self) -> None:
+        """Go on past events that do not match. Raises ReaderMoved, ReaderError, psycopg.Error."""
+        self._note()
         self._rows = max(self._rows, min(self._most * 10, _SKIPPED_ROWS))
-        self._session.wait(min(self._pause, _LONGEST_SKIP_SECONDS), notified=False)
+        self._wait(min(self._pause, _LONGEST_SKIP_SECONDS))
         self._pause = min(self._pause * 2, _LONGEST_SKIP_SECONDS)
 
     def _is_quiet(self) -> bool:
-        """Return whether nothing has been published since a page without rows. Raises psycopg.Error."""
-        quiet = "select relay.log_is_quiet(%s::pg_snapshot)"
-        if self._seen and self._value(quiet, (self._seen,)) == "t":
-            return True
-        # From before the page that is read now.
-        self._seen = str(self._value("select pg_catalog.pg_current_snapshot()"))
-        return False
+        """Return whether nothing is new since a page without rows. Raises psycopg.Error."""
+        given = (self._seen, f"{self._number}/{self._seen}")
+        present = self._value(_LOOK, given) if self._seen else None
+        # If not, from before the page that is read now.
+        self._seen = present or str(self._value("select pg_catalog.pg_current_snapshot()"))
+        return present is not None
 
     # What moves the position
 
@@ -331,6 +358,7 @@ class ClaimedReader:
                         raise self._moved()
                     if snapshot is not None and self._stored != snapshot:
                         self._advance(snapshot)
+                    self._answers()
                     return
                 except psycopg.errors.LockNotAvailable as error:
                     # The caller may have a transaction open that has moved it.
@@ -341,11 +369,11 @@ class ClaimedReader:
                         raise ReaderError(
                             f"reader {self.name}: the database does not answer"
                         ) from error
-                    self._stopping.wait(self._outage_seconds())
+                    self._stopping.wait(self._retry_seconds())
 
-    def _outage_seconds(self) -> float:
-        seconds = self._outage * random.uniform(0.5, 1)  # noqa: S311
-        self._outage = min(self._outage * 2, _LONGEST_OUTAGE_SECONDS)
+    def _retry_seconds(self) -> float:
+        seconds = self._retry_pause * random.uniform(0.5, 1)  # noqa: S311
+        self._retry_pause = min(self._retry_pause * 2, _LONGEST_OUTAGE_SECONDS)
         return seconds
 
     def _refused(self) -> ReaderMoved:
@@ -382,7 +410,7 @@ class ClaimedReader:
             if not self._stands_by:
                 logger.info("another process reads: this one stands by", extra=self._extra)
                 self._stands_by = True
-            self._session.wait(self._poll * random.uniform(0.75, 1.25), notified=False)  # noqa: S311
+            self._wait(self._poll * random.uniform(0.75, 1.25))  # noqa: S311
             return False
         number, _, snapshot = claimed.partition("/")
         self._number = int(number)
@@ -429,9 +457,17 @@ class ClaimedReader:
         self._take_ahead()
         return self._session.value(statement, parameters)
 
+    def _wait(self, seconds: float, notified: bool = False) -> bool:
+        """Wait after an answer of the server; return whether the session was notified. Raises psycopg.Error."""
+        self._answers()
+        return self._session.wait(seconds, notified)
+
+    def _answers(self) -> None:
+        self._retry_pause = _FIRST_OUTAGE_SECONDS
+        self._outage.ends(self)
+
     def _lose(self, error: Exception) -> None:
-        # In the text: a program that has not set up its logs sees nothing else.
-        logger.warning(f"the database does not answer: {outage_of(error)}", extra=self._extra)
+        self._outage.fails(self, outage_of(error))
         self._disconnect()
 
     def _disconnect(self) -> None:

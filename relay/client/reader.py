@@ -16,9 +16,10 @@ from typing import Any
 from relay.client import sessions
 from relay.client.errors import ReaderError, ReaderMoved, reader_error
 from relay.client.lanes import SharedLanes
-from relay.client.log import ClaimedReader
+from relay.client.log import ClaimedReader, logger
 from relay.client.log_pages import LogCommit, LogTransaction
 from relay.client.log_session import ReaderSession
+from relay.client.outages import Outage
 from relay.model.events import Event
 
 __all__ = [
@@ -239,12 +240,16 @@ def subscribe(
     def open_log(
         kind: type[LogTransaction], commit_kind: type[LogCommit]
     ) -> ClaimedReader | SharedLanes:
+        outage = Outage(logger, {"reader": name})
+
         def open_lane(lane: str, session: ReaderSession) -> ClaimedReader:
             return ClaimedReader(
-                dsn, lane, None, upcast, page, poll, lease, kind, commit_kind, session
+                dsn, lane, None, upcast, page, poll, lease, kind, commit_kind, outage, session
             )
 
-        reader = ClaimedReader(dsn, name, declaration, upcast, page, poll, lease, kind, commit_kind)
+        reader = ClaimedReader(
+            dsn, name, declaration, upcast, page, poll, lease, kind, commit_kind, outage
+        )
         return reader if lanes is None else SharedLanes(dsn, reader, open_lane, poll, lease)
 
     return Subscription(open_log)

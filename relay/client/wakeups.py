@@ -10,7 +10,9 @@ import logging
 import random
 from typing import Any
 
+from relay.client.errors import outage_of
 from relay.client.idle import Idle, either
+from relay.client.outages import Outage
 
 log = logging.getLogger("relay.worker")
 
@@ -22,6 +24,12 @@ async def listen(dsn: str, queue: str, idle: Idle) -> None:
     import psycopg
 
     pause = _FIRST_PAUSE_SECONDS
+    outage = Outage(
+        log,
+        {"queue": queue},
+        begins="the connection that listens was lost",
+        ends="the worker listens again",
+    )
     while True:
         try:
             conn = await psycopg.AsyncConnection.connect(
@@ -37,6 +45,7 @@ async def listen(dsn: str, queue: str, idle: Idle) -> None:
                         extra={"queue": queue},
                     )
                     return
+                outage.ends(queue)
                 await _wake(conn, queue, idle)
         except psycopg.ProgrammingError as error:
             log.warning(
@@ -45,10 +54,7 @@ async def listen(dsn: str, queue: str, idle: Idle) -> None:
             )
             return
         except (psycopg.Error, OSError) as error:
-            log.warning(
-                "the connection that listens was lost",
-                extra={"queue": queue, "error": type(error).__name__},
-            )
+            outage.fails(queue, outage_of(error))
             idle.share(1)
             # A slot may be in a long pause, and a notification lost.
             idle.poll()

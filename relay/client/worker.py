@@ -25,6 +25,7 @@ from relay.client.databases import Database
 from relay.client.errors import LeaseLost, NoHandler, WorkerError, outage_of, worker_error
 from relay.client.idle import Idle, either
 from relay.client.messages import LeasedMessage, Message, Queue, application_name
+from relay.client.outages import Outage
 from relay.client.outbox import Outbox
 from relay.client.slots import Around, AsyncSlot, Handling, Slot
 from relay.client.wakeups import listen
@@ -37,44 +38,10 @@ _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
 
 _FIRST_OUTAGE_SECONDS, _LONGEST_OUTAGE_SECONDS = 0.2, 30.0
-_REPORT_SECONDS = 30.0
-"""How often an outage is logged while it lasts."""
 _CANCEL_SECONDS = 5.0
 """How long a cancelled handler may take to end."""
 _EXTENSIONS = 3
 """How often a lease is prolonged before it would end."""
-
-
-class _Outage:
-    """Logs an outage of the database: once for all slots, every half minute, and when the last of them goes on."""
-
-    def __init__(self, queue: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._queue = queue
-        self._clock = clock
-        self._failing: set[object] = set()
-        self._began = self._logged = 0.0
-
-    def fails(self, call: object, error: str) -> None:
-        """Note that a call has failed, and is repeated."""
-        now = self._clock()
-        if self._failing and now - self._logged < _REPORT_SECONDS:
-            self._failing.add(call)
-            return
-        if not self._failing:
-            self._began = now
-        self._failing.add(call)
-        self._logged = now
-        # In the text: a program that has not set up its logs sees nothing else.
-        log.warning(f"the database does not answer: {error}", extra={"queue": self._queue})
-
-    def ends(self, call: object) -> None:
-        """Note that a call has succeeded."""
-        if call not in self._failing:
-            return
-        self._failing.remove(call)
-        if not self._failing:
-            seconds = round(self._clock() - self._began)
-            log.info("the database answers again", extra={"queue": self._queue, "seconds": seconds})
 
 
 class Worker:
@@ -146,7 +113,7 @@ class Worker:
         self._stopping = asyncio.Event()
         self._threads: ThreadPoolExecutor | None = None
         self._calls: set[object] = set()
-        self._outage = _Outage(name)
+        self._outage = Outage(log, {"queue": name})
         self._gave_up = False
 
     def handles(self, *event_types: str) -> Callable[[_Handler], _Handler]:

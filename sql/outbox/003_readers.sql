@@ -656,14 +656,20 @@ begin
 end
 $$;
 
--- Whether the log has nothing that the snapshot does not show: what an idle reader asks before relay.read, which costs twenty times as
--- much. It looks at no more than 100 events that are newer than the oldest transaction that was running, and then says no.
-create or replace function relay.log_is_quiet(since pg_snapshot) returns boolean
+-- Whether there is nothing new for a reader that has read all that the snapshot of a position shows, neither an event nor a move of the
+-- reader from the position's number: what an idle reader asks before relay.read, which costs twenty times as much. It looks at no more
+-- than 100 events that are newer than the oldest transaction that was running, and then says no.
+create or replace function relay.log_is_quiet("position" text) returns boolean
 language sql stable security definer set search_path = pg_catalog, pg_temp set row_security = off set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
-    select not coalesce(bool_or(not pg_visible_in_snapshot(n.c_xid, since)) or count(*) = 100, false)
-      from (select o.c_xid from public.outbox_message_t as o where o.c_xid >= pg_snapshot_xmin(since) order by o.c_xid limit 100) as n
+    -- The upper half of a number is the reader's id.
+    select coalesce((select max(p.number) from relay.log_positions as p
+                      where p.reader = m.number >> 32 and p.number >= m.number) = m.number, false)
+           and not coalesce((select bool_or(not pg_visible_in_snapshot(n.c_xid, m.since)) or count(*) = 100
+                               from (select o.c_xid from public.outbox_message_t as o
+                                      where o.c_xid >= pg_snapshot_xmin(m.since) order by o.c_xid limit 100) as n), false)
+      from (select split_part("position", '/', 1)::bigint, split_part("position", '/', 2)::pg_snapshot) as m (number, since)
 $$;
 
 -- Says that this session waits for new events, until it ends, and returns the channel that it is notified on: relay sends a
@@ -678,11 +684,17 @@ end
 $$;
 
 -- Says that a reader is in use, so that it does not expire, and moves nothing; relay.advance and relay.declare_reader say so, too.
+-- Of one without "expires" it notes nothing: readers that only wait would keep the database from being quiet.
 create or replace function relay.keep_reader(reader text) returns void
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
+declare
+    its record;
 begin
-    perform relay.log_reader(keep_reader.reader);
+    select * into its from relay.log_reader(keep_reader.reader);
+    if (its.declared).expires is null then
+        return;
+    end if;
     -- A transaction that has advanced it, and is still open, has said so.
     update relay.readers as r set noted_at = now()
       from (select n.ctid from relay.readers as n
@@ -783,7 +795,7 @@ begin
                                 'relay.declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text)', 'relay.share_lanes(text, boolean)',
                                 'relay.read(text, int, text)', 'relay.advance(text, text)', 'relay.seek(text, text)',
                                 'relay.drop_reader(text)', 'relay.claim_reader(text)', 'relay.keep_reader(text)', 'relay.watch_log()',
-                                'relay.log_is_quiet(pg_snapshot)',
+                                'relay.log_is_quiet(text)',
                                 'relay.wake_readers()', 'relay.expire_readers()'] loop
         execute format('revoke all on function %s from public', each);
     end loop;
@@ -792,7 +804,7 @@ begin
         grant execute on function relay.declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text),
                                   relay.read(text, int, text), relay.advance(text, text), relay.share_lanes(text, boolean),
                                   relay.seek(text, text), relay.drop_reader(text), relay.claim_reader(text), relay.keep_reader(text),
-                                  relay.watch_log(), relay.log_is_quiet(pg_snapshot)
+                                  relay.watch_log(), relay.log_is_quiet(text)
             to relay_reader;
     end if;
     if to_regrole('relay') is not null then
@@ -822,7 +834,7 @@ begin
     foreach each in array array['declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text)', 'share_lanes(text, boolean)',
                                 'read(text, int, text)', 'advance(text, text)',
                                 'seek(text, text)', 'drop_reader(text)', 'claim_reader(text)', 'keep_reader(text)',
-                                'log_is_quiet(pg_snapshot)', 'expire_readers()'] loop
+                                'log_is_quiet(text)', 'expire_readers()'] loop
         execute format('alter function relay.%s owner to relay_owner', each);
     end loop;
     revoke create on schema relay from relay_owner;

@@ -21,6 +21,7 @@ from psycopg.types.json import Jsonb
 
 import relay
 from relay.client import log
+from relay.client.log import ClaimedReader
 from relay.client.log_pages import LogPage
 from relay.client.log_session import ReaderSession
 from relay.client.reader import ReaderError, ReaderMoved, ReadTransaction, subscribe
@@ -169,9 +170,11 @@ def test_an_idle_reader_does_not_read_because_others_commit(
 
 def test_what_commits_late_ends_the_quiet(outbox: Outbox) -> None:
     """JasperFx/marten#716: an event whose transaction had begun before what was read was passed over for good."""
+    outbox.conn.execute("select relay.declare_reader('r')")
+    number = outbox.value("select (relay.log_reader('r')).number")
 
     def is_quiet(since: str) -> bool:
-        return bool(outbox.value("select relay.log_is_quiet(%s::pg_snapshot)", (since,)))
+        return bool(outbox.value("select relay.log_is_quiet(%s)", (f"{number}/{since}",)))
 
     def present() -> str:
         return str(outbox.value("select pg_current_snapshot()::text"))
@@ -194,6 +197,45 @@ def test_what_commits_late_ends_the_quiet(outbox: Outbox) -> None:
         assert not is_quiet(before)
 
 
+def test_a_reader_that_waits_notices_that_it_was_moved(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """apache/pulsar#139: a cursor could be moved only while no consumer was connected."""
+    monkeypatch.setattr(log, "_LOOK_SECONDS", 0.0)
+    quiet: list[bool] = []
+    is_quiet = ClaimedReader._is_quiet
+
+    def noted(reader: ClaimedReader) -> bool:
+        quiet.append(is_quiet(reader))
+        return quiet[-1]
+
+    monkeypatch.setattr(ClaimedReader, "_is_quiet", noted)
+    found: list[list[int]] = []
+    ended: list[ReaderError] = []
+
+    def read() -> None:
+        try:
+            for transaction in _reading(outbox, poll=0.02):
+                found.append(_numbers(transaction))
+                transaction.done()
+        except ReaderError as error:
+            ended.append(error)
+
+    _publish(outbox.conn, 1)
+    thread = Thread(target=read, daemon=True)
+    thread.start()
+    for count in (1, 2):
+        wait_until(lambda count=count: len(found) == count)  # type: ignore[misc]
+        quiet.clear()
+        wait_until(lambda: quiet[-2:] == [True, True])
+        if count == 1:
+            outbox.conn.execute("select relay.seek('r', 'beginning')")
+    outbox.conn.execute("select relay.drop_reader('r')")
+    thread.join(60)
+    assert found == [[1], [1]]
+    assert "there is no reader 'r'" in str(ended)
+
+
 def test_the_position_passes_what_does_not_match(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +247,34 @@ def test_the_position_passes_what_does_not_match(
     match = {"event_type": "wanted"}
     thread = Thread(target=lambda: found.extend(_take(outbox, 1, match=match)))
     thread.start()
+    wait_until(lambda: not outbox.conn.execute("select from relay.read('r')").rowcount)
+    _publish(outbox.conn, 2, event_type="wanted")
+    thread.join(30)
+    assert found == [[2]]
+
+
+def test_the_position_passes_what_does_not_match_in_the_quiet_after_it(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eventuous/eventuous#559: the checkpoint stayed before the last events without a match, while no others came."""
+    monkeypatch.setattr(log, "_NOTE_SECONDS", 3600.0)
+    passed: list[bool] = []
+    go_past = ClaimedReader._pass
+
+    def noted(reader: ClaimedReader) -> None:
+        passed.append(True)
+        go_past(reader)
+
+    monkeypatch.setattr(ClaimedReader, "_pass", noted)
+    outbox.conn.execute("select relay.declare_reader('r')")
+    _publish(outbox.conn, 1, event_type="other")
+    found: list[list[int]] = []
+    match = {"event_type": "wanted"}
+    thread = Thread(target=lambda: found.extend(_take(outbox, 1, match=match)))
+    thread.start()
+    wait_until(lambda: bool(passed))
+    assert outbox.conn.execute("select from relay.read('r')").rowcount
+    monkeypatch.setattr(log, "_NOTE_SECONDS", 0.0)
     wait_until(lambda: not outbox.conn.execute("select from relay.read('r')").rowcount)
     _publish(outbox.conn, 2, event_type="wanted")
     thread.join(30)

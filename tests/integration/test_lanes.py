@@ -21,6 +21,7 @@ from psycopg.types.json import Jsonb
 
 from relay.client import log
 from relay.client.log_session import LaneSession, ReaderSession
+from relay.client.outages import Outage
 from relay.client.reader import ReaderError, ReaderMoved, ReadTransaction, subscribe
 from tests.outbox import Outbox, host, wait_until
 from tests.process import relay
@@ -293,6 +294,47 @@ def test_stop_ends_done_in_an_outage(outbox: Outbox) -> None:
         with pytest.raises(ReaderError, match="the database does not answer"):
             transaction.done()
         stopping.join()
+
+
+def test_an_outage_of_all_lanes_is_logged_once(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its beginning and at its end, with its length: not by each of the lanes."""
+    caplog.set_level("INFO", "relay.reader")
+    failed: set[object] = set()
+    fails = Outage.fails
+
+    def noted(outage: Outage, caller: object, cause: str) -> None:
+        fails(outage, caller, cause)
+        failed.add(caller)
+
+    monkeypatch.setattr(Outage, "fails", noted)
+    reader = _subscribe(outbox)
+    reading = Thread(target=lambda: [each.done() for each in reader])
+    reading.start()
+    wait_until(lambda: int(outbox.value(_CLAIMS)) == 4)
+    name = outbox.conn.info.dbname
+    with psycopg.connect(outbox.dsn, dbname="postgres", autocommit=True) as admin:
+        admin.execute(f"alter database {name} allow_connections false".encode())
+        admin.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity"
+            " where datname = %s and application_name like 'relay reader %%'",
+            (name,),
+        )
+        # The four, and the session that shares them.
+        wait_until(lambda: len(failed) == 5)
+        admin.execute(f"alter database {name} allow_connections true".encode())
+    ended = "the database answers again"
+    wait_until(lambda: ended in caplog.messages)
+    reader.stop()
+    reading.join()
+    found = [each for each in caplog.records if "the database" in each.getMessage()]
+    assert [each.getMessage().partition(":")[0] for each in found] == [
+        "the database does not answer",
+        ended,
+    ]
+    assert all(each.__dict__["reader"] == "r" for each in found)
+    assert found[1].__dict__["seconds"] >= 0
 
 
 def test_the_answer_to_a_beat_is_left_to_it(

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from psycopg.conninfo import make_conninfo
 from psycopg.types.json import Jsonb
 
+from relay.client import log
 from relay.retention import reader_positions
 from tests.outbox import Outbox
 from tests.postgres import Server, start_server
@@ -229,8 +230,27 @@ def test_a_prepared_transaction_is_read_after_its_commit() -> None:
         outbox.conn.execute("prepare transaction 'one'")
         _publish(outbox.conn, 2)
         assert _drain(outbox.conn) == [2]
+        number, seen = outbox.conn.execute(
+            "select (relay.log_reader('r')).number, pg_current_snapshot()::text"
+        ).fetchall()[0]
+        look = (seen, f"{number}/{seen}")
+        assert outbox.value(log._LOOK, look), "nothing is new"
         outbox.conn.execute("commit prepared 'one'")
+        assert outbox.value(log._LOOK, look) is None
         assert _drain(outbox.conn) == [1]
+
+
+def test_an_idle_reader_does_not_look_at_the_log_while_no_transaction_has_ended(
+    outbox: Outbox,
+) -> None:
+    unusable = "no position: whoever looks at the log fails"
+    with outbox.conn.transaction():
+        # One snapshot, whatever goes on in other databases of the server.
+        outbox.conn.execute("set transaction isolation level repeatable read")
+        seen = str(outbox.value("select pg_current_snapshot()::text"))
+        assert outbox.value(log._LOOK, (seen, unusable)) == seen
+    with pytest.raises(psycopg.errors.InvalidTextRepresentation):
+        outbox.value(log._LOOK, ("1:1:", unusable))
 
 
 def test_reading_changes_nothing(outbox: Outbox) -> None:
@@ -446,6 +466,26 @@ def test_a_reader_expires_without_signs_of_life(outbox: Outbox) -> None:
             outbox.conn.execute(f"select relay.declare_reader('r', {limit} => '1 s')".encode())
 
 
+def test_a_reader_that_cannot_expire_writes_nothing_while_it_waits(outbox: Outbox) -> None:
+    """The database stays quiet. Another session may say at any time that it expires."""
+
+    def writes() -> bool:
+        with outbox.conn.transaction():
+            outbox.conn.execute("select relay.keep_reader('r')")
+            return outbox.value("select pg_current_xact_id_if_assigned()") is not None
+
+    older = "update relay.readers set noted_at = now() - interval '4 minutes'"
+    outbox.conn.execute("select relay.declare_reader('r')")
+    outbox.conn.execute(older.encode())
+    assert not writes()
+    outbox.conn.execute("select relay.declare_reader('r', expires => '5 minutes')")
+    outbox.conn.execute(older.encode())
+    assert writes()
+    assert not writes(), "it has just been said"
+    with pytest.raises(psycopg.errors.InsufficientPrivilege, match="there is no reader 'nobody'"):
+        outbox.conn.execute("select relay.keep_reader('nobody')")
+
+
 def test_a_reader_has_its_own_max_lag(outbox: Outbox) -> None:
     """Also where retention has none."""
     settings = outbox.settings(retention={"keep": "1d"})
@@ -487,6 +527,10 @@ def test_commands_list_move_and_drop_readers(outbox: Outbox, tmp_path: Path) -> 
         assert "after 1 day" in shown
         done = relay("reader", "seek", "r", "-c", config, "--to", "now", "--yes")
         assert done.stdout == "reader r is moved to now\n", done.stderr
+        for asked in (("seek", "nosuch", "--to", "now"), ("drop", "nosuch")):
+            unknown = relay("reader", *asked, "-c", config)
+            assert (unknown.returncode, unknown.stdout) == (2, ""), unknown.stdout
+            assert "the outbox has no reader 'nosuch' (it has r)" in unknown.stderr
         refused = relay("reader", "seek", "r", "-c", config, "--to", "noon", "--yes")
         assert (refused.returncode, "neither now" in refused.stderr) == (2, True), refused.stderr
         assert relay("reader", "drop", "r", "-c", config, "--yes").stdout == "reader r is dropped\n"

@@ -557,6 +557,39 @@ def test_an_outage_is_logged_with_its_cause(
     assert record.getMessage().startswith("the database does not answer: OperationalError: ")
 
 
+def test_an_outage_is_logged_when_it_ends(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line, and one more when the reader goes on, however often it has tried."""
+    caplog.set_level("INFO", "relay.reader")
+    failed: list[Exception] = []
+
+    def counted(error: Exception) -> str:
+        failed.append(error)
+        return "gone"
+
+    monkeypatch.setattr(log, "outage_of", counted)
+    outbox.conn.execute("select relay.declare_reader('r')")
+    with closing(iter(_reader(outbox, start=None))) as iterator:  # type: ignore[type-var]
+        reading = Thread(target=lambda: next(iterator).done())
+        reading.start()
+        wait_until(lambda: "reading" in caplog.messages)
+        name = outbox.conn.info.dbname
+        with psycopg.connect(outbox.dsn, dbname="postgres", autocommit=True) as admin:
+            admin.execute(f"alter database {name} allow_connections false".encode())
+            outbox.conn.execute(_END_READERS.encode())
+            wait_until(lambda: len(failed) >= 3)
+            admin.execute(f"alter database {name} allow_connections true".encode())
+        _publish(outbox, 1)
+        reading.join()
+    found = [each for each in caplog.records if "the database" in each.getMessage()]
+    assert [each.getMessage() for each in found] == [
+        "the database does not answer: gone",
+        "the database answers again",
+    ]
+    assert (found[1].__dict__["reader"], found[1].__dict__["seconds"] >= 0) == ("r", True)
+
+
 def test_a_connection_string_that_is_none_ends_the_reader_without_quoting_it() -> None:
     with pytest.raises(ReaderError, match=r"reader r: the connection string is not valid") as ended:
         next(iter(subscribe("secret", "r")))

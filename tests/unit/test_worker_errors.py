@@ -93,24 +93,3 @@ def test_an_outage_is_logged_once_for_all_slots(
     monkeypatch.setattr(worker, "outage_of", counted)
     asyncio.run(link.run())
     assert caplog.messages.count("the database does not answer: refused") == 1
-
-
-def test_an_outage_is_over_when_the_last_slot_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "relay.worker")
-    now = 0.0
-    outage = worker._Outage("mail", lambda: now)
-    outage.ends("a")
-    outage.fails("a", "refused")
-    outage.fails("b", "refused")
-    now = 31.0
-    outage.fails("a", "no such role")
-    outage.ends("b")
-    outage.ends("b")
-    now = 40.0
-    outage.ends("a")
-    assert caplog.messages == [
-        "the database does not answer: refused",
-        "the database does not answer: no such role",
-        "the database answers again",
-    ]
-    assert caplog.records[-1].__dict__["seconds"] == 40
