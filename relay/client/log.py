@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from relay.client.errors import ReaderError, ReaderMoved, outage_of
 from relay.client.log_pages import READ, LogCommit, LogPage, LogTransaction, PageMark
 from relay.client.log_session import ReaderSession
-from relay.client.outages import Outage
+from relay.client.outages import OutageLog
 from relay.model.events import Event
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class ClaimedReader:
         lease: float,
         kind: type[LogTransaction],
         commit_kind: type[LogCommit],
-        outage: Outage,
+        outage: OutageLog,
         session: ReaderSession | None = None,
     ) -> None:
         self.name = name

@@ -11,10 +11,10 @@ _CAUSE_SECONDS = 30.0
 """How often at most another cause of the same outage is logged."""
 
 
-class Outage:
-    """An outage of a database as several callers meet it, in any threads.
+class OutageLog:
+    """Logs the outages of a database as several callers meet them, in any threads.
 
-    It begins when one of them fails, and is over when the last of those that have failed succeeds. It is logged with
+    One begins when a caller fails, and is over when the last of those that have failed succeeds. It is logged with
     its cause, and then with its length in seconds; `begins` and `ends` are the texts.
     """
 

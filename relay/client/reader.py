@@ -19,7 +19,7 @@ from relay.client.lanes import SharedLanes
 from relay.client.log import ClaimedReader, logger
 from relay.client.log_pages import LogCommit, LogTransaction
 from relay.client.log_session import ReaderSession
-from relay.client.outages import Outage
+from relay.client.outages import OutageLog
 from relay.model.events import Event
 
 __all__ = [
@@ -240,7 +240,7 @@ def subscribe(
     def open_log(
         kind: type[LogTransaction], commit_kind: type[LogCommit]
     ) -> ClaimedReader | SharedLanes:
-        outage = Outage(logger, {"reader": name})
+        outage = OutageLog(logger, {"reader": name})
 
         def open_lane(lane: str, session: ReaderSession) -> ClaimedReader:
             return ClaimedReader(

@@ -12,7 +12,7 @@ from typing import Any
 
 from relay.client.errors import outage_of
 from relay.client.idle import Idle, either
-from relay.client.outages import Outage
+from relay.client.outages import OutageLog
 
 log = logging.getLogger("relay.worker")
 
@@ -24,7 +24,7 @@ async def listen(dsn: str, queue: str, idle: Idle) -> None:
     import psycopg
 
     pause = _FIRST_PAUSE_SECONDS
-    outage = Outage(
+    outage = OutageLog(
         log,
         {"queue": queue},
         begins="the connection that listens was lost",

@@ -25,7 +25,7 @@ from relay.client.databases import Database
 from relay.client.errors import LeaseLost, NoHandler, WorkerError, outage_of, worker_error
 from relay.client.idle import Idle, either
 from relay.client.messages import LeasedMessage, Message, Queue, application_name
-from relay.client.outages import Outage
+from relay.client.outages import OutageLog
 from relay.client.outbox import Outbox
 from relay.client.slots import Around, AsyncSlot, Handling, Slot
 from relay.client.wakeups import listen
@@ -113,7 +113,7 @@ class Worker:
         self._stopping = asyncio.Event()
         self._threads: ThreadPoolExecutor | None = None
         self._calls: set[object] = set()
-        self._outage = Outage(log, {"queue": name})
+        self._outage = OutageLog(log, {"queue": name})
         self._gave_up = False
 
     def handles(self, *event_types: str) -> Callable[[_Handler], _Handler]:

@@ -21,7 +21,7 @@ from psycopg.types.json import Jsonb
 
 from relay.client import log
 from relay.client.log_session import LaneSession, ReaderSession
-from relay.client.outages import Outage
+from relay.client.outages import OutageLog
 from relay.client.reader import ReaderError, ReaderMoved, ReadTransaction, subscribe
 from tests.outbox import Outbox, host, wait_until
 from tests.process import relay
@@ -302,13 +302,13 @@ def test_an_outage_of_all_lanes_is_logged_once(
     """At its beginning and at its end, with its length: not by each of the lanes."""
     caplog.set_level("INFO", "relay.reader")
     failed: set[object] = set()
-    fails = Outage.fails
+    fails = OutageLog.fails
 
-    def noted(outage: Outage, caller: object, cause: str) -> None:
+    def noted(outage: OutageLog, caller: object, cause: str) -> None:
         fails(outage, caller, cause)
         failed.add(caller)
 
-    monkeypatch.setattr(Outage, "fails", noted)
+    monkeypatch.setattr(OutageLog, "fails", noted)
     reader = _subscribe(outbox)
     reading = Thread(target=lambda: [each.done() for each in reader])
     reading.start()

@@ -10,15 +10,15 @@ import pytest
 
 from relay.client import log, wakeups
 from relay.client.idle import Idle
-from relay.client.outages import Outage
+from relay.client.outages import OutageLog
 from relay.client.reader import subscribe
 
 _LOGGER = logging.getLogger("relay.test")
 
 
-def _outage(caplog: pytest.LogCaptureFixture, now: list[float]) -> Outage:
+def _outage(caplog: pytest.LogCaptureFixture, now: list[float]) -> OutageLog:
     caplog.set_level("INFO", "relay.test")
-    return Outage(_LOGGER, {"queue": "mail"}, clock=lambda: now[0])
+    return OutageLog(_LOGGER, {"queue": "mail"}, clock=lambda: now[0])
 
 
 def test_an_outage_is_over_when_the_last_caller_goes_on(caplog: pytest.LogCaptureFixture) -> None:
