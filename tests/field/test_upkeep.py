@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Barrier, Event, Thread
 from typing import Any
@@ -492,12 +493,12 @@ def test_upkeep_comes_after_every_so_many_batches_and_never_fails_a_sink(
     kept: Writer = Kept()
     with caplog.at_level(logging.WARNING):
         for number in range(1, 8):
-            upkeep.after_batch("lake", handler, kept, number, None)  # type: ignore[arg-type]
+            upkeep.after_batch("lake", handler, kept, number, None, nullcontext())  # type: ignore[arg-type]
     assert len(done) == 2
     assert "PermissionError" in caplog.text
     assert "a value" not in caplog.text
     never = handler.model_copy(update={"upkeep": None})
-    upkeep.after_batch("lake", never, kept, 3, None)  # type: ignore[arg-type]
+    upkeep.after_batch("lake", never, kept, 3, None, nullcontext())  # type: ignore[arg-type]
     assert len(done) == 2
 
 
