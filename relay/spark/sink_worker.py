@@ -370,7 +370,8 @@ class SparkWorker(Recurring):
         destination = writer(self._name, handler)
         try:
             with self._watched(session, batch):
-                if self._checked is not session:
+                # Files that are decided only have to be moved, and a check removes old ones that are staged.
+                if batch.files is None and self._checked is not session:
                     destination.check(session)
                     self._checked = session
                 self._deliver(session, destination, batch)

@@ -5,7 +5,8 @@ written), confluentinc/kafka-connect-storage-cloud#253, apache/spark#25795 (what
 by its successor), ray-project/ray#64872 (a delete and an append are two commits), apache/hive#4899 (a killed attempt
 commits), apache/spark#32207 (partitions are deleted, then renamed), apache/iceberg#4666, ClickHouse/ClickHouse#112096
 (a commit whose answer is lost is taken for a failure, and its files are deleted), apache/iceberg#12545 (files of failed
-attempts pile up).
+attempts pile up), apache/iceberg#4194, apache/paimon#4779 and StarRocks/starrocks#77443 (a cleaning by age deletes
+files that are not committed yet).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -22,12 +24,14 @@ from pyspark.sql import DataFrame, DataFrameWriter, SparkSession
 
 from relay.config.handlers import SparkHandler
 from relay.config.settings import Settings
+from relay.model.snapshots import BEGINNING, Snapshot
+from relay.spark import sink_worker
 from relay.spark.session import Session
 from relay.spark.sink_worker import SparkWorker
 from relay.spark.writers import BatchId, StagingWriter, writer
 from relay.spark.writers.files import StagedFiles
 from relay.store.positions import spark_batches
-from relay.store.positions.spark_batches import OpenBatch
+from relay.store.positions.spark_batches import Contents, OpenBatch
 from tests.outbox import Outbox, event, host, wait_until
 
 LATE = "sink late"
@@ -302,3 +306,25 @@ def test_a_batch_that_was_given_up_is_not_inserted_after_a_later_one(
     lake.write(frame, BatchId(application, 1, str(host(2))))
     assert not suspends
     assert outbox.column("select id from lake") == ["a"]
+
+
+def test_files_that_wait_to_be_moved_are_not_taken_for_remains(
+    outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """iceberg#4194: relay was stopped for weeks between the decision and the move; a check removes what is that old."""
+    steps: list[str] = []
+    destination = SimpleNamespace(
+        check=lambda *_: steps.append("check"),
+        write=lambda *_: steps.append("write"),
+        publish=lambda *_: steps.append("publish"),
+    )
+    monkeypatch.setattr(sink_worker, "writer", lambda *_: destination)
+    session: Any = SimpleNamespace(
+        get=lambda: session, newSession=lambda: session, replace_if_dead=lambda _: None
+    )
+    worker = SparkWorker("lake", sink(outbox, path=str(tmp_path), transform=None), session)
+    monkeypatch.setattr(worker, "_finish", lambda _: None)
+    contents = Contents(BEGINNING, Snapshot(9, 9, ()))
+    decided = OpenBatch("a", 1, "b", 1, [], 1, contents, [".relay-b/1/part-1.parquet"])
+    worker._write(decided)
+    assert steps == ["publish"]
