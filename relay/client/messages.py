@@ -99,10 +99,10 @@ def _encoded(queue: str, given: Mapping[str, Any]) -> str:
     return json.dumps(given)
 
 
-def _call(function: str, *arguments: str) -> Statement:
+def _call(function: str, *arguments: str, result: str = "to_json(t)") -> Statement:
     """Return a statement that calls a function of SQL with values of its parameter, a JSON object."""
     return Statement(
-        "select to_json(t)::text from (select cast(cast(",
+        f"select {result}::text from (select cast(cast(",  # noqa: S608
         f"{_AFTER}) as p, lateral {function}({', '.join(arguments)}) as t",
     )
 
@@ -110,8 +110,13 @@ def _call(function: str, *arguments: str) -> Statement:
 _SECONDS = "make_interval(secs => (p.a->>'seconds')::float8)"
 _OF_ATTEMPT = ("p.a->>'queue'", "(p.a->>'id')::bigint", "(p.a->>'attempt')::int")
 
-CLAIM = _call("relay.claim", "p.a->>'queue'")
-LEASE = _call("relay.lease", "p.a->>'queue'", "1", _SECONDS)
+_TAKEN = (
+    "json_build_object('more', current_setting('relay.more_messages', true) is distinct from 'false', "
+    "'message', t)"
+)
+
+CLAIM = _call("relay.claim", "p.a->>'queue'", result=_TAKEN)
+LEASE = _call("relay.lease", "p.a->>'queue'", "1", _SECONDS, result=_TAKEN)
 EXTEND = _call("relay.extend", *_OF_ATTEMPT, _SECONDS)
 COMPLETE = _call("relay.complete", *_OF_ATTEMPT)
 RELEASE = _call("relay.release", *_OF_ATTEMPT, _SECONDS)
@@ -197,16 +202,22 @@ class LeasedMessage(Message):
 _TIMES = ("event_ts", "enqueued_at", "first_taken_at")
 
 
+def has_more(row: str) -> bool:
+    """Return whether a row of CLAIM or LEASE says that there may be more messages; it need not be readable."""
+    return not row.startswith(_LAST)
+
+
 def values_of(row: str) -> dict[str, Any]:
-    """Return the fields of a message from a row of `relay.take` or `relay.lease`."""
-    values: dict[str, Any] = json.loads(row)
+    """Return the fields of a message from a row of CLAIM or LEASE."""
+    values: dict[str, Any] = json.loads(row)["message"]
     for name in _TIMES:
         if values[name] is not None:
             values[name] = datetime.fromisoformat(values[name])
     return values
 
 
-_ATTEMPT = re.compile(r'\{"id":(\d+),"attempt":(\d+),')
+_LAST = '{"more" : false,'
+_ATTEMPT = re.compile(r'\{"more" : \w+, "message" : \{"id":(\d+),"attempt":(\d+),')
 
 
 def attempt_of(row: str) -> dict[str, Any]:

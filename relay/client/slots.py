@@ -25,6 +25,7 @@ from typing import Any
 from relay.causes import Causing, handling
 from relay.client.databases import AsyncLink, Link
 from relay.client.errors import LeaseLost, NoHandler
+from relay.client.idle import Left
 from relay.client.messages import (
     CLAIM,
     COMPLETE,
@@ -36,6 +37,7 @@ from relay.client.messages import (
     Message,
     attempt_of,
     end_of,
+    has_more,
     values_of,
 )
 from relay.client.outbox import Outbox
@@ -44,6 +46,8 @@ from relay.outcomes import Drop, RetryLater
 
 log = logging.getLogger("relay.worker")
 
+Taken = Callable[[bool], object]
+"""Called in the slot's thread for a message that was taken: there may be more messages, or there are none."""
 Around = Callable[[Message], AbstractContextManager[Any] | AbstractAsyncContextManager[Any]]
 """Returns a context manager that a handler's call runs in: it sees what the handler raises, and may raise another."""
 
@@ -68,8 +72,6 @@ class Handling:
     outbox: Outbox
     lease: float | None
     deadline: float | None
-    taken: Callable[[], object] = field(init=False)
-    """What is called for each message that was taken, in the slot's thread."""
     loop: asyncio.AbstractEventLoop = field(init=False)
     """Where the slots run."""
     leased: dict[int, tuple[LeasedMessage, asyncio.Timeout | None]] = field(default_factory=dict)
@@ -159,9 +161,11 @@ def _parameter(message: Message) -> str:
     return json.dumps(message.of_attempt)
 
 
-def _frees(message: Message | None, ending: tuple[Statement, str] | None) -> bool:
-    """Return whether the end of an attempt may let another message be taken, the next one of its key, or it again."""
-    return message is None or message.key is not None or ending is None or ending[0] is not COMPLETE
+def _left(message: Message | None, is_completed: bool) -> Left:
+    """Return what the end of an attempt leaves; without a message it could not be read."""
+    if message is None or not is_completed:
+        return Left.AGAIN
+    return Left.NOTHING if message.key is None else Left.KEY
 
 
 def _complete(message: LeasedMessage, completed: list[str]) -> None:
@@ -176,21 +180,21 @@ class Slot:
         self._handling = handling
         self._link = link
 
-    def attempt(self) -> bool | None:
-        """Handle a message; returns whether its end may let another be taken, or it again; None if there was none.
+    def attempt(self, taken: Taken) -> Left | None:
+        """Handle a message; returns what its end leaves to be taken, None if there was no message.
 
         Raises what the driver raises, unless a handler has.
         """
-        return self._take() if self._handling.lease is None else self._lease()
+        return self._take(taken) if self._handling.lease is None else self._lease(taken)
 
-    def _take(self) -> bool | None:
+    def _take(self, taken: Taken) -> Left | None:
         message: Message | None = None
         ending: tuple[Statement, str] | None = None
         try:
             with self._link.transaction() as session:
                 rows = self._link.fetch(session, *self._handling.asked())
                 for row in rows:
-                    self._handling.taken()
+                    taken(has_more(row))
                     try:
                         message = Message(queue=self._handling.queue, **values_of(row))
                     except Exception as error:
@@ -202,8 +206,9 @@ class Slot:
             if message is None:
                 raise
             self.execute(*self._handling.again(message, ending, error))
-            return True
-        return _frees(message, ending) if rows else None
+            return Left.AGAIN
+        is_completed = ending is not None and ending[0] is COMPLETE
+        return _left(message, is_completed) if rows else None
 
     def _handle(self, message: Message, session: Any) -> tuple[Statement, str]:
         """Call the handler in a savepoint; returns the statement that ends the attempt, and its parameter."""
@@ -215,13 +220,13 @@ class Slot:
             return self._handling.ending(message, error)
         return COMPLETE, _parameter(message)
 
-    def _lease(self) -> bool | None:
+    def _lease(self, taken: Taken) -> Left | None:
         with self._link.transaction() as session:
             rows = self._link.fetch(session, *self._handling.asked())
-        frees: bool | None = None
+        left: Left | None = None
         for row in rows:
-            frees = True
-            self._handling.taken()
+            left = Left.AGAIN
+            taken(has_more(row))
             try:
                 message = LeasedMessage(
                     queue=self._handling.queue, lease=Lease(self._completing), **values_of(row)
@@ -241,8 +246,8 @@ class Slot:
                 self.execute(*self._handling.ending(message, error))
             finally:
                 del self._handling.leased[message.id]
-            frees = message.key is not None or not message.lease.is_completed
-        return frees
+            left = _left(message, message.lease.is_completed)
+        return left
 
     def _call(self, message: Message, *session: Any) -> None:
         handler = self._handling.choose(message)
@@ -287,21 +292,21 @@ class AsyncSlot:
         self._handling = handling
         self._link = link
 
-    async def attempt(self) -> bool | None:
-        """Handle a message; returns whether its end may let another be taken, or it again; None if there was none.
+    async def attempt(self, taken: Taken) -> Left | None:
+        """Handle a message; returns what its end leaves to be taken, None if there was no message.
 
         Raises what the driver raises, unless a handler has.
         """
-        return await (self._take() if self._handling.lease is None else self._lease())
+        return await (self._take(taken) if self._handling.lease is None else self._lease(taken))
 
-    async def _take(self) -> bool | None:
+    async def _take(self, taken: Taken) -> Left | None:
         message: Message | None = None
         ending: tuple[Statement, str] | None = None
         try:
             async with self._link.transaction() as session:
                 rows = await self._link.fetch(session, *self._handling.asked())
                 for row in rows:
-                    self._handling.taken()
+                    taken(has_more(row))
                     try:
                         message = Message(queue=self._handling.queue, **values_of(row))
                     except Exception as error:
@@ -313,8 +318,9 @@ class AsyncSlot:
             if message is None:
                 raise
             await self.execute(*self._handling.again(message, ending, error))
-            return True
-        return _frees(message, ending) if rows else None
+            return Left.AGAIN
+        is_completed = ending is not None and ending[0] is COMPLETE
+        return _left(message, is_completed) if rows else None
 
     async def _handle(self, message: Message, session: Any) -> tuple[Statement, str]:
         """Call the handler in a savepoint; returns the statement that ends the attempt, and its parameter."""
@@ -331,13 +337,13 @@ class AsyncSlot:
             return self._handling.ending(message, error)
         return COMPLETE, _parameter(message)
 
-    async def _lease(self) -> bool | None:
+    async def _lease(self, taken: Taken) -> Left | None:
         async with self._link.transaction() as session:
             rows = await self._link.fetch(session, *self._handling.asked())
-        frees: bool | None = None
+        left: Left | None = None
         for row in rows:
-            frees = True
-            self._handling.taken()
+            left = Left.AGAIN
+            taken(has_more(row))
             try:
                 message = LeasedMessage(
                     queue=self._handling.queue, lease=Lease(self._completing), **values_of(row)
@@ -362,8 +368,8 @@ class AsyncSlot:
                     await self.execute(*self._handling.ending(message, error))
             finally:
                 del self._handling.leased[message.id]
-            frees = message.key is not None or not message.lease.is_completed
-        return frees
+            left = _left(message, message.lease.is_completed)
+        return left
 
     async def _call(self, message: Message, *session: Any) -> None:
         handler = self._handling.choose(message)

@@ -17,6 +17,8 @@ from relay.client.outages import OutageLog
 log = logging.getLogger("relay.worker")
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 30.0
+_FIRST_COUNT_SECONDS = 0.1
+"""How long after a session has begun to watch it asks again who may not have seen it; twice as long each time."""
 
 
 async def listen(dsn: str, queue: str, idle: Idle) -> None:
@@ -55,7 +57,7 @@ async def listen(dsn: str, queue: str, idle: Idle) -> None:
             return
         except (psycopg.Error, OSError) as error:
             outage.fails(queue, outage_of(error))
-            idle.share(1)
+            idle.distrust()
             # A slot may be in a long pause, and a notification lost.
             idle.poll()
         if idle.was_woken:
@@ -88,17 +90,25 @@ async def _wake(conn: Any, queue: str, idle: Idle) -> None:
         if named != channel:
             channel = named
             await conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
-        _, unaware = await _watchers(conn, queue)
+        workers, unaware = await _watchers(conn, queue)
         idle.poll()
-        while await _pass_on(conn, idle):
+        pause = _FIRST_COUNT_SECONDS
+        while True:
+            if not unaware:
+                idle.trust(workers)
+            if not await _pass_on(
+                conn, idle, min(pause, idle.count_after) if unaware else idle.count_after
+            ):
+                break
             # Were the connection dead, nobody would answer, nor notify.
-            idle.share(1)
+            idle.distrust()
             workers, running = await _watchers(conn, queue)
             # Those that put messages into the queue before the session watched have notified nobody.
+            if unaware and not unaware & running:
+                idle.wake()
             unaware &= running
-            if not unaware:
-                idle.share(workers)
-        idle.share(1)
+            pause *= 2
+        idle.distrust()
         await conn.execute("select pg_advisory_unlock_all()")
 
 
@@ -109,8 +119,8 @@ async def _watchers(conn: Any, queue: str) -> tuple[int, frozenset[str]]:
     return workers, frozenset(running)
 
 
-async def _pass_on(conn: Any, idle: Idle) -> bool:
-    """Pass notifications on; returns whether a slot is idle when it is time to count the workers.
+async def _pass_on(conn: Any, idle: Idle, seconds: float) -> bool:
+    """Pass notifications on; returns whether a slot is idle when it is time to count the workers, after some seconds.
 
     It is not after a notification that has found none: while all are at work, nobody should send any.
     """
@@ -118,7 +128,7 @@ async def _pass_on(conn: Any, idle: Idle) -> bool:
     loop, arrived = asyncio.get_running_loop(), asyncio.Event()
     socket = conn.pgconn.socket
     loop.add_reader(socket, arrived.set)
-    ends = loop.time() + idle.count_after * random.uniform(0.75, 1.25)  # noqa: S311
+    ends = loop.time() + seconds * random.uniform(0.75, 1.25)  # noqa: S311
     try:
         while True:
             # What libpq has read already comes first: the socket does not show it.

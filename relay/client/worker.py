@@ -12,7 +12,6 @@ import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -164,7 +163,6 @@ class Worker:
         if not self._database.is_async:
             # One more prolongs the leases.
             self._threads = ThreadPoolExecutor(self._concurrency + 1, f"worker {self.queue}")
-        self._handling.taken = partial(self._loop.call_soon_threadsafe, self._idle.found)
         await self._declare()
         slots = [asyncio.create_task(self._work()) for _ in range(self._concurrency)]
         others: list[asyncio.Task[Any]] = [asyncio.create_task(self._stopping.wait())]
@@ -255,13 +253,13 @@ class Worker:
     async def _work(self) -> None:
         """Handle one message after another; wait while there is none."""
         run, close = self._opened()
+        loop = asyncio.get_running_loop()
         try:
             while not self._stopping.is_set():
-                began = time.monotonic()
-                frees = await self._persist(partial(run, "attempt"), close)
-                if frees is None:
-                    self._idle.found_none(began)
-                if frees is None or (not frees and self._idle.is_empty):
+                query = self._idle.begin()
+                taken = partial(loop.call_soon_threadsafe, partial(self._idle.found, query))
+                left = await self._persist(partial(run, "attempt", taken), close)
+                if not self._idle.ended(query, left):
                     await self._idle.wait(self._stopping)
         finally:
             await close()

@@ -391,11 +391,13 @@ begin
 end
 $$;
 
--- After messages were locked: moves the marks where much has been passed. Whoever began at `start` has not seen what is below.
+-- After messages were locked: moves the marks where much has been passed, and says in the setting relay.more_messages, which lasts as long
+-- as the transaction, whether there may be more that can be taken. Whoever began at `start` has not seen what is below.
 create or replace function relay.note_progress(q record, locked record) returns void
 language plpgsql
 as $$
 begin
+    perform set_config('relay.more_messages', locked.more::text, true);
     if (locked.first_ready >= q.mark + 500 or locked.due > 0) and (q.start = 0 or locked.first_open is not null) then
         perform relay.move_marks(q.id, q.mark, q.due_mark, q.noted_at, locked.first_open);
     end if;
@@ -403,13 +405,15 @@ end
 $$;
 
 drop function if exists relay.lock_messages(bigint, boolean, int, bigint, timestamptz, int);
+drop function if exists relay.lock_messages(bigint, boolean, int, bigint, timestamptz, bigint, int); -- without `more`
 
 -- Locks messages that can be taken, at most `most`, and returns where they are. Passes by what others have locked. Messages whose
 -- last lease has expired become dead letters. `left_over` are those of them that a transaction had locked which was aborted: the id
--- of who locked a row outlives the lock.
+-- of who locked a row outlives the lock. `more` is false where no message is left that can be taken, as far as this statement sees: those
+-- that others have locked, or that are blocked by their keys, may make it true.
 create or replace function relay.lock_messages(
     the_queue bigint, keyed boolean, most_attempts int, low bigint, low_due timestamptz, start bigint, most int,
-    out chosen tid[], out first_ready bigint, out due int, out left_over tid[], out first_open bigint
+    out chosen tid[], out first_ready bigint, out due int, out left_over tid[], out first_open bigint, out more boolean
 )
 language plpgsql
 as $$
@@ -433,13 +437,21 @@ begin
         -- They may have used up the limit.
         exit when cardinality(chosen) > 0 or due < most;
     end loop;
+    more := true;
     if cardinality(chosen) >= most then
+        more := (select true from relay.queue_messages as e
+                  where e.queue_id = the_queue and e.available_at is null and e.id >= low order by e.id limit 1) is not null
+                or (select true from relay.queue_messages as e
+                     where e.queue_id = the_queue and e.available_at >= low_due and e.available_at <= now_at
+                     order by e.available_at offset due limit 1) is not null;
         return;
     end if;
     if not keyed then
         select chosen || coalesce(array_agg(m.ctid), '{}'), min(m.id),
-               left_over || coalesce(array_agg(m.ctid) filter (where m.locked_by <> '0' and relay.was_aborted(m.locked_by)), '{}')
-          into chosen, first_ready, left_over
+               left_over || coalesce(array_agg(m.ctid) filter (where m.locked_by <> '0' and relay.was_aborted(m.locked_by)), '{}'),
+               (select true from relay.queue_messages as e
+                 where e.queue_id = the_queue and e.available_at is null and e.id > max(m.id) order by e.id limit 1) is not null
+          into chosen, first_ready, left_over, more
           from (select n.ctid, n.id, n.xmax as locked_by from relay.queue_messages as n
                  where n.queue_id = the_queue and n.available_at is null and n.id >= low
                  order by n.id limit most - cardinality(chosen) for update skip locked) as m;
@@ -451,8 +463,10 @@ begin
     -- instead of the rows by their ctid.
     foreach since in array case when start > low then array[start, low] else array[low] end loop
         select chosen || coalesce(array_agg(m.ctid), '{}'), min(m.id),
-               left_over || coalesce(array_agg(m.ctid) filter (where m.locked_by <> '0' and relay.was_aborted(m.locked_by)), '{}')
-          into chosen, first_ready, left_over
+               left_over || coalesce(array_agg(m.ctid) filter (where m.locked_by <> '0' and relay.was_aborted(m.locked_by)), '{}'),
+               (select true from relay.queue_messages as e
+                 where e.queue_id = the_queue and e.available_at is null and e.id > max(m.id) order by e.id limit 1) is not null
+          into chosen, first_ready, left_over, more
           from (select n.ctid, n.id, n.xmax as locked_by
                   from (select w.ctid, w.id, w.key from relay.queue_messages as w
                          where w.queue_id = the_queue and w.available_at is null and w.id >= since

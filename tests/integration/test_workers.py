@@ -20,7 +20,7 @@ import pytest
 
 from relay import Drop, Fail, RetryLater
 from relay.client import Event, idle, slots, wakeups
-from relay.client.idle import Idle
+from relay.client.idle import Idle, Left, Query
 from relay.client.middleware import backoff, limit, timing
 from relay.client.worker import LeasedMessage, Message, Queue, Worker, WorkerError
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -609,50 +609,81 @@ def test_nobody_is_notified_while_nobody_waits(outbox: Outbox) -> None:
         assert next(conn.notifies(timeout=30)).payload == "mine"
 
 
-class Looks(Idle):
-    """Counts when slots have found no message."""
+class Counted(Idle):
+    """Counts the queries of the slots, and those that have found no message."""
 
     def __init__(self) -> None:
         super().__init__(3600)
-        self.vain = 0
+        self.all = self.vain = 0
 
-    def found_none(self, began: float) -> None:
-        super().found_none(began)
-        self.vain += 1
+    def begin(self) -> Query:
+        self.all += 1
+        return super().begin()
+
+    def ended(self, query: Query, left: Left | None) -> bool:
+        self.vain += left is None
+        return super().ended(query, left)
 
     @property
     def slots(self) -> int:
         """How many slots are idle."""
-        return len(self._sleeping) + self.is_watched.is_set()
+        return len(self._sleeping)
 
 
 @pytest.mark.parametrize("lease", [None, 60])
-def test_a_slot_does_not_look_again_where_another_has_just_found_none(
-    outbox: Outbox, lease: float | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("key", ["none", "host"])
+def test_a_message_that_comes_alone_costs_one_query(
+    outbox: Outbox, key: str, lease: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(idle, "_FIRST_PAUSE_SECONDS", 3600)
-    fill(outbox, queue=Queue(name="mail", match=None, key="none"))
+    queue = Queue(name="mail", match=None, key=key)
+    fill(outbox, queue=queue)
     worker = Worker(outbox.dsn, "mail", concurrency=2, lease=lease, listen=False)
-    worker._idle = looks = Looks()
+    worker._idle = counted = Counted()
     handled: list[Any] = []
 
     @worker.handles()
     async def handle(message: Message, *session: Any) -> None:
-        # The other slot was woken when this one took the message.
-        async with asyncio.timeout(30):
-            while looks.vain == before:
-                await asyncio.sleep(0.005)
         handled.append(message.payload)
 
     with working(worker):
         for number in range(5):
-            wait_until(lambda: looks.slots == 2)
-            before = looks.vain
-            fill(outbox, number, queue=Queue(name="mail", match=None, key="none"))
+            wait_until(lambda: counted.slots == 2)
+            before = counted.all, counted.vain
+            fill(outbox, number, queue=queue)
             assert worker._loop is not None
-            worker._loop.call_soon_threadsafe(looks.poll)
-            wait_until(lambda: len(handled) == number + 1 and looks.slots == 2)  # noqa: B023
-            assert looks.vain == before + 1
+            worker._loop.call_soon_threadsafe(counted.wake)
+            wait_until(lambda: len(handled) == number + 1 and counted.slots == 2)  # noqa: B023
+            assert (counted.all, counted.vain) == (before[0] + 1, before[1])
+
+
+@pytest.mark.parametrize("lease", [None, 60])
+def test_messages_that_come_together_cost_one_query_each(
+    outbox: Outbox, lease: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle, "_FIRST_PAUSE_SECONDS", 3600)
+    fill(outbox)
+    worker = Worker(outbox.dsn, "mail", concurrency=8, lease=lease, listen=False)
+    worker._idle = counted = Counted()
+    handled: list[Any] = []
+
+    @worker.handles()
+    async def handle(message: Message, *session: Any) -> None:
+        handled.append(message.payload)
+        # Each has a slot of its own, since none ends before.
+        async with asyncio.timeout(30):
+            while len(handled) < 5:
+                await asyncio.sleep(0.005)
+
+    with working(worker):
+        wait_until(lambda: counted.slots == 8)
+        before = counted.vain
+        with psycopg.connect(outbox.dsn) as conn:
+            conn.execute("select relay.enqueue('mail', '1') from generate_series(1, 5)")
+        assert worker._loop is not None
+        worker._loop.call_soon_threadsafe(counted.wake)
+        wait_until(lambda: len(handled) == 5 and counted.slots == 8)
+        assert counted.vain == before
 
 
 @pytest.mark.parametrize("lease", [None, 60])
@@ -662,14 +693,14 @@ def test_a_slot_looks_again_for_what_the_end_of_its_message_lets_be_taken(
     monkeypatch.setattr(idle, "_FIRST_PAUSE_SECONDS", 3600)
     fill(outbox, *range(5), queue=Queue(name="mail", match=None, key="host"), key="Ada")
     worker = Worker(outbox.dsn, "mail", concurrency=2, lease=lease, listen=False)
-    worker._idle = looks = Looks()
+    worker._idle = counted = Counted()
     failed: list[Any] = []
 
     @worker.handles()
     async def handle(message: Message, *session: Any) -> None:
         # The other slot cannot take the next message of the key.
         async with asyncio.timeout(30):
-            while looks.vain == 0:
+            while counted.vain == 0:
                 await asyncio.sleep(0.005)
         if message.payload == 3 and not failed:
             failed.append(message.attempt)
