@@ -48,6 +48,8 @@ log = logging.getLogger("relay.worker")
 
 Taken = Callable[[bool], object]
 """Called in the slot's thread for a message that was taken: there may be more messages, or there are none."""
+Attempt = tuple[int, int]
+"""The id of a message, and the number of the attempt."""
 Around = Callable[[Message], AbstractContextManager[Any] | AbstractAsyncContextManager[Any]]
 """Returns a context manager that a handler's call runs in: it sees what the handler raises, and may raise another."""
 
@@ -74,8 +76,10 @@ class Handling:
     deadline: float | None
     loop: asyncio.AbstractEventLoop = field(init=False)
     """Where the slots run."""
-    leased: dict[int, tuple[LeasedMessage, asyncio.Timeout | None]] = field(default_factory=dict)
-    """The messages under a lease, whose handlers run."""
+    leased: dict[Attempt, tuple[LeasedMessage, asyncio.Timeout | None]] = field(
+        default_factory=dict
+    )
+    """The messages under a lease, whose handlers run. One whose lease has expired may have the next attempt beside."""
 
     def asked(self) -> tuple[Statement, str]:
         """Return the statement that claims or leases a message, and its parameter."""
@@ -133,13 +137,13 @@ class Handling:
     def lost(self, message: LeasedMessage) -> None:
         """Note, in any thread, that another worker has a message, and end the call of its handler if it is awaited."""
         message.lease.is_lost = True
-        self.loop.call_soon_threadsafe(self._cancel, message.id)
+        self.loop.call_soon_threadsafe(self._cancel, _attempt(message))
         log.warning(
             "the lease of a message was lost", extra={"queue": self.queue, "id": message.id}
         )
 
-    def _cancel(self, number: int) -> None:
-        _, limit = self.leased.get(number, (None, None))
+    def _cancel(self, attempt: Attempt) -> None:
+        _, limit = self.leased.get(attempt, (None, None))
         if limit is not None:
             limit.reschedule(self.loop.time())
 
@@ -234,7 +238,7 @@ class Slot:
             except Exception as error:
                 self.execute(*self._handling.unreadable(row, error))
                 continue
-            self._handling.leased[message.id] = message, None
+            self._handling.leased[_attempt(message)] = message, None
             try:
                 self._call(message)
                 if not message.lease.is_completed:
@@ -245,7 +249,7 @@ class Slot:
             except BaseException as error:
                 self.execute(*self._handling.ending(message, error))
             finally:
-                del self._handling.leased[message.id]
+                del self._handling.leased[_attempt(message)]
             left = _left(message, message.lease.is_completed)
         return left
 
@@ -281,7 +285,7 @@ class Slot:
         for message in self._handling.held():
             with self._link.transaction() as session:
                 extended = self._link.fetch(session, *self._handling.extension(message))
-            if extended != ["true"] and message.id in self._handling.leased:
+            if extended != ["true"] and _attempt(message) in self._handling.leased:
                 self._handling.lost(message)
 
 
@@ -353,7 +357,7 @@ class AsyncSlot:
                 continue
             try:
                 async with asyncio.timeout(self._handling.deadline) as limit:
-                    self._handling.leased[message.id] = message, limit
+                    self._handling.leased[_attempt(message)] = message, limit
                     await self._call(message)
                     if not message.lease.is_completed:
                         async with message.transaction():
@@ -367,7 +371,7 @@ class AsyncSlot:
                 if not message.is_lost:
                     await self.execute(*self._handling.ending(message, error))
             finally:
-                del self._handling.leased[message.id]
+                del self._handling.leased[_attempt(message)]
             left = _left(message, message.lease.is_completed)
         return left
 
@@ -408,8 +412,12 @@ class AsyncSlot:
         for message in self._handling.held():
             async with self._link.transaction() as session:
                 extended = await self._link.fetch(session, *self._handling.extension(message))
-            if extended != ["true"] and message.id in self._handling.leased:
+            if extended != ["true"] and _attempt(message) in self._handling.leased:
                 self._handling.lost(message)
+
+
+def _attempt(message: Message) -> Attempt:
+    return message.id, message.attempt
 
 
 def _is_stopping(error: BaseException) -> bool:

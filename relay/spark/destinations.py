@@ -56,7 +56,7 @@ def stored(
         frame = _files(session, f"{key}.path", handler)
     known = {column.lower() for column in frame.columns}
     kept = [column for column in columns if column.lower() in known]
-    # The values of partitions have types that Spark has guessed.
+    # The values of partitions are texts.
     return frame.select(*(frame[each].cast(frames.spark_type(each)).alias(each) for each in kept))
 
 
@@ -90,6 +90,8 @@ def _files(session: SparkSession, key: str, handler: SparkHandler) -> DataFrame:
     from pyspark.errors import AnalysisException
 
     assert handler.path is not None  # noqa: S101
+    # Else a partition of the text 007 has the number 7.
+    session.conf.set("spark.sql.sources.partitionColumnTypeInference.enabled", "false")
     try:
         reader = session.read.format(handler.format).options(**handler.plain_options)
         return reader.load(handler.path)

@@ -1,12 +1,35 @@
 """Values for which a comparison of a sink's table with the outbox tells differences that are none, or fails.
 
-Reports: AbsaOSS/pramen#387, apache/spark#45599 and #45638 (infinite times and dates of PostgreSQL).
+Reports: apache/iceberg#6779, apache/arrow#39660 and apache/spark#31549 (a partition of the text 01 is read as a
+number), AbsaOSS/pramen#387, apache/spark#45599 and #45638 (infinite times and dates of PostgreSQL).
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from relay.config.handlers import SparkHandler
 from relay.spark import destinations
+from relay.spark.session import Session, own_session
 from tests.outbox import Outbox
+
+
+def test_a_partition_of_a_text_that_looks_like_a_number_is_the_text(
+    spark_session: Session, tmp_path: Path
+) -> None:
+    session = spark_session.get(timeout=120)
+    assert session is not None
+    texts = ["007", "-0", "1e3", "2026-01-01", "1.50"]
+    path = str(tmp_path / "lake")
+    written = session.createDataFrame(
+        [(each, each, 7) for each in texts], "id string, aggregate_id string, host_bucket int"
+    )
+    written.write.partitionBy("aggregate_id", "host_bucket").save(path)
+    handler = SparkHandler.model_validate({"type": "spark", "path": path})
+    columns = ["id", "aggregate_id", "host_bucket"]
+    own = own_session(session, remote=False)
+    rows = destinations.stored(own, "lake", handler, columns, 1).collect()
+    assert sorted(tuple(row) for row in rows) == sorted((each, each, 7) for each in texts)
 
 
 def test_infinite_times_of_other_rows_are_null(outbox: Outbox) -> None:

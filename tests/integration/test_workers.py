@@ -308,6 +308,42 @@ def test_a_lost_lease_undoes_the_block(outbox: Outbox, is_async: bool) -> None:
     assert [state[:2] for state in states(outbox)] == [("leased", 2)]
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+def test_an_expired_lease_may_be_followed_by_one_of_the_same_worker(
+    outbox: Outbox, is_async: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(outbox, 1)
+    worker = Worker(outbox.dsn, "mail", concurrency=2, lease=30, poll=0.02)
+    attempts: list[int] = []
+    second = threading.Event()
+
+    def attempt(message: LeasedMessage) -> None:
+        attempts.append(message.attempt)
+        if message.attempt == 1:
+            outbox.conn.execute("update relay.queue_messages set available_at = now()")
+            assert second.wait(30)
+        else:
+            second.set()
+
+    if is_async:
+
+        @worker.handles()
+        async def handle_async(message: LeasedMessage) -> None:
+            await asyncio.to_thread(attempt, message)
+
+    else:
+
+        @worker.handles()
+        def handle(message: LeasedMessage) -> None:
+            attempt(message)
+
+    with working(worker):
+        wait_until(lambda: second.is_set() and not worker._handling.leased)
+    assert attempts == [1, 2]
+    assert states(outbox) == []
+    assert "the database does not answer" not in caplog.text
+
+
 def test_a_lease_that_is_lost_ends_the_call(outbox: Outbox) -> None:
     fill(outbox, 1)
     worker = Worker(outbox.dsn, "mail", lease=0.3, poll=0.02)
