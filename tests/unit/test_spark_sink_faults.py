@@ -69,7 +69,7 @@ def test_a_session_that_has_died_is_called_so(
     monkeypatch.setattr(writing, "_ready_session", object)
     monkeypatch.setattr(writing._session, "replace_if_dead", lambda _: died)
     monkeypatch.setattr(sink_worker, "writer", lambda *_: SimpleNamespace(check=check))
-    batch: Any = SimpleNamespace(partition_by=[], host_buckets=8)
+    batch: Any = SimpleNamespace(files=None, partition_by=[], host_buckets=8)
     with pytest.raises(kind) as raised:
         writing._write(batch)
     writing._fail(raised.value)

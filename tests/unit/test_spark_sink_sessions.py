@@ -156,6 +156,8 @@ def test_upkeep_whose_tasks_do_not_end_is_named(monkeypatch: pytest.MonkeyPatch)
     }.items():
         monkeypatch.setattr(worker, name, instead)
     contents = SimpleNamespace(rows=1)
-    batch = SimpleNamespace(number=100, partition_by=[], host_buckets=8, contents=contents)
+    batch = SimpleNamespace(
+        number=100, files=None, partition_by=[], host_buckets=8, contents=contents
+    )
     worker._write(cast(Any, batch))
     assert said[0] == "batch 100: no Spark task has ended for 0 s: 1 running, 1 without a slot"

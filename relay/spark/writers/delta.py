@@ -126,7 +126,7 @@ class DeltaWriter:
                 )
         folder = local_path(self._path)
         if folder is not None and folder.exists() and not folder.is_dir():
-            raise ConfigurationError(f"{self._key}.path: {self._path} is a file: name a folder")
+            raise ConfigurationError(f"{self._key}.path: {folder} is a file: name a folder")
         table = self._load()
         if table is not None:
             self._require_writable(table)
