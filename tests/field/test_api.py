@@ -160,7 +160,8 @@ def _stream(address: str, token: str, count: int, each: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "events", [3_000, pytest.param(200_000, marks=[pytest.mark.rare, pytest.mark.slow])]
+    "events",
+    [3_000, pytest.param(200_000, marks=[pytest.mark.rare, pytest.mark.long, pytest.mark.slow])],
 )
 def test_a_transaction_that_is_larger_than_a_page(outbox: Outbox, events: int) -> None:
     """Consumers held a whole transaction in memory: Trendyol/go-pq-cdc#151, pingcap/ticdc#5596,
