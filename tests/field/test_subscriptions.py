@@ -197,19 +197,25 @@ def test_what_commits_late_ends_the_quiet(outbox: Outbox) -> None:
         assert not is_quiet(before)
 
 
+def _recorded(monkeypatch: pytest.MonkeyPatch, method: str) -> list[Any]:
+    """Have a method without arguments of every reader recorded; returns its results, which grow."""
+    results: list[Any] = []
+    original = getattr(ClaimedReader, method)
+
+    def recorded(reader: ClaimedReader) -> Any:
+        results.append(original(reader))
+        return results[-1]
+
+    monkeypatch.setattr(ClaimedReader, method, recorded)
+    return results
+
+
 def test_a_reader_that_waits_notices_that_it_was_moved(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """apache/pulsar#139: a cursor could be moved only while no consumer was connected."""
     monkeypatch.setattr(log, "_LOOK_SECONDS", 0.0)
-    quiet: list[bool] = []
-    is_quiet = ClaimedReader._is_quiet
-
-    def noted(reader: ClaimedReader) -> bool:
-        quiet.append(is_quiet(reader))
-        return quiet[-1]
-
-    monkeypatch.setattr(ClaimedReader, "_is_quiet", noted)
+    quiet = _recorded(monkeypatch, "_is_quiet")
     found: list[list[int]] = []
     ended: list[ReaderError] = []
 
@@ -258,14 +264,7 @@ def test_the_position_passes_what_does_not_match_in_the_quiet_after_it(
 ) -> None:
     """Eventuous/eventuous#559: the checkpoint stayed before the last events without a match, while no others came."""
     monkeypatch.setattr(log, "_NOTE_SECONDS", 3600.0)
-    passed: list[bool] = []
-    go_past = ClaimedReader._pass
-
-    def noted(reader: ClaimedReader) -> None:
-        passed.append(True)
-        go_past(reader)
-
-    monkeypatch.setattr(ClaimedReader, "_pass", noted)
+    passed = _recorded(monkeypatch, "_pass")
     outbox.conn.execute("select relay.declare_reader('r')")
     _publish(outbox.conn, 1, event_type="other")
     found: list[list[int]] = []

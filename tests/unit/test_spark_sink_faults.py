@@ -9,23 +9,11 @@ from typing import Any
 import pytest
 
 from relay.config.handlers import SparkHandler
-from relay.config.settings import Settings
 from relay.faults import ConfigurationError, TransientFault
 from relay.spark import sink_worker
 from relay.spark.session import Session
-from relay.spark.sink_worker import SparkWorker
 from relay.spark.writers.files import FilesWriter, StagedFiles
-
-
-def worker(**spark: str) -> SparkWorker:
-    settings = Settings(
-        group="shop",
-        source={"dsn": "dbname=shop"},
-        handlers={"lake": {"type": "spark", "path": "/lake"}},
-        routes=[{"handlers": ["lake"]}],
-        spark=spark,
-    )
-    return SparkWorker("lake", settings, Session(settings.spark))
+from tests.unit.test_spark_sink_sessions import worker_of
 
 
 @pytest.mark.parametrize(
@@ -42,7 +30,7 @@ def test_a_batch_that_makes_no_progress_is_named(
     monkeypatch.setattr(sink_worker, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(sink_worker, "STILL_SECONDS", 0.0)
     monkeypatch.setattr(sink_worker, "tasks_of", lambda *_: tasks)
-    watching, ended, said = worker(), Event(), list[str]()
+    watching, ended, said = worker_of(), Event(), list[str]()
 
     def note(fault: str, over: Event) -> None:
         said.append(fault)
@@ -65,7 +53,7 @@ def test_a_session_that_has_died_is_called_so(
     def check(_: object) -> None:
         raise OSError("the gateway is away")
 
-    writing = worker(remote="sc://spark:15002")
+    writing = worker_of(remote="sc://spark:15002")
     monkeypatch.setattr(writing, "_ready_session", object)
     monkeypatch.setattr(writing._session, "replace_if_dead", lambda _: died)
     monkeypatch.setattr(sink_worker, "writer", lambda *_: SimpleNamespace(check=check))
@@ -81,7 +69,7 @@ def test_a_session_that_has_died_is_called_so(
 
 def test_another_session_is_used_once_one_was_replaced() -> None:
     of_others: Any = object()
-    assert Session(worker()._settings.spark).replace_if_dead(of_others)
+    assert Session(worker_of()._settings.spark).replace_if_dead(of_others)
 
 
 @pytest.mark.parametrize("is_file", [True, False])
