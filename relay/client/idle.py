@@ -177,9 +177,7 @@ class Idle:
                 is_woken = True
         if not self._sleeping:
             self.is_watched.clear()
-            if self._polling is not None:
-                self._polling.cancel()
-                self._polling = None
+            self._disarm()
         return is_woken
 
     def _arm(self) -> None:
@@ -189,12 +187,15 @@ class Idle:
             pause = min(self._pause, self.longest) * random.uniform(0.75, 1.25)  # noqa: S311
             self._polling = _later(pause, self._end_pause)
 
-    def _restart(self) -> None:
-        """Begin again with the shortest pause."""
-        self._pause = min(_FIRST_PAUSE_SECONDS, self._poll)
+    def _disarm(self) -> None:
         if self._polling is not None:
             self._polling.cancel()
             self._polling = None
+
+    def _restart(self) -> None:
+        """Begin again with the shortest pause."""
+        self._pause = min(_FIRST_PAUSE_SECONDS, self._poll)
+        self._disarm()
         self._arm()
 
     def _end_pause(self) -> None:
