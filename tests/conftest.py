@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import count
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from xdist.scheduler import LoadScopeScheduling, Scheduling
 from relay.config.settings import SparkSettings
 from relay.spark.session import Session
 from tests.outbox import Outbox
-from tests.postgres import Server, start_server
+from tests.postgres import CARELESS, Server, start_server
 from tests.spark_cluster import StandaloneCluster
 
 _numbers = count(1)
@@ -67,6 +68,17 @@ _NEED_SPARK = (
 """What the names of tests that need the shared Spark session have."""
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the garbage collector off what is imported and collected: a million objects each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuse a test that would start another JVM in another process."""
@@ -89,7 +101,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """The PostgreSQL server that all tests share; no test may stop it."""
-    with start_server() as running:
+    with start_server(CARELESS) as running:
         yield running
 
 

@@ -46,6 +46,9 @@ _CONTAINER_PORT = 5432
 _MEMORY = Path("/dev/shm")
 _ENOUGH_MEMORY = 8 << 30  # bytes
 
+CARELESS: Mapping[str, str] = {"fsync": "off", "full_page_writes": "off"}
+"""Settings for a server that is never killed: each database that is made or dropped is a checkpoint."""
+
 
 class Server(ABC):
     """A PostgreSQL server that a test may stop, kill and start; it keeps its data and its port."""
