@@ -39,6 +39,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -105,6 +106,7 @@ _OWN: Mapping[str, str] = {
     "plpgsql.extra_errors": "none",
 }
 _NONE: Mapping[str, str] = MappingProxyType({})
+_Pairs = tuple[tuple[str, str], ...]
 
 
 class SessionKind(Enum):
@@ -150,9 +152,17 @@ def statements(
     `more` are pinned too; `defaults` are set where the user has set nothing (0). Without `durable`, a crash of the
     server may lose what the session commits. `local` ones end with the open transaction.
     """
+    return _statements(kind, tuple(more.items()), tuple(defaults.items()), durable, local)
+
+
+# Composing them costs more than the rest of a connection's preparation, and most sessions have the same ones.
+@lru_cache(maxsize=64)
+def _statements(
+    kind: SessionKind, more: _Pairs, defaults: _Pairs, durable: bool, local: bool
+) -> bytes:
     calls = [_pin(*each, local) for each in PINNED[kind].items()]
-    calls += [_set(*each, local) for each in more.items()]
-    calls += [_default(*each, local) for each in defaults.items()]
+    calls += [_set(*each, local) for each in more]
+    calls += [_default(*each, local) for each in defaults]
     if durable:
         calls.append(sql.SQL(_DURABLE).format(_set("synchronous_commit", "on", local)))
     else:
