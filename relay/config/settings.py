@@ -767,6 +767,11 @@ class Settings(BaseSettings):
                 f"retention.archive: {name!r} has mode: upsert, which keeps one event of each key, and the others "
                 "would be removed for good: name a sink that appends"
             )
+        if name is not None and self.spark_handlers[name].start == "now":
+            raise ValueError(
+                f"retention.archive: {name!r} has start: now, and what the outbox has already would be removed without "
+                "being in the archive: set start: beginning, which a sink that has a position ignores"
+            )
         return self
 
     @model_validator(mode="after")

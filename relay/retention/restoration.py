@@ -24,7 +24,7 @@ from relay.config.handlers import SparkHandler
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, first_line
 from relay.model import headers
-from relay.model.events import FIELDS, INSERTED_BY
+from relay.model.events import FIELDS, INSERTED_BY, SQL_TYPES
 from relay.retention.partitions import RESTORED, Partition, partitions, retained, with_short_lock
 from relay.runtime.reporting import ProgressReport, silent
 from relay.source.outbox.columns import columns as table_columns
@@ -155,7 +155,7 @@ def _fill(
     upper: datetime,
     report: ProgressReport,
 ) -> int:
-    """Copy the archived events that the outbox lacks; returns how many."""
+    """Copy the archived events that the outbox lacks, each once; returns how many."""
     columns: dict[str, str] = {}
     # PostgreSQL computes the values of generated columns, and accepts none.
     generated = {
@@ -187,6 +187,12 @@ def _fill(
         sql.SQL(
             "delete from {name} where exists (select from {root} as o where o.{key} = {name}.{key})"
         ).format(name=name, root=root, key=key)
+    )
+    # After a restore of the target, or a rebuild, a sink writes events again that the archive has.
+    source.execute(
+        sql.SQL(
+            "delete from {name} as each using {name} as other where each.{key} = other.{key} and each.ctid > other.ctid"
+        ).format(name=name, key=key)
     )
     row = source.execute(sql.SQL("select count(*) from {}").format(name)).fetchone()
     assert row is not None  # noqa: S101
@@ -231,6 +237,8 @@ def _archived(settings: Settings, lower: datetime, upper: datetime) -> Iterator[
 
     Raises ConfigurationError, and OSError where the archive cannot be read.
     """
+    import pyarrow as pa
+
     name, sink = _archive(settings)
     dataset = _dataset(name, sink)
     missing = [field for field in FIELDS if field not in dataset.schema.names]
@@ -242,9 +250,14 @@ def _archived(settings: Settings, lower: datetime, upper: datetime) -> Iterator[
     columns = list(FIELDS)
     if settings.source.headers:
         if headers.FIELD not in dataset.schema.names:
-            raise ConfigurationError(
-                f"handlers.{name}: its files lack {headers.FIELD}: restore them without source.headers; the columns of "
-                "headers are null then"
+            if sink.sql is not None or sink.transform is not None:
+                raise ConfigurationError(
+                    f"handlers.{name}: its files lack {headers.FIELD}: restore them without source.headers; the "
+                    "columns of headers are null then"
+                )
+            # The schema is that of the first file, which may be older than source.headers: its headers are null.
+            dataset = dataset.replace_schema(
+                dataset.schema.append(pa.field(headers.FIELD, pa.map_(pa.string(), pa.string())))
             )
         columns.append(headers.FIELD)
     with _arrows_errors():
@@ -292,7 +305,21 @@ def _dataset(name: str, sink: SparkHandler) -> Any:
     # Hadoop's names for S3, which Arrow's library does not know.
     path = _HADOOPS_S3.sub("s3://", sink.path)
     with _arrows_errors():
-        return pyarrow.dataset.dataset(path, format=kind, partitioning="hive")
+        files = pyarrow.dataset.dataset(path, format=kind).files
+        partitioning = pyarrow.dataset.partitioning(_folders(files), flavor="hive")
+        return pyarrow.dataset.dataset(path, format=kind, partitioning=partitioning)
+
+
+_FOLDER = re.compile("([^/=]+)=[^/]*/")
+
+
+def _folders(files: Iterable[str]) -> pa.Schema:
+    """The columns that are folders of some files. Arrow would take the text 007 for a number, and nulls for no type."""
+    import pyarrow as pa
+
+    kinds = {"bigint": pa.int64(), "int": pa.int32()}
+    names = dict.fromkeys(name for file in files for name in _FOLDER.findall(file))
+    return pa.schema([(name, kinds.get(SQL_TYPES.get(name, ""), pa.string())) for name in names])
 
 
 @contextmanager

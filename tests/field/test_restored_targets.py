@@ -2,7 +2,9 @@
 
 Reports: MaterializeInc/materialize#22816 (after a restore, sinks go on as if nothing had been written since the
 backup), databricks/iceberg-kafka-connect#308 and apache/iceberg#15293 (a source that counts from the start again: what
-it commits is taken for what the table has, and silently left out).
+it commits is taken for what the table has, and silently left out), itadventurer/kafka-backup#23 (a backup whose
+connector has the name of a former one writes nothing into the emptied topic), delta-io/delta#1813 and
+apache/iceberg#10892 (a rewound job whose batches the table counts as committed).
 """
 
 from __future__ import annotations
@@ -74,6 +76,22 @@ def test_a_restored_table_is_another_application(outbox: Outbox, tmp_path: Path)
         )
         sink.write(target, "b", "c")
     # What the dump does not know comes twice, as everywhere after a restore; nothing is left out.
+    assert sink.ids() == ["a", "b", "b", "c"]
+
+
+def test_a_table_that_was_emptied_and_filled_is_another_application(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    """As `pg_restore --data-only` needs it, which fills the tables that are there."""
+    sink = Sink(tmp_path)
+    with connect(outbox.dsn) as target:
+        sink.write(target, "a")
+        target.execute("create table public.saved as select * from relay.spark_batches")
+        sink.write(target, "b")
+        target.execute(
+            "truncate relay.spark_batches; insert into relay.spark_batches select * from public.saved"
+        )
+        sink.write(target, "b", "c")
     assert sink.ids() == ["a", "b", "b", "c"]
 
 

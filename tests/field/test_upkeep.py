@@ -5,7 +5,7 @@ Reports: delta-io/delta-rs#2700 (compaction beside appends), #3645 (vacuum remov
 nothing), apache/iceberg-python#3758 (replaced rows of a partition stay), apache/iceberg#7383 (files that no
 snapshot has), apache/iceberg-python#2409 (snapshots removed by two), delta-io/delta#1676 and trinodb/trino#30741
 (vacuum and the deletion vectors that a version needs), delta-io/delta-rs#2349 (what a full vacuum takes for the
-table's), apache/iceberg#8255, #2131 and #17304 (a file that was removed and added again is deleted).
+table's), apache/iceberg#8255, #2131, #17304 and #10982 (a file that was removed and added again is deleted).
 """
 
 from __future__ import annotations
@@ -405,8 +405,14 @@ def test_a_snapshot_that_a_tag_keeps_has_its_files(iceberg: Lake) -> None:
     assert iceberg_ids(iceberg) == ids_of("", range(1, 7))
 
 
-def test_a_file_that_was_removed_and_added_again_stays(iceberg: Lake) -> None:
-    """iceberg#8255, #2131, #17304: it is in an expired snapshot, not in the oldest that is kept, and in the newest."""
+@pytest.mark.parametrize("removed_once_more", [False, True])
+def test_a_file_that_was_removed_and_added_again_stays(
+    iceberg: Lake, removed_once_more: bool
+) -> None:
+    """iceberg#8255, #2131, #17304: it is in an expired snapshot, and not in the oldest that is kept.
+
+    As in iceberg#10982 it is then in the newest, or in none but one between that a query may still read.
+    """
     iceberg.write()
     table = iceberg_table(iceberg)
     files = [task.file for task in table.scan().plan_files()]
@@ -415,14 +421,22 @@ def test_a_file_that_was_removed_and_added_again_stays(iceberg: Lake) -> None:
     with table.transaction() as transaction, transaction.update_snapshot().fast_append() as append:
         for file in files:
             append.append_data_file(file)
+    table = iceberg_table(iceberg)
+    has_them = table.metadata.current_snapshot_id
+    if removed_once_more:
+        iceberg_commits.replace(table, files, [])
     iceberg.write()
     table = iceberg_table(iceberg)
+    fewest = 4 if removed_once_more else 3
     kept = {"history.expire.max-snapshot-age-ms": "-60000"}
-    kept["history.expire.min-snapshots-to-keep"] = "3"
+    kept["history.expire.min-snapshots-to-keep"] = str(fewest)
     table.transaction().set_properties(kept).commit_transaction()
     iceberg_upkeep.expire_snapshots(iceberg_table(iceberg))
-    assert len(iceberg_table(iceberg).metadata.snapshots) == 3
-    assert iceberg_ids(iceberg) == ids_of("", range(1, 3))
+    table = iceberg_table(iceberg)
+    assert len(table.metadata.snapshots) == fewest
+    found = table.scan(snapshot_id=has_them).to_arrow()["id"].to_pylist()
+    assert sorted(found) == ids_of("", range(1, 2))
+    assert iceberg_ids(iceberg) == ids_of("", range(2 if removed_once_more else 1, 3))
 
 
 def test_a_tag_that_is_made_while_snapshots_are_removed_keeps_its_own(

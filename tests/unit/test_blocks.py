@@ -84,7 +84,7 @@ def whole(content: dict[str, Any]) -> dict[str, Any]:
     missing = dict.fromkeys({*routed, *braked}, SQL)
     archive = content.get("retention", {}).get("archive")
     if archive is not None:
-        missing[archive] = {"type": "spark", "path": "/archive"}
+        missing[archive] = {"type": "spark", "path": "/archive", "start": "beginning"}
     return {**content, "handlers": missing | content.get("handlers", {})}
 
 

@@ -65,6 +65,15 @@ def test_a_table_of_the_present_is_no_archive() -> None:
         Settings.model_validate({"handlers": {"lake": present}, "retention": {"archive": "lake"}})
 
 
+def test_an_archive_begins_with_what_the_outbox_has() -> None:
+    """Retention counted what was older than the sink as written, and removed it."""
+    lake = {"type": "spark", "path": "lake"}
+    given = {"handlers": {"lake": lake}, "retention": {"archive": "lake"}}
+    with pytest.raises(ValidationError, match=r"'lake' has start: now, .*: set start: beginning"):
+        Settings.model_validate(given)
+    Settings.model_validate({**given, "handlers": {"lake": {**lake, "start": "beginning"}}})
+
+
 def test_a_table_that_is_left_untouched_has_no_retention() -> None:
     with pytest.raises(ValidationError, match=r"retention\.keep: source\.mode: wal"):
         Settings.model_validate(

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -39,7 +39,8 @@ REMOVED = "part bigint"
 """The column of the result of a task that removes files."""
 _REMOVED_SCHEMA = pa.schema([("part", pa.int64())])
 _LONGEST_BOUND = 64
-"""The longest string, in characters, in a file's statistics: payloads would make the log as large as the table."""
+"""The characters of a text in a file's statistics: payloads would make the log as large as the table."""
+_GREATEST = "\U0010ffff"
 _NOT_IN_NAMES = re.compile(r"[^\w.-]", re.ASCII)
 _LONGEST_NAME = 100
 """The most characters of a column and of a partition value in a folder's name, of at most 255 bytes mostly."""
@@ -190,7 +191,7 @@ def _write(
         "path": path,
         "size": data.size,
         "partition_values": json.dumps(values),
-        "stats": json.dumps(_stats(part)),
+        "stats": _json(_stats(part)),
     }
 
 
@@ -211,44 +212,108 @@ def _put(files: BatchFiles, store: Any, path: str, data: pa.Buffer) -> None:
         stream.write(data)
 
 
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """What a file's statistics say of a column: bounds in JSON's form, and how many nulls it has.
+
+    Those of a struct are objects with what they say of its fields. Bounds are None where there are none.
+    """
+
+    least: Any
+    greatest: Any
+    nulls: Any
+
+
 def _stats(part: pa.Table) -> dict[str, Any]:
-    lowest: dict[str, Any] = {}
-    highest: dict[str, Any] = {}
-    for name, column in zip(part.column_names, part.columns, strict=True):
-        bounds = _bounds(column)
-        if bounds is not None:
-            lowest[name], highest[name] = bounds
-    nulls = {name: part[name].null_count for name in part.column_names}
+    """The statistics of a file, as deltalake's own: readers take a column without bounds for one without values."""
+    values = _of_fields(part.column_names, part.columns)
     return {
         "numRecords": part.num_rows,
-        "minValues": lowest,
-        "maxValues": highest,
-        "nullCount": nulls,
+        "minValues": values.least or {},
+        "maxValues": values.greatest or {},
+        "nullCount": values.nulls or {},
     }
 
 
-def _bounds(column: pa.ChunkedArray) -> tuple[Any, Any] | None:
-    """The least and the greatest value in JSON's form; None where a column has no bounds that readers can use."""
+def _of_fields(names: Sequence[str], columns: Sequence[pa.ChunkedArray]) -> _Values:
+    """What they say of some fields, without those of types that have no bounds: lists, maps and bytes."""
+    known = {
+        name: values
+        for name, column in zip(names, columns, strict=True)
+        if (values := _of_column(column)) is not None
+    }
+    return _Values(
+        {name: each.least for name, each in known.items() if each.least is not None} or None,
+        {name: each.greatest for name, each in known.items() if each.greatest is not None} or None,
+        {name: each.nulls for name, each in known.items()} or None,
+    )
+
+
+def _of_column(column: pa.ChunkedArray) -> _Values | None:
     kind = column.type
-    if not (
-        pa.types.is_integer(kind)
-        or pa.types.is_string(kind)
-        or pa.types.is_date32(kind)
-        or (pa.types.is_timestamp(kind) and kind.tz is not None)
-    ):
+    if pa.types.is_struct(kind):
+        values = _of_fields([field.name for field in kind], column.flatten())
+        return None if values.nulls is None else values
+    if not any(is_kind(kind) for is_kind in _BOUNDED):
+        return None
+    least, greatest = _bounds(column) or (None, None)
+    return _Values(least, greatest, column.null_count)
+
+
+_BOUNDED = (
+    *(pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean),
+    *(pa.types.is_string, pa.types.is_date32, pa.types.is_timestamp),
+)
+"""The types whose columns have bounds."""
+
+
+def _bounds(column: pa.ChunkedArray) -> tuple[Any, Any] | None:
+    """The least and the greatest value in JSON's form; None where JSON has no form of them.
+
+    NaN and infinity have none, nor have times outside the years 1 to 9999.
+    """
+    if pa.types.is_floating(column.type) and not pc.all(pc.is_finite(column)).as_py():
         return None
     bounds = pc.min_max(column)
     try:
         least, greatest = bounds["min"].as_py(), bounds["max"].as_py()
     except (ValueError, OverflowError):
-        return None  # a time outside the years 1 to 9999
+        return None
     if least is None:
         return None
     if isinstance(least, str):
-        return (least, greatest) if max(len(least), len(greatest)) <= _LONGEST_BOUND else None
-    if isinstance(least, int):
-        return least, greatest
-    form = "%Y-%m-%dT%H:%M:%S.%fZ" if isinstance(least, datetime) else "%Y-%m-%d"
-    if least.year < 1000:
-        return None  # strftime writes such a year with fewer than four digits
-    return least.strftime(form), greatest.strftime(form)
+        return least[:_LONGEST_BOUND], _not_less(greatest)
+    if isinstance(least, date):
+        return _time(least), _time(greatest)
+    return least, greatest
+
+
+def _not_less(text: str) -> str:
+    """A text of at most `_LONGEST_BOUND` characters and a few, which is not less than another one."""
+    rest = text[_LONGEST_BOUND:]
+    if not rest:
+        return text
+    more = len(rest) - len(rest.lstrip(_GREATEST))
+    return text[:_LONGEST_BOUND] + _GREATEST * (more + 1)
+
+
+def _time(moment: date) -> str:
+    """A date or a time in the form of the log's statistics."""
+    if not isinstance(moment, datetime):
+        return moment.isoformat()
+    if moment.tzinfo is None:
+        return moment.isoformat(" ", "microseconds")
+    return f"{moment.replace(tzinfo=None).isoformat('T', 'microseconds')}Z"
+
+
+def _json(value: Any) -> str:
+    """A value as JSON, in which a decimal is a number with all its digits.
+
+    Characters are themselves: delta-rs 1.6 decodes the escapes of some, such as the greatest, to others.
+    """
+    if isinstance(value, dict):
+        pairs = (f"{_json(key)}:{_json(each)}" for key, each in value.items())
+        return f"{{{','.join(pairs)}}}"
+    if isinstance(value, Decimal):
+        return format(value, "f")
+    return json.dumps(value, ensure_ascii=False)

@@ -23,6 +23,8 @@ from relay.spark.writers import BatchId
 
 _ATTEMPTS = 5
 """How often a commit is begun again on the newest snapshot. PyIceberg repeats each beginning by itself, too."""
+OWN = "relay.application"
+"""The key in the summary of a snapshot that relay has made of a batch."""
 
 
 class AlreadyCommitted(Exception):
@@ -157,7 +159,7 @@ def _stated(batch: BatchId) -> dict[str, str]:
 
 def _summary(batch: BatchId) -> dict[str, str]:
     return {
-        "relay.application": batch.application,
+        OWN: batch.application,
         "relay.number": str(batch.number),
         "relay.batch": batch.id,
         **batch.completeness,

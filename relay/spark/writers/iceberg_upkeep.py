@@ -25,11 +25,11 @@ from pyiceberg.io.pyarrow import ArrowScan, _dataframe_to_data_files
 from pyiceberg.manifest import DataFile, ManifestFile
 from pyiceberg.table import FileScanTask, Table, TableProperties
 from pyiceberg.table.metadata import TableMetadata
-from pyiceberg.table.snapshots import Snapshot, ancestors_of
+from pyiceberg.table.snapshots import Operation, Snapshot, ancestors_of
 from pyiceberg.table.update import AssertRefSnapshotId, AssertTableUUID, RemoveSnapshotsUpdate
 from pyiceberg.utils.properties import property_as_bool, property_as_int
 
-from relay.spark.writers.iceberg_commits import replace
+from relay.spark.writers.iceberg_commits import OWN, replace
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -188,7 +188,7 @@ def _expired(table: Table, now: datetime) -> list[Snapshot]:
 def _only_in(table: Table, expired: Sequence[Snapshot]) -> list[str]:
     """The files that only these snapshots have: their lists, manifests, and data files."""
     gone = {snapshot.snapshot_id for snapshot in expired}
-    remaining = _ends_of_chain(
+    remaining = _telling(
         [each for each in table.metadata.snapshots if each.snapshot_id not in gone], table.metadata
     )
     kept: dict[str, ManifestFile] = {}
@@ -207,17 +207,28 @@ def _only_in(table: Table, expired: Sequence[Snapshot]) -> list[str]:
     return [*lists, *(manifest.manifest_path for manifest in dropped), *sorted(files)]
 
 
-def _ends_of_chain(snapshots: list[Snapshot], metadata: TableMetadata) -> list[Snapshot]:
-    """The oldest and the newest of the snapshots if each has been made of the one before, else all of them.
+def _telling(snapshots: list[Snapshot], metadata: TableMetadata) -> list[Snapshot]:
+    """Those of the snapshots that have every file which one of them has, and which an older snapshot had.
 
-    What the oldest of a chain does not have any more, none of the others has, unless another program has added a file
-    again that it had removed: the newest has it then, until it is removed once more.
+    In a chain, each of which has been made of the one before, what the oldest does not have any more is in none of the
+    others, unless a program adds a file again that had been removed. relay adds new files only.
     """
     ordered = sorted(snapshots, key=lambda each: each.sequence_number or 0)
     is_chain = all(
         after.parent_snapshot_id == each.snapshot_id for each, after in pairwise(ordered)
     )
-    return [*ordered[:1], *ordered[-1:]] if is_chain and metadata.format_version > 1 else ordered
+    if not is_chain or metadata.format_version == 1:
+        return ordered
+    return [*ordered[:1], *(each for each in ordered[1:] if _may_add_again(each))]
+
+
+def _may_add_again(snapshot: Snapshot) -> bool:
+    """Whether a snapshot is another program's that adds files. One that merges files writes new ones."""
+    summary = snapshot.summary
+    return summary is None or (
+        summary.operation in (Operation.APPEND, Operation.OVERWRITE)
+        and OWN not in summary.additional_properties
+    )
 
 
 def _manifests(table: Table, snapshot: Snapshot) -> dict[str, ManifestFile]:

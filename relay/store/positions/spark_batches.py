@@ -99,9 +99,9 @@ def begin(
     """Store the next batch of a sink; `layout` is (partition_by, host_buckets). Raises psycopg.Error.
 
     Numbers continue from the destination's last batch, unless the server is another one, has another timeline or was
-    restarted since, or the database or the table is another one: it may have been restored from a backup, where later
-    numbers stand for other rows. The timeline is read from the name of the WAL file: after a promotion,
-    pg_control_checkpoint() shows the former one for minutes.
+    restarted since, the database or the table is another one, or the table was emptied (it has another file): it may
+    have been restored from a backup, where later numbers stand for other rows. The timeline is read from the name of
+    the WAL file: after a promotion, pg_control_checkpoint() shows the former one for minutes.
     """
     conn.execute(
         """
@@ -110,7 +110,8 @@ def begin(
                                               data, complete_before)
         select %(group)s, %(sink)s, %(target)s,
                concat_ws(' ', s.system_identifier, left(pg_walfile_name(pg_current_wal_insert_lsn()), 8),
-                         extract(epoch from pg_postmaster_start_time()), d.oid, 'relay.spark_batches'::regclass::oid),
+                         extract(epoch from pg_postmaster_start_time()), d.oid,
+                         pg_relation_filenode('relay.spark_batches')),
                %(epoch)s,
                %(before)s::pg_snapshot, %(after)s::pg_snapshot, %(polled)s, %(left_out)s::xid8[], %(lsn)s::pg_lsn,
                %(rows)s, %(partition_by)s, %(host_buckets)s, %(deferred)s::bigint[], %(data)s,
