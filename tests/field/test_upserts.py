@@ -9,6 +9,7 @@ delete without the partition's column finds no row), apache/hudi#9475 (positions
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -215,6 +216,15 @@ def test_a_key_of_null_is_one(table: Table) -> None:
     for number in range(1, 4):
         table.merge(number, [change(None, number, number)], at(number), at(number + 1))
     assert table.state() == {None: f"{EPOCH + 3}-3"}
+
+
+def test_two_zeros_are_one_key() -> None:
+    """apache/spark#23265: deltalake took both for the row of either, and failed at each attempt."""
+    values = pa.array([-0.0, 0.0, 1.0, math.nan, math.nan])
+    rows = pa.table({"k": values, "c_offset": [1, 2, 3, 4, 5], "xid": [1] * 5})
+    rows = rows.append_column("relay_deleted", pa.array([False] * 5))
+    found = newest(rows, ["k"], BatchId("", 1, "", str(at(2))))
+    assert found.rows["c_offset"].to_pylist() == [2, 3, 5]
 
 
 @pytest.mark.parametrize("kind", ["delta", "iceberg"])

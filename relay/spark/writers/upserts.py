@@ -142,10 +142,16 @@ def compared(
 
 
 def key_texts(rows: pa.Table, key: Sequence[str]) -> pa.Array:
-    """The key of each row as one text: the values with their lengths, so that no two keys have the same."""
+    """The key of each row as one text: the values with their lengths, so that no two keys have the same.
+
+    The number -0.0 is the key 0.0, as deltalake and Spark compare them.
+    """
     parts = []
     for name in key:
-        text = rows[name].combine_chunks().cast(pa.string())
+        values = rows[name].combine_chunks()
+        if pa.types.is_floating(values.type):
+            values = pc.add(values, pa.scalar(0, values.type))
+        text = values.cast(pa.string())
         length = pc.utf8_length(text).cast(pa.string())
         part = pc.binary_join_element_wise(length, text, ":")
         parts.append(pc.fill_null(part, "-"))
