@@ -226,20 +226,37 @@ def rebuild(settings: Settings, name: str, start: str, reason: str | None) -> No
     _act(settings, name, "queue rebuild", reason, rebuilt)
 
 
+def require(settings: Settings, name: str) -> None:
+    """Raise UnknownQueue unless the group fills a queue of this name. Raises psycopg.Error."""
+    with _reached(settings, name):
+        pass
+
+
+def require_droppable(settings: Settings, name: str) -> None:
+    """Raise ConfigurationError if `drop` would. Raises psycopg.Error."""
+    _require_unhandled(settings, name)
+    require(settings, name)
+
+
 def drop(settings: Settings, name: str, reason: str | None) -> bool:
     """Drop a queue with its messages, unless a handler leads to it. Raises ConfigurationError, psycopg.Error."""
-    for handler, of in settings.handlers.items():
-        if isinstance(of, QueueHandler) and (of.queue or handler) == name:
-            raise ConfigurationError(
-                f"handlers.{handler} puts events into the queue {name}, without which relay ends: remove the handler "
-                "first"
-            )
+    _require_unhandled(settings, name)
 
     def dropped(target: psycopg.Connection[Any]) -> bool:
         queues.drop(target, name)
         return True
 
     return _act(settings, name, "queue drop", reason, dropped)
+
+
+def _require_unhandled(settings: Settings, name: str) -> None:
+    """Raise ConfigurationError if a handler leads to a queue."""
+    for handler, of in settings.handlers.items():
+        if isinstance(of, QueueHandler) and (of.queue or handler) == name:
+            raise ConfigurationError(
+                f"handlers.{handler} puts events into the queue {name}, without which relay ends: remove the handler "
+                "first"
+            )
 
 
 def _act(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
@@ -243,12 +243,29 @@ def seek(settings: Settings, name: str, goal: Goal, rebuild: bool, reason: str |
             reader_positions.accept(source, target, settings, [name])
 
 
+def require_droppable(settings: Settings, name: str) -> None:
+    """Raise ConfigurationError if `drop` would."""
+    with _reached_unused(settings, name):
+        pass
+
+
 def drop(settings: Settings, name: str, reason: str | None) -> int:
     """Delete a sink that is no longer configured; returns how many deferred transactions are deleted with it.
 
     Its dead letters stay. Raises ConfigurationError if there is no such sink, or if this configuration or that of a
     running instance has it, which would create it again, at its `start`.
     """
+    with _reached_unused(settings, name) as target:
+        sinks.remove(target, settings.group, [name])
+        deleted = deferred.forget(target, settings.group, name)
+        detail = {"deferred": deleted}
+        actions.record(target, settings.group, name, "sink drop", reason, detail)
+    return deleted
+
+
+@contextmanager
+def _reached_unused(settings: Settings, name: str) -> Iterator[Connection]:
+    """Open a transaction in the target of a group that has a sink which no configuration has any more."""
     if name in settings.sink_handlers:
         raise ConfigurationError(
             f"handlers.{name}: is configured: take it out first, or run `relay sink pause {name}`"
@@ -260,11 +277,7 @@ def drop(settings: Settings, name: str, reason: str | None) -> int:
                 f"handlers.{name}: an instance of group {settings.group!r} runs with a configuration that still has "
                 "it: restart all instances without it first"
             )
-        sinks.remove(target, settings.group, [name])
-        deleted = deferred.forget(target, settings.group, name)
-        detail = {"deferred": deleted}
-        actions.record(target, settings.group, name, "sink drop", reason, detail)
-    return deleted
+        yield target
 
 
 def _require_held(target: Connection, settings: Settings, name: str) -> None:

@@ -15,6 +15,7 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.store import actions, api_tokens
 from relay.store.api_tokens import EVERY, RIGHTS, TokenRow
+from relay.store.connections import Connection
 
 PREFIX = "relay_"
 """The beginning of a token, by which programs that look for secrets recognise one."""
@@ -79,15 +80,32 @@ def create(
     return token
 
 
+def require(settings: Settings, name: str) -> None:
+    """Raise UnknownToken unless there is a token of this name that is not revoked. Raises psycopg.Error."""
+    require_own_outbox(settings)
+    with reach_source(settings) as source:
+        if name not in _valid(source):
+            raise _unknown(source, name)
+
+
 def revoke(settings: Settings, name: str, reason: str | None) -> None:
     """Revoke a token: within seconds it is refused, and its streams end. Raises UnknownToken, psycopg.Error."""
     require_own_outbox(settings)
     with reach_source(settings) as source:
         if not api_tokens.revoke(source, name):
-            valid = [each.name for each in api_tokens.listed(source) if each.revoked_at is None]
-            raise UnknownToken(f"there is no token {name!r} (tokens: {', '.join(valid) or 'none'})")
+            raise _unknown(source, name)
     with reach_target(settings) as target:
         actions.record(target, settings.group, "", "token revoke", reason, {"token": name})
+
+
+def _valid(source: Connection) -> list[str]:
+    """Read the names of the tokens that are not revoked."""
+    return [each.name for each in api_tokens.listed(source) if each.revoked_at is None]
+
+
+def _unknown(source: Connection, name: str) -> UnknownToken:
+    known = ", ".join(_valid(source))
+    return UnknownToken(f"there is no token {name!r} (tokens: {known or 'none'})")
 
 
 def _host(text: str) -> str:

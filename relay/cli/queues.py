@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -157,10 +158,10 @@ def queue_purge(
     yes: YesOption = False,
 ) -> None:
     """Delete the messages of a queue but those that workers have. Its dead letters stay: see `relay dlq discard`."""
-    from relay.admin.queues import purge
+    from relay.admin.queues import purge, require
 
     settings = load(config)
-    approve(yes, f"Delete all messages of the queue {name}?")
+    approve(yes, f"Delete all messages of the queue {name}?", partial(require, settings, name))
     print(counted(purge(settings, name, reason), "message", "messages"), "deleted")
 
 
@@ -244,9 +245,13 @@ def queue_drop(
     yes: YesOption = False,
 ) -> None:
     """Drop a queue with its messages; a worker that declares it makes it again."""
-    from relay.admin.queues import drop
+    from relay.admin.queues import drop, require_droppable
 
     settings = load(config)
-    approve(yes, f"Drop the queue {name} with its messages?")
+    approve(
+        yes,
+        f"Drop the queue {name} with its messages?",
+        partial(require_droppable, settings, name),
+    )
     drop(settings, name, reason)
     print(f"queue {name} is dropped")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -100,9 +101,7 @@ def reader_seek(
     from relay.admin.readers import seek, shown
 
     settings = load(config)
-    # Nobody is asked about a reader that does not exist.
-    shown(settings, name)
-    approve(yes, f"Move the reader {name} to {to}?")
+    approve(yes, f"Move the reader {name} to {to}?", partial(shown, settings, name))
     seek(settings, name, to, reason)
     print(f"reader {name} is moved to {to}")
 
@@ -118,8 +117,6 @@ def reader_drop(
     from relay.admin.readers import drop, shown
 
     settings = load(config)
-    # Nobody is asked about a reader that does not exist.
-    shown(settings, name)
-    approve(yes, f"Drop the reader {name}?")
+    approve(yes, f"Drop the reader {name}?", partial(shown, settings, name))
     drop(settings, name, reason)
     print(f"reader {name} is dropped")

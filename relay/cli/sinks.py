@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -130,9 +131,13 @@ def sink_drop(
     yes: YesOption = False,
 ) -> None:
     """Delete position and deferred transactions of a sink that is no longer configured; its dead letters stay."""
-    from relay.admin.sinks import drop
+    from relay.admin.sinks import drop, require_droppable
 
     settings = load(config)
-    approve(yes, f"Delete the position and the deferred transactions of sink {name}?")
+    approve(
+        yes,
+        f"Delete the position and the deferred transactions of sink {name}?",
+        partial(require_droppable, settings, name),
+    )
     dropped = counted(drop(settings, name, reason), "deferred transaction", "deferred transactions")
     print(f"sink {name} is dropped, with {dropped}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -101,9 +102,9 @@ def token_revoke(
     yes: YesOption = False,
 ) -> None:
     """Revoke a token: within ten seconds it is refused, and what it streams ends."""
-    from relay.admin.tokens import revoke
+    from relay.admin.tokens import require, revoke
 
     settings = load(config)
-    approve(yes, f"Revoke the token {name}?")
+    approve(yes, f"Revoke the token {name}?", partial(require, settings, name))
     revoke(settings, name, reason)
     print(f"token {name} is revoked")

@@ -525,6 +525,23 @@ def test_spark_without_a_java_is_found_before_the_first_large_batch(
     assert "no Java 17 or later for Spark" in result.stderr
 
 
+def test_nobody_is_asked_where_a_yes_would_change_nothing(outbox: Outbox, tmp_path: Path) -> None:
+    handlers = {**outbox.config()["handlers"], "led": {"type": "queue"}}
+    config = outbox.config_file(tmp_path / "relay.yaml", handlers=handlers)
+    for command, said in (
+        ("queue purge nosuch", "there is no queue 'nosuch'"),
+        ("queue drop nosuch", "there is no queue 'nosuch'"),
+        ("queue drop led", "handlers.led puts events into the queue led"),
+        ("sink drop nosuch", "there is no sink 'nosuch'"),
+        ("sink drop led", "handlers.led: is not a sink"),
+        ("token revoke nosuch", "there is no token 'nosuch' (tokens: none)"),
+        ("reader drop nosuch", "the outbox has no reader 'nosuch' (it has none)"),
+        ("reader seek nosuch --to now", "the outbox has no reader 'nosuch' (it has none)"),
+    ):
+        # A question would find the end of standard input, and end with status 1.
+        assert said in refused(config, *command.split())
+
+
 def test_usage_errors_and_help() -> None:
     assert relay("--help").returncode == 0
     assert relay("--version").stdout.startswith("relay ")
