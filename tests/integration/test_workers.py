@@ -693,12 +693,25 @@ def test_a_message_that_comes_alone_costs_one_query(
             assert (counted.all, counted.vain) == (before[0] + 1, before[1])
 
 
+def make_silent(outbox: Outbox) -> None:
+    """Let takes say nothing of further messages, as in schemas that are older than relay.more_messages."""
+    definition = "select pg_get_functiondef('relay.note_progress'::regproc)"
+    says = "perform set_config('relay.more_messages', locked.more::text, true);"
+    now = outbox.value(definition)
+    assert says in now
+    outbox.conn.execute(now.replace(says, "").encode())
+
+
+@pytest.mark.parametrize("is_older", [False, True], ids=["", "older"])
 @pytest.mark.parametrize("lease", [None, 60])
 def test_messages_that_come_together_cost_one_query_each(
-    outbox: Outbox, lease: float | None, monkeypatch: pytest.MonkeyPatch
+    outbox: Outbox, lease: float | None, is_older: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And one more for all, beside an older schema, where each that is found lets a further slot ask."""
     monkeypatch.setattr(idle, "_FIRST_PAUSE_SECONDS", 3600)
     fill(outbox)
+    if is_older:
+        make_silent(outbox)
     worker = Worker(outbox.dsn, "mail", concurrency=8, lease=lease, listen=False)
     worker._idle = counted = Counted()
     handled: list[Any] = []
@@ -719,7 +732,51 @@ def test_messages_that_come_together_cost_one_query_each(
         assert worker._loop is not None
         worker._loop.call_soon_threadsafe(counted.wake)
         wait_until(lambda: len(handled) == 5 and counted.slots == 8)
-        assert counted.vain == before
+        assert counted.vain == before + is_older
+
+
+@pytest.mark.parametrize("lease", [None, 60])
+def test_beside_an_older_schema_no_message_of_a_key_waits(
+    outbox: Outbox, lease: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but what takes say, and what is done, tells that there are more."""
+    monkeypatch.setattr(idle, "_FIRST_PAUSE_SECONDS", 3600)
+    by_host = Queue(name="mail", match=None, key="host")
+    fill(outbox, queue=by_host)
+    make_silent(outbox)
+    for key in ("Ada", "Bob", "Cai"):
+        fill(outbox, *([key, number] for number in range(4)), queue=by_host, host_id=key)
+    worker = Worker(outbox.dsn, "mail", concurrency=2, lease=lease, listen=False)
+    worker._idle = counted = Counted()
+    handled: list[list[Any]] = []
+
+    @worker.handles()
+    async def handle(message: Message, *session: Any) -> None:
+        handled.append(message.payload)
+
+    with working(worker):
+        wait_until(lambda: is_empty(outbox) and counted.slots == 2)
+        for number in (4, 5):
+            fill(outbox, ["Ada", number], queue=by_host, host_id="Ada")
+            assert worker._loop is not None
+            worker._loop.call_soon_threadsafe(counted.wake)
+            wait_until(lambda: is_empty(outbox) and counted.slots == 2)
+    for key, count in (("Ada", 6), ("Bob", 4), ("Cai", 4)):
+        assert [number for of, number in handled if of == key] == list(range(count))
+
+
+@pytest.mark.parametrize("function", ["queue_watchers", "watch_queue"])
+def test_a_worker_beside_a_schema_without_notifications_polls(
+    outbox: Outbox, function: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(outbox)
+    outbox.conn.execute(f"drop function relay.{function}".encode())
+    with working(noting(outbox, poll=0.05)):
+        wait_until(
+            lambda: any("no notification wakes" in each.getMessage() for each in caplog.records)
+        )
+        fill(outbox, 1)
+        wait_until(lambda: done(outbox) == [1])
 
 
 @pytest.mark.parametrize("lease", [None, 60])
