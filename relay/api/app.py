@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from http import HTTPStatus
 
 from fastapi import Depends, FastAPI, Request
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from relay import __version__
 from relay.api import events, publishing
-from relay.api.callers import ANSWER_SECONDS, Callers, TokenCaller
+from relay.api.callers import Callers, TokenCaller
 from relay.api.database import ApiDatabase
 from relay.api.positions import LogHistory
 from relay.api.publishing import Intake
 from relay.api.streams import Streams
 from relay.config.fields import nearest
 from relay.config.settings import ApiSettings, Settings
-from relay.faults import TransientFault
 from relay.web.gate import Gate
 from relay.web.problems import (
     FAULTS,
@@ -157,14 +154,7 @@ def _unauthenticated(detail: str) -> Response:
 
 async def _caller(request: Request, token: str) -> TokenCaller | None:
     callers: Callers = request.app.state.callers
-    caller = callers.known(token)
-    if caller is not None:
-        return caller
-    try:
-        async with asyncio.timeout(ANSWER_SECONDS):
-            caller = await run_in_threadpool(callers.find, token)
-    except TimeoutError:
-        raise TransientFault("the database does not answer") from None
+    caller = await callers.find(token)
     if caller is None:
         failures: Failures = request.app.state.failures
         address = request.client.host if request.client else ""

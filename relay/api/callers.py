@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ from typing import Annotated
 import psycopg
 from fastapi import Depends, Security
 from fastapi.security import HTTPBearer
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -34,6 +36,7 @@ _UNKNOWN_SECONDS = 0.25
 """How long it takes until an unknown token is refused: meanwhile they are read again, once for all who wait."""
 ANSWER_SECONDS = 8.0
 """How long a request waits for the tokens, such as from a server that has frozen."""
+_NO_ANSWER = "the database does not answer"
 _FAULT_SECONDS = 1.0
 """How long it is not tried again to read them."""
 _STALE_SECONDS = 60.0
@@ -111,46 +114,53 @@ class Callers:
         self._noted: dict[int, float] = {}
         """When it was last noted that a token is in use, by its id."""
 
-    def known(self, token: str) -> TokenCaller | None:
-        """Return the caller of a token without a query; None if one is needed."""
-        if not self._is_read_within(KNOWN_SECONDS):
-            return None
-        return self._used_by(self._known.get(api_tokens.digest(token)))
+    async def find(self, token: str) -> TokenCaller | None:
+        """Return the caller of a token, without a query if the token was just read; None for a wrong one.
 
-    def find(self, token: str) -> TokenCaller | None:
-        """Return the caller of a token; None for a wrong one.
-
-        Raises ConfigurationError, TransientFault, psycopg.Error.
+        Raises ConfigurationError, psycopg.Error, and TransientFault after ANSWER_SECONDS.
         """
         digest = api_tokens.digest(token)
+        if self._is_read_within(KNOWN_SECONDS):
+            caller = self._used_by(self._known.get(digest))
+            if caller is not None:
+                return caller
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await run_in_threadpool(self._find, digest, _deadline())
+        except TimeoutError:
+            raise TransientFault(_NO_ANSWER) from None
+
+    def _find(self, digest: bytes, until: float) -> TokenCaller | None:
         asked_at = time.monotonic()
-        caller = self._found(digest, lambda: self._is_read_within(KNOWN_SECONDS))
+        caller = self._found(digest, until, lambda: self._is_read_within(KNOWN_SECONDS))
         if caller is None:
             # It may have been made since. Those who guess wait, too.
             time.sleep(_UNKNOWN_SECONDS)
-            caller = self._found(digest, lambda: (self._read_at or 0.0) > asked_at)
+            caller = self._found(digest, until, lambda: (self._read_at or 0.0) > asked_at)
         return self._used_by(caller)
 
-    def _found(self, digest: bytes, is_fresh: Callable[[], bool]) -> TokenCaller | None:
+    def _found(
+        self, digest: bytes, until: float, is_fresh: Callable[[], bool]
+    ) -> TokenCaller | None:
         """Return the caller of a digest, after reading the tokens again if what is known is not fresh."""
-        with self._turn():
+        with self._turn(until):
             if not is_fresh():
                 self._read()
             return self._known.get(digest)
 
     def valid(self) -> frozenset[TokenCaller]:
         """Return the callers of all tokens that are valid now. Raises what `find` raises."""
-        with self._turn():
+        with self._turn(_deadline()):
             if not self._is_read_within(KNOWN_SECONDS):
                 self._read()
             known = self._known
         return frozenset(each for each in known.values() if not each.has_expired)
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Be the only one who reads. Raises TransientFault if somebody does for too long."""
-        if not self._lock.acquire(timeout=ANSWER_SECONDS):
-            raise TransientFault("the database does not answer")
+    def _turn(self, until: float) -> Iterator[None]:
+        """Be the only one who reads. Raises TransientFault if somebody still does at a time."""
+        if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise TransientFault(_NO_ANSWER)
         try:
             yield
         finally:
@@ -198,6 +208,11 @@ class Callers:
             with suppress(psycopg.errors.ReadOnlySqlTransaction):
                 api_tokens.note_use(conn, due)
             self._noted |= dict.fromkeys(due, now)
+
+
+def _deadline() -> float:
+    """Return until when somebody who begins now waits for the tokens."""
+    return time.monotonic() + ANSWER_SECONDS
 
 
 _bearer = Security(HTTPBearer(auto_error=False, description="A token of `relay token create`."))

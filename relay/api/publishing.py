@@ -320,7 +320,7 @@ async def _reply(
 async def _watch(request: Request, waiter: Waiter) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    waiter.end("gone")
+    waiter.end()
 
 
 def _conflict(error: Conflict, is_list: bool) -> Response:

@@ -60,7 +60,7 @@ class Waiter:
         self.must_look = True
         self._changed.set()
 
-    def end(self, why: str) -> None:
+    def end(self) -> None:
         """Wait no longer: relay stops, the token is revoked, or the client has gone."""
         self.is_over = True
         self._changed.set()

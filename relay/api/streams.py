@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from relay.api.callers import Callers
+from relay.api.callers import Callers, TokenCaller
 from relay.api.database import ApiDatabase
 from relay.api.filters import ReadFilter
 from relay.api.positions import LogHistory, read_kept
@@ -49,8 +49,11 @@ CHECK_SECONDS = 4.0
 RETRY_SECONDS = 5
 """After how many seconds a client asks again that was refused for want of room."""
 _ATTACH_SECONDS = 10.0
-_BURST_SECONDS = 0.1
-"""How long the tail waits for clients that are late before it reads on, so that a burst cuts none that reads."""
+_BURST_TURNS, _TURN_SECONDS = 50, 0.002
+"""How long the tail waits for clients that are late before it reads on, so that a burst cuts none that reads.
+
+Counted in turns of the event loop: in each of them a client gets what its socket takes, however long a turn takes.
+"""
 _LINGER_SECONDS = 30.0
 """How long the tail reads on without a stream."""
 _UNAVAILABLE: tuple[type[Exception], ...] = (TimeoutError, *FAULTS)
@@ -248,22 +251,23 @@ class Streams:
         if self._loop is None:
             return
         with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._end_all, "stopping")
+            self._loop.call_soon_threadsafe(self._end, "stopping")
         self._tail.close()
 
     def _in_loop(self, call: Callable[[Any], None], what: Any) -> None:
         """Let the event loop do something, and wait for that: the tail does not run ahead of clients that read."""
         assert self._loop is not None  # noqa: S101
 
-        async def run() -> None:
-            call(what)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_BURST_SECONDS):
-                    while any(each.size > BUFFER_BYTES // 2 for each in self._all_attached()):
-                        await asyncio.sleep(0.002)
-
         with suppress(CancelledError):
-            asyncio.run_coroutine_threadsafe(run(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._paced(call, what), self._loop).result()
+
+    async def _paced(self, call: Callable[[Any], None], what: Any) -> None:
+        """Do something, and wait for clients that are late."""
+        call(what)
+        for _ in range(_BURST_TURNS):
+            if all(each.size <= BUFFER_BYTES // 2 for each in self._all_attached()):
+                break
+            await asyncio.sleep(_TURN_SECONDS)
 
     def _begin(self, position: LogPosition) -> None:
         # Those that were attached before would miss what was not read.
@@ -299,9 +303,15 @@ class Streams:
     def _all_attached(self) -> Iterable[Client]:
         return (client for group in self._attached.values() for client in group)
 
-    def _end_all(self, why: Cut) -> None:
+    def _end(self, why: Cut, but: frozenset[TokenCaller] = frozenset()) -> None:
+        """End the streams and the waits of requests, but those of some callers."""
         for client in self._connected:
-            client.end(why)
+            if client.filter.caller in but:
+                continue
+            if isinstance(client, Client):
+                client.end(why)
+            else:
+                client.end()
 
     def _sleep(self) -> None:
         if not self._connected:
@@ -316,9 +326,7 @@ class Streams:
                 valid = await to_thread.run_sync(self._callers.valid)
             except FAULTS:
                 continue  # nothing is read from the log either
-            for client in self._connected:
-                if client.filter.caller not in valid:
-                    client.end("revoked")
+            self._end("revoked", but=valid)
 
 
 @dataclass(slots=True)
