@@ -15,6 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
+import psutil
+
 from tests.outbox import wait_until
 from tests.preloaded import Forked, can_fork
 
@@ -96,6 +98,17 @@ class Running:
         """End it with SIGKILL, like the kernel's out-of-memory killer."""
         self.process.kill()
         self.process.wait(30)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Stop it with SIGSTOP during a block, as one whose container is paused."""
+        self.process.send_signal(signal.SIGSTOP)
+        leader = psutil.Process(self.process.pid)
+        wait_until(lambda: leader.status() == psutil.STATUS_STOPPED)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
 
     def terminate(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Send a signal when it has logged a line; returns the exit status."""
