@@ -37,6 +37,8 @@ _REASON_SECONDS = 0.2
 """How long relay waits for the reason for which no broker has answered."""
 _UNASSIGNED_SECONDS = 60.0
 """After so long without a partition the group is joined again. A member that has vanished is awaited for 45 seconds."""
+_RENEW_SECONDS = 60.0
+"""After so long with a broker that refuses relay, or is refused, the group is joined again, although others answer."""
 _UNCOMMITTED_SECONDS = 30.0
 """After so long without a commit of offsets that succeeds the connection counts as lost."""
 
@@ -150,7 +152,8 @@ class _Member:
         self._name = name
         self._settings = settings
         self._fault: Undelivered | None = None
-        """What ends the connection."""
+        """What ends the connection, when no message comes or after some time."""
+        self._faulty_since = 0.0
         self._is_down = False
         """Whether the client has said since the last look that no broker answers."""
         self._looked_at = time.monotonic()
@@ -199,6 +202,9 @@ class _Member:
             self._require_topics()
         if not self._found:
             self._require_progress()
+        elif self._fault is not None and time.monotonic() - self._faulty_since > _RENEW_SECONDS:
+            # With the newest secrets and certificates. What was found comes again.
+            raise self._fault
         found, self._found = self._found, []
         return found
 
@@ -306,11 +312,16 @@ class _Member:
 
     def _on_error(self, error: KafkaError) -> None:
         if error.code() in OF_CREDENTIALS:
-            self._fault = Unauthorized(f"{error.name()}: a broker refuses relay's credentials")
+            self._fail(Unauthorized(f"{error.name()}: a broker refuses relay's credentials"))
         elif error.fatal():
-            self._fault = Undelivered(error.name())
+            self._fail(Undelivered(error.name()))
         elif error.code() == KafkaError._ALL_BROKERS_DOWN:
             self._is_down = True
+
+    def _fail(self, fault: Undelivered) -> None:
+        if self._fault is None:
+            self._faulty_since = time.monotonic()
+        self._fault = fault
 
     def _on_assign(self, _: Consumer, partitions: list[TopicPartition]) -> None:
         self._assignments += 1

@@ -23,14 +23,16 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import select
+import socket
 import socketserver
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Thread
-from typing import Any
+from threading import Event, Thread
+from typing import Any, Self
 
 import pytest
 import trustme
@@ -42,6 +44,7 @@ from relay.intake import kafka
 from relay.intake.consuming import BrokerIntake, Taken
 from relay.intake.kafka import KafkaFeed
 from relay.intake.messages import Invalid, MessageReader
+from relay.runtime.threads import beside
 from tests.brokers import KafkaCluster, started
 from tests.outbox import Outbox, host, wait_until
 
@@ -396,6 +399,188 @@ class _Handshakes(socketserver.ThreadingTCPServer):
             self._context.wrap_socket(request, server_side=True).close()
 
 
+class TlsFronts:
+    """TLS in front of each broker of a cluster, with certificates that change; answers name the fronts."""
+
+    def __init__(self, servers: Sequence[str], authority: trustme.CA) -> None:
+        self._ports: dict[bytes, bytes] = {}
+        """The address of each front, in the form of Kafka's protocol, by that of its broker."""
+        self._fronts = [_Front(int(each.rpartition(":")[2]), self._ports) for each in servers]
+        for each in self._fronts:
+            self._ports[_address(each.broker)] = _address(each.server_address[1])
+        self.servers = [f"127.0.0.1:{each.server_address[1]}" for each in self._fronts]
+        self.change(authority)
+
+    def __enter__(self) -> Self:
+        for each in self._fronts:
+            Thread(target=each.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self._fronts:
+            each.shutdown()
+            each.server_close()
+            each.cut()
+
+    def change(self, authority: trustme.CA, brokers: slice = slice(None)) -> None:
+        """Give brokers new certificates, and end their connections, as a restart does."""
+        for each in self._fronts[brokers]:
+            each.context = _server_context(authority)
+            each.cut()
+
+
+class _Front(socketserver.ThreadingTCPServer):
+    """TLS in front of one broker."""
+
+    daemon_threads = True
+
+    def __init__(self, broker: int, ports: Mapping[bytes, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), socketserver.BaseRequestHandler)
+        self.broker = broker
+        self.context: ssl.SSLContext
+        self._ports = ports
+        self._open: list[socket.socket] = []
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        with (
+            suppress(OSError),
+            self.context.wrap_socket(request, server_side=True) as client,
+            socket.create_connection(("127.0.0.1", self.broker)) as broker,
+        ):
+            self._open += [client, broker]
+            while True:
+                ready = [client] if client.pending() else select.select([client, broker], [], [])[0]
+                if client in ready:
+                    if not (asked := client.recv(65536)):
+                        return
+                    broker.sendall(asked)
+                if broker in ready:
+                    size = _read(broker, 4)
+                    answer = _read(broker, int.from_bytes(size))
+                    for address, front in self._ports.items():
+                        answer = answer.replace(address, front)
+                    client.sendall(size + answer)
+
+    def cut(self) -> None:
+        for each in self._open:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        self._open.clear()
+
+
+def _read(conn: socket.socket, size: int) -> bytes:
+    """Return so many bytes. Raises OSError."""
+    found = b""
+    while len(found) < size:
+        if not (data := conn.recv(size - len(found))):
+            raise ConnectionResetError
+        found += data
+    return found
+
+
+def _address(port: int) -> bytes:
+    return b"127.0.0.1" + port.to_bytes(4)
+
+
+def _server_context(authority: trustme.CA) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    return context
+
+
+def _trusting(topic: Topic, fronts: TlsFronts, trusted: Path) -> KafkaFeed:
+    """A feed through the fronts, which trusts the authorities in a file."""
+    conf = {"security.protocol": "ssl", "ssl.ca.location": str(trusted)}
+    plain, topic.servers = topic.servers, fronts.servers
+    feed = topic.feed(**conf)
+    topic.servers = plain
+    return feed
+
+
+@contextmanager
+def _publishing(feed: KafkaFeed, outbox: Outbox) -> Iterator[BrokerIntake]:
+    works = BrokerIntake(
+        *("orders", feed, MessageReader(), outbox.dsn, "shop", True), lambda result, messages: None
+    )
+    works.condition._first_pause = works.condition._longest_pause = 0.1
+    works.start()
+    try:
+        yield works
+    finally:
+        works.close()
+
+
+def _published(outbox: Outbox) -> list[int]:
+    return outbox.column("select (payload->>'n')::int from outbox_message_t order by c_offset")
+
+
+@pytest.mark.brokers
+def test_brokers_whose_certificates_change_lose_and_repeat_nothing(
+    outbox: Outbox, cluster: KafkaCluster, tmp_path: Path
+) -> None:
+    """Nobody notices a renewed one. One of another authority is a fault until the file has that one, too: it is read
+    again without a restart."""
+    trusted, first, other = tmp_path / "ca.pem", trustme.CA(), trustme.CA()
+    first.cert_pem.write_to_path(str(trusted))
+    topic = Topic(cluster)
+
+    def send(begin: int) -> None:
+        topic.send_bodies([_placed(number) for number in range(begin, begin + 20)])
+
+    with (
+        TlsFronts(topic.servers, first) as fronts,
+        _publishing(_trusting(topic, fronts, trusted), outbox) as works,
+    ):
+        send(0)
+        wait_until(lambda: len(_published(outbox)) == 20, 60)
+        fronts.change(first)
+        send(20)
+        wait_until(lambda: len(_published(outbox)) == 40, 60)
+        fronts.change(other)
+        send(40)
+        wait_until(lambda: "_SSL" in str(works.condition.fault), 60)
+        assert len(_published(outbox)) == 40
+        other.cert_pem.write_to_path(str(trusted), append=True)
+        wait_until(lambda: len(_published(outbox)) == 60, 60)
+        wait_until(lambda: works.condition.fault is None, 60)
+    assert _published(outbox) == list(range(60))
+
+
+@pytest.mark.brokers
+def test_a_broker_whose_certificate_changes_before_those_of_others(
+    outbox: Outbox, cluster: KafkaCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Brokers are restarted one by one. While messages of the others came, its partitions stood still, and nothing
+    was said."""
+    monkeypatch.setattr(kafka, "_RENEW_SECONDS", 0.5)
+    trusted, first, other = tmp_path / "ca.pem", trustme.CA(), trustme.CA()
+    first.cert_pem.write_to_path(str(trusted))
+    topic = Topic(cluster, partitions=3)
+    sent = [0]
+
+    def send(ended: Event) -> None:
+        while not ended.wait(0.05):
+            for partition in range(3):
+                topic.send_bodies([_placed(sent[0])], partition)
+                sent[0] += 1
+
+    with (
+        TlsFronts(topic.servers, first) as fronts,
+        _publishing(_trusting(topic, fronts, trusted), outbox),
+    ):
+        with beside(send, "sends"):
+            wait_until(lambda: len(_published(outbox)) > 10, 60)
+            # The next connection would trust it.
+            other.cert_pem.write_to_path(str(trusted), append=True)
+            fronts.change(other, slice(1))
+            changed = sent[0]
+            wait_until(
+                lambda: {each % 3 for each in _published(outbox) if each > changed} == {0, 1, 2}, 60
+            )
+        wait_until(lambda: len(_published(outbox)) == sent[0], 60)
+    assert sorted(_published(outbox)) == list(range(sent[0]))
+
+
 def test_a_topic_that_is_deleted_is_named(
     cluster: KafkaCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -510,29 +695,17 @@ def test_rebalances_outages_and_lost_commits_lose_and_repeat_nothing(
     """A member that commits nothing comes and goes, brokers and sessions are killed, commits of offsets fail."""
     chance = random.Random(seed)
     topic = Topic(cluster, partitions=3)
-    works = BrokerIntake(
-        *("orders", topic.feed(), MessageReader(), outbox.dsn, "shop", True),
-        lambda result, messages: None,
-    )
-    works.condition._first_pause = works.condition._longest_pause = 0.1
-
-    def published() -> list[int]:
-        return outbox.column("select (payload->>'n')::int from outbox_message_t order by c_offset")
-
     sent = 0
-    works.start()
-    try:
+    with _publishing(topic.feed(), outbox):
         for _ in range(10):
             bodies = [_placed(n) for n in range(sent, sent + 60)]
             bodies.insert(chance.randrange(60), b"{}")
             topic.send_bodies(bodies, partition=chance.randrange(3))
             sent += 60
             _disturb(chance.randrange(4), topic, outbox)
-        wait_until(lambda: len(published()) >= sent, timeout=120)
+        wait_until(lambda: len(_published(outbox)) >= sent, timeout=120)
         wait_until(lambda: sum(topic.committed()) == sent + 10, timeout=60)
-    finally:
-        works.close()
-    found = published()
+    found = _published(outbox)
     assert sorted(found) == list(range(sent))
     for n in range(0, sent, 60):
         of_partition = [each for each in found if n <= each < n + 60]
