@@ -257,7 +257,9 @@ class Liveness:
         text = f"no session can be built for {failing:.0f} s: {fault.fault}"
         if self._parts.pipeline.heartbeat.doing != WAITS_FOR_SPARK:
             return PartState("spark", Level.NOTE, text)
-        if failing > self._limits.stall_seconds:
+        # Executors may take minutes to start, and a restart of relay would begin with that again.
+        limit = self._limits.busy_seconds if session.is_late else self._limits.stall_seconds
+        if failing > limit:
             return PartState("spark", Level.HANGS, f"{text}; batches wait for it")
         return PartState("spark", Level.NOT_READY, text)
 

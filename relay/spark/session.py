@@ -9,10 +9,11 @@ import logging
 import os
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Event, Lock, Thread, Timer
 from typing import TYPE_CHECKING, Any
 
 from relay.config.settings import Settings, SparkSettings
@@ -87,6 +88,8 @@ _COUNT_SECONDS = 1.0
 """The least seconds between two counts of the Spark slots."""
 _PROBE_SECONDS = 10.0
 """How long to wait for a task after a failed job: others may have all slots, a frozen master replaces no executor."""
+_LATE_SECONDS = 60.0
+"""How long Spark may start, and how long its first jobs may take, until that is reported."""
 _FIRST_WAIT_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 30.0
 """How long to wait after the first attempt to build the session that fails, and after later ones at most."""
@@ -111,13 +114,14 @@ class Session:
         self._replacing = Lock()
         self._probe: _Probe | None = None
         self._error: ConfigurationError | None = None
+        self._is_late = False
         self.condition = Condition(
             "spark",
             log,
             "the Spark session cannot be built yet",
             "the Spark session could be built again",
         )
-        """Whether the session can be built; it fails from the first attempt that failed until there is one."""
+        """Whether there can be a session; it fails from the first attempt that fails or is late until there is one."""
 
     @property
     def slots(self) -> int | None:
@@ -140,6 +144,11 @@ class Session:
     def is_ready(self) -> bool:
         """Whether there is a session. It may have died since its last job."""
         return self._session is not None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the attempt in progress takes longer than `_LATE_SECONDS`: it waits for Spark."""
+        return self._is_late
 
     @property
     def counted_slots(self) -> int | None:
@@ -224,9 +233,11 @@ class Session:
             return
         return_arrow_blocks()
         _clear_remains()
-        session = _open(self._settings)
+        with self._reported_if_late("Spark has not started"):
+            session = _open(self._settings)
         try:
-            self._prepare(session)
+            with self._reported_if_late("no executor has run the first tasks"):
+                self._prepare(session)
         except BaseException:
             if self._settings.remote:
                 close_client(session)
@@ -234,6 +245,23 @@ class Session:
         self._session = session
         self._attempted.set()
         log.info("the Spark session is ready", extra={"spark": session.version})
+
+    @contextmanager
+    def _reported_if_late(self, what: str) -> Iterator[None]:
+        """Report a step that waits for Spark, which may take minutes, or for ever where a master is frozen."""
+        timer = Timer(_LATE_SECONDS, self._report_late, (f"{what} for {_LATE_SECONDS:.0f} s",))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+            self._is_late = False
+
+    def _report_late(self, fault: str) -> None:
+        self._is_late = True
+        self.condition.fails(fault)
 
     def _prepare(self, session: SparkSession) -> None:
         """Detect executors that lack relay, start the Python workers, and warm up the JVM."""

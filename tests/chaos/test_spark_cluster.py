@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -50,20 +51,35 @@ class Scene:
     cluster: StandaloneCluster
     config: Path
     relays: ExitStack
+    inline: bool
+    """Whether the pipeline's engine is inline, so that only the sink uses the cluster."""
     service: Running = field(init=False)
 
     def start(self) -> None:
-        """Start relay, and wait until it has applied something."""
+        """Start relay, and wait until it has applied something, and for the session if only the sink uses it."""
         self.service = self.relays.enter_context(running(self.config))
         self.go_on()
+        if self.inline:
+            self.service.wait_said("the Spark session is ready", 480)
+            self.wait_executors()
 
     def go_on(self) -> None:
         """Publish some more, and wait until as many events are applied."""
-        self.outbox.fill(MORE, events=5, hosts=64)
+        # Before they are published: inline, some are applied while the last ones are published.
         goal = progress(self.outbox) + 5 * MORE
+        self.outbox.fill(MORE, events=5, hosts=64)
         ends = self.service.process.poll
         wait_until(lambda: progress(self.outbox) >= goal or ends() is not None, 480)
         assert ends() is None, self.service.log.read_text()[-4_000:]
+
+    def wait_executors(self, timeout: float = 120.0) -> None:
+        """Wait until each worker has its executor."""
+        cluster = self.cluster
+        wait_until(lambda: len(cluster.executors()) == len(cluster.workers), timeout, 0.2)
+
+    def sink_fault(self) -> Any:
+        """What `relay status` says of the sink; None while it works."""
+        return self.outbox.value("select fault from relay.sinks where sink = 'lake'")
 
     def executor(self) -> psutil.Process:
         """One of the executors."""
@@ -142,8 +158,11 @@ def _frozen_until_lost(scene: Scene, worker: Daemon, alone: bool) -> None:
         scene.go_on()
         wait_until(lambda: master.logged(LOST_WORKER) > lost, 120)
         scene.go_on()
+        if scene.inline:
+            # The sink's task that is frozen runs on another worker.
+            written_all(scene.outbox, 240)
     wait_until(lambda: master.logged(REGISTERED_WORKER) > registered, 120)
-    wait_until(lambda: len(scene.cluster.executors()) == len(scene.cluster.workers), 120, 0.2)
+    scene.wait_executors()
     scene.go_on()
 
 
@@ -155,14 +174,36 @@ def master_frozen(scene: Scene) -> None:
         for each in scene.cluster.executors():
             each.kill()
         scene.go_on()
-        wait_until(
-            lambda: "no Spark slot free" in scene.outbox.column("select reason from relay.engines"),
-            120,
-        )
+        wait_until(lambda: _named(scene), 300, 0.2)
         scene.go_on()
         # Thawed, the master takes every worker for lost until it has read their heartbeats.
         time.sleep(max(0.0, thaws - time.monotonic()))
-    wait_until(lambda: len(scene.cluster.executors()) == len(scene.cluster.workers), 120, 0.2)
+    scene.wait_executors()
+    scene.go_on()
+
+
+def _named(scene: Scene) -> bool:
+    """Whether `relay status` says that there is no executor: for the pipeline, or for the sink alone."""
+    if scene.inline:
+        return "no Spark task has ended" in str(scene.sink_fault())
+    return "no Spark slot free" in scene.outbox.column("select reason from relay.engines")
+
+
+def master_frozen_at_start(scene: Scene) -> None:
+    """A relay that starts meanwhile has no session for its sink, says so, and gets one from the thawed master."""
+
+    def fault() -> str:
+        found = scene.outbox.column("select fault from relay.part_faults where part = 'spark'")
+        return "".join(found)
+
+    scene.service.kill()
+    scene.outbox.fill(MORE, events=5, hosts=64)
+    with frozen(scene.cluster.master.process):
+        scene.service = scene.relays.enter_context(running(scene.config))
+        wait_until(lambda: "no master" in fault(), 480, 0.2)
+        wait_until(lambda: "no master" in str(scene.sink_fault()), 120, 0.2)
+        scene.go_on()
+    wait_until(lambda: not fault(), 480, 0.2)
     scene.go_on()
 
 
@@ -208,25 +249,34 @@ FAULTS: dict[str, tuple[Callable[[Scene], None], dict[str, str]]] = {
     "worker frozen": (worker_frozen, {}),
     "machine frozen": (machine_frozen, {}),
     "master frozen": (master_frozen, {}),
+    "master frozen at start": (master_frozen_at_start, {}),
     "dynamic allocation": (executors_come_and_go, DYNAMIC),
 }
-_LONG = {
-    *("executor killed, one failure allowed", "worker killed", "master restarted"),
-    *("driver killed", "dynamic allocation", "executor frozen, no speculation"),
-    *("executor frozen for good", "worker frozen", "machine frozen", "master frozen"),
-}
-"""Variants of the other faults, which take minutes each."""
+_SHORT = ("executor killed", "executor frozen")
+"""The others, and these by polling, take minutes each."""
+_INLINE = ("machine frozen", "master frozen", "master frozen at start")
+"""Those that are also tried with an inline pipeline; the last one only so: else batches wait, and /livez fails."""
+_CASES = [
+    *((fault, mode) for mode in ("drain", "catch-up") for fault in FAULTS if fault != _INLINE[-1]),
+    *((fault, "inline") for fault in _INLINE),
+]
 
 
-@pytest.mark.parametrize("mode", ["drain", pytest.param("catch-up", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    "fault",
-    [pytest.param(each, marks=[pytest.mark.long] if each in _LONG else []) for each in FAULTS],
+    ("fault", "mode"),
+    [
+        pytest.param(
+            *case,
+            id="-".join(case),
+            marks=[] if case[0] in _SHORT and case[1] == "drain" else [pytest.mark.long],
+        )
+        for case in _CASES
+    ],
 )
 def test_exact_on_a_cluster(
     outbox: Outbox, cluster: StandaloneCluster, tmp_path: Path, fault: str, mode: str
 ) -> None:
-    """Beside the target a Spark sink writes files, from the beginning."""
+    """A Spark sink writes files beside the target; the pipeline drains or catches up on Spark, or is inline."""
     happens, conf = FAULTS[fault]
     outbox.watch_positions()
     outbox.fill(TRANSACTIONS, events=5, hosts=64)
@@ -237,16 +287,18 @@ def test_exact_on_a_cluster(
     file = outbox.config_file(
         tmp_path / "relay.yaml",
         **config,
-        batch={"inline_max_events": 0, "max_events": 500},
+        batch={"inline_max_events": 1_000_000_000 if mode == "inline" else 0, "max_events": 500},
         poll={"batch_size": 500},
         spark=cluster.conf(**conf),
     )
     with ExitStack() as relays:
-        scene = Scene(outbox, cluster, file, relays)
+        scene = Scene(outbox, cluster, file, relays, mode == "inline")
         scene.start()
         happens(scene)
         outbox.wait_handled(240)
         written_all(outbox, 480)
+        # What `relay status` said of the sink is over.
+        wait_until(lambda: scene.sink_fault() is None, 60)
         assert scene.service.terminate() == 0
     outbox.assert_exact()
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 0

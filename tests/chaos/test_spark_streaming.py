@@ -18,10 +18,12 @@ from psycopg.types.json import Jsonb
 
 from relay.runtime.threads import beside
 from tests.outbox import Outbox, event, host, wait_until
+from tests.pages import DOCS, blocks
 from tests.process import ROOT
 
 pytestmark = [pytest.mark.chaos, pytest.mark.rare, pytest.mark.timeout(600)]
 
+JOBS = DOCS / "how-to" / "spark-jobs.md"
 KILLS = 2
 CHANCE = random.Random(32)
 
@@ -42,25 +44,19 @@ writer = events.writeStream.option("checkpointLocation", folder + "/checkpoint")
 if sink == "parquet":
     writer = writer.format("parquet").option("path", folder + "/events")
 else:
-    from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
+    from lake import append_to  # of docs/how-to/spark-jobs.md
 
-    def append(frame, number):
-        path = folder + "/table"
-        if DeltaTable.is_deltatable(path):
-            written = DeltaTable(path).transaction_version("query")
-            if written is not None and written >= number:
-                return
-        mark = CommitProperties(app_transactions=[Transaction("query", number)])
-        write_deltalake(path, frame.select("id", "c_offset").toArrow(), mode="append", commit_properties=mark)
-
-    writer = writer.foreachBatch(append)
+    writer = writer.foreachBatch(append_to(folder + "/table"))
 query = writer.start()
 query.awaitTermination()
 if sink == "parquet":
     # Spark's own log of the folder tells which files a killed query has left.
     found = [row.id for row in spark.read.parquet(folder + "/events").select("id").collect()]
 else:
-    found = DeltaTable(folder + "/table").to_pyarrow_table()["id"].to_pylist()
+    from deltalake import DeltaTable, QueryBuilder
+
+    table = QueryBuilder().register("events", DeltaTable(folder + "/table"))
+    found = table.execute("select id from events").read_all()["id"].to_pylist()
 pathlib.Path(folder, "ids").write_text("".join(each + "\\n" for each in found))
 session.close()
 """
@@ -70,12 +66,12 @@ session.close()
 def streaming(
     outbox: Outbox, folder: Path, sink: str, available: str = "no"
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A query in a process group of its own, killed at the end with its JVM."""
+    """A query in a process group of its own, killed at the end with its JVM. It can import the files in `folder`."""
     with (folder / "query.log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-c", QUERY, outbox.dsn, str(folder), available, sink],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])},
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -121,6 +117,8 @@ def test_each_event_is_written_once_with_the_query_killed(
     outbox: Outbox, tmp_path: Path, sink: str
 ) -> None:
     """Beside a publisher, and a transaction that stays open from before the first query to after the last kill."""
+    (recipe,) = (each for each in blocks(JOBS.read_text()) if each.file == "lake.py")
+    (tmp_path / "lake.py").write_text(recipe.text)
     with psycopg.connect(outbox.dsn) as open_long, publishing(outbox):
         open_long.execute("select relay.publish(%s, null, %s)", (host(99), Jsonb([event(1)])))
         for _ in range(KILLS):

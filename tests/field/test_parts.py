@@ -11,13 +11,14 @@ import logging
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from threading import Event, Thread, current_thread
+from types import SimpleNamespace
 
 import psycopg
 import pytest
 
 from relay.admin import status
 from relay.admin.retention import partition_new
-from relay.config.settings import Settings
+from relay.config.settings import Settings, SparkSettings
 from relay.config.source import OWN_OUTBOX
 from relay.delivery.sinks import Sinks
 from relay.demo.embedded import free_port
@@ -256,6 +257,46 @@ def test_a_spark_session_that_cannot_be_built_is_shown(
         wait_until(lambda: failing(settings) == {})
         assert "the Spark session could be built again" in caplog.messages
         assert Scrape(port).value("relay_part_failing", part="spark") == 0
+
+
+def test_a_spark_session_that_waits_for_executors_is_shown(
+    outbox: Outbox, broken: Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen master replaces no executor, and relay waited without a word.
+
+    It stays live: a process that is started again would wait for the same executors.
+    """
+    waits_for_executors(broken, monkeypatch)
+    port = free_port()
+    settings = outbox.settings(
+        observe={"listen": f"127.0.0.1:{port}", "stall_seconds": 2}, batch={"inline_max_events": 0}
+    )
+    with relaying(settings):
+        outbox.publish(host(1), event(1))
+        fault = "no executor has run the first tasks for 0 s"
+        wait_until(lambda: failing(settings) == {"spark": fault})
+        line = f"spark: not ready: no session can be built for 3 s: {fault}"
+        wait_until(lambda: line in ask(port, "/readyz").text)
+        assert ask(port, "/livez").status == 200
+
+
+def test_executors_that_come_late_end_the_fault(
+    broken: Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits_for_executors(broken, monkeypatch)
+    late = Session(SparkSettings())
+    late.start()
+    wait_until(lambda: late.condition.fault is not None and late.is_late)
+    broken.clear()
+    wait_until(lambda: late.is_ready and late.condition.fault is None)
+    assert not late.is_late
+
+
+def waits_for_executors(broken: Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until `broken` is cleared a session is prepared, which is reported soon."""
+    monkeypatch.setattr(session, "_open", lambda _: SimpleNamespace(version="4", stop=lambda: None))
+    monkeypatch.setattr(Session, "_prepare", lambda *_: wait_until(lambda: not broken.is_set()))
+    monkeypatch.setattr(session, "_LATE_SECONDS", 0.05)
 
 
 def test_groups_that_share_a_spark_session_show_it_alike(outbox: Outbox) -> None:
