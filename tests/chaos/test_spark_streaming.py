@@ -21,7 +21,7 @@ from tests.outbox import Outbox, event, host, wait_until
 from tests.pages import DOCS, blocks
 from tests.process import ROOT
 
-pytestmark = [pytest.mark.chaos, pytest.mark.rare, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.chaos, pytest.mark.rare, pytest.mark.timeout(900)]
 
 JOBS = DOCS / "how-to" / "spark-jobs.md"
 KILLS = 2
@@ -36,7 +36,7 @@ from relay.spark.session import Session
 dsn, folder, available, sink = sys.argv[1:]
 session = Session(SparkSettings.model_validate({"master": "local[2]"}))
 session.start()
-spark = session.get(120)
+spark = session.get(240)
 register(spark)
 trigger = {"availableNow": True} if available == "yes" else {"processingTime": "100 milliseconds"}
 events = spark.readStream.format("outbox").options(dsn=dsn, partitions="2", maxEventsPerTrigger="300").load()
@@ -126,7 +126,7 @@ def test_each_event_is_written_once_with_the_query_killed(
             with streaming(outbox, tmp_path, sink) as query:
                 wait_until(
                     lambda: committed_batches(tmp_path) > before + 1 or query.poll() is not None,  # noqa: B023
-                    120,
+                    240,
                 )
                 with suppress(subprocess.TimeoutExpired):
                     query.wait(CHANCE.uniform(0, 1.0))
