@@ -47,7 +47,7 @@ def stored(
     if kind == "delta" and handler.path is not None:
         return _delta(session, f"{key}.path", handler, columns, tasks)
     if kind == "iceberg":
-        return _iceberg(session, f"{key}.table", handler, columns, tasks)
+        return _iceberg(session, key, handler, columns, tasks)
     if handler.table is not None:
         if not session.catalog.tableExists(handler.table):
             raise _nothing(f"{key}.table", handler.table)
@@ -219,18 +219,19 @@ def _iceberg(
 
     from relay.spark.writers.iceberg import catalog_of
 
-    catalog = catalog_of(key.removesuffix(".table"), handler.plain_options)
+    catalog = catalog_of(key, handler.plain_options)
+    of_table = f"{key}.table"
     try:
         table = catalog.load_table(str(handler.table))
     except NoSuchTableError:
-        raise _nothing(key, str(handler.table)) from None
+        raise _nothing(of_table, str(handler.table)) from None
     known = set(table.schema().column_names)
     kept = tuple(column for column in columns if column in known)
     scan = table.scan(selected_fields=kept)
     found = list(scan.plan_files())
     parts = tuple(pickle.dumps(found[number::tasks]) for number in range(tasks))
     described = pickle.dumps((table.metadata, table.io, scan.projection()))
-    return _mapped(session, _IcebergFiles(key, described, parts), kept, tasks)
+    return _mapped(session, _IcebergFiles(of_table, described, parts), kept, tasks)
 
 
 # PostgreSQL
