@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from pathlib import Path
 
 from relay.config.dsn import DatabaseAccess
 from relay.config.settings import Settings
@@ -25,6 +24,7 @@ from relay.pipeline.active_jobs import Job
 from relay.pipeline.retries import RetryWorker
 from relay.pipeline.runner import APPLIES_HERE, WAITS_FOR_SPARK, Pipeline
 from relay.runtime.parts import Condition, Due, Heartbeat, faults
+from relay.runtime.threads import processor_ticks
 from relay.source.hybrid import Source
 from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS
 from relay.source.stream import receiver
@@ -119,7 +119,7 @@ class Liveness:
         seen: dict[Job, _Seen] = {}
         for job in self._parts.pipeline.applier.active_jobs.jobs():
             before = self._seen.get(job)
-            ticks = _ticks(job.thread)
+            ticks = processor_ticks(job.thread)
             began = target.began.get(job.pid) if target and job.pid else None
             if began is None and before is not None:
                 # The session may have ended while its thread hangs.
@@ -298,14 +298,3 @@ def _refused(access: DatabaseAccess) -> str | None:
     if refusal is None:
         return None
     return f"{refusal.text} (for {refusal.seconds:.0f} s)"
-
-
-def _ticks(thread: int) -> int | None:
-    """Return the processor time of a thread of this process, in clock ticks; None if there is no /proc."""
-    try:
-        text = Path(f"/proc/self/task/{thread}/stat").read_text()
-    except OSError:
-        return None
-    # Split after the name, which may hold spaces: state is field 3, utime and stime are fields 14 and 15.
-    fields = text.rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])

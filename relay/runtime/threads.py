@@ -1,12 +1,13 @@
 """Threads that inherit the context of their creator, so that their log lines have the group, and what wakes them.
 
 Sources: Python documentation, "contextvars — Context Variables": a thread starts with an empty context;
-`sys.setswitchinterval`.
+`sys.setswitchinterval`. proc(5), `/proc/PID/task`.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import select
 import socket
 import sys
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import Context, copy_context
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -80,6 +82,44 @@ def position_of(ident: int | None, callers: tuple[str, ...] = ()) -> str:
     if callers:
         *_, shown = shown, *takewhile(lambda each: not each.filename.startswith(callers), frames)
     return f" at {shown.filename}:{shown.lineno} in {shown.name}"
+
+
+_TASKS = Path("/proc/self/task")
+_OF_LIBRARIES = ("tokio", "ThreadPoolExecutor-")
+"""The beginnings of the names of threads in which libraries work: deltalake's, and pools that got no name."""
+
+
+def processor_ticks(thread: int) -> int | None:
+    """Return the processor time of a thread of this process, in clock ticks; None if there is no /proc."""
+    try:
+        text = (_TASKS / str(thread) / "stat").read_text()
+    except OSError:
+        return None
+    # Split after the name, which may hold spaces: state is field 3, utime and stime are fields 14 and 15.
+    fields = text.rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def processor_seconds(thread: int) -> float:
+    """Return the processor time of a thread of this process and of those of libraries, which it may wait for.
+
+    0 if there is no /proc. The threads of a library work for any thread that calls it.
+    """
+    named = {each.native_id: each.name for each in threading.enumerate()}
+    ticks = processor_ticks(thread) or 0
+    for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
+        number = int(task.name)
+        if number != thread and named.get(number, _name(task)).startswith(_OF_LIBRARIES):
+            ticks += processor_ticks(number) or 0
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _name(task: Path) -> str:
+    """Return the name of a thread that Python has not started; empty once it has ended."""
+    try:
+        return (task / "comm").read_text()
+    except OSError:
+        return ""
 
 
 def _enter(context: Context) -> None:

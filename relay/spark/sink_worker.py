@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from threading import Event, Lock, Thread
+from threading import Event, Lock, Thread, get_native_id
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from relay.model.snapshots import full_xids
 from relay.pipeline.listeners import Meter
 from relay.runtime.parts import Condition, Due, Recurring
 from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
+from relay.runtime.threads import processor_seconds
 from relay.source.outbox.rows import prepare_reading
 from relay.spark import frames, sink_batches, upkeep
 from relay.spark.descriptions import safe_description
@@ -73,6 +74,8 @@ LOOK_SECONDS = 5.0
 """Seconds between two looks at the tasks of a batch."""
 STILL_SECONDS = 120.0
 """Seconds without a task that begins or ends after which `relay status` shows that a batch makes no progress."""
+COMPUTING_SECONDS = 0.1
+"""Seconds of processor time between two looks from which on relay's process works at a batch without a task."""
 BUILD_SECONDS = 5.0
 """Seconds after which `relay status` shows that the Spark session is still being built."""
 
@@ -406,14 +409,18 @@ class SparkWorker(Recurring):
     def _watched(self, session: SparkSession, batch: OpenBatch) -> Iterator[None]:
         """Store for `relay status` that the batch of the context makes no progress, while that is so.
 
-        A query or function may take long, so nothing is cancelled. Spark Connect does not report tasks.
+        Where no task is left, computing in this process is progress, such as a merge by deltalake. A query or function
+        may take long, so nothing is cancelled. Spark Connect does not report tasks.
         """
         if self._settings.spark.remote:
             yield
             return
         ended = Event()
         watch = Thread(
-            target=self._watch, args=(session, batch, ended), name="spark-sink-watch", daemon=True
+            target=self._watch,
+            args=(session, batch, ended, get_native_id()),
+            name="spark-sink-watch",
+            daemon=True,
         )
         watch.start()
         try:
@@ -422,13 +429,19 @@ class SparkWorker(Recurring):
             with self._noting:
                 ended.set()
 
-    def _watch(self, session: SparkSession, batch: OpenBatch, ended: Event) -> None:
+    def _watch(self, session: SparkSession, batch: OpenBatch, ended: Event, thread: int) -> None:
         before, since, fault = (0, 0), time.monotonic(), ""
+        computed = processor_seconds(thread)
         while not ended.wait(LOOK_SECONDS):
             try:
                 running, unfinished = tasks_of(session, self._job_group)
-                if (running, unfinished) != before:
+                former_seconds, computed = computed, processor_seconds(thread)
+                computes = not unfinished and computed - former_seconds >= COMPUTING_SECONDS
+                if computes or (running, unfinished) != before:
                     before, since = (running, unfinished), time.monotonic()
+                    if fault:
+                        fault = ""
+                        self._note_still(None, ended)
                     continue
                 if time.monotonic() - since < STILL_SECONDS:
                     continue
@@ -438,8 +451,8 @@ class SparkWorker(Recurring):
                 )
                 if not unfinished:
                     why = (
-                        f"no Spark task runs, and nothing is written for {STILL_SECONDS:.0f} s: the destination "
-                        "does not respond, or your function or upkeep takes long"
+                        f"no Spark task runs, and relay's process has computed nothing for {STILL_SECONDS:.0f} s: the "
+                        "destination does not respond, or your function waits"
                     )
                 former, fault = fault, f"batch {batch.number}: {why}"
                 if fault != former:
@@ -448,8 +461,8 @@ class SparkWorker(Recurring):
                 # Of the session that has died, or of the target: the batch fails of it.
                 log.debug("cannot watch a batch", extra={"fault": safe_description(error)})
 
-    def _note_still(self, fault: str, ended: Event) -> None:
-        """Store that a batch makes no progress, unless it has ended meanwhile. Raises psycopg.Error."""
+    def _note_still(self, fault: str | None, ended: Event) -> None:
+        """Store that a batch makes no progress, None where it does again, unless it has ended. Raises psycopg.Error."""
         with (
             self._noting,
             connect(self._settings.target_dsn, application_name=APPLICATION_NAME) as conn,
@@ -458,6 +471,9 @@ class SparkWorker(Recurring):
                 return
             sinks.note_fault(conn, self._settings.group, self._name, fault)
             self._shows_fault = True
+        if fault is None:
+            log.info("a batch of a Spark sink goes on", extra={"handler": self._name})
+            return
         log.warning(
             "a batch of a Spark sink makes no progress",
             extra={"handler": self._name, "fault": fault},

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from threading import Event
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event, get_native_id
 from types import SimpleNamespace
 from typing import Any
 
+import deltalake
+import pyarrow as pa
 import pytest
 
 from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError, TransientFault
+from relay.runtime.threads import pool, processor_seconds
 from relay.spark import sink_worker
 from relay.spark.session import Session
 from relay.spark.writers.files import FilesWriter, StagedFiles
@@ -19,7 +25,7 @@ from tests.unit.test_spark_sink_sessions import worker_of
 @pytest.mark.parametrize(
     ("tasks", "says"),
     [
-        ((0, 0), "no Spark task runs, and nothing is written for 0 s: the destination does not"),
+        ((0, 0), "no Spark task runs, and relay's process has computed nothing for 0 s: the"),
         ((2, 5), "no Spark task has ended for 0 s: 2 running, 3 without a slot"),
     ],
 )
@@ -30,6 +36,7 @@ def test_a_batch_that_makes_no_progress_is_named(
     monkeypatch.setattr(sink_worker, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(sink_worker, "STILL_SECONDS", 0.0)
     monkeypatch.setattr(sink_worker, "tasks_of", lambda *_: tasks)
+    monkeypatch.setattr(sink_worker, "processor_seconds", lambda _: 0.0)
     watching, ended, said = worker_of(), Event(), list[str]()
 
     def note(fault: str, over: Event) -> None:
@@ -39,9 +46,72 @@ def test_a_batch_that_makes_no_progress_is_named(
     monkeypatch.setattr(watching, "_note_still", note)
     session: Any = None
     batch: Any = SimpleNamespace(number=7)
-    watching._watch(session, batch, ended)
+    watching._watch(session, batch, ended, 1)
     (fault,) = said
     assert fault.startswith(f"batch 7: {says}")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "computed", "said"),
+    [
+        # A merge of 20 minutes raised RelaySinkDown; it is named where it stands still in the end.
+        ((0, 0), [0, 1, 2, 3, 3], ["no Spark task runs"]),
+        # A destination that responds again is no fault any more.
+        ((0, 0), [0, 0, 1, 1], ["no Spark task runs", None, "no Spark task runs"]),
+        # What the process computes says nothing of an executor's task.
+        ((1, 1), [0, 0, 1], ["no Spark task has"]),
+    ],
+)
+def test_what_the_driver_computes_is_progress(
+    monkeypatch: pytest.MonkeyPatch,
+    tasks: tuple[int, int],
+    computed: list[float],
+    said: list[str | None],
+) -> None:
+    monkeypatch.setattr(sink_worker, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(sink_worker, "STILL_SECONDS", 0.0)
+    monkeypatch.setattr(sink_worker, "tasks_of", lambda *_: tasks)
+    watching, ended, notes = worker_of(), Event(), list[str | None]()
+    left = list(computed)
+
+    def seconds(_: int) -> float:
+        if len(left) == 1:
+            ended.set()
+        return left.pop(0)
+
+    def note(fault: str | None, _: Event) -> None:
+        notes.append(fault and fault.removeprefix("batch 7: ")[:18].strip())
+
+    monkeypatch.setattr(sink_worker, "processor_seconds", seconds)
+    monkeypatch.setattr(watching, "_note_still", note)
+    session: Any = None
+    batch: Any = SimpleNamespace(number=7)
+    watching._watch(session, batch, ended, 1)
+    assert notes == said
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+def test_the_threads_of_libraries_compute_for_the_thread_that_waits_for_them(
+    tmp_path: Path,
+) -> None:
+    def compute() -> None:
+        end = time.thread_time() + 0.3
+        while time.thread_time() < end:
+            pass
+
+    def counted(workers: ThreadPoolExecutor) -> float:
+        before = processor_seconds(get_native_id())
+        with workers:
+            workers.submit(compute).result()
+            return processor_seconds(get_native_id()) - before
+
+    assert counted(ThreadPoolExecutor(1)) >= 0.25
+    # Of relay's own threads each works for another sink, or for the pipeline.
+    assert counted(pool(1, "relay")) < 0.25
+    schema = deltalake.Schema.from_arrow(pa.schema([("id", pa.int64())]))
+    deltalake.DeltaTable.create(tmp_path, schema)
+    names = [each.read_text() for each in Path("/proc/self/task").glob("*/comm")]
+    assert any(name.startswith("tokio") for name in names)
 
 
 @pytest.mark.parametrize(("died", "kind"), [(True, TransientFault), (False, OSError)])
