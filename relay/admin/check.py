@@ -36,6 +36,7 @@ from relay.observe.traces import require_exporter
 from relay.pipeline.retry_policy import RetryPolicy
 from relay.pipeline.routing import shadowed
 from relay.queues import configured
+from relay.retention import restoration
 from relay.retention.reader_positions import identity
 from relay.retention.schedule import require_not_given_up
 from relay.runtime.parts import SOON_SECONDS, Condition
@@ -95,6 +96,9 @@ def _after_source(source: Connection | None, settings: Settings, accept: bool) -
         built = {}
     yield from _events(settings)
     yield from _routes(settings)
+    unfit = restoration.unfit(settings)
+    if unfit is not None:
+        yield Finding(Severity.WARNING, "retention", f"retention.archive: {unfit}")
     yield finding_of(
         "spool", "its folder can be written", require_writable, settings.batch.spool_directory
     )

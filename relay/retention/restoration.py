@@ -11,7 +11,7 @@ Source: PostgreSQL documentation, "Table Partitioning".
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _FORMATS = ("parquet", "orc", "delta")
 """The formats that can be read without Spark."""
 _HADOOPS_S3 = re.compile("^s3[an]://")
+_WORD = re.compile(r"\w+")
 _TIME = "c_ts"
 _COPYING = "copying archived events"
 _REPORT_EVERY = 500
@@ -104,6 +105,35 @@ def restore(
             f"--from: the default partition of {table} has events of this range: restore a range before or after them"
         ) from None
     return Restored(f"{schema}.{row[0]}", events)
+
+
+def unfit(settings: Settings, columns: Collection[str] | None = None) -> str | None:
+    """Return why `restore` could not use what the archive's sink writes; None if nothing speaks against it.
+
+    `columns` are those that the sink writes. Without them, only a column counts that its query does not name.
+    """
+    name = settings.retention.archive
+    if name is None:
+        return None
+    try:
+        _, sink = _archive(settings)
+    except ConfigurationError as error:
+        return str(error)
+    if columns is None:
+        query = (sink.sql or "*").lower()
+        columns = _WORD.findall(query) if "*" not in query else (*FIELDS, headers.FIELD)
+    missing = [each for each in (*FIELDS, *_extra(settings)) if each not in columns]
+    if not missing:
+        return None
+    return (
+        f"handlers.{name}: its sql or transform leaves out {', '.join(missing)}, and relay could not restore events "
+        "from such files: keep these columns, or name another sink"
+    )
+
+
+def _extra(settings: Settings) -> list[str]:
+    """Return the column of an archive for extra columns of the outbox, where it has any."""
+    return [headers.FIELD] if settings.source.headers else []
 
 
 def _require_free(existing: Iterable[Partition], lower: datetime, upper: datetime) -> None:
@@ -247,21 +277,21 @@ def _archived(settings: Settings, lower: datetime, upper: datetime) -> Iterator[
             f"handlers.{name}: its files lack {', '.join(missing)}: a sink whose sql or transform changes the columns "
             "cannot be the archive"
         )
-    columns = list(FIELDS)
-    if settings.source.headers:
-        if headers.FIELD not in dataset.schema.names:
-            if sink.sql is not None or sink.transform is not None:
-                raise ConfigurationError(
-                    f"handlers.{name}: its files lack {headers.FIELD}: restore them without source.headers; the "
-                    "columns of headers are null then"
-                )
-            # The schema is that of the first file, which may be older than source.headers: its headers are null.
-            dataset = dataset.replace_schema(
-                dataset.schema.append(pa.field(headers.FIELD, pa.map_(pa.string(), pa.string())))
+    extra = _extra(settings)
+    if not set(extra).issubset(dataset.schema.names):
+        if sink.sql is not None or sink.transform is not None:
+            raise ConfigurationError(
+                f"handlers.{name}: its files lack {headers.FIELD}: restore them without source.headers; the columns of "
+                "headers are null then"
             )
-        columns.append(headers.FIELD)
+        # The schema is that of the first file, which may be older than source.headers: its headers are null.
+        dataset = dataset.replace_schema(
+            dataset.schema.append(pa.field(headers.FIELD, pa.map_(pa.string(), pa.string())))
+        )
     with _arrows_errors():
-        yield from dataset.to_batches(columns=columns, filter=_between(dataset, lower, upper))
+        yield from dataset.to_batches(
+            columns=[*FIELDS, *extra], filter=_between(dataset, lower, upper)
+        )
 
 
 def _count(settings: Settings, lower: datetime, upper: datetime) -> int | None:

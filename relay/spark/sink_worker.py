@@ -23,6 +23,7 @@ from relay.config.settings import Settings
 from relay.faults import TransientFault, first_line
 from relay.model.snapshots import full_xids
 from relay.pipeline.listeners import Meter
+from relay.retention import restoration
 from relay.runtime.parts import Condition, Due, Recurring
 from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.runtime.threads import processor_seconds
@@ -116,6 +117,7 @@ class SparkWorker(Recurring):
         self._moments = Moments()
         self._epoch: int | None = None
         self._noted = -NOTE_SECONDS
+        self._is_known_archive = False
         # A former process may have left one.
         self._shows_fault = True
         self._woken = Event()
@@ -527,9 +529,19 @@ class SparkWorker(Recurring):
         transformed = self._transform.applied(own, frame)
         if transformed is frame:
             return frame
+        self._warn_of_archive(transformed.columns)
         if is_classic and self._handler.callable is None:
             frames.read_only_needed(own, self._settings.source, transformed, batch)
         return transformed.withColumn(BATCH_COLUMN, functions.lit(batch.id))
+
+    def _warn_of_archive(self, columns: Sequence[str]) -> None:
+        """Log once that an archive with these columns could not be restored, before retention removes the events."""
+        if self._is_known_archive or self._settings.retention.archive != self._name:
+            return
+        self._is_known_archive = True
+        unfit = restoration.unfit(self._settings, columns)
+        if unfit is not None:
+            log.warning("retention.archive: %s", unfit, extra={"handler": self._name})
 
     def _own_session(self, session: SparkSession) -> SparkSession:
         """This sink's session on the same Spark: its view and its settings are no other sink's."""

@@ -14,6 +14,7 @@ from psycopg.types.json import Jsonb
 from pyspark.errors import StreamingQueryException
 
 from relay.admin.check import examine
+from relay.admin.findings import Severity
 from relay.admin.install import initialise
 from relay.admin.offsets import plan_seek, seek
 from relay.admin.retention import erase, partition, partition_new
@@ -483,6 +484,12 @@ def test_an_archive_holds_everything_until_it_has_written_it(kept: Outbox, tmp_p
     kept.conn.execute("update relay.sinks set snapshot = pg_current_snapshot() where sink = 'lake'")
     turn(archived, days=30)
     assert kept.value("select count(*) from outbox_message_t") == 0
+    assert not [each for each in examine(archived) if each.subject == "retention"]
+    lake = archived.spark_handlers["lake"].model_copy(update={"sql": "select id from events"})
+    lacking = archived.model_copy(update={"handlers": {**archived.handlers, "lake": lake}})
+    (found,) = [each for each in examine(lacking) if each.subject == "retention"]
+    assert found.level is Severity.WARNING
+    assert found.text.startswith("retention.archive: handlers.lake: its sql or transform leaves")
 
 
 def test_the_command_partitions_a_new_outbox(database: str, tmp_path: Path) -> None:

@@ -10,7 +10,11 @@ from pydantic import ValidationError
 
 from relay.config.settings import RetentionSettings, Settings
 from relay.config.types import duration, written
+from relay.model.events import FIELDS
 from relay.retention.partitions import aligned
+from relay.retention.restoration import unfit
+from relay.spark.session import Session
+from relay.spark.sink_worker import SparkWorker
 
 
 @pytest.mark.parametrize(
@@ -72,6 +76,68 @@ def test_an_archive_begins_with_what_the_outbox_has() -> None:
     with pytest.raises(ValidationError, match=r"'lake' has start: now, .*: set start: beginning"):
         Settings.model_validate(given)
     Settings.model_validate({**given, "handlers": {"lake": {**lake, "start": "beginning"}}})
+
+
+@pytest.mark.parametrize(
+    ("sink", "columns", "why"),
+    [
+        ({}, None, None),
+        ({"sql": "select * from events where host_bucket < 4"}, None, None),
+        ({"sql": f"select {', '.join(FIELDS)} from events"}, None, None),
+        (
+            {"sql": f"SELECT {', '.join(FIELDS[1:])}, upper(event_type) FROM events"},
+            None,
+            "handlers.lake: its sql or transform leaves out id, and relay could not restore events",
+        ),
+        # Only the result tells.
+        ({"sql": "select * except (payload) from events"}, None, None),
+        ({"transform": "json:dumps"}, None, None),
+        (
+            {"transform": "json:dumps"},
+            [each for each in FIELDS if each not in ("payload", "metadata")],
+            "handlers.lake: its sql or transform leaves out payload, metadata, and relay could not",
+        ),
+        ({"format": "csv"}, None, "handlers.lake: relay restores only from a path in the format"),
+    ],
+)
+def test_an_archive_that_could_not_be_restored_is_named_before_events_are_removed(
+    caplog: pytest.LogCaptureFixture,
+    sink: dict[str, str],
+    columns: list[str] | None,
+    why: str | None,
+) -> None:
+    """`relay restore` refused it, years later."""
+    settings = Settings.model_validate(
+        {
+            "group": "shop",
+            "source": {"dsn": "dbname=shop"},
+            "handlers": {"lake": {"type": "spark", "path": "/lake", "start": "beginning", **sink}},
+            "routes": [{"handlers": ["lake"]}],
+            "retention": {"keep": "7d", "archive": "lake"},
+        }
+    )
+    found = unfit(settings, columns)
+    assert (found is None) == (why is None)
+    assert str(found).startswith(str(why))
+    if columns is None:
+        return
+    worker = SparkWorker("lake", settings, Session(settings.spark))
+    for _ in range(2):
+        worker._warn_of_archive(columns)
+    (record,) = caplog.records
+    assert record.getMessage() == f"retention.archive: {found}"
+
+
+def test_extra_columns_belong_into_an_archive() -> None:
+    settings = Settings.model_validate(
+        {
+            "source": {"headers": ["region"]},
+            "handlers": {"lake": {"type": "spark", "path": "/lake", "start": "beginning"}},
+            "retention": {"archive": "lake"},
+        }
+    )
+    assert unfit(settings) is None
+    assert "leaves out headers, and" in str(unfit(settings, FIELDS))
 
 
 def test_a_table_that_is_left_untouched_has_no_retention() -> None:
