@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
@@ -213,8 +214,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._options = options
         self._names = names
         self._conn: psycopg.Connection[Any] | None = None
-        self._outbox = ""
-        """The database, schema and name of the outbox; "" before the first connection."""
+        self._origin = SnapshotOrigin()
         self._target: Snapshot | None = None
         self._noted = False
         self._empty: Difference | None = None
@@ -226,7 +226,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self.__dict__ | {"_conn": None}
 
     def initialOffset(self) -> dict[str, str]:  # noqa: N802
-        return _offset(self._options.starting or self._seen())
+        snapshot = self._options.starting or self._seen()
+        return _offset(snapshot, self._origin)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         most = self._options.max_events
@@ -261,7 +262,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if most is None:
             end = after
         self._ahead = Difference(end, seen)
-        return _offset(end, self._outbox) if count else start
+        return _offset(end, self._origin) if count else start
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         """The server's position and the number of rows after the micro-batch, for the query's progress.
@@ -279,7 +280,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 # The next trigger tells it, where it matters: progress is no reason to end a query.
                 return None
         return {
-            **_offset(self._ahead.after, self._outbox),
+            **_offset(self._ahead.after, self._origin),
             "rowsBehind": rows,
             "moreRowsBehind": rows >= MOST_ROWS_BEHIND,
         }
@@ -289,6 +290,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if before == after:
             return []
         with _one_line(self._options):
+            # A query that begins again repeats its last micro-batch before it asks for another offset.
+            self._connected()
+            self._require_own(end)
             between, since = Difference(before, after), self._since(before)
             return self._on_session(lambda conn: _partitions(conn, self._options, between, since))
 
@@ -325,21 +329,28 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._conn is None or self._conn.closed:
             self._conn = connect(self._options.dsn, application_name="relay spark")
             columns(self._conn, self._options.table, self._names)
-            (database,) = self._conn.execute("select current_database()").fetchone() or ("",)
-            self._outbox = ".".join((database, *self._options.table.name))
+            self._origin = origin_of(self._conn, self._options.table)
         return self._conn
 
-    def _require_own(self, start: dict[str, str]) -> None:
-        """Raise RelayError where a checkpoint is of another outbox: on the same server, its snapshot is valid here too.
+    def _require_own(self, offset: dict[str, str]) -> None:
+        """Raise RelayError where a checkpoint is of another outbox, in which its snapshot may look valid too.
 
-        A checkpoint from before the first rows does not name its outbox.
+        One from before the first rows, or of an earlier relay, does not name its outbox or its server.
         """
-        known = start.get("outbox", self._outbox)
-        if known != self._outbox:
+        own, folder = self._origin, "give each query a folder of its own"
+        outbox = offset.get("outbox", own.outbox)
+        if outbox != own.outbox:
             raise RelayError(
-                f"option checkpointLocation: the checkpoint is of the outbox {known}, not of {self._outbox}: give each "
-                "query a folder of its own; where the outbox has a new name, begin with a new one and "
-                f"startingPosition {start['snapshot']}"
+                f"option checkpointLocation: the checkpoint is of the outbox {outbox}, not of {own.outbox}: {folder}; "
+                "where the outbox has a new name, begin with a new one and startingPosition "
+                f"{offset['snapshot']}"
+            )
+        server, installed = offset.get("server", own.server), offset.get("installed")
+        if server != own.server and (installed is None or installed != own.installed):
+            raise RelayError(
+                f"option checkpointLocation: the checkpoint is of the server {server}, not of {own.server}, and their "
+                f"transaction ids mean different events: {folder}; where this is the same server after pg_upgrade, "
+                f"begin with a new one and startingPosition {offset['snapshot']}"
             )
 
     def _seen(self) -> Snapshot:
@@ -376,8 +387,42 @@ def _one_line(options: Options) -> Iterator[None]:
         raise RelayError(f"table: {'.'.join(options.table.name)} cannot be read: {what}") from None
 
 
-def _offset(snapshot: Snapshot, outbox: str = "") -> dict[str, str]:
-    return {"snapshot": str(snapshot), **({"outbox": outbox} if outbox else {})}
+@dataclass(frozen=True, slots=True)
+class SnapshotOrigin:
+    """Where the snapshots of a stream are valid; all is "" before the first connection.
+
+    `outbox` is the database, schema and name of the outbox, `server` the system identifier. `installed` is the time at
+    which relay was installed in the database, in seconds since 1970, which pg_upgrade keeps; "" where relay is not
+    installed, or this role may not see it.
+    """
+
+    outbox: str = ""
+    server: str = ""
+    installed: str = ""
+
+
+_SERVER = """
+    select pg_catalog.current_database(), s.system_identifier::text,
+           (select count(*) from pg_catalog.pg_class as c join pg_catalog.pg_namespace as n on n.oid = c.relnamespace
+             where nspname = 'relay' and relname = 'migrations' and pg_catalog.has_schema_privilege(n.oid, 'usage')
+               and pg_catalog.has_table_privilege(c.oid, 'select'))
+      from pg_catalog.pg_control_system() as s
+"""
+_INSTALLED = "select extract(epoch from min(applied_at))::text from relay.migrations"
+
+
+def origin_of(conn: psycopg.Connection[Any], table: MappedTable) -> SnapshotOrigin:
+    """Read where the snapshots of a connection's server are valid. Raises psycopg.Error."""
+    ((database, server, is_readable),) = conn.execute(_SERVER)
+    installed = ""
+    if is_readable:
+        ((installed,),) = conn.execute(_INSTALLED)
+    return SnapshotOrigin(".".join((database, *table.name)), server, installed or "")
+
+
+def _offset(snapshot: Snapshot, origin: SnapshotOrigin) -> dict[str, str]:
+    known = {name: text for name, text in asdict(origin).items() if text}
+    return {"snapshot": str(snapshot), **known}
 
 
 def _require_seen(seen: Snapshot, wanted: Snapshot) -> None:

@@ -311,6 +311,53 @@ def test_a_checkpoint_of_another_outbox_is_refused(outbox: Outbox) -> None:
         other.stop()
 
 
+def test_a_checkpoint_of_another_server_is_refused(outbox: Outbox) -> None:
+    """Where this one had given more transaction ids, rows up to the checkpoint's were skipped without a word."""
+    outbox.fill(1)
+    reader = StreamReader(parse({"dsn": outbox.dsn, "startingPosition": "now"}))
+    now = reader.initialOffset()
+    assert set(now) == {"snapshot", "outbox", "server", "installed"}
+    outbox.fill(1)
+    end = reader.latestOffset(now, ReadAllAvailable())
+    assert end == {**now, "snapshot": end["snapshot"]}
+    refused = pytest.raises(RelayError, match=r"the checkpoint is of the server 1, not of \d+, and")
+    anything = ReadAllAvailable()
+    try:
+        with refused:
+            reader.latestOffset({**now, "server": "1", "installed": "1.0"}, anything)
+        # A query that begins again repeats its last micro-batch first.
+        with refused:
+            reader.partitions(now, {**end, "server": "1", "installed": "1.0"})
+        # pg_upgrade keeps transaction ids and relay's tables. `relay uninstall` and `init` keep the server.
+        for of_same in ({"server": "1"}, {"installed": "1.0"}):
+            assert reader.latestOffset({**now, **of_same}, anything)["server"] == end["server"]
+            assert reader.partitions({**now, **of_same}, {**end, **of_same})
+    finally:
+        reader.stop()
+
+
+def test_a_role_that_does_not_know_relays_tables_tells_servers_apart(
+    outbox: Outbox, other_role: str
+) -> None:
+    role = f"s_{outbox.slot}"
+    outbox.conn.execute(f"grant select on outbox_message_t to {role}")
+    options = {"dsn": other_role, "startingPosition": "now", "failOnDataLoss": "false"}
+    reader = StreamReader(parse(options))
+    try:
+        now = reader.initialOffset()
+        assert set(now) == {"snapshot", "outbox", "server"}
+        outbox.fill(1)
+        assert reader.latestOffset(now, ReadAllAvailable()) != now
+        # One that was begun by a role that knows more.
+        known = {**now, "installed": "1.0"}
+        assert reader.latestOffset(known, ReadAllAvailable()) != known
+        with pytest.raises(RelayError, match=r"is of the server 1, .*and startingPosition \d+:"):
+            reader.latestOffset({**now, "server": "1"}, ReadAllAvailable())
+    finally:
+        reader.stop()
+        outbox.conn.execute(f"revoke select on outbox_message_t from {role}")
+
+
 def test_without_a_dsn_the_option_is_named(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PGHOST", "127.0.0.1")
     monkeypatch.setenv("PGPORT", "1")
