@@ -8,7 +8,7 @@ StarRocks/starrocks#23822 (one of ORC), apache/iceberg-python#1987 (a partition 
 ray-project/ray#54447 (a table that another program creates meanwhile, with other partitions), delta-io/delta-rs#1946
 and #3387, delta-io/delta#1506 (columns of nulls), TonicAI/condenser#40 and dimitri/pgcopydb#214 (identity columns),
 ClickHouse/ClickHouse#120691 (decimals as partitions), delta-io/delta-rs#495 (names of partition columns),
-#1156 and #1391 (names of folders).
+#1156 and #1391 (names of folders), apache/seatunnel#8393 and confluentinc/kafka-connect-jdbc#1216 (NUL characters).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pyiceberg.catalog import load_catalog
 from pyiceberg.transforms import BucketTransform
 
 from relay.config.handlers import SparkHandler
-from relay.faults import ConfigurationError, TransientFault
+from relay.faults import ConfigurationError, RelayError, TransientFault
 from relay.spark.session import Session
 from relay.spark.writers import BatchId, Writer, delta_files, writer
 from tests.lake import LocalFrame, LocalSession
@@ -354,6 +354,52 @@ def test_an_identity_column_takes_the_batchs_values(outbox: Outbox) -> None:
         (7, "a", 14),
         (9, None, 18),
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "says"),
+    [
+        (
+            "text",
+            "a\0b",
+            "the batch's column note has a NUL character, which PostgreSQL cannot store: remove it with `sql`, such as"
+            " with replace(note, char(0), '')",
+        ),
+        (
+            "varchar(3)",
+            "a secret",
+            "of the batch's column note (StringDataRightTruncation, sqlstate",
+        ),
+        (
+            "jsonb",
+            '{"a": "\\u0000"}',
+            "of the batch's column note (UntranslatableCharacter, sqlstate 22",
+        ),
+        (
+            "int",
+            "a secret",
+            "of the batch's column note (InvalidTextRepresentation, sqlstate 22P02",
+        ),
+    ],
+    ids=["NUL", "too long", "NUL in JSON", "no number"],
+)
+def test_a_value_that_a_postgresql_table_refuses_is_named(
+    outbox: Outbox, kind: str, value: str, says: str
+) -> None:
+    """The sink said `CharacterNotInRepertoire` for ever, of a batch of 100,000 events with some 20 columns."""
+    outbox.conn.execute(f"create table lake (id text, note {kind})".encode())
+    lake = writing(jdbc={"dsn": outbox.dsn, "table": "public.lake"}, sql="…")
+    identity = batch()
+    refused: Any = LocalFrame(pa.table({"id": ["a", "b"], "note": [None, value]}))
+    with pytest.raises(RelayError) as raised:
+        lake.write(refused, identity)
+    said = str(raised.value)
+    assert said.startswith("handlers.lake.jdbc.table: ")
+    assert says in said
+    assert "secret" not in said
+    converted: Any = LocalFrame(pa.table({"id": ["a", "b"], "note": pa.nulls(2, pa.string())}))
+    lake.write(converted, identity)
+    assert outbox.column("select id from lake order by id") == ["a", "b"]
 
 
 FEATURES = [

@@ -8,6 +8,7 @@ nothing; nor does a driver that was suspended and comes with a batch before the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,11 +18,12 @@ from uuid import UUID, uuid4
 
 import psycopg
 import pyarrow as pa
+import pyarrow.compute as pc
 from psycopg import sql
 
 from relay.config import handlers
 from relay.config.dsn import DatabaseAccess
-from relay.faults import ConfigurationError, TransientFault
+from relay.faults import ConfigurationError, RelayError, TransientFault
 from relay.spark.writers import BatchId
 from relay.spark.writers.arrow import arrow_schema, gathered
 from relay.store.connections import connect
@@ -35,6 +37,8 @@ _COUNTS_SCHEMA = pa.schema([("attempt", pa.string()), ("number", pa.int64())])
 _ATTEMPT = "relay_attempt"
 """The staging table's column with the UUID of the task attempt that copied the row."""
 _LEDGER = "relay_batches"
+_COPIED_COLUMN = re.compile(r"^COPY relay_\w+, line \d+, column (.+?): ", re.MULTILINE)
+"""A line of the context of the server's error about a value that is copied; the value follows, and may precede it."""
 _DROP_LOCK_TIMEOUT = "1s"
 """How long a drop waits for a task of an earlier attempt that still copies."""
 
@@ -84,8 +88,9 @@ _STAGED = """
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """The staging table of one attempt, into which its tasks copy. `dsn` is secret."""
+    """The staging table of one attempt, into which its tasks copy. `key` is the sink's for errors; `dsn` is secret."""
 
+    key: str
     dsn: DatabaseAccess
     schema_name: str
     table: str
@@ -129,7 +134,9 @@ class JdbcWriter:
                 return
             prefix = f"relay_{UUID(batch.application).hex}_"
             _drop_stale(conn, schema_name, prefix)
-            staging = Staging(self._dsn, schema_name, f"{prefix}{uuid4().hex[:16]}", schema)
+            staging = Staging(
+                self._key, self._dsn, schema_name, f"{prefix}{uuid4().hex[:16]}", schema
+            )
             columns = sql.SQL(", ").join(map(sql.Identifier, schema.names))
             names = {
                 "staging": staging.name,
@@ -228,25 +235,62 @@ def _drop(conn: psycopg.Connection[Any], table: sql.Identifier) -> None:
 
 
 def copy_rows(staging: Staging, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Copy a task's rows in one transaction; yields a row with the attempt's UUID and the count."""
+    """Copy a task's rows in one transaction; yields a row with the attempt's UUID and the count.
+
+    Raises RelayError, with the name of the column, for a value that the table refuses, and psycopg.Error.
+    """
     attempt, number = str(uuid4()), 0
     columns = sql.SQL(", ").join(map(sql.Identifier, [*staging.schema.names, _ATTEMPT]))
     statement = sql.SQL("copy {} ({}) from stdin (format csv)").format(staging.name, columns)
-    with connect(staging.dsn) as conn, conn.cursor().copy(statement) as copy:
-        for table in gathered(staging.schema, batches):
-            number += _send(copy, table, attempt)
+    try:
+        with connect(staging.dsn) as conn, conn.cursor().copy(statement) as copy:
+            for table in gathered(staging.schema, batches):
+                number += _send(copy, staging.key, table, attempt)
+    except psycopg.DataError as error:
+        raise RelayError(f"{staging.key}: {_refused(error, staging.schema)}") from None
     yield pa.RecordBatch.from_pylist(
         [{"attempt": attempt, "number": number}], schema=_COUNTS_SCHEMA
     )
 
 
-def _send(copy: psycopg.Copy, table: pa.Table, attempt: str) -> int:
-    """Send rows as CSV, in which null is an empty field and "" is quoted; returns how many."""
+def _send(copy: psycopg.Copy, key: str, table: pa.Table, attempt: str) -> int:
+    """Send rows as CSV, in which null is an empty field and "" is quoted; returns how many.
+
+    Raises RelayError, which names `key`, for a NUL character: the server's error does not tell the column.
+    """
     import pyarrow.csv
 
     marks = pa.repeat(pa.scalar(attempt), table.num_rows)
     sink = pa.BufferOutputStream()
     options = pyarrow.csv.WriteOptions(include_header=False)
     pyarrow.csv.write_csv(table.append_column(_ATTEMPT, marks), sink, options)
-    copy.write(sink.getvalue().to_pybytes())
+    text = sink.getvalue().to_pybytes()
+    if b"\0" in text:
+        name = _column_with_nul(table)
+        raise RelayError(
+            f"{key}: the batch's column {name} has a NUL character, which PostgreSQL cannot store: remove it with "
+            f"`sql`, such as with replace({name}, char(0), '')"
+        )
+    copy.write(text)
     return int(table.num_rows)
+
+
+def _column_with_nul(table: pa.Table) -> str:
+    names: Iterator[str] = (
+        name
+        for name, column in zip(table.column_names, table.columns, strict=True)
+        if pa.types.is_string(column.type) and pc.any(pc.match_substring(column, "\0")).as_py()
+    )
+    return next(names)
+
+
+def _refused(error: psycopg.DataError, schema: pa.Schema) -> str:
+    """Why the server refuses a value, with the column where its message is in English, and without the value."""
+    found = [
+        name for name in _COPIED_COLUMN.findall(error.diag.context or "") if name in schema.names
+    ]
+    column = f"the batch's column {found[-1]}" if found else "a column of the batch"
+    return (
+        f"the table refuses a value of {column} ({type(error).__name__}, sqlstate {error.sqlstate}): convert it with "
+        "`sql`, or change the table"
+    )
