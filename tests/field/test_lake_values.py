@@ -8,7 +8,8 @@ StarRocks/starrocks#23822 (one of ORC), apache/iceberg-python#1987 (a partition 
 ray-project/ray#54447 (a table that another program creates meanwhile, with other partitions), delta-io/delta-rs#1946
 and #3387, delta-io/delta#1506 (columns of nulls), TonicAI/condenser#40 and dimitri/pgcopydb#214 (identity columns),
 ClickHouse/ClickHouse#120691 (decimals as partitions), delta-io/delta-rs#495 (names of partition columns),
-#1156 and #1391 (names of folders), apache/seatunnel#8393 and confluentinc/kafka-connect-jdbc#1216 (NUL characters).
+#1156 and #1391 (names of folders), apache/seatunnel#8393 and confluentinc/kafka-connect-jdbc#1216 (NUL characters),
+apache/datafusion-comet#5836, lensesio/stream-reactor#1719 and rh-aiservices-bu/s4#30 (partitions with long names).
 """
 
 from __future__ import annotations
@@ -152,6 +153,119 @@ def test_a_partition_column_of_delta_may_have_any_name(tmp_path: Path, name: str
     query = deltalake.QueryBuilder().register("t", table)
     found = pa.table(query.execute(f'select "{name}" as found from t').read_all())
     assert sorted(found["found"].to_pylist()) == ["x", "x", "y", "y"]
+
+
+LONG = pa.array(["ü" * 300, "x" * 300, "a"])
+HUGE = pa.array([1e300, 5e-324, 1.0])
+
+
+def rows_of(place: pa.Array, number: int) -> pa.Table:
+    columns = {"id": [f"{number} {each}" for each in range(len(place))], "place": place}
+    fixed = {"c_offset": [number] * len(place), "xid": [number] * len(place)}
+    return pa.table({**columns, **fixed, "relay_deleted": [False] * len(place)})
+
+
+@pytest.mark.parametrize("place", [LONG, HUGE], ids=["texts", "numbers"])
+def test_a_partition_of_delta_may_have_a_value_of_any_length(
+    tmp_path: Path, place: pa.Array, caplog: pytest.LogCaptureFixture
+) -> None:
+    """relay's folders were short, but deltalake could not merge small files of the whole table for good."""
+    for number in (1, 2):
+        lake: Any = lake_of("delta", tmp_path, partition_by=["place"])
+        lake.write(LocalFrame(rows_of(place, number)), batch())
+    lake.upkeep(LocalSession())
+    table = deltalake.DeltaTable(tmp_path / "table")
+    # One of the last value; of the others as they were.
+    assert len(table.file_uris()) == 5
+    query = deltalake.QueryBuilder().register("t", table)
+    found = pa.table(query.execute("select place from t order by id").read_all())
+    assert found["place"].to_pylist() == place.to_pylist() * 2
+
+
+@pytest.mark.parametrize("place", [LONG, HUGE], ids=["texts", "numbers"])
+def test_a_partition_in_which_deltalake_cannot_merge_is_named(
+    tmp_path: Path, place: pa.Array
+) -> None:
+    """The sink said `File name too long` for ever, and each attempt left the files of other partitions."""
+    settings = {"mode": "upsert", "key": ["id"], "partition_by": ["place"]}
+    lake: Any = lake_of("delta", tmp_path, **settings)
+    for rows in (rows_of(place, 1), rows_of(place, 1).slice(0, 1)):
+        with pytest.raises(ConfigurationError, match=r"lake\.partition_by: the column place has a"):
+            lake.merge(rows, BatchId(str(uuid4()), 1, str(uuid4()), "9:9:"))
+    assert not files_below(tmp_path)
+    lake.merge(rows_of(place, 1).slice(2), BatchId(str(uuid4()), 1, str(uuid4()), "9:9:"))
+    assert len(files_below(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 249, "ü" * 41 + "xyz", "x y" * 49 + "zzzz", "~-_." * 62 + "~"], ids=len
+)
+def test_a_partition_of_the_longest_name_is_merged(tmp_path: Path, value: str) -> None:
+    """If another deltalake names folders in another way, this fails."""
+    settings = {"mode": "upsert", "key": ["id"], "partition_by": ["place"]}
+    lake: Any = lake_of("delta", tmp_path, **settings)
+    lake.merge(rows_of(pa.array([value]), 1), BatchId(str(uuid4()), 1, str(uuid4()), "9:9:"))
+    (file,) = files_below(tmp_path)
+    assert len(file.parent.name.encode()) == 255
+    with pytest.raises(ConfigurationError, match="too long for the name of a folder"):
+        lake.merge(
+            rows_of(pa.array([value + "x"]), 2), BatchId(str(uuid4()), 1, str(uuid4()), "9:9:")
+        )
+
+
+def test_a_folder_of_files_with_too_long_a_name_is_named(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """stream-reactor#1719: the sink said `IOException` for ever."""
+    lake = writing(path=str(tmp_path / "lake"), sql="…", partition_by=["place"])
+    identity = batch()
+    frame = frame_of(spark, "repeat('x', 300) as place", identity=identity)
+    with pytest.raises(
+        ConfigurationError, match=r"lake\.partition_by: the column place has a value"
+    ):
+        lake.write(frame, identity)
+    assert lake.write(frame_of(spark, "'x' as place", identity=identity), identity)
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+@pytest.mark.parametrize("layout", ["", "object-storage"])
+def test_a_partition_of_iceberg_may_have_a_value_of_any_length(
+    tmp_path: Path, mode: str, layout: str
+) -> None:
+    """datafusion-comet#5836: the name of the folder was too long, and the sink stood still."""
+    (tmp_path / "warehouse").mkdir()
+    key = {"mode": "upsert", "key": ["id"]} if mode == "upsert" else {}
+    lake: Any = lake_of("iceberg", tmp_path, partition_by=["place"], **key)
+
+    def write(number: int, place: pa.Array) -> None:
+        rows, identity = rows_of(place, number), BatchId(str(uuid4()), 1, str(uuid4()), "9:9:")
+        if mode == "append":
+            lake.write(LocalFrame(rows), identity)
+        else:
+            lake.merge(rows, identity, LocalSession())
+
+    write(1, LONG.slice(2))
+    table = load_catalog("relay", **iceberg_options(tmp_path)).load_table("shop.events")
+    if layout:
+        given = {"write.object-storage.enabled": "true"}
+        table.transaction().set_properties(given).commit_transaction()
+    for number in (2, 3):
+        write(number, LONG)
+    # The first rows again, which replaces them in an upsert table.
+    if mode == "upsert":
+        rows = rows_of(LONG, 2).set_column(2, "c_offset", pa.array([9, 9, 9]))
+        lake.merge(
+            rows, BatchId(str(uuid4()), 1, str(uuid4()), "20:20:", None, "9:9:"), LocalSession()
+        )
+    lake.upkeep(LocalSession())
+    table.refresh()
+    assert not [each for each in table.properties if "location-provider" in each]
+    for value in LONG.to_pylist():
+        found = table.scan(row_filter=f"place == '{value}'").to_arrow()
+        assert found.num_rows == (3 if value == "a" else 2)
+        files = list(table.scan(row_filter=f"place == '{value}'").plan_files())
+        assert [each.file.partition[0] for each in files] == [value]
+        assert ("place=a" in files[0].file.file_path) == (value == "a")
 
 
 @pytest.mark.parametrize("mode", ["append", "upsert"])

@@ -13,6 +13,10 @@ from relay.spark.writers import MissingPartition
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+MOST_NAME_BYTES = 255
+"""The most bytes of the name of a file or a folder, in file systems and in stores that keep objects in one."""
+MOST_KEY_BYTES = 1024
+"""The most bytes of the key of an object in a store."""
 _OWN = "relay_"
 """The beginning of the names of columns that no query can leave out."""
 
@@ -91,6 +95,14 @@ def require_partition_columns(key: str, columns: Sequence[str], frame: Sequence[
                 f"{key}.partition_by: the batch has no column {name}: name others, or add it with `sql`; it has "
                 f"{', '.join(frame)}"
             )
+
+
+def long_partition(key: str, name: str) -> ConfigurationError:
+    """The error, which names `key`, about a partition column with a value that no folder can be called."""
+    return ConfigurationError(
+        f"{key}.partition_by: the column {name} has a value that is too long for the name of a folder: shorten it with "
+        "`sql`, such as with md5 or left, or partition by another column"
+    )
 
 
 def refuse_partition_types(

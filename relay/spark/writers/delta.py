@@ -12,11 +12,13 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from decimal import Decimal
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import deltalake
 import numpy as np
@@ -29,7 +31,10 @@ from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError, TransientFault
 from relay.spark.writers import BatchId
 from relay.spark.writers.arrow import (
+    MOST_KEY_BYTES,
+    MOST_NAME_BYTES,
     arrow_schema,
+    long_partition,
     refuse_partition_types,
     require_columns,
     require_distinct_columns,
@@ -96,6 +101,8 @@ _NULL_PARTITIONS = ("", "__HIVE_DEFAULT_PARTITION__")
 """The texts that deltalake reads as null in a partition column."""
 _ATTEMPTS = 5
 """How often a merge is made while others commit to the table."""
+_FILE_NAME_BYTES = 100
+"""More than the bytes of the name of a file that deltalake writes."""
 _REMOVING_TASKS = 4
 """The most tasks that remove files."""
 _CREATED_WITH = {"delta.checkpointInterval": "20"}
@@ -178,10 +185,24 @@ class DeltaWriter:
             if _DELETED_ROWS not in (table.protocol().writer_features or ()):
                 # A commit that removes one of the files meanwhile makes it fail; they are then merged the next time.
                 with suppress(CommitFailedError):
-                    table.optimize.compact(max_concurrent_tasks=1)
+                    table.optimize.compact(self._mergeable(table), max_concurrent_tasks=1)
         finally:
             # Also where deltalake cannot merge others' files, such as those of a partition whose value has a `~`.
             self._remove_old_files(table, session)
+
+    def _mergeable(self, table: deltalake.DeltaTable) -> list[tuple[str, str, list[Any]]] | None:
+        """The filter of the partitions whose files deltalake can merge: not those of too long a name."""
+        by = table.metadata().partition_columns
+        if not by:
+            return None
+        columns = [f"partition.{name}" for name in by]
+        files = pa.table(table.get_add_actions(flatten=True)).select(columns).rename_columns(by)
+        long: dict[str, list[Any]] = defaultdict(list)
+        for values in files.group_by(by).aggregate([]).to_pylist():
+            name = _too_long(self._path, values)
+            if name is not None:
+                long[name].append(values[name])
+        return [(name, "not in", values) for name, values in long.items()] or None
 
     def _remove_old_files(self, table: deltalake.DeltaTable, session: SparkSession) -> None:
         """Remove the table's own data files that none of its kept versions has, on the executors.
@@ -328,6 +349,7 @@ class DeltaUpserts(DeltaWriter):
         table = self._load()
         by = self._partition_by if table is None else table.metadata().partition_columns
         events = newest(_with_null_partitions(rows, by), self._by, batch)
+        self._require_short_partitions(events.rows, by)
         for attempt in range(1, _ATTEMPTS + 1):
             if attempt > 1:
                 table = self._load()
@@ -360,6 +382,14 @@ class DeltaUpserts(DeltaWriter):
             commit_properties=_properties(batch, max_commit_retries=0),
         )
         merge.when_matched_update(columns).when_not_matched_insert(columns).execute()
+
+    def _require_short_partitions(self, rows: pa.Table, partition_by: Sequence[str]) -> None:
+        """Raise ConfigurationError for a partition in which deltalake could not write a file, before it writes any."""
+        by = [name for name in partition_by if name in rows.column_names]
+        for values in rows.group_by(by).aggregate([]).to_pylist() if by else ():
+            name = _too_long(self._path, values)
+            if name is not None:
+                raise long_partition(self._key, name)
 
     def _stale(self, table: deltalake.DeltaTable, events: Newest) -> NDArray[np.int64]:
         """The indices of the events that are not newer than the row of their key."""
@@ -397,6 +427,28 @@ def _with_null_partitions(rows: pa.Table, partition_by: Sequence[str]) -> pa.Tab
             values = pc.if_else(is_null, pa.scalar(None, pa.string()), rows[name])
             rows = rows.set_column(rows.column_names.index(name), name, values)
     return rows
+
+
+def _too_long(path: str, values: Mapping[str, Any]) -> str | None:
+    """The column whose value makes the folder of a partition too long for deltalake; None if it can write there.
+
+    It writes values with all characters into the names of folders; relay's own folders are short (`delta_files`).
+    """
+    sizes = {
+        name: len(name.encode()) + len(quote(_text(value), safe="")) + 1
+        for name, value in values.items()
+    }
+    if not sizes:
+        return None
+    longest = max(sizes, key=lambda name: sizes[name])
+    if local_path(path) is not None:
+        return longest if sizes[longest] > MOST_NAME_BYTES else None
+    whole = len(path.encode()) + sum(sizes.values()) + len(sizes) + _FILE_NAME_BYTES
+    return longest if whole > MOST_KEY_BYTES else None
+
+
+def _text(value: Any) -> str:
+    return format(Decimal(repr(value)), "f") if isinstance(value, float) else str(value)
 
 
 def _quoted(name: str) -> str:

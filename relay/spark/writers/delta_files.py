@@ -43,7 +43,9 @@ _LONGEST_BOUND = 64
 _GREATEST = "\U0010ffff"
 _NOT_IN_NAMES = re.compile(r"[^\w.-]", re.ASCII)
 _LONGEST_NAME = 100
-"""The most characters of a column and of a partition value in a folder's name, of at most 255 bytes mostly."""
+"""The most characters of a column in a folder's name, and of a partition value of up to three columns."""
+_LONGEST_NAMES = 300
+"""The most characters of the values in all folders' names: with the table's address it is one key in a store."""
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -169,16 +171,17 @@ def _value(value: Any) -> str | None:
     return str(value)
 
 
-def _folder(text: str) -> str:
+def _folder(text: str, longest: int = _LONGEST_NAME) -> str:
     """A column or value in a folder's name: characters that addresses escape are another one."""
-    return _NOT_IN_NAMES.sub("_", text[:_LONGEST_NAME])
+    return _NOT_IN_NAMES.sub("_", text[:longest])
 
 
 def _write(
     files: BatchFiles, store: Any, values: Mapping[str, str | None], part: pa.Table
 ) -> dict[str, Any]:
+    longest = min(_LONGEST_NAME, _LONGEST_NAMES // max(1, len(values)))
     folders = [
-        f"{_folder(name)}={_NULL if value is None else _folder(value)}"
+        f"{_folder(name)}={_NULL if value is None else _folder(value, longest)}"
         for name, value in values.items()
     ]
     # Readers take the columns and values from the log, so two values may share a folder's name.

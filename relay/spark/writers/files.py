@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError, RelayError, TransientFault
 from relay.spark.writers import BATCH_COLUMN, BatchId
-from relay.spark.writers.arrow import require_partition_columns
+from relay.spark.writers.arrow import MOST_NAME_BYTES, long_partition, require_partition_columns
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -47,21 +47,25 @@ class FilesWriter:
             staging.remove_stale()
 
     def write(self, frame: DataFrame, batch: BatchId) -> list[str] | None:
-        """Stage the batch; through Spark Connect, replace the batch's own folders. Raises MissingPartition."""
+        """Stage the batch; through Spark Connect, replace the batch's own folders.
+
+        Raises MissingPartition, ConfigurationError for a partition whose name is too long, and Spark's errors.
+        """
         by = [*self._settings.partition_by, BATCH_COLUMN]
         require_partition_columns(f"handlers.{self._name}", by, frame.columns)
         options = self._settings.plain_options
         staging = StagedFiles.of(frame.sparkSession, self._path)
-        if staging is not None:
-            return staging.write(frame, batch.id, self._settings.format, by, options)
-        frame.write.save(
-            self._path,
-            self._settings.format,
-            "overwrite",
-            by,
-            partitionOverwriteMode="dynamic",
-            **options,
-        )
+        with naming_long_partitions(f"handlers.{self._name}", frame, by):
+            if staging is not None:
+                return staging.write(frame, batch.id, self._settings.format, by, options)
+            frame.write.save(
+                self._path,
+                self._settings.format,
+                "overwrite",
+                by,
+                partitionOverwriteMode="dynamic",
+                **options,
+            )
         return None
 
     def publish(self, session: SparkSession, batch: BatchId, files: Sequence[str]) -> None:
@@ -73,6 +77,11 @@ class FilesWriter:
 
 STALE_SECONDS = 7 * 24 * 3600.0
 """The age at which a batch's folder of staged files is removed: its driver has died, or was too late."""
+_OF_NAMES = (
+    *("Mkdirs failed to create", "File name too long", "path component name limit"),
+    "KeyTooLong",
+)
+"""What file systems say of a folder whose name is too long, beside other reasons: local ones, HDFS, S3."""
 _LEVELS = 2
 """The folders of an attempt's name, which a file's name at its destination does not have."""
 
@@ -180,6 +189,35 @@ class StagedFiles:
         for status in self._system.globStatus(self._under(pattern)) or ():
             if time.time() - status.getModificationTime() / 1000 >= older_than:
                 self._system.delete(status.getPath(), True)
+
+
+@contextmanager
+def naming_long_partitions(key: str, frame: DataFrame, columns: Sequence[str]) -> Iterator[None]:
+    """Turn an error about a folder whose name is too long into a ConfigurationError that names the column."""
+    try:
+        yield
+    except Exception as error:
+        is_of_name = any(words in str(error) for words in _OF_NAMES)
+        name = _longest(frame, columns) if is_of_name else None
+        if name is None:
+            raise
+        raise long_partition(key, name) from error
+
+
+def _longest(frame: DataFrame, columns: Sequence[str]) -> str | None:
+    """The first partition column with a value that is too long for the name of a folder. Raises Spark's errors."""
+    from pyspark.sql.functions import max, octet_length
+
+    texts = [frame[f"`{name.replace('`', '``')}`"].cast("string") for name in columns]
+    (found,) = frame.agg(*(max(octet_length(text)) for text in texts)).collect()
+    return next(
+        (
+            name
+            for name, size in zip(columns, found, strict=True)
+            if len(f"{name}=".encode()) + (size or 0) > MOST_NAME_BYTES
+        ),
+        None,
+    )
 
 
 def published(name: str) -> str:

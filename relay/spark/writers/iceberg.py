@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
-from uuid import uuid4
 
 import numpy as np
 import pyarrow as pa
@@ -29,11 +28,7 @@ from pyiceberg.exceptions import (
     ValidationException,
 )
 from pyiceberg.expressions import AlwaysTrue
-from pyiceberg.io.pyarrow import (
-    ArrowScan,
-    _dataframe_to_data_files,
-    _pyarrow_to_schema_without_ids,
-)
+from pyiceberg.io.pyarrow import ArrowScan, _pyarrow_to_schema_without_ids
 from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table, TableProperties
 from pyiceberg.transforms import IdentityTransform
@@ -51,6 +46,7 @@ from relay.spark.writers.arrow import (
     require_partition_columns,
 )
 from relay.spark.writers.iceberg_commits import AlreadyCommitted, commit, has, upsert
+from relay.spark.writers.iceberg_files import data_files
 from relay.spark.writers.iceberg_upkeep import CREATED_WITH, expire_snapshots, merge_files
 from relay.spark.writers.upserts import SNAPSHOTS, Newest, collected, compared, marked, newest
 
@@ -241,7 +237,7 @@ class IcebergUpserts(IcebergWriter):
                     new += pickle.loads(row.new)  # noqa: S301
         rows = events.without(np.concatenate(stale))
         if rows.num_rows:
-            new += _dataframe_to_data_files(table.metadata, rows, table.io, uuid4())
+            new += data_files(table.metadata, rows, table.io)
         upsert(table, batch, old, new)
 
 
@@ -287,7 +283,7 @@ def write_files(target: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[pa
     """
     metadata, io, schema = pickle.loads(target)  # noqa: S301
     for table in gathered(schema, batches):
-        files = _dataframe_to_data_files(metadata, table, io, uuid4())
+        files = data_files(metadata, table, io)
         pickled = [pickle.dumps(file) for file in files]
         yield pa.RecordBatch.from_arrays([pa.array(pickled, pa.binary())], schema=_FILES_SCHEMA)
 
@@ -312,11 +308,7 @@ def write_rest(
                 if superseded.any():
                     rows = ArrowScan(metadata, io, metadata.schema(), AlwaysTrue()).to_table([task])
                     rest = rows.filter(pa.array(~superseded))
-                    files = (
-                        list(_dataframe_to_data_files(metadata, rest, io, uuid4()))
-                        if rest.num_rows
-                        else []
-                    )
+                    files = list(data_files(metadata, rest, io)) if rest.num_rows else []
                     row |= {"old": pickle.dumps(task.file), "new": pickle.dumps(files)}
                 if superseded.any() or stale.size:
                     yield pa.RecordBatch.from_pylist([row], schema=_REST_SCHEMA)

@@ -16,12 +16,11 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import pyarrow as pa
 from pyiceberg.exceptions import CommitFailedException, ValidationException
 from pyiceberg.expressions import AlwaysTrue
-from pyiceberg.io.pyarrow import ArrowScan, _dataframe_to_data_files
+from pyiceberg.io.pyarrow import ArrowScan
 from pyiceberg.manifest import DataFile, ManifestFile
 from pyiceberg.table import FileScanTask, Table, TableProperties
 from pyiceberg.table.metadata import TableMetadata
@@ -30,6 +29,7 @@ from pyiceberg.table.update import AssertRefSnapshotId, AssertTableUUID, RemoveS
 from pyiceberg.utils.properties import property_as_bool, property_as_int
 
 from relay.spark.writers.iceberg_commits import OWN, replace
+from relay.spark.writers.iceberg_files import data_files
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -108,7 +108,7 @@ def write_merged(
         for number in batch.column(0).to_pylist():
             tasks = pickle.loads(parts[number])  # noqa: S301
             rows = ArrowScan(metadata, io, metadata.schema(), AlwaysTrue()).to_table(tasks)
-            for file in _dataframe_to_data_files(metadata, rows, io, uuid4()):
+            for file in data_files(metadata, rows, io):
                 yield pa.RecordBatch.from_pylist(
                     [{"number": number, "file": pickle.dumps(file)}], schema=_MERGED_SCHEMA
                 )

@@ -13,7 +13,7 @@ from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError
 from relay.spark.writers import BATCH_COLUMN, BatchId
 from relay.spark.writers.arrow import require_partition_columns
-from relay.spark.writers.files import StagedFiles, published
+from relay.spark.writers.files import StagedFiles, naming_long_partitions, published
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -77,18 +77,15 @@ class TableWriter:
             self._replace(ordered, batch, described)
             return None
         staging = StagedFiles.of(session, described.location)
-        if staging is None:
+        by = self._partition_columns(session)
+        with naming_long_partitions(f"handlers.{self._name}", ordered, by):
+            if staging is not None:
+                stored = self._as_stored(session, ordered)
+                return staging.write(stored, batch.id, described.format, by, self._options)
             # Set for each batch: where a Connect server has `static`, the insert would replace the whole table.
             session.conf.set("spark.sql.sources.partitionOverwriteMode", "dynamic")
             ordered.write.options(**self._options).insertInto(self._table, overwrite=True)
-            return None
-        return staging.write(
-            self._as_stored(session, ordered),
-            batch.id,
-            described.format,
-            self._partition_columns(session),
-            self._options,
-        )
+        return None
 
     def publish(self, session: SparkSession, batch: BatchId, files: Sequence[str]) -> None:
         """Move the batch's files to their partitions, and add these to the catalog.
