@@ -6,11 +6,13 @@ A command imports the modules that it needs when it is called, so that `relay --
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import psycopg
 import typer
 from typer.core import TyperGroup
+from typer.models import CommandInfo
 
 from relay import __version__
 from relay.cli.deferred import deferred
@@ -112,6 +114,7 @@ for command in (
 
 def main() -> None:
     """Run the command line. An error is printed as lines on standard error, never as a traceback."""
+    _leave_out_others(sys.argv[1:2])
     try:
         app()
     except RelayError as error:
@@ -122,6 +125,18 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _leave_out_others(first: Sequence[str]) -> None:
+    """Keep the command that the first argument names, if it names one: to build them all takes a tenth of a second."""
+    if first and first[0] in _ORDER:
+        kept = [each for each in app.registered_commands if _name(each) in first]
+        app.registered_groups = [each for each in app.registered_groups if each.name in first]
+        app.registered_commands = kept
+
+
+def _name(command: CommandInfo) -> str | None:
+    return command.name or (command.callback and command.callback.__name__)
 
 
 def _version(asked: bool) -> None:

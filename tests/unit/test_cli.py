@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
-from relay.cli.app import app
+from relay.cli.app import _leave_out_others, app
 from relay.cli.deferred import deferred
 from relay.store.deferred.selection import KINDS
 from tests.process import ROOT
@@ -29,6 +30,19 @@ def test_help_lists_the_commands_in_the_order_of_their_use() -> None:
     listed = group.list_commands(None)
     assert listed[:7] == ["init", "check", "run", "status", "top", "publish", "event"]
     assert listed[-1] == "uninstall"
+
+
+@pytest.mark.parametrize("first", ["dlq", "status", "publish"])
+def test_only_the_command_that_is_called_is_built(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in ("registered_groups", "registered_commands"):
+        monkeypatch.setattr(app, kind, list(getattr(app, kind)))
+    for none in ([], ["--help"], ["nothing"]):
+        _leave_out_others(none)
+        assert len(getattr(typer.main, "get_command")(app).list_commands(None)) > 20  # noqa: B009
+    _leave_out_others([first])
+    assert getattr(typer.main, "get_command")(app).list_commands(None) == [first]  # noqa: B009
 
 
 def test_help_names_every_kind_of_deferral() -> None:
