@@ -17,19 +17,24 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
+
+import typer.main
 
 ROOT = Path(__file__).resolve().parent.parent
 
 _MODULES = (
     *("pandas", "pyarrow", "pyspark.sql", "relay.cli.app", "relay.supervisor", "relay.service"),
-    *("relay.admin.check", "relay.admin.install", "relay.admin.status"),
+    *("relay.admin.check", "relay.admin.install", "relay.admin.status", "relay.admin.dead_letters"),
+    *("relay.admin.offsets", "relay.admin.queues", "relay.handlers.sql", "relay.handlers.python"),
+    *("relay.observe.observer", "relay.sinks.http", "typer._adapters"),
 )
 """What most commands import."""
 _AT_START = ("PYTHON", "LC_", "LANG", "COLUMNS", "LINES", "TERM", "TZ", "LD_", "MALLOC_")
@@ -240,12 +245,41 @@ def _run(request: _Request) -> None:
     first = [folder, *environment.get("PYTHONPATH", "").split(os.pathsep)]
     sys.path[:] = [*first, *(each for each in sys.path if each != str(ROOT))]
     sys.argv[1:] = arguments
-    runpy.run_module("relay", run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module("relay", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        _end(end.code or 0)
+    _end(0)
+
+
+def _end(status: int) -> NoReturn:
+    """End as Python does, but leave the memory to the kernel: to take modules apart would copy what is shared."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _build_commands() -> None:
+    """Build relay's command line once: it is the same in each forked process."""
+    from relay.cli.app import app
+
+    build = typer.main.get_command
+    built = build(app)
+
+    def get_command(typer_instance: typer.Typer) -> Any:
+        return built if typer_instance is app else build(typer_instance)
+
+    typer.main.get_command = get_command
 
 
 def _main() -> None:
     for name in _MODULES:
         __import__(name)
+    _build_commands()
     forking = _Forking(sys.argv[1])
     # The collector of a forked process leaves these objects, and so their memory stays shared.
     gc.collect()
