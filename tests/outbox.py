@@ -395,11 +395,12 @@ LONG_SECONDS = 120.0
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 60.0, every: float = 0.02) -> None:
-    """Poll a condition, `every` seconds, until it holds; fail after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
+    """Poll a condition until it holds, less often the longer it takes; fail after `timeout` seconds."""
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout} s"
-        time.sleep(every)
+        waited = time.monotonic() - began
+        assert waited < timeout, f"not within {timeout} s"
+        time.sleep(max(every, min(0.1, waited / 10)))
 
 
 @contextmanager

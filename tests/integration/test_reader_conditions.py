@@ -103,7 +103,7 @@ def _read(conn: _Connection, reader: str = "r") -> list[Any]:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     st.lists(st.dictionaries(st.sampled_from("ab"), _VALUES), min_size=1, max_size=6),
-    st.lists(st.tuples(_CONDITIONS, st.fixed_dictionaries({"x": _VALUES, "y": _VALUES})), min_size=8, max_size=8),
+    st.lists(st.tuples(_CONDITIONS, st.fixed_dictionaries({"x": _VALUES, "y": _VALUES})), min_size=4, max_size=4),
 )  # fmt: skip
 def test_a_reader_gets_what_sql_finds(
     outbox: Outbox, payloads: list[dict[str, Any]], conditions: list[tuple[str, dict[str, Any]]]
