@@ -182,6 +182,25 @@ def test_a_partition_of_delta_may_have_a_value_of_any_length(
     assert found["place"].to_pylist() == place.to_pylist() * 2
 
 
+@pytest.mark.parametrize("columns", [1, 3, 8])
+def test_the_folders_of_many_partition_columns_fit_into_a_key(tmp_path: Path, columns: int) -> None:
+    """The key of an object has at most 1,024 bytes, with the table's address."""
+    names = [f"place_{number}" for number in range(columns)]
+    table = pa.table({"id": ["a", "b", "c"], **dict.fromkeys(names, LONG)})
+    files = delta_files.BatchFiles(str(tmp_path), {}, table.schema, names, str(uuid4()))
+    written = [
+        fact
+        for facts in delta_files.write_files(files, iter(table.to_batches()))
+        for fact in facts.to_pylist()
+    ]
+    assert len({fact["path"] for fact in written}) == 3
+    is_own = delta_files.own_data_files(names)
+    for fact in written:
+        assert len(fact["path"]) < 600
+        assert is_own(fact["path"])
+        assert set(json.loads(fact["partition_values"]).values()) < set(LONG.to_pylist())
+
+
 @pytest.mark.parametrize("place", [LONG, HUGE], ids=["texts", "numbers"])
 def test_a_partition_in_which_deltalake_cannot_merge_is_named(
     tmp_path: Path, place: pa.Array
