@@ -81,7 +81,9 @@ class Idle:
         self._delay, self._is_notified = 0.0, False
         if not self._is_trusted:
             self._restart()
-        if not more and not self._is_pending:
+        # Where a later query has begun, that one tells: of what it is too early to see there is a notification.
+        is_told = self._is_trusted and self._queries > query.number
+        if (not more or is_told) and not self._is_pending:
             return
         if any(later > query.number for later in self._asking):
             # That one tells.
