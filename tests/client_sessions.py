@@ -13,6 +13,7 @@ import asyncpg
 import django
 import django.db
 import psycopg
+import pytest
 import sqlalchemy
 from django.conf import settings
 from psycopg.conninfo import conninfo_to_dict
@@ -197,3 +198,8 @@ DRIVERS: dict[str, Callable[[str], AbstractAsyncContextManager[Opened]]] = {
     "asyncpg": with_asyncpg,
     "Django": with_django,
 }
+KINDS = [
+    pytest.param(name, marks=() if name in ("psycopg", "asyncpg", "Django") else pytest.mark.rare)
+    for name in DRIVERS
+]
+"""Their names, for tests in which those of one library do not differ: the others are rare."""

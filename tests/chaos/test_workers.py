@@ -45,7 +45,9 @@ MESSAGES = 600
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("lease", [0, 1], ids=["claimed", "leased"])
+@pytest.mark.parametrize(
+    "lease", [pytest.param(0, marks=pytest.mark.rare), 1], ids=["claimed", "leased"]
+)
 @pytest.mark.parametrize("key", ["host", pytest.param("none", marks=pytest.mark.rare)])
 def test_each_message_has_its_effect_once(
     outbox: Outbox, tmp_path: Path, key: str, lease: int

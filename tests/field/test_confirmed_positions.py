@@ -189,7 +189,7 @@ def test_a_sink_holds_no_wal_for_events_that_are_not_its_own(
         outbox.wait_drained(5)
 
 
-@pytest.mark.parametrize("following", ["auto", "wal"])
+@pytest.mark.parametrize("following", [pytest.param("auto", marks=pytest.mark.rare), "wal"])
 def test_an_orderly_stop_leaves_an_attached_sink_what_it_has_not_stored(
     outbox: Outbox, webhook: Webhook, following: str
 ) -> None:
@@ -300,7 +300,7 @@ def test_nothing_is_confirmed_for_a_sink_that_another_process_has(
         relay.stop()
 
 
-@pytest.mark.parametrize("mode", ["auto", "wal"])
+@pytest.mark.parametrize("mode", [pytest.param("auto", marks=pytest.mark.rare), "wal"])
 def test_only_the_last_reader_says_where_it_left_the_slot(
     outbox: Outbox, mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

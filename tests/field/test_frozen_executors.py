@@ -43,6 +43,7 @@ def freeze_once(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@pytest.mark.rare
 def test_a_frozen_python_worker_stops_the_group_for_a_bounded_time(
     outbox: Outbox,
     spark_session: Session,

@@ -257,8 +257,15 @@ def test_an_exception_while_relay_stops_does_not_hold_it_up(outbox: Outbox, call
     assert [attempt for _, attempt, _ in calls.begun] == [1, 1]
 
 
-@pytest.mark.parametrize("name", ["hang", "hang_awaited"])
-@pytest.mark.parametrize("end", ["terminate", "kill"])
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("hang", "terminate"),
+        ("hang_awaited", "kill"),
+        pytest.param("hang", "kill", marks=pytest.mark.rare),
+        pytest.param("hang_awaited", "terminate", marks=pytest.mark.rare),
+    ],
+)
 def test_what_hangs_does_not_hold_up_the_end_of_the_process(
     outbox: Outbox, tmp_path: Path, name: str, end: str
 ) -> None:

@@ -171,7 +171,7 @@ def swap(outbox: Outbox) -> str:
         ("wal", swap, "does not publish public.own"),
         ("wal", spoil_table, "does not publish public.own"),
         ("wal", drop, "there is no publication|does not publish|does not exist"),
-        ("wal", spoil_publish, "does not publish inserts"),
+        pytest.param("wal", spoil_publish, "does not publish inserts", marks=pytest.mark.rare),
         ("wal", spoil_filter, "has a row filter"),
         ("auto", swap, ""),
         pytest.param("auto", spoil_filter, "", marks=pytest.mark.rare),
@@ -296,7 +296,7 @@ def test_the_part_of_a_commit_that_another_partition_has_is_polled(own: Outbox) 
         wait_applied(own, 1, 2, 3)
 
 
-@pytest.mark.parametrize("mode", ["auto", "wal", "poll"])
+@pytest.mark.parametrize("mode", [pytest.param("auto", marks=pytest.mark.rare), "wal", "poll"])
 def test_an_outbox_that_is_renamed_away_ends_relay_in_one_line(own: Outbox, mode: str) -> None:
     own.conn.execute(PLAIN)
     settings = settings_of(own, mode)
@@ -344,7 +344,7 @@ def test_a_copy_with_the_xid_of_another_commit_makes_none_partial(own: Outbox) -
 
 
 @pytest.mark.parametrize("mode", ["auto", "wal", "poll"])
-@pytest.mark.parametrize("column", ["payload", "event_type"])
+@pytest.mark.parametrize("column", ["payload", pytest.param("event_type", marks=pytest.mark.rare)])
 def test_a_column_that_is_renamed_ends_relay_before_its_field_is_null(
     own: Outbox, mode: str, column: str
 ) -> None:

@@ -51,7 +51,7 @@ def stop_fast(server: Server) -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.parametrize("mode", ["auto", "wal"])
+@pytest.mark.parametrize("mode", [pytest.param("auto", marks=pytest.mark.rare), "wal"])
 def test_a_fast_shutdown_does_not_wait_for_relay(killable_server: Server, mode: str) -> None:
     dsn = killable_server.create_database("app")
     with Outbox(dsn) as outbox:

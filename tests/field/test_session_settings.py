@@ -113,7 +113,12 @@ def job(outbox: Outbox, webhook: Webhook, dsn: str, mode: str) -> Settings:
 
 @pytest.mark.parametrize(
     ("group", "mode"),
-    [("times", "auto"), ("times", "poll"), ("forms", "poll"), ("transactions", "auto")],
+    [
+        ("times", "auto"),
+        pytest.param("times", "poll", marks=pytest.mark.rare),
+        ("forms", "poll"),
+        ("transactions", "auto"),
+    ],
 )
 def test_what_a_role_sets_changes_nothing(
     database: str, group: str, mode: str, caplog: pytest.LogCaptureFixture
@@ -246,8 +251,15 @@ def _operator(name: str, kind: str) -> str:
     )
 
 
-@pytest.mark.parametrize("path", ['"$user", public', "public, pg_catalog"])
-@pytest.mark.parametrize("mode", ["auto", "poll"])
+@pytest.mark.parametrize(
+    ("path", "mode"),
+    [
+        ('"$user", public', "auto"),
+        ("public, pg_catalog", "poll"),
+        pytest.param('"$user", public', "poll", marks=pytest.mark.rare),
+        pytest.param("public, pg_catalog", "auto", marks=pytest.mark.rare),
+    ],
+)
 def test_no_code_of_another_role_runs_as_relay(outbox: Outbox, path: str, mode: str) -> None:
     """A function `unnest(text[])` in the schema public ran as relay, and as the superuser that ran `relay init`."""
     outbox.conn.execute("set application_name = 'the test'; create table counted (events bigint)")

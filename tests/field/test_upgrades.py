@@ -31,7 +31,9 @@ def test_the_editions_that_landed_before_are_migrated() -> None:
         assert digest in migrations.FORMER[name], name
 
 
-@pytest.mark.parametrize("name", [*LANDED, "all"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(each, marks=pytest.mark.rare) for each in LANDED), "all"]
+)
 def test_publishers_go_on_after_a_migration(outbox: Outbox, name: str) -> None:
     """A file of the source that was applied again took from PUBLIC a function that `relay.publish` calls."""
     settings = outbox.settings()

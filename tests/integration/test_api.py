@@ -199,24 +199,24 @@ def test_an_event_is_as_it_was_published(outbox: Outbox, settings: Settings, add
     assert (streamed["transaction_ordinal"], streamed["user_id"]) == (1, None)
 
 
-@pytest.mark.parametrize(
-    "position",
-    [
-        *("x", "1", "1:2", "0:0:", "5:5:5", "5:6:7", "5:9:7,6", "6:9:7", "7:9:7,7", "5:4:"),
-        *("1:1:~", "1:1:~1.1", "9:9:~9.1", "-1:1:", "1:1:~1.1x", "9" * 19 + ":1:", "1:" + "9" * 30),
-        *("٣:٣:", "1:1:\x00", "a" * 20_000, "1;1;", "5:5:@1", "5:5:@1.1", "5:5:@1.1.x"),
-    ],
+_FORGED = (
+    *("x", "1", "1:2", "0:0:", "5:5:5", "5:6:7", "5:9:7,6", "6:9:7", "7:9:7,7", "5:4:"),
+    *("1:1:~", "1:1:~1.1", "9:9:~9.1", "-1:1:", "1:1:~1.1x", "9" * 19 + ":1:", "1:" + "9" * 30),
+    *("٣:٣:", "1:1:\x00", "a" * 20_000, "1;1;", "5:5:@1", "5:5:@1.1", "5:5:@1.1.x"),
 )
-def test_a_forged_position_is_refused(settings: Settings, address: str, position: str) -> None:
+
+
+def test_a_forged_position_is_refused(settings: Settings, address: str) -> None:
     headers = authorized(new_token(settings))
-    for path in ("/v1/events", "/v1/events/stream"):
-        for given in (position, f"{position}@1.1.1"):
-            refused = httpx.get(address + path, params={"after": given}, headers=headers)
-            assert refused.status_code == 400, refused.text
-            assert refused.headers["content-type"] == "application/problem+json"
-    if position.isascii() and position.isprintable():
-        headers["last-event-id"] = position
-        assert httpx.get(address + path, headers=headers).status_code == 400
+    for position in _FORGED:
+        for path in ("/v1/events", "/v1/events/stream"):
+            for given in (position, f"{position}@1.1.1"):
+                refused = httpx.get(address + path, params={"after": given}, headers=headers)
+                assert refused.status_code == 400, (given, refused.text)
+                assert refused.headers["content-type"] == "application/problem+json"
+        if position.isascii() and position.isprintable():
+            more = {**headers, "last-event-id": position}
+            assert httpx.get(address + path, headers=more).status_code == 400, position
 
 
 def test_a_stream_resumes_within_a_transaction(

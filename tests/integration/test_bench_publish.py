@@ -27,6 +27,10 @@ ONE_AT_A_TIME = f"""
 """
 
 
+# What is measured seldom changes.
+pytestmark = pytest.mark.rare
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with Cluster(settings=SERVER_SETTINGS) as running:

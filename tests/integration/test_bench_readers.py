@@ -15,6 +15,9 @@ from bench.outbox import SERVER_SETTINGS, Outbox
 from bench.plan import Plan
 from relay.demo.embedded import Cluster
 
+# What is measured seldom changes.
+pytestmark = pytest.mark.rare
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:

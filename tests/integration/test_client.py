@@ -35,7 +35,7 @@ from relay.client import (
 from relay.client import Outbox as Client
 from relay.client.outbox import FIELDS
 from relay.service import Service
-from tests.client_sessions import DRIVERS, Opened, django_connection, parameters
+from tests.client_sessions import DRIVERS, KINDS, Opened, django_connection, parameters
 from tests.outbox import Outbox, host, wait_until
 
 HOST = host(1)
@@ -121,7 +121,7 @@ def test_a_business_transaction_has_its_columns(outbox: Outbox, driver: str) -> 
     assert outbox.column("select event_ts from outbox_message_t order by c_offset")[1] == tomorrow
 
 
-@every_driver
+@pytest.mark.parametrize("driver", KINDS)
 def test_ten_thousand_events_in_one_call(outbox: Outbox, driver: str) -> None:
     async def act(opened: Opened) -> None:
         await opened.publish(CLIENT, (order(number) for number in range(10_000)), host_id=HOST)

@@ -25,7 +25,7 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.retention.erasure import erase
 from relay.spark.session import Session
-from tests.client_sessions import DRIVERS
+from tests.client_sessions import DRIVERS, KINDS
 from tests.outbox import APPEND, Outbox, host, relaying, stream_and_crash, wait_until
 from tests.process import relay
 from tests.webhook import Webhook
@@ -201,7 +201,7 @@ def test_a_host_is_erased_where_relay_has_it(shop: Outbox) -> None:
     assert "outbox" not in report.removed
 
 
-@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("driver", KINDS)
 def test_a_service_publishes_messages_in_its_transaction(shop: Outbox, driver: str) -> None:
     settings = shop.settings(**config(shop))
     initialise(settings)

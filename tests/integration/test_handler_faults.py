@@ -176,10 +176,15 @@ def test_a_handler_may_close_its_cursor(outbox: Outbox) -> None:
         "rollback",
         "commit",
         "rollback;insert into projection (amount) values (99)",
-        "rollback;begin",
-        "rollback;begin;select 1/0",
-        "commit and chain",
-        "set constraints all immediate;commit;begin",
+        *(
+            pytest.param(each, marks=pytest.mark.rare)
+            for each in (
+                "rollback;begin",
+                "rollback;begin;select 1/0",
+                "commit and chain",
+                "set constraints all immediate;commit;begin",
+            )
+        ),
         "connection.commit",
         "close",
         "rollback;select 1;raise",

@@ -129,7 +129,13 @@ def assert_all_seen(shop: Outbox, webhook: Webhook) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "spool"), [("wal", False), ("wal", True), ("poll", False), ("poll", True)]
+    ("mode", "spool"),
+    [
+        ("wal", True),
+        ("poll", False),
+        pytest.param("wal", False, marks=pytest.mark.rare),
+        pytest.param("poll", True, marks=pytest.mark.rare),
+    ],
 )
 def test_handlers_and_sinks_get_headers(
     shop: Outbox, webhook: Webhook, mode: str, spool: bool, engine: str, session: Session | None

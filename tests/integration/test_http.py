@@ -179,7 +179,16 @@ def test_what_an_endpoint_refuses_is_its_own_dead_letter(
 
 
 @pytest.mark.parametrize(
-    "answer", [Answer(503), Answer(408), Answer(0), Answer(429, (("retry-after", "1"),))], ids=str
+    "answer",
+    [
+        Answer(503),
+        Answer(0),
+        *(
+            pytest.param(each, marks=pytest.mark.rare)
+            for each in (Answer(408), Answer(429, (("retry-after", "1"),)))
+        ),
+    ],
+    ids=str,
 )
 def test_a_host_that_fails_is_deferred_in_order_and_no_other(
     outbox: Outbox, webhook: Webhook, engine: str, session: Session | None, answer: Answer

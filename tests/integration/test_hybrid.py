@@ -170,7 +170,15 @@ def recreate_by_hand(outbox: Outbox) -> None:
 
 @pytest.mark.parametrize(
     "mishap",
-    [lose_slot, lose_publication, lose_connection, leave_to_another, recreate_by_hand],
+    [
+        lose_slot,
+        lose_connection,
+        leave_to_another,
+        *(
+            pytest.param(each, marks=pytest.mark.rare)
+            for each in (lose_publication, recreate_by_hand)
+        ),
+    ],
     ids=lambda mishap: mishap.__name__,
 )
 def test_nothing_is_lost_or_repeated(

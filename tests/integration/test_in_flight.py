@@ -137,7 +137,9 @@ def test_two_batches_are_in_flight_and_never_three(
     assert outbox.positions_moved_back() == 0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(each, marks=pytest.mark.rare) for each in (1, 2))]
+)
 def test_order_and_exactness_whatever_fails_in_whatever_order(
     outbox: Outbox, fake: Callable[..., ThreadsEngine], seed: int
 ) -> None:

@@ -150,7 +150,9 @@ def _sessions(dsn: str, count: int) -> Iterator[list[_Connection]]:
             each.close()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(each, marks=pytest.mark.rare) for each in (1, 2))]
+)
 def test_each_event_is_read_once_and_in_order(outbox: Outbox, seed: int) -> None:
     """One reader reads while others publish; another one, all of it at the end, in small portions of a backlog."""
     _declare(outbox.conn)

@@ -144,7 +144,7 @@ def test_a_range_never_ends_inside_a_business_transaction(outbox: Outbox, batch_
         )
 
 
-@pytest.mark.parametrize("instances", [2, 4])
+@pytest.mark.parametrize("instances", [2, pytest.param(4, marks=pytest.mark.rare)])
 def test_instances_share_the_partitions_and_each_event_is_processed_once(
     outbox: Outbox, instances: int
 ) -> None:

@@ -175,7 +175,15 @@ def test_rows_from_before_relay_are_not_lost_with_a_restart(outbox: Outbox) -> N
 
 
 @pytest.mark.parametrize(
-    "modes", [("wal", "auto"), ("auto", "wal"), ("poll", "auto"), ("auto", "poll")]
+    "modes",
+    [
+        ("wal", "auto"),
+        ("auto", "poll"),
+        *(
+            pytest.param(each, marks=pytest.mark.rare)
+            for each in (("auto", "wal"), ("poll", "auto"))
+        ),
+    ],
 )
 def test_another_way_to_read_the_source_costs_no_copy(
     outbox: Outbox, modes: tuple[str, str]

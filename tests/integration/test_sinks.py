@@ -633,7 +633,7 @@ select count(*), count(*) filter (where d.xid::text::xid8 = any(done.xids)
 DONE = "select coalesce(sum(cardinality(xids)), 0) from relay.sink_commits"
 
 
-@pytest.mark.parametrize("mode", ["auto", "poll"])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("poll", marks=pytest.mark.rare)])
 @pytest.mark.parametrize(
     ("lost", "said"),
     [

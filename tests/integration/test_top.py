@@ -140,7 +140,7 @@ def test_without_a_terminal_one_frame_is_printed(outbox: Outbox, tmp_path: Path)
     assert "Traceback" not in shown.stderr
 
 
-@pytest.mark.parametrize("end", ["q", "SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("end", ["q", "SIGINT", pytest.param("SIGTERM", marks=pytest.mark.rare)])
 def test_at_a_terminal_it_is_renewed_until_q(outbox: Outbox, tmp_path: Path, end: str) -> None:
     config = outbox.config_file(tmp_path / "relay.yaml")
     with at_terminal("top", "--interval", "0.2", "--config", str(config)) as top:

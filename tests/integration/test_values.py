@@ -518,7 +518,13 @@ PUBLISH = """
 
 
 @pytest.mark.parametrize(
-    ("mode", "through_root"), [("wal", True), ("auto", True), ("auto", False), ("poll", True)]
+    ("mode", "through_root"),
+    [
+        ("wal", True),
+        pytest.param("auto", True, marks=pytest.mark.rare),
+        ("auto", False),
+        ("poll", True),
+    ],
 )
 def test_rows_that_are_moved_between_partitions_do_not_arrive_twice(
     outbox: Outbox, mode: str, through_root: bool
