@@ -440,7 +440,7 @@ class RetentionSettings(Section):
     ahead: Duration = timedelta(days=14)
     """How far ahead partitions are created."""
     archive: str | None = None
-    """The sink of `type: spark` that must have written events before they are removed."""
+    """The sink of `type: spark`, with `start: beginning`, that must have written events before they are removed."""
     max_lag: Duration | None = None
     """The age of an unread event from which on its reader no longer holds events back; null: no limit."""
     keep_letters: Annotated[Duration, Field(ge=_DAY)] = timedelta(days=90)
