@@ -90,6 +90,7 @@ def status(
     checks = alive or limits != Limits()
 
     def show(settings: Settings) -> tuple[dict[str, Any], list[str]]:
+        readers = _readers(settings, sink)
         state = read(settings)
         if not as_json:
             _print_status(state, settings.source.mode)
@@ -100,7 +101,6 @@ def status(
             return document, []
         failed: list[str] = []
         if complete_before is not None:
-            readers = _readers(settings, sink)
             failed += incomplete(state, complete_before, readers)
         if not checks:
             return document, [_named(settings, line) for line in failed]

@@ -379,6 +379,10 @@ def test_the_airflow_example_polls_until_the_status_is_0(
     away = {"dsn": make_conninfo(outbox.dsn, port=1), "slot": outbox.slot}
     outbox.config_file(file, **lake(tmp_path / "lake"), source=away)
     assert relay(*options[1:]).returncode == 1
+    # A sink that is none is no outage, although nothing can be asked.
+    unknown = ["lakes" if each == "lake" else each for each in options[1:]]
+    assert unknown != options[1:]
+    assert relay(*unknown).returncode == 2
     file.write_text("nonsense: 1")
     assert relay(*options[1:]).returncode == 2
 
