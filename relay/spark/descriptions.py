@@ -13,7 +13,7 @@ import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import psycopg
@@ -59,6 +59,8 @@ _KNOWN_WORDS = (
     "unable to open database file",
 )
 """What stores say that holds no value."""
+_UNREADABLE_FILE = "FAILED_READ_FILE"
+"""The error condition of a file that Spark cannot read."""
 _METADATA_SERVICE = "169.254.169.254"
 """Where libraries ask a cloud's machine for credentials when none are configured."""
 
@@ -157,12 +159,15 @@ def _java_parts(thrown: Any) -> list[str]:
 
 
 def _condition(error: Any) -> list[str]:
-    """Spark's error condition and SQLSTATE, where the error has them."""
+    """Spark's error condition, SQLSTATE and the file that it could not read, where the error has them."""
     parts: list[str] = []
     # Exceptions of Java itself lack these methods.
     with suppress(Exception):
         parts += [str(each) for each in [error.getCondition()] if each]
         parts += [f"sqlstate {each}" for each in [error.getSqlState()] if each]
+        if parts[0].startswith(_UNREADABLE_FILE):
+            # Not its folders, which may be values of partitions.
+            parts.append(PurePosixPath(str(error.getMessageParameters().get("path"))).name)
     return parts
 
 

@@ -41,6 +41,7 @@ class Java:
         if spark:
             self.getCondition = lambda: spark["condition"]
             self.getSqlState = lambda: spark["state"]
+            self.getMessageParameters = lambda: spark
 
     def getClass(self) -> Java:  # noqa: N802
         return self
@@ -107,6 +108,20 @@ REASON = "ExecutorLostFailure (executor 2 exited) Reason: Command exited with co
                 )
             ),
             "SparkException: TASK_WRITE_FAILED: sqlstate 58030: caused by IOException",
+        ),
+        (
+            Py4JJavaError(
+                Java(
+                    "org.apache.spark.SparkException",
+                    SECRET,
+                    Java("java.lang.RuntimeException", SECRET),
+                    condition="FAILED_READ_FILE.CANNOT_READ_FILE_FOOTER",
+                    state="KD001",
+                    path=f"file:///lake/aggregate_id={SECRET}/relay_batch=b/part-0.parquet",
+                )
+            ),
+            "SparkException: FAILED_READ_FILE.CANNOT_READ_FILE_FOOTER: sqlstate KD001: part-0.parquet: caused by"
+            " RuntimeException",
         ),
         (
             Py4JJavaError(
