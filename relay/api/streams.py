@@ -104,6 +104,7 @@ class Client:
         if self.ended is None:
             self.ended = why
             self.chunks.clear()
+            self.size = 0
         self.ready.set()
 
 

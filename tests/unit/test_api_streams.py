@@ -71,6 +71,11 @@ def test_a_slow_loop_cuts_no_client_that_takes_and_one_that_does_not() -> None:
         for _ in range(BUFFER_BYTES // PAGE_BYTES + 2):
             await streams._paced(put, None)
         assert client.ended == "slow"
+        # Nobody waits for it until it has left.
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await streams._paced(put, None)
+        assert loop.time() <= began + TURN_SECONDS
 
     with asyncio.Runner(loop_factory=_Loop) as runner:
         runner.run(scenario())
