@@ -199,6 +199,8 @@ def test_spark_is_gone_for_good(outbox: Outbox, monkeypatch: pytest.MonkeyPatch)
     def refuse(_: object) -> None:
         raise RuntimeError("no master answers")
 
+    # It would end the JVM of the session that the tests share.
+    monkeypatch.setattr(spark_session_module, "_clear_remains", lambda: None)
     monkeypatch.setattr(spark_session_module, "_open", refuse)
     with asked(outbox, batch={"inline_max_events": 0}) as poller:
         outbox.publish(host(1), event(1))

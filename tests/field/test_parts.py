@@ -293,7 +293,8 @@ def test_executors_that_come_late_end_the_fault(
 
 
 def waits_for_executors(broken: Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until `broken` is cleared a session is prepared, which is reported soon."""
+    """Until `broken` is cleared a session is prepared, which is reported soon; the shared one of the tests stays."""
+    monkeypatch.setattr(session, "_clear_remains", lambda: None)
     monkeypatch.setattr(session, "_open", lambda _: SimpleNamespace(version="4", stop=lambda: None))
     monkeypatch.setattr(Session, "_prepare", lambda *_: wait_until(lambda: not broken.is_set()))
     monkeypatch.setattr(session, "_LATE_SECONDS", 0.05)
