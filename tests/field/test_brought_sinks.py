@@ -45,7 +45,8 @@ def test_a_delivery_that_ends_with_what_is_no_exception_is_tried_again(
             raise raising.pop()
 
     async def main() -> Run:
-        found = Run(behave, circuit_breaker={"cool_down": 0.02}, retry={"wait": 0.01})
+        retry = {"wait": 0.01, "jitter": 0, "defer_after": 5}
+        found = Run(behave, circuit_breaker={"cool_down": 0.02}, retry=retry)
         await found.all([delivery(0, "a"), delivery(1, "b"), delivery(2, "b"), delivery(3, "c")])
         return found
 
