@@ -8,8 +8,9 @@ SOURCES := $(wildcard relay tests bench examples)
 UV_VERSION := 0.13.8
 CYCLONEDX_VERSION := 7.5.0
 PIP_AUDIT_VERSION := 2.10.1
-# The tests wait for servers more than they compute.
+# The tests wait for servers more than they compute: those of `make test` most.
 TEST_PROCESSES ?= 3
+test: TEST_PROCESSES = 4
 
 # Demo and tests start relay some hundred times: it is compiled once, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
