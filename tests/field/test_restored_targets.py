@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, LiteralString
 from uuid import uuid4
 
 import deltalake
 import psycopg
 import pyarrow as pa
+import pytest
 
 from relay.config.handlers import SparkHandler
 from relay.model.snapshots import BEGINNING, Snapshot
@@ -61,37 +62,31 @@ def test_batches_of_one_target_are_of_one_application(outbox: Outbox, tmp_path: 
     assert sink.ids() == ["a", "b", "c"]
 
 
-def test_a_restored_table_is_another_application(outbox: Outbox, tmp_path: Path) -> None:
-    """As `pg_restore --clean` leaves it: another table of the same name, in the same database."""
-    sink = Sink(tmp_path)
-    with connect(outbox.dsn) as target:
-        sink.write(target, "a")
-        target.execute("create table public.saved as select * from relay.spark_batches")
-        sink.write(target, "b")
-        target.execute(
+@pytest.mark.parametrize(
+    "empty",
+    [
+        pytest.param(
             "alter table relay.spark_batches rename to former;"
             "create table relay.spark_batches (like relay.former including all);"
-            "drop table relay.former;"
-            "insert into relay.spark_batches select * from public.saved"
-        )
-        sink.write(target, "b", "c")
-    # What the dump does not know comes twice, as everywhere after a restore; nothing is left out.
-    assert sink.ids() == ["a", "b", "b", "c"]
-
-
-def test_a_table_that_was_emptied_and_filled_is_another_application(
-    outbox: Outbox, tmp_path: Path
+            "drop table relay.former",
+            id="pg_restore --clean",
+        ),
+        pytest.param("truncate relay.spark_batches", id="pg_restore --data-only"),
+    ],
+)
+def test_a_restored_table_is_another_application(
+    outbox: Outbox, tmp_path: Path, empty: LiteralString
 ) -> None:
-    """As `pg_restore --data-only` needs it, which fills the tables that are there."""
+    """The dump fills another table of the same name, or the one that is there once it was emptied."""
     sink = Sink(tmp_path)
     with connect(outbox.dsn) as target:
         sink.write(target, "a")
         target.execute("create table public.saved as select * from relay.spark_batches")
         sink.write(target, "b")
-        target.execute(
-            "truncate relay.spark_batches; insert into relay.spark_batches select * from public.saved"
-        )
+        target.execute(empty)
+        target.execute("insert into relay.spark_batches select * from public.saved")
         sink.write(target, "b", "c")
+    # What the dump does not know comes twice, as everywhere after a restore; nothing is left out.
     assert sink.ids() == ["a", "b", "b", "c"]
 
 
