@@ -105,6 +105,15 @@ def server() -> Iterator[Server]:
         yield running
 
 
+@pytest.fixture(autouse=True)
+def _server_new_enough(request: pytest.FixtureRequest) -> None:
+    """Skips a test that is marked `server(major)` on an older server."""
+    for mark in request.node.iter_markers("server"):
+        (major,) = mark.args
+        if request.getfixturevalue("server").major < major:
+            pytest.skip(f"needs PostgreSQL {major}")
+
+
 @pytest.fixture
 def killable_server() -> Iterator[Server]:
     """A server for one test, which may stop and kill it."""

@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, LiteralString
@@ -69,6 +70,12 @@ class Server(ABC):
     def kill(self) -> None:
         """Kill every process of the server at once (SIGKILL) and wait."""
 
+    @cached_property
+    def major(self) -> int:
+        """The major version."""
+        with psycopg.connect(self.dsn(), autocommit=True) as connection:
+            return connection.info.server_version // 10_000
+
     def create_database(
         self, name: str, options: LiteralString = "", template: str | None = None
     ) -> str:
@@ -77,11 +84,18 @@ class Server(ABC):
         if template:
             parts.append(sql.SQL("template {}").format(sql.Identifier(template)))
         with psycopg.connect(self.dsn(), autocommit=True) as connection:
-            if connection.info.server_version >= 150000:
+            if self.major >= 15:
                 # Copied as files, since thousands are created: their WAL costs more than the checkpoint.
                 parts.append(sql.SQL("strategy file_copy"))
             connection.execute(sql.SQL(" ").join(parts))
         return self.dsn(name)
+
+    def create_encoded_database(self, name: str, encoding: LiteralString) -> str:
+        """Create a database of another encoding than UTF-8, and return its connection URI."""
+        provider = "locale_provider libc" if self.major >= 15 else ""
+        return self.create_database(
+            name, f"template template0 locale 'C' {provider} encoding {encoding}"
+        )
 
     def drop_database(self, name: str) -> None:
         """Drop a database if it exists, with its slots and connections."""
@@ -102,6 +116,10 @@ class EmbeddedServer(Server):
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
+
+    def has(self, program: str) -> bool:
+        """Whether a program lies beside the server's."""
+        return (self.cluster._bin / program).exists()
 
     def dsn(self, database: str = "postgres") -> str:
         return self.cluster.dsn(database)

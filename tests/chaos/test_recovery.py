@@ -56,6 +56,7 @@ def test_polling_instances_are_killed_and_join(outbox: Outbox, tmp_path: Path) -
     outbox.assert_exact()
 
 
+@pytest.mark.server(15)
 def test_an_error_that_came_with_the_answer_to_start_replication_is_read_at_once(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

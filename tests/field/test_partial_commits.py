@@ -172,9 +172,9 @@ def swap(outbox: Outbox) -> str:
         ("wal", spoil_table, "does not publish public.own"),
         ("wal", drop, "there is no publication|does not publish|does not exist"),
         pytest.param("wal", spoil_publish, "does not publish inserts", marks=pytest.mark.rare),
-        ("wal", spoil_filter, "has a row filter"),
+        pytest.param("wal", spoil_filter, "has a row filter", marks=pytest.mark.server(15)),
         ("auto", swap, ""),
-        pytest.param("auto", spoil_filter, "", marks=pytest.mark.rare),
+        pytest.param("auto", spoil_filter, "", marks=[pytest.mark.rare, pytest.mark.server(15)]),
     ],
     ids=[
         "swapped",
@@ -384,6 +384,7 @@ def streaming_without_publication(
     outbox.assert_exact()
 
 
+@pytest.mark.server(18)
 def test_a_publication_is_not_made_again_under_a_stream(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,6 +401,7 @@ def test_a_publication_is_not_made_again_under_a_stream(
         Recovery(settings).restore(standby, False, lambda _: None)
 
 
+@pytest.mark.server(18)
 def test_init_does_not_make_a_publication_again_under_a_stream(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,13 +46,12 @@ def reason(outbox: Outbox) -> str:
 
 
 @pytest.mark.rare
+@pytest.mark.server(17)
 def test_a_standby_slot_that_nobody_reads_holds_back_the_stream(
     killable_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hybrid, "STILL_SECONDS", 1.0)
     with psycopg.connect(killable_server.dsn(), autocommit=True) as admin:
-        if admin.info.server_version < 170000:
-            pytest.skip("servers before 17 have no synchronized_standby_slots")
         admin.execute("select pg_create_physical_replication_slot('away')")
         with Outbox(killable_server.create_database("app")) as outbox:
             outbox.install()

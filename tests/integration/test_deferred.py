@@ -326,6 +326,7 @@ def test_keys_are_not_held_by_what_is_cancelled_meanwhile(outbox: Outbox) -> Non
     assert deferred.held(outbox.conn, "default", "", ["a"]) == set()
 
 
+@pytest.mark.server(15)
 @pytest.mark.parametrize(
     ("rows", "keys"), [(20_000, 1), (20_000, 20_000)], ids=["of one key", "of a key each"]
 )

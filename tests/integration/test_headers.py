@@ -193,6 +193,10 @@ def test_dead_letters_keep_headers(
 def test_columns_that_relay_cannot_read_are_named(shop: Outbox, webhook: Webhook) -> None:
     with pytest.raises(ConfigurationError, match=r"source\.headers\.priority: .* no column"):
         require(shop.settings(**config(shop, webhook, headers={"priority": "nowhere"})))
+
+
+@pytest.mark.server(15)
+def test_columns_that_a_publication_leaves_out_are_named(shop: Outbox, webhook: Webhook) -> None:
     columns = ", ".join(FIELDS)
     shop.conn.execute(
         f"alter publication {shop.slot} set table outbox_message_t ({columns}, c_xid)".encode()

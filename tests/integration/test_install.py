@@ -778,7 +778,7 @@ def test_the_outbox_of_a_test_is_as_relay_init_makes_it(outbox: Outbox, database
         " from pg_replication_slots where slot_name = %s",
         "publications": "select (pubinsert, pubupdate, pubdelete, pubtruncate, pubviaroot)::text"
         " from pg_publication where pubname = %s",
-        "published": "select tablename::text || attnames::text from pg_publication_tables where pubname = %s",
+        "published": "select (to_jsonb(p) - 'pubname')::text from pg_publication_tables p where pubname = %s",
         "rights": "select datacl::text from pg_database where datname = %s",
     }
     with Outbox(database) as made:

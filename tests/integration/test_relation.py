@@ -39,10 +39,11 @@ def conn(outbox: Outbox) -> Iterator[psycopg.Connection[Any]]:
         ("insert into effects select b.id, metadata from batch b -- why", {"id", "metadata"}),
         ("insert into effects (id) select id from batch order by c_offset;", {"id", "c_offset"}),
         ("delete from effects using batch where effects.id = user_id", {"user_id"}),
-        (
+        pytest.param(
             "merge into effects e using batch b on e.id = b.id when matched and b.event_type = 'x'"
             " then update set payload = b.metadata",
             {"id", "event_type", "metadata"},
+            marks=pytest.mark.server(15),
         ),
         ("insert into effects (id) select id from batch join effects using (id)", {"id"}),
         (
@@ -143,7 +144,10 @@ def test_what_is_loaded_is_what_the_server_reads(
         "-- why\n /* how */ WITH RECURSIVE n as (select id, 1 as i from batch union all select id, i + 1 from n"
         " where i < 2) insert into effects (id) select id from n where i = 2",
         "insert into effects (id) with good as (select id from batch) select id from good",
-        "merge into effects e using batch b on e.id = b.id when not matched then insert (id) values (b.id)",
+        pytest.param(
+            "merge into effects e using batch b on e.id = b.id when not matched then insert (id) values (b.id)",
+            marks=pytest.mark.server(15),
+        ),
     ],
 )
 def test_a_statement_may_have_with_queries_of_its_own(outbox: Outbox, statement: str) -> None:

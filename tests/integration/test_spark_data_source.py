@@ -619,6 +619,7 @@ def test_each_host_is_read_by_one_task_in_order(
         open_still.rollback()
 
 
+@pytest.mark.server(15)
 def test_an_ordered_reading_reads_each_row_once(outbox: Outbox) -> None:
     """And once more to look up whose it is. A residue without rows needs no task."""
     outbox.fill(2_000, events=5)

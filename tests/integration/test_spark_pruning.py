@@ -107,6 +107,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.server(15)
 @pytest.mark.parametrize("kind", CHANGES)
 def test_a_sink_reads_the_columns_of_its_query(
     outbox: Outbox,
