@@ -51,13 +51,10 @@ def relations(draw: st.DrawFn) -> Sent:
     oid, namespace, name = draw(wire.OIDS), draw(wire.NAMES), draw(wire.NAMES)
     identity = draw(st.sampled_from("dnfi"))
     attributes = draw(wire.ATTRIBUTES)
-    columns = tuple(
-        Column(column, type_oid, modifier, is_key)
-        for is_key, column, type_oid, modifier in attributes
-    )
+    columns = tuple(Column(column, type_oid) for _, column, type_oid, _ in attributes)
     return (
         wire.relation(oid, namespace, name, identity, attributes),
-        Relation(oid, namespace or "pg_catalog", name, identity, columns),
+        Relation(oid, namespace or "pg_catalog", name, columns),
     )
 
 
@@ -98,9 +95,7 @@ CAPTURED = [
     ),
     (
         "52000040007075626c69630074006400020169640000000017ffffffff00760000000019ffffffff",
-        Relation(
-            16384, "public", "t", "d", (Column("id", 23, -1, True), Column("v", 25, -1, False))
-        ),
+        Relation(16384, "public", "t", (Column("id", 23), Column("v", 25))),
     ),
     (
         "52000040007075626c69630074006600040169640000000017ffffffff01760000000019ffffffff"
@@ -109,13 +104,7 @@ CAPTURED = [
             16384,
             "public",
             "t",
-            "f",
-            (
-                Column("id", 23, -1, True),
-                Column("v", 25, -1, True),
-                Column("m", 16398, -1, True),
-                Column("amount", 1700, (10 << 16 | 2) + 4, True),
-            ),
+            (Column("id", 23), Column("v", 25), Column("m", 16398), Column("amount", 1700)),
         ),
     ),
     (

@@ -53,8 +53,8 @@ class Emitted:
         self._header = header
         self._ignored = 0
         # The relation has no schema, since there is no table.
-        columns = tuple(Column(name, 0, -1, is_key=False) for name in _COLUMNS)
-        self.relation = Relation(_OID, "", prefix, "d", columns)
+        columns = tuple(Column(name, 0) for name in _COLUMNS)
+        self.relation = Relation(_OID, "", prefix, columns)
         self.reset()
 
     def reset(self, encoding: Encoding | None = None) -> None:

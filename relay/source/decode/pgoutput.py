@@ -72,8 +72,6 @@ class Column:
 
     name: str
     type_oid: int
-    type_modifier: int
-    is_key: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,6 @@ class Relation:
     oid: int
     namespace: str
     name: str
-    replica_identity: str
     columns: tuple[Column, ...]
 
     @classmethod
@@ -126,18 +123,17 @@ def _relation(data: bytes) -> Relation:
     (oid,) = _U32.unpack_from(data, 1)
     namespace, at = _string(data, 5)
     name, at = _string(data, at)
-    identity = chr(data[at])
+    # The replica identity is before the count, and flags are before the name of each column.
     (count,) = _U16.unpack_from(data, at + 1)
     at += 3
     columns = []
     for _ in range(count):
-        is_key = bool(data[at] & 1)
         column, at = _string(data, at + 1)
-        type_oid, modifier = _ATTRIBUTE.unpack_from(data, at)
+        type_oid, _modifier = _ATTRIBUTE.unpack_from(data, at)
         at += _ATTRIBUTE.size
-        columns.append(Column(column, type_oid, modifier, is_key))
+        columns.append(Column(column, type_oid))
     # An empty namespace stands for pg_catalog.
-    return Relation(oid, namespace or "pg_catalog", name, identity, tuple(columns))
+    return Relation(oid, namespace or "pg_catalog", name, tuple(columns))
 
 
 def _message(data: bytes) -> LogicalMessage:
