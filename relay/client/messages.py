@@ -67,8 +67,8 @@ class Queue:
             name: value for name, value in values.items() if value is not None or name == "match"
         }
         listed = ", ".join(f'"{name}" => {_DECLARED[name]}' for name in given)
-        before = f"select relay.declare_queue({listed})::text from (select cast(cast("  # noqa: S608
-        return Statement(before, _AFTER + ") as p"), _encoded(self.name, given)
+        statement = Statement.selecting(f"relay.declare_queue({listed})::text")
+        return statement, _encoded(self.name, given)
 
 
 _DECLARED = {
@@ -85,7 +85,6 @@ _DECLARED = {
     "group_id": "p.a->>'group_id'",
     "start": "p.a->>'start'",
 }
-_AFTER = " as text) as json) as a"
 
 
 def _encoded(queue: str, given: Mapping[str, Any]) -> str:
@@ -101,9 +100,8 @@ def _encoded(queue: str, given: Mapping[str, Any]) -> str:
 
 def _call(function: str, *arguments: str, result: str = "to_json(t)") -> Statement:
     """Return a statement that calls a function of SQL with values of its parameter, a JSON object."""
-    return Statement(
-        f"select {result}::text from (select cast(cast(",  # noqa: S608
-        f"{_AFTER}) as p, lateral {function}({', '.join(arguments)}) as t",
+    return Statement.selecting(
+        f"{result}::text", f", lateral {function}({', '.join(arguments)}) as t"
     )
 
 

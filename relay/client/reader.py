@@ -33,10 +33,7 @@ __all__ = [
 
 _SHORTEST_LIMIT = timedelta(minutes=5)
 _MOST_LANES = 256
-_ADVANCE = sessions.Statement(
-    "select relay.advance(p.a->>'reader', p.a->>'position') from (select cast(cast(",
-    " as text) as jsonb) as a) as p",
-)
+_ADVANCE = sessions.Statement.selecting("relay.advance(p.a->>'reader', p.a->>'position')")
 
 
 class ReadCommit(LogCommit):

@@ -80,13 +80,9 @@ async def drop_schedule_async(session: Any, name: str) -> None:
     await sessions.execute_async(session, _DROP, json.dumps({"name": name}))
 
 
-_DECLARE = sessions.Statement(
-    "select relay.declare_schedule(p.a->>'name', p.a->'publish', p.a->>'cron', "
+_DECLARE = sessions.Statement.selecting(
+    "relay.declare_schedule(p.a->>'name', (p.a->'publish')::jsonb, p.a->>'cron', "
     "make_interval(secs => (p.a->>'every')::float8), (p.a->>'at')::timestamptz, p.a->>'timezone', p.a->>'missed', "
-    "make_interval(secs => (p.a->>'jitter')::float8)) from (select cast(cast(",
-    " as text) as jsonb) as a) as p",
+    "make_interval(secs => (p.a->>'jitter')::float8))"
 )
-_DROP = sessions.Statement(
-    "select relay.drop_schedule(p.a->>'name') from (select cast(cast(",
-    " as text) as jsonb) as a) as p",
-)
+_DROP = sessions.Statement.selecting("relay.drop_schedule(p.a->>'name')")

@@ -144,24 +144,20 @@ def _stops(text: str) -> list[Stop]:
     return [Stop(**each) for each in json.loads(text)]
 
 
-_GIVEN = " from (select cast(cast("
-_AS_JSON = " as text) as jsonb) as a) as p"
-_CANCEL = sessions.Statement(
-    "select cast(json_agg(c) as text)" + _GIVEN,
-    _AS_JSON + " cross join lateral relay.cancel(p.a->>'event_id', p.a->>'host_id') as c",
+_CANCEL = sessions.Statement.selecting(
+    "cast(json_agg(c) as text)",
+    " cross join lateral relay.cancel(p.a->>'event_id', p.a->>'host_id') as c",
 )
-_RESCHEDULE = sessions.Statement(
-    "select cast(json_agg(c) as text)" + _GIVEN,
-    _AS_JSON + " cross join lateral "
+_RESCHEDULE = sessions.Statement.selecting(
+    "cast(json_agg(c) as text)",
+    " cross join lateral "
     "relay.reschedule(p.a->>'event_id', cast(p.a->>'at' as timestamptz), p.a->>'host_id') as c",
 )
-_CANCEL_MESSAGES = sessions.Statement(
-    "select cast(relay.cancel_messages(p.a->>'queue', p.a->>'event_id', p.a->>'key', "
-    "cast(p.a->>'id' as bigint)) as text)" + _GIVEN,
-    _AS_JSON,
+_CANCEL_MESSAGES = sessions.Statement.selecting(
+    "cast(relay.cancel_messages(p.a->>'queue', p.a->>'event_id', p.a->>'key', "
+    "cast(p.a->>'id' as bigint)) as text)"
 )
-_MOVE_MESSAGES = sessions.Statement(
-    "select cast(relay.move_messages(p.a->>'queue', cast(p.a->>'at' as timestamptz), p.a->>'event_id', "
-    "cast(p.a->>'id' as bigint)) as text)" + _GIVEN,
-    _AS_JSON,
+_MOVE_MESSAGES = sessions.Statement.selecting(
+    "cast(relay.move_messages(p.a->>'queue', cast(p.a->>'at' as timestamptz), p.a->>'event_id', "
+    "cast(p.a->>'id' as bigint)) as text)"
 )

@@ -21,6 +21,14 @@ class Statement(NamedTuple):
     before: str
     after: str
 
+    @classmethod
+    def selecting(cls, result: str, joined: str = "") -> Statement:
+        """Return a statement that selects `result`; there and in `joined`, `p.a` is its parameter, a JSON object."""
+        return cls(
+            f"select {result} from (select cast(cast(",  # noqa: S608
+            f" as text) as json) as a) as p{joined}",
+        )
+
     def with_parameter(self, placeholder: str, escaped: str | None = None) -> str:
         """Return the statement with a driver's placeholder; `escaped` is a character that the driver wants doubled."""
         before, after = self
