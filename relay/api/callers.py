@@ -120,7 +120,7 @@ class Callers:
         Raises ConfigurationError, psycopg.Error, and TransientFault after ANSWER_SECONDS.
         """
         digest = api_tokens.digest(token)
-        if self._is_read_within(KNOWN_SECONDS):
+        if self._is_fresh():
             caller = self._used_by(self._known.get(digest))
             if caller is not None:
                 return caller
@@ -132,7 +132,7 @@ class Callers:
 
     def _find(self, digest: bytes, until: float) -> TokenCaller | None:
         asked_at = time.monotonic()
-        caller = self._found(digest, until, lambda: self._is_read_within(KNOWN_SECONDS))
+        caller = self._found(digest, until, self._is_fresh)
         if caller is None:
             # It may have been made since. Those who guess wait, too.
             time.sleep(_UNKNOWN_SECONDS)
@@ -151,7 +151,7 @@ class Callers:
     def valid(self) -> frozenset[TokenCaller]:
         """Return the callers of all tokens that are valid now. Raises what `find` raises."""
         with self._turn(_deadline()):
-            if not self._is_read_within(KNOWN_SECONDS):
+            if not self._is_fresh():
                 self._read()
             known = self._known
         return frozenset(each for each in known.values() if not each.has_expired)
@@ -180,8 +180,8 @@ class Callers:
         self._used.add(caller.id)
         return caller
 
-    def _is_read_within(self, seconds: float) -> bool:
-        return self._read_at is not None and time.monotonic() - self._read_at < seconds
+    def _is_fresh(self) -> bool:
+        return self._read_at is not None and time.monotonic() - self._read_at < KNOWN_SECONDS
 
     def _read(self) -> None:
         now = time.monotonic()

@@ -182,10 +182,10 @@ def amount(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
     if unit == "bytes":
-        return _scaled(value, _BINARY, " ", "B")
+        return _scaled(value, _BINARY, "B")
     if unit == "seconds":
         return duration(value)
-    number = _scaled(value, _DECIMAL, " ", "")
+    number = _scaled(value, _DECIMAL, "")
     return f"{number}{unit.removeprefix('events')}" if number[-1:].isalpha() else f"{number} {unit}"
 
 
@@ -193,14 +193,14 @@ def _mark(value: float, unit: str) -> str:
     """Format a value for an axis; the title of the chart names the unit."""
     if unit in ("bytes", "seconds"):
         return amount(value, unit)
-    return _scaled(value, _DECIMAL, " ", "")
+    return _scaled(value, _DECIMAL, "")
 
 
-def _scaled(value: float, scale: Sequence[tuple[float, str]], space: str, smallest: str) -> str:
+def _scaled(value: float, scale: Sequence[tuple[float, str]], smallest: str) -> str:
     for size, prefix in scale:
         if value >= size:
-            return f"{value / size:.3g}{space}{prefix}"
-    return f"{value:.3g}{space}{smallest}".strip()
+            return f"{value / size:.3g} {prefix}"
+    return f"{value:.3g} {smallest}".strip()
 
 
 def _ceiling(value: float, unit: str) -> float:

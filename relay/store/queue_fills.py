@@ -37,7 +37,6 @@ class QueueFill:
     match: dict[str, Any] | None
     start: str
     asked_at: datetime
-    purges: bool
     purge_upto: int | None
     from_offset: int | None
     seen: Snapshot | None
@@ -56,7 +55,7 @@ class Passed(NamedTuple):
 
 
 _READ: LiteralString = """
-    select f.queue_id, q.name, q.key, q.condition is not null, q.match, f.start, f.asked_at, f.purges, f.purge_upto,
+    select f.queue_id, q.name, q.key, q.condition is not null, q.match, f.start, f.asked_at, f.purge_upto,
            f.from_offset, f.seen::text, f.before::text, f.after::text, f.polled_offset
       from relay.queue_fills as f join relay.queues as q on q.id = f.queue_id
 """
@@ -111,7 +110,7 @@ def begin(
     seen: Snapshot | None,
     before: Snapshot,
 ) -> None:
-    """Store that a fill begins, and delete what the queue has up to now if it `purges`. Raises psycopg.Error."""
+    """Store that a fill begins, and delete what the queue has up to now if that was asked for. Raises psycopg.Error."""
     conn.execute(
         """
         update relay.queue_fills
