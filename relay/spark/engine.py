@@ -208,36 +208,30 @@ class SparkEngine:
         guarded: bool,
         name: JobName,
     ) -> list[Result]:
+        from relay.spark.executor import apply_rows, packed_tasks
+
+        with self._metered():
+            frame = session.createDataFrame(packed_tasks(tasks))
+            with self._named(session, name), self._watched(session, name) as mark:
+                applied = frame.mapInArrow(
+                    partial(apply_rows, configuration, guarded, mark), self._schema
+                )
+                try:
+                    rows = applied.collect()
+                finally:
+                    self._release(session, frame, applied)
+            results: dict[int, Result] = {row.task: pickle.loads(row.result) for row in rows}  # noqa: S301
+            return [results[number] for number in range(len(tasks))]
+
+    @contextmanager
+    def _metered(self) -> Iterator[None]:
         started = time.monotonic()
         succeeded = False
         try:
-            results = self._collected(session, configuration, tasks, guarded, name)
+            yield
             succeeded = True
-            return results
         finally:
             self._meter.spark_job(time.monotonic() - started, succeeded)
-
-    def _collected(
-        self,
-        session: SparkSession,
-        configuration: PackedSettings,
-        tasks: Sequence[Work],
-        guarded: bool,
-        name: JobName,
-    ) -> list[Result]:
-        from relay.spark.executor import apply_rows, packed_tasks
-
-        frame = session.createDataFrame(packed_tasks(tasks))
-        with self._named(session, name), self._watched(session, name) as mark:
-            applied = frame.mapInArrow(
-                partial(apply_rows, configuration, guarded, mark), self._schema
-            )
-            try:
-                rows = applied.collect()
-            finally:
-                self._release(session, frame, applied)
-        results: dict[int, Result] = {row.task: pickle.loads(row.result) for row in rows}  # noqa: S301
-        return [results[number] for number in range(len(tasks))]
 
     def _release(self, session: SparkSession, *frames: DataFrame) -> None:
         """Let the JVM drop the batch now: py4j's references to it are in cycles, which the collector visits late."""
