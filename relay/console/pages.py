@@ -119,7 +119,6 @@ def partitions(
         limit=limit,
         refresh=_RARELY,
         old=old,
-        **old.values,
     )
 
 
@@ -146,7 +145,7 @@ def partitions_moved(request: Request, views: ViewsDep, sent: SubmissionDep) -> 
 def sinks(request: Request, views: ViewsDep, group: GroupDep) -> Response:
     """Show the sinks."""
     old = group.kept("sinks", lambda: {"sinks": group.sinks()})
-    return views.page(request, "sinks.html", refresh=_OFTEN, old=old, **old.values)
+    return views.page(request, "sinks.html", refresh=_OFTEN, old=old)
 
 
 @router.get("/groups/{group}/sink")
@@ -166,7 +165,6 @@ def sink(
         request,
         "sink.html",
         old=old,
-        **old.values,
         mode=group.settings.source.mode,
         configured=name in group.settings.sink_handlers,
         has_endpoints=group.has_endpoints(name),
@@ -252,16 +250,14 @@ def events(
         ("events", wanted.model_dump_json(), before, limit),
         lambda: {"page": group.events(wanted.search(), page_size(limit), before)},
     )
-    return views.page(
-        request, "events.html", old=old, **old.values, given=given, before=before, most=SCANNED
-    )
+    return views.page(request, "events.html", old=old, given=given, before=before, most=SCANNED)
 
 
 @router.get("/groups/{group}/queues")
 def queues(request: Request, views: ViewsDep, group: GroupDep) -> Response:
     """Show the work queues."""
     old = group.kept("queues", lambda: {"queues": group.queues()})
-    return views.page(request, "queues.html", refresh=_OFTEN, old=old, **old.values)
+    return views.page(request, "queues.html", refresh=_OFTEN, old=old)
 
 
 @router.get("/groups/{group}/queue")
@@ -279,7 +275,6 @@ def queue(
         request,
         "queue.html",
         old=old,
-        **old.values,
         state=state,
         states=ITEM_STATES,
         mode=group.settings.source.mode,
@@ -342,9 +337,7 @@ def schedules(
     old = group.kept(
         ("schedules", after, limit), read if owns else lambda: {"schedules": [], "next": None}
     )
-    return views.page(
-        request, "schedules.html", refresh=_OFTEN, old=old, **old.values, after=after, owns=owns
-    )
+    return views.page(request, "schedules.html", refresh=_OFTEN, old=old, after=after, owns=owns)
 
 
 @router.get("/groups/{group}/schedule")
@@ -356,7 +349,7 @@ def schedule(request: Request, views: ViewsDep, group: GroupDep, name: str) -> R
         return {"schedule": found, "times": times}
 
     old = group.kept(("schedule", name), read)
-    return views.page(request, "schedule.html", refresh=_OFTEN, old=old, **old.values)
+    return views.page(request, "schedule.html", refresh=_OFTEN, old=old)
 
 
 @router.post("/groups/{group}/schedule/{action}")
@@ -393,7 +386,6 @@ def tokens(
         request,
         "tokens.html",
         old=old,
-        **old.values,
         before=before,
         rights=RIGHTS,
         shown=_PATTERNS,
@@ -447,7 +439,6 @@ def deferred(
         request,
         "deferred.html",
         old=old,
-        **old.values,
         given=given,
         kinds=KINDS,
         handlers=sorted(group.settings.handlers),
@@ -511,7 +502,6 @@ def dead_letters(
         request,
         "dead_letters.html",
         old=old,
-        **old.values,
         given={**given, "status": wanted.status or ""},
         all_statuses=_STATUSES,
         handlers=sorted(group.settings.handlers),
@@ -614,7 +604,6 @@ def actions(
         "actions.html",
         about="dead-letters" if of_dead else "group",
         old=old,
-        **old.values,
     )
 
 

@@ -13,6 +13,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from relay import __version__
 from relay.console.charts import HEIGHT, WIDTH, amount
+from relay.console.group import Kept
 from relay.console.security import Guard
 from relay.observe.phrases import duration, recently
 
@@ -65,8 +66,19 @@ class Views:
             "chart_height": HEIGHT,
         }
 
-    def page(self, request: Request, template: str, code: int = 200, **values: Any) -> HTMLResponse:
-        """Render a page, of a group or of none, with the message about the last action."""
+    def page(
+        self,
+        request: Request,
+        template: str,
+        code: int = 200,
+        *,
+        old: Kept | None = None,
+        **values: Any,
+    ) -> HTMLResponse:
+        """Render a page, of a group or of none, with the message about the last action.
+
+        The values of `old` are the page's; it says from when they are if they could not be read again.
+        """
         caller = getattr(request.state, "caller", None)
         message = self._guard.signer.read("flash", request.cookies.get(_FLASH, ""))
         context = {
@@ -75,6 +87,8 @@ class Views:
             "user": caller,
             "flash": message,
             "now": datetime.now(UTC),
+            "old": old,
+            **(old.values if old else {}),
             **values,
         }
         answer = HTMLResponse(self._templates.get_template(template).render(context), code)
