@@ -303,7 +303,7 @@ def _without(state: Status, key: str, error: Exception) -> Status:
     return replace(state, faults={**state.faults, key: why})
 
 
-# Once
+# Reading once
 
 
 def read(settings: Settings, last: Status | None = None) -> Status:
@@ -427,7 +427,7 @@ def _unknown_lag(settings: Settings, field: str) -> ConfigurationError:
     )
 
 
-# Again and again
+# Polling
 
 
 class _Throttled(Generic[T]):

@@ -33,7 +33,7 @@ _NOTE_SECONDS = 5.0
 """How often the position moves past events that do not match."""
 _SIGN_SECONDS = 60.0
 """How often a reader that is not moved says that it is in use: it could expire."""
-_LOOK_SECONDS = 0.1
+_QUIET_SECONDS = 0.1
 """From such a pause on, a reader asks first whether anything was published at all, which costs next to nothing."""
 _FIRST_OUTAGE_SECONDS, _LONGEST_OUTAGE_SECONDS = 0.2, 30.0
 _FIRST_ROWS, _SKIPPED_ROWS = 100, 10_000
@@ -41,7 +41,7 @@ _PAGE_BYTES = 8 * 1024 * 1024
 """How many bytes a page should have at most: the next one has fewer rows."""
 _BEATS = 3
 """How often within its lease a reader says that it lives."""
-_LOOK = """
+_IS_QUIET = """
     select case when s::text = %s or relay.log_is_quiet(%s) then s end
       from pg_catalog.pg_current_snapshot() as s
 """
@@ -208,7 +208,7 @@ class ClaimedReader:
         self._take_ahead()
         page, self._ahead = self._ahead, None
         if page is None or page.epoch != self._epoch:
-            if self._pause >= _LOOK_SECONDS and self._is_quiet():
+            if self._pause >= _QUIET_SECONDS and self._is_quiet():
                 self._idle()
                 return None
             self._ask()
@@ -297,7 +297,7 @@ class ClaimedReader:
     def _is_quiet(self) -> bool:
         """Return whether nothing is new since a page without rows. Raises psycopg.Error."""
         given = (self._seen, f"{self._number}/{self._seen}")
-        present = self._value(_LOOK, given) if self._seen else None
+        present = self._value(_IS_QUIET, given) if self._seen else None
         # If not, from before the page that is read now.
         self._seen = present or str(self._value("select pg_catalog.pg_current_snapshot()"))
         return present is not None

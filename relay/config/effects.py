@@ -111,7 +111,7 @@ def keys_alike(model: type[BaseModel]) -> set[str]:
 
 
 def _entries(key: str, value: Any) -> dict[str, Any]:
-    """A key's value, or those of the keys or places below it."""
+    """A key's value, or those of the keys or indices below it."""
     if isinstance(value, Mapping):
         return {f"{key}.{name}": _plain(each) for name, each in value.items()}
     if isinstance(value, list):

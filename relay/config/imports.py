@@ -1,7 +1,7 @@
 """Imports the functions and classes that the configuration names as `module:name`.
 
-A function of a user is called by relay, in whose threads it may not end more than its own work: what it raises is an
-Exception, and what it returns is no work that is left to be done.
+A user's function runs in threads of relay, and must not end them: whatever it raises becomes an Exception. A result
+that has not run yet, such as a coroutine, is refused.
 """
 
 from __future__ import annotations

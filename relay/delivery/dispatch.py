@@ -451,7 +451,7 @@ class Dispatcher:
     def _uncounted(self, delivery: Delivery, error: BaseException) -> RetryLater:
         """The disposition of a failed attempt that does not count. The wait grows with the time since the first one."""
         if isinstance(error, EndpointBusy):
-            # Not by that: what waits for its turn at an endpoint that works would come later and later.
+            # It does not grow here: what waits for its turn at an endpoint that works would come later and later.
             return RetryLater(self._sink.name, error, asked_of(error), delivery.history.attempts)
         after = self._retry.wait_uncounted(error, delivery.history)
         return RetryLater(self._sink.name, error, after, delivery.history.attempts)

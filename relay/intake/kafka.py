@@ -155,8 +155,8 @@ class _Member:
         """What ends the connection, when no message comes or after some time."""
         self._faulty_since = 0.0
         self._is_down = False
-        """Whether the client has said since the last look that no broker answers."""
-        self._looked_at = time.monotonic()
+        """Whether the client has said since it was asked last that no broker answers."""
+        self._asked_at = time.monotonic()
         """When relay has asked for the topics."""
         self._assignments = 0
         self._assigned: dict[Partition, int] = {}
@@ -198,7 +198,7 @@ class _Member:
             self._found.append(taken)
             size += len(taken.body)
         self._require_commits()
-        if time.monotonic() - self._looked_at > _CHECK_SECONDS:
+        if time.monotonic() - self._asked_at > _CHECK_SECONDS:
             self._require_topics()
         if not self._found:
             self._require_progress()
@@ -295,7 +295,7 @@ class _Member:
 
     def _require_topics(self) -> None:
         """Raise ConfigurationError for a topic that does not exist, and Undelivered if no broker answers."""
-        self._looked_at = time.monotonic()
+        self._asked_at = time.monotonic()
         try:
             known = self._consumer.list_topics(timeout=self._settings.timeout).topics
         except KafkaException as error:

@@ -55,7 +55,7 @@ from relay.store.queue_fills import Passed, QueueFill
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 5.0
+POLL_SECONDS = 5.0
 """How long a queue that is to be filled may go unseen: without one, no connection is kept."""
 JOIN_SECONDS = 0.2
 """How long to wait before another attempt to end a fill, while tasks apply a large difference."""
@@ -147,7 +147,7 @@ class QueueFills(Recurring):
         self.stopping.set()
 
     def turn(self) -> float:
-        """Fill the queues that are to be filled; returns the seconds until the next look."""
+        """Fill the queues that are to be filled; returns the seconds until the next poll."""
         group = self._settings.group
         try:
             if self._target is None:
@@ -156,11 +156,11 @@ class QueueFills(Recurring):
             if not asked:
                 self.release()
                 self.condition.works()
-                return LOOK_SECONDS
+                return POLL_SECONDS
             key = locks.queue_fills(group)
             if not locks.try_lock(self._target, key):
                 self.condition.clear()
-                return LOOK_SECONDS
+                return POLL_SECONDS
             try:
                 return self._fill(self._target, asked)
             finally:
@@ -201,7 +201,7 @@ class QueueFills(Recurring):
         if faults:
             more = f"; and {len(faults) - 1} more" if len(faults) > 1 else ""
             self.condition.fails(f"{faults[0]}{more}")
-            return min(self.condition.pause, LOOK_SECONDS) if ended else self.condition.pause
+            return min(self.condition.pause, POLL_SECONDS) if ended else self.condition.pause
         self.condition.works()
         return JOIN_SECONDS
 

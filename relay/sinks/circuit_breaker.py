@@ -87,7 +87,7 @@ class CircuitBreaker:
         return True
 
     def _ask(self, seconds: float) -> None:
-        # Only the last word counts: the limit of a single key would hold up a sink whose destination is away meanwhile.
+        # Only the last one counts: the limit of a single key would hold up a sink whose destination is away meanwhile.
         self._asked_until = time.monotonic() + min(seconds, LONGEST_ASKED_SECONDS)
 
     def _remember(self, key: Hashable) -> None:

@@ -213,7 +213,7 @@ def _placeholder_token(_: str) -> tuple[str, float]:
 
 
 def _token(secret: SecretStr, _: str) -> tuple[str, float]:
-    """A token for the client, and when it ends to be valid, in seconds since 1970. Raises SecretUnavailable."""
+    """A token for the client, and until when it is valid, in seconds since 1970. Raises SecretUnavailable."""
     assert isinstance(secret, CallSecret)  # noqa: S101
     text, seconds = secret.lease()
     return text, time.time() + (seconds or _TOKEN_SECONDS)

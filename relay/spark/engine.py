@@ -251,12 +251,12 @@ def _tag(name: JobName) -> str:
 class JobLimits:
     """When a job counts as one that stands still, in seconds.
 
-    `look`: between two looks. `starved`: without a running task while other jobs have the slots. `late`: without a sign
+    `poll`: between two polls. `starved`: without a running task while other jobs have the slots. `late`: without a sign
     of life from the session of a task. `silent`: with a running task that has no session, since its process starts, or
     is frozen before it connects.
     """
 
-    look: float = 1.0
+    poll: float = 1.0
     starved: float = 5.0
     late: float = 15.0
     silent: float = 60.0
@@ -311,7 +311,7 @@ class JobWatch:
     def _watch(self, session: SparkSession, job: _Job) -> None:
         conn: psycopg.Connection[Any] | None = None
         try:
-            while not job.ended.wait(self._limits.look):
+            while not job.ended.wait(self._limits.poll):
                 if conn is None or conn.closed:
                     conn = self._connected()
                 job.why = self._standstill(session, conn, job)

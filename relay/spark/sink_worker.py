@@ -71,12 +71,12 @@ CLAIM_SECONDS = 2.0
 """Seconds between two attempts to claim a sink that another process has claimed."""
 NOTE_SECONDS = 5.0
 """Seconds between two notes of the time up to which a sink without new events is complete."""
-LOOK_SECONDS = 5.0
-"""Seconds between two looks at the tasks of a batch."""
+TASKS_SECONDS = 5.0
+"""Seconds between two polls of the tasks of a batch."""
 STILL_SECONDS = 120.0
 """Seconds without a task that begins or ends after which `relay status` shows that a batch makes no progress."""
 COMPUTING_SECONDS = 0.1
-"""Seconds of processor time between two looks from which on relay's process works at a batch without a task."""
+"""Seconds of processor time between two such polls from which on relay's process works at a batch without a task."""
 BUILD_SECONDS = 5.0
 """Seconds after which `relay status` shows that the Spark session is still being built."""
 
@@ -434,7 +434,7 @@ class SparkWorker(Recurring):
     def _watch(self, session: SparkSession, batch: OpenBatch, ended: Event, thread: int) -> None:
         before, since, fault = (0, 0), time.monotonic(), ""
         computed = processor_seconds(thread)
-        while not ended.wait(LOOK_SECONDS):
+        while not ended.wait(TASKS_SECONDS):
             try:
                 running, unfinished = tasks_of(session, self._job_group)
                 former_seconds, computed = computed, processor_seconds(thread)

@@ -92,9 +92,7 @@ def run(
         built = _sink(settings, name, handler, conn, sink)
         asyncio.run(_deliver(built, name, handler, own))
     elif sink is not None:
-        raise ValueError(
-            f"handlers.{name}: is of type {handler.type}, and a sink takes no place of it"
-        )
+        raise ValueError(f"handlers.{name}: is of type {handler.type}, which a sink cannot replace")
     elif conn is None:
         raise ValueError(
             f"handlers.{name}: is of type {handler.type}, which writes to the target: give a connection: conn=…"

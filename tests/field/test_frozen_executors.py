@@ -51,7 +51,7 @@ def test_a_frozen_python_worker_stops_the_group_for_a_bounded_time(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(engine, "LIMITS", JobLimits(look=0.2, late=2.5))
+    monkeypatch.setattr(engine, "LIMITS", JobLimits(poll=0.2, late=2.5))
     handlers = {"projection": {"type": "python", "callable": f"{HERE}:freeze_once"}}
     settings = outbox.settings("spark", handlers=handlers)
     payload = {"folder": str(tmp_path), "driver": os.getpid()}
@@ -83,7 +83,7 @@ def test_a_task_that_takes_long_is_not_given_up(
     outbox: Outbox, spark_session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has a slot, which what Spark's status store says of it may show seconds later."""
-    monkeypatch.setattr(engine, "LIMITS", JobLimits(look=0.1, starved=0.5))
+    monkeypatch.setattr(engine, "LIMITS", JobLimits(poll=0.1, starved=0.5))
     (tmp_path / "frozen").touch()
     handlers = {"projection": {"type": "python", "callable": f"{HERE}:take_long"}}
     outbox.publish(host(1), event(1, payload={"folder": str(tmp_path), "driver": 0}))

@@ -53,7 +53,7 @@ def test_a_frozen_worker_of_a_sink_is_named(
     monkeypatch: pytest.MonkeyPatch,
     then: signal.Signals,
 ) -> None:
-    monkeypatch.setattr(sink_worker, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(sink_worker, "TASKS_SECONDS", 0.2)
     monkeypatch.setattr(sink_worker, "STILL_SECONDS", 2.0)
     monkeypatch.setenv(FOLDER, str(tmp_path))
     outbox.fill(20)

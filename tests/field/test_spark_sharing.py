@@ -117,7 +117,7 @@ def test_the_pipeline_goes_on_while_a_slow_sink_has_every_slot(
     outbox: Outbox, spark_session: Session, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """apache/spark#27862, apache/spark#12951: no share of a fair scheduler ends a task that runs."""
-    monkeypatch.setattr(engine, "LIMITS", JobLimits(look=0.2, starved=1.0))
+    monkeypatch.setattr(engine, "LIMITS", JobLimits(poll=0.2, starved=1.0))
     config = sinks("takes_every_slot")
     spark = spark_session.get()
     assert spark is not None

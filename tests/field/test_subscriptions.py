@@ -151,7 +151,7 @@ def test_an_idle_reader_does_not_read_because_others_commit(
 
     monkeypatch.setattr(ReaderSession, "send", sent)
     monkeypatch.setattr(ReaderSession, "value", got)
-    monkeypatch.setattr(log, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(log, "_QUIET_SECONDS", 0.0)
     outbox.conn.execute("select relay.declare_reader('r')")
     found: list[list[int]] = []
     thread = Thread(target=lambda: found.extend(_take(outbox, 1, poll=0.02)))
@@ -214,7 +214,7 @@ def test_a_reader_that_waits_notices_that_it_was_moved(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """apache/pulsar#139: a cursor could be moved only while no consumer was connected."""
-    monkeypatch.setattr(log, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(log, "_QUIET_SECONDS", 0.0)
     quiet = _recorded(monkeypatch, "_is_quiet")
     found: list[list[int]] = []
     ended: list[ReaderError] = []

@@ -236,9 +236,9 @@ def test_a_prepared_transaction_is_read_after_its_commit() -> None:
             "select (relay.log_reader('r')).number, pg_current_snapshot()::text"
         ).fetchall()[0]
         look = (seen, f"{number}/{seen}")
-        assert outbox.value(log._LOOK, look), "nothing is new"
+        assert outbox.value(log._IS_QUIET, look), "nothing is new"
         outbox.conn.execute("commit prepared 'one'")
-        assert outbox.value(log._LOOK, look) is None
+        assert outbox.value(log._IS_QUIET, look) is None
         assert _drain(outbox.conn) == [1]
 
 
@@ -250,9 +250,9 @@ def test_an_idle_reader_does_not_look_at_the_log_while_no_transaction_has_ended(
         # One snapshot, whatever goes on in other databases of the server.
         outbox.conn.execute("set transaction isolation level repeatable read")
         seen = str(outbox.value("select pg_current_snapshot()::text"))
-        assert outbox.value(log._LOOK, (seen, unusable)) == seen
+        assert outbox.value(log._IS_QUIET, (seen, unusable)) == seen
     with pytest.raises(psycopg.errors.InvalidTextRepresentation):
-        outbox.value(log._LOOK, ("1:1:", unusable))
+        outbox.value(log._IS_QUIET, ("1:1:", unusable))
 
 
 def test_reading_changes_nothing(outbox: Outbox) -> None:

@@ -33,7 +33,7 @@ def test_a_batch_that_makes_no_progress_is_named(
     monkeypatch: pytest.MonkeyPatch, tasks: tuple[int, int], says: str
 ) -> None:
     """While the driver waits, for a lock or a store, no task runs, and `relay status` showed nothing."""
-    monkeypatch.setattr(sink_worker, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(sink_worker, "TASKS_SECONDS", 0.01)
     monkeypatch.setattr(sink_worker, "STILL_SECONDS", 0.0)
     monkeypatch.setattr(sink_worker, "tasks_of", lambda *_: tasks)
     monkeypatch.setattr(sink_worker, "processor_seconds", lambda _: 0.0)
@@ -68,7 +68,7 @@ def test_what_the_driver_computes_is_progress(
     computed: list[float],
     said: list[str | None],
 ) -> None:
-    monkeypatch.setattr(sink_worker, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(sink_worker, "TASKS_SECONDS", 0.01)
     monkeypatch.setattr(sink_worker, "STILL_SECONDS", 0.0)
     monkeypatch.setattr(sink_worker, "tasks_of", lambda *_: tasks)
     watching, ended, notes = worker_of(), Event(), list[str | None]()

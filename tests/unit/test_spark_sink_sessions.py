@@ -142,7 +142,7 @@ def test_upkeep_whose_tasks_do_not_end_is_named(monkeypatch: pytest.MonkeyPatch)
         said.append(fault)
         watched.set()
 
-    monkeypatch.setattr(sink_worker, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(sink_worker, "TASKS_SECONDS", 0.01)
     monkeypatch.setattr(sink_worker, "STILL_SECONDS", 0.05)
     monkeypatch.setattr(sink_worker, "tasks_of", lambda *_: (1, 2))
     monkeypatch.setattr(sink_worker, "writer", lambda *_: Table(watched))

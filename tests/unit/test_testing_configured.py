@@ -242,7 +242,7 @@ def test_events_are_in_the_current_version() -> None:
         ("hook", HOOK, {"conn": Connection()}, "is of type http, which does not use a connection"),
         ("lake", HOOK, {}, "handlers.lake: is of type spark, which reads the outbox by itself"),
         ("orders", PLACED, {}, "handlers.orders: is of type sql, which writes to the target"),
-        ("orders", PLACED, {"sink": MemorySink()}, "a sink takes no place of it"),
+        ("orders", PLACED, {"sink": MemorySink()}, "is of type sql, which a sink cannot replace"),
         ("mail", {"host_id": "h"}, {}, "event 1: host_id is not of type uuid"),
         ("mail", {"host_id": 3}, {}, "event 1: host_id is not of type uuid"),
         (
