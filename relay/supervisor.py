@@ -183,7 +183,7 @@ class Services:
                 extra={**doing, **({"group": group.name} if several else {})},
             )
         # A target that does not answer must not keep the process.
-        exiting = [Thread(service.note_orderly_exit, daemon=True) for _, service in self.running]
+        exiting = [Thread(service.note_orderly_exit) for _, service in self.running]
         for thread in exiting:
             thread.start()
         for thread in exiting:
@@ -246,7 +246,7 @@ class _GroupThread:
 
     def start(self, named: bool) -> None:
         """Relay in a thread, which reports its end. With `named` its log lines have the group's name."""
-        Thread(self._run, name=f"relay {self.name}", args=(named,), daemon=True).start()
+        Thread(self._run, name=f"relay {self.name}", args=(named,)).start()
 
     @property
     def fault(self) -> BaseException | None:

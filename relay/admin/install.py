@@ -363,7 +363,7 @@ class _Installation:
             _attach(source, settings)
             grant_read(source, settings)
             return []
-        existed = _exists(source, OWN_OUTBOX)
+        existed = _has_own_outbox(source)
         adopting = not any(name.startswith("outbox/") for name in migrations.recorded(source))
         if existed:
             self._examine_outbox(adopting)
@@ -466,8 +466,8 @@ class _Installation:
             )
 
 
-def _exists(conn: Connection, table: str) -> bool:
-    row = conn.execute("select to_regclass(%s) is not null", (table,)).fetchone()
+def _has_own_outbox(conn: Connection) -> bool:
+    row = conn.execute("select to_regclass(%s) is not null", (OWN_OUTBOX,)).fetchone()
     return bool(row and row[0])
 
 

@@ -48,7 +48,7 @@ def execute(session: Any, statement: Statement, text: str) -> int:
     kind = _kind(type(session))
     run = _SYNCHRONOUS.get(kind)
     if run is None:
-        raise _unknown(session, kind, "publish_async" if kind in _ASYNCHRONOUS else None)
+        raise _unknown(session, "publish_async" if kind in _ASYNCHRONOUS else None)
     rows: int = run(session, statement, text)
     return rows
 
@@ -58,7 +58,7 @@ async def execute_async(session: Any, statement: Statement, text: str) -> int:
     kind = _kind(type(session))
     run = _ASYNCHRONOUS.get(kind)
     if run is None:
-        raise _unknown(session, kind, "publish" if kind in _SYNCHRONOUS else None)
+        raise _unknown(session, "publish" if kind in _SYNCHRONOUS else None)
     rows: int = await run(session, statement, text)
     return rows
 
@@ -68,7 +68,7 @@ def query(session: Any, statement: Statement, text: str) -> str:
     kind = _kind(type(session))
     run = _SYNCHRONOUS.get(kind)
     if run is None:
-        raise _unknown(session, kind, None)
+        raise _unknown(session, None)
     return str(run(session, statement, text, _text))
 
 
@@ -77,7 +77,7 @@ async def query_async(session: Any, statement: Statement, text: str) -> str:
     kind = _kind(type(session))
     run = _ASYNCHRONOUS.get(kind)
     if run is None:
-        raise _unknown(session, kind, None)
+        raise _unknown(session, None)
     return str(await run(session, statement, text, _text))
 
 
@@ -107,7 +107,7 @@ def savepoint(session: Any) -> Any:
     """Return a context manager that undoes what its block has changed, if that raises. Raises what `execute` raises."""
     kind = _kind(type(session))
     if kind not in _SYNCHRONOUS:
-        raise _unknown(session, kind, None)
+        raise _unknown(session, None)
     if kind == "django":
         return _django_savepoint(session)
     if kind.startswith("sqlalchemy"):
@@ -137,7 +137,7 @@ async def savepoint_async(session: Any) -> Any:
     """Return the asynchronous form of `savepoint`."""
     kind = _kind(type(session))
     if kind not in _ASYNCHRONOUS:
-        raise _unknown(session, kind, None)
+        raise _unknown(session, None)
     if kind.startswith("sqlalchemy"):
         return session.begin_nested()
     if kind == "asyncpg":
@@ -151,7 +151,7 @@ async def savepoint_async(session: Any) -> Any:
     return conn.transaction()
 
 
-def _unknown(session: object, kind: str, other: str | None) -> UnknownSession:
+def _unknown(session: object, other: str | None) -> UnknownSession:
     name = f"{type(session).__module__}.{type(session).__qualname__}"
     if other:
         return UnknownSession(f"{name}: publish to it with {other}")

@@ -85,7 +85,7 @@ def _validated(
 
 
 def _unknown(location: Sequence[int | str]) -> str:
-    meant = nearest(str(location[-1]), keys_at(Settings, location[:-1]))
+    meant = nearest(str(location[-1]), keys_at(location[:-1]))
     return f"unknown key; did you mean {meant}?" if meant else _UNKNOWN
 
 
@@ -246,12 +246,12 @@ def _is_referenced(variable: str, content: Any) -> bool:
     return isinstance(content, list) and any(_is_referenced(variable, each) for each in content)
 
 
-def keys_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
+def keys_at(location: Sequence[int | str]) -> list[str]:
     """The keys of the mapping at a location in the configuration: ("handlers", name, type, …) for a handler.
 
     An intake has its type there, too.
     """
-    kinds: list[Any] = [model]
+    kinds: list[Any] = [Settings]
     for part in location:
         kinds = [below for kind in kinds for below in _below(kind, part)]
     return [

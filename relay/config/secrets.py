@@ -204,7 +204,7 @@ class _Calls:
     def _start(self) -> None:
         running: Future[_Kept] = Future()
         self._running, self._began = running, time.monotonic()
-        Thread(self._call, name="secret", args=(running,), daemon=True).start()
+        Thread(self._call, name="secret", args=(running,)).start()
 
     def _call(self, running: Future[_Kept]) -> None:
         try:

@@ -82,7 +82,7 @@ class SinkLoop:
         self._members: Sequence[Member] = ()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connections: Connections | None = None
-        self._thread = Thread(target=self._run, name="sinks", daemon=True)
+        self._thread = Thread(target=self._run, name="sinks")
         self._to_wake: deque[Member] = deque()
         self._is_waking = False
         self._wanted: dict[str, tuple[str, asyncio.Future[SinkState | None]]] = {}

@@ -62,7 +62,7 @@ class MessageFeed(Protocol):
     async def acknowledge(self, taken: Sequence[Taken]) -> None:
         """Tell the broker that messages are published."""
 
-    async def reject(self, taken: Taken, reason: str) -> None:
+    async def reject(self, taken: Taken) -> None:
         """Tell the broker that a message will never be published; it goes where the broker puts dead letters."""
 
     async def extend(self, taken: Sequence[Taken]) -> None:
@@ -189,7 +189,7 @@ class BrokerIntake(Recurring):
             taken = rest[0][0]
             if not self._rejects:
                 raise _Poison(f"{taken.where}: {fault}")
-            await feed.reject(taken, fault)
+            await feed.reject(taken)
             del rest[0]
             self._count("rejected", 1)
             log.warning(

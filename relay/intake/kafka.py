@@ -95,7 +95,7 @@ class KafkaFeed:
         """Commit the offsets after messages, before which there are none that are not answered."""
         self._joined.acknowledge(taken)
 
-    async def reject(self, taken: Taken, reason: str) -> None:
+    async def reject(self, taken: Taken) -> None:
         """Go on after a message, which stays in its topic."""
         self._joined.acknowledge([taken])
 
@@ -236,7 +236,7 @@ class _Member:
     async def close(self) -> None:
         """Commit what is to be committed, and close the connections, in the background if that takes long."""
         # Calls `_on_revoke`.
-        thread = Thread(self._consumer.close, name=f"intake {self._name} closes", daemon=True)
+        thread = Thread(self._consumer.close, name=f"intake {self._name} closes")
         thread.start()
         await asyncio.to_thread(thread.join, _CLOSING_SECONDS)
 

@@ -166,7 +166,7 @@ class MessageReader:
                 path = (index,) if is_list else ()
                 for where, message in self._faults_of_type(row):
                     found.add(path + where, message)
-            for where, message in _faults_together(rows, id_of):
+            for where, message in _faults_together(rows):
                 found.add(where, message)
         if found:
             raise Invalid(found.listed)
@@ -273,7 +273,7 @@ def _faults_of_names(event: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
             yield (name,), fault
 
 
-def _faults_together(rows: Sequence[Mapping[str, Any]], id_of: IdOf) -> Iterator[tuple[Path, str]]:
+def _faults_together(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Path, str]]:
     """Yield the faults of a list of events that are valid each."""
     ids: set[str] = set()
     for index, row in enumerate(rows):

@@ -100,7 +100,7 @@ class NatsFeed:
         for each in taken:
             await each.raw.ack()
 
-    async def reject(self, taken: Taken, reason: str) -> None:
+    async def reject(self, taken: Taken) -> None:
         """Tell the server never to send a message again."""
         await taken.raw.term()
 

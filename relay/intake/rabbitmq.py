@@ -92,7 +92,7 @@ class RabbitmqFeed:
         if taken:
             self._open.basic_ack(taken[-1].raw, multiple=True)
 
-    async def reject(self, taken: Taken, reason: str) -> None:
+    async def reject(self, taken: Taken) -> None:
         """Send a message to the dead-letter exchange of the queue."""
         self._open.basic_reject(taken.raw, requeue=False)
 

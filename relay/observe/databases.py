@@ -170,7 +170,7 @@ class Databases:
             self.counted = None
             return
         if time.monotonic() >= self._next_count and not _runs(self._counting):
-            self._counting = Thread(self._count, name="observe counts", daemon=True)
+            self._counting = Thread(self._count, name="observe counts")
             self._counting.start()
 
     def _start(
@@ -178,9 +178,7 @@ class Databases:
     ) -> None:
         """Poll a database, unless the last poll is still under way."""
         if not _runs(probe.thread):
-            probe.thread = Thread(
-                self._poll, name="observe polls", args=(probe, read, *arguments), daemon=True
-            )
+            probe.thread = Thread(self._poll, name="observe polls", args=(probe, read, *arguments))
             probe.thread.start()
 
     def _await(self, probe: Probe[Any], ends: float) -> None:

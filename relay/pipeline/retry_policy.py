@@ -169,7 +169,7 @@ class _UsersWaits:
         found: SimpleQueue[float | str] = SimpleQueue()
         name = f"backoff {self._key}"
         began = time.monotonic()
-        Thread(self._ask, name=name, args=(attempt, found), daemon=True).start()
+        Thread(self._ask, name=name, args=(attempt, found)).start()
         said: float | str | None = None
         with suppress(Empty):
             said = found.get(timeout=FUNCTION_SECONDS)

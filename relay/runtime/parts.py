@@ -211,7 +211,7 @@ class Recurring(Part):
         self._is_final = is_final
         self._close_seconds = close_seconds
         self._error: RelayError | None = None
-        self._thread = Thread(target=self._run, name=condition.part, daemon=True)
+        self._thread = Thread(target=self._run, name=condition.part)
 
     def turn(self) -> float:
         """Do the work once; returns the seconds until the next call. It reports to `condition` that it works."""

@@ -37,23 +37,19 @@ def switch_often() -> None:
 
 
 class Thread(threading.Thread):
-    """A thread that runs in the context of its creator."""
+    """A daemon thread that runs in the context of its creator."""
 
     def __init__(
-        self,
-        target: Callable[..., object],
-        name: str | None = None,
-        args: Iterable[Any] = (),
-        daemon: bool | None = None,
+        self, target: Callable[..., object], name: str | None = None, args: Iterable[Any] = ()
     ) -> None:
-        super().__init__(target=copy_context().run, name=name, args=(target, *args), daemon=daemon)
+        super().__init__(target=copy_context().run, name=name, args=(target, *args), daemon=True)
 
 
 @contextmanager
 def beside(work: Callable[[threading.Event], object], name: str) -> Iterator[None]:
     """Run `work` in a thread during the block; its event is set at the end of the block, which waits for it."""
     ended = threading.Event()
-    thread = Thread(work, name=name, args=(ended,), daemon=True)
+    thread = Thread(work, name=name, args=(ended,))
     thread.start()
     try:
         yield

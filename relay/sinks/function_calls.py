@@ -163,7 +163,7 @@ class LoopCalls:
         self._held: list[tuple[asyncio.Task[None], Held, asyncio.Event]] = []
         self._opening: Held | None = None
         self._is_closing = False
-        self._thread = Thread(self._run, name=self._name, daemon=True)
+        self._thread = Thread(self._run, name=self._name)
         self._thread.start()
 
     def _run(self) -> None:
@@ -336,7 +336,7 @@ class ThreadCalls:
                 self._idle -= 1
             elif self._threads < self._most:
                 self._threads += 1
-                Thread(self._run, name=self._name, daemon=True).start()
+                Thread(self._run, name=self._name).start()
         self._calls.put(call)
 
     def _run(self) -> None:
@@ -375,7 +375,7 @@ class ThreadCalls:
             self._opening = held
             self._held = [each for each in self._held if not each[0].left.done()]
             self._held.append((held, leaving))
-            Thread(_hold, name=self._name, args=(opens, held, leaving), daemon=True).start()
+            Thread(_hold, name=self._name, args=(opens, held, leaving)).start()
         await held.wait()
         self._opening = None
         return held

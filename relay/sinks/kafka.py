@@ -254,7 +254,7 @@ class _Producer:
     async def publish(self, sending: Sending, index: int) -> None:
         if self._thread is None:
             loop = asyncio.get_running_loop()
-            self._thread = Thread(target=self._poll, args=(loop,), name="kafka", daemon=True)
+            self._thread = Thread(target=self._poll, args=(loop,), name="kafka")
             self._thread.start()
         message = sending.messages[index]
         try:

@@ -192,7 +192,7 @@ class Broker:
             self._may_fail()
             self._answer(each.raw)
 
-    async def reject(self, taken: Taken, reason: str) -> None:
+    async def reject(self, taken: Taken) -> None:
         self._may_fail()
         self.rejected.append(taken.raw)
         self._answer(taken.raw)

@@ -86,7 +86,7 @@ def test_a_page_installs_the_wheel(page: Path) -> None:
 def test_the_file_of_every_key_has_the_keys_of_every_handler(kind: str) -> None:
     missing = [
         key
-        for key in keys_at(Settings, ("handlers", "h", kind))
+        for key in keys_at(("handlers", "h", kind))
         if not is_named(key, EVERY_KEY.partition("\nhandlers:")[2])
     ]
     assert missing == []

@@ -86,7 +86,7 @@ class Listener:
         self._notified = notified
         self._condition = condition
         self._stopped = Wakeup()
-        self._thread = Thread(target=self._run, name="listener", daemon=True)
+        self._thread = Thread(target=self._run, name="listener")
         self._thread.start()
 
     def stop(self) -> None:

@@ -206,7 +206,7 @@ class Receiver:
         self._refusals = RepeatedLines(
             log, logging.WARNING, "a large commit cannot be received yet", "attempts"
         )
-        self._thread = Thread(target=self._run, name="receiver", daemon=True)
+        self._thread = Thread(target=self._run, name="receiver")
 
     def start(self) -> None:
         """Begin to receive."""

@@ -401,7 +401,7 @@ def exported(conn: Connection, group: str, wanted: DeadLetterSelection) -> Itera
                      group by d.dead_transaction) whole using (dead_transaction)
              order by whole.first_offset nulls last, d.dead_transaction, d.id) event
         """
-    ).format(columns=_columns(_SHOWN), where=where)
+    ).format(columns=_columns(), where=where)
     with conn.cursor(row_factory=scalar_row) as cursor:
         yield from cursor.stream(query, {**parameters, "group": group})
 
@@ -413,7 +413,7 @@ def events_as_json(conn: Connection, number: int) -> Iterator[str]:
         select row_to_json(event)::text from (
             select {columns} from relay.dead_letter_queue d where d.dead_transaction = %s order by d.id) event
         """
-    ).format(columns=_columns(_SHOWN))
+    ).format(columns=_columns())
     with conn.cursor(row_factory=scalar_row) as cursor:
         yield from cursor.stream(query, (number,))
 
@@ -443,8 +443,8 @@ def _column(name: str) -> sql.Composed:
     return sql.SQL("d.{}").format(sql.Identifier(name))
 
 
-def _columns(names: Sequence[str]) -> sql.Composed:
-    return sql.SQL(", ").join(map(_column, names))
+def _columns() -> sql.Composed:
+    return sql.SQL(", ").join(map(_column, _SHOWN))
 
 
 def _indented(name: str) -> sql.Composed:
