@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from threading import Event, Lock, Thread
@@ -13,29 +12,19 @@ from typing import Any
 
 import psycopg
 import pytest
-from psycopg.types.json import Jsonb
 
 from relay.client.reader import ReaderError, ReaderMoved, Subscription, subscribe
 from relay.retention import reader_positions
 from tests.api import API, ResumingClient, new_token, served
 from tests.chaos.test_failover import Pair, streaming_pair
+from tests.integration.test_subscribe import _EFFECT, _insert, _read_in_sql
 from tests.outbox import Outbox, wait_until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.rare, pytest.mark.timeout(300)]
 
-_HOST = uuid.uuid4()
 _IN_ORDER, _PREPARING = range(1, 4), 9
 """The publishers whose events come in the order of their numbers, and one whose transactions are prepared."""
 _OF_APP = {"slot": "app", "publication": "app"}
-_EFFECT = "insert into effects (reader, number) values (%s, %s)"
-
-
-def _insert(conn: psycopg.Connection[Any], number: int) -> None:
-    conn.execute(
-        "insert into public.outbox_message_t (host_id, event_type, payload, c_offset) "
-        "values (%s, 'any', %s, nextval('relay.offsets'))",
-        (_HOST, Jsonb({"number": number})),
-    )
 
 
 def _publish(dsn: str, publisher: int, ended: Event) -> None:
@@ -113,21 +102,6 @@ def _read_once(dsn: str, ended: Event) -> None:
     while not ended.is_set():
         with suppress(psycopg.Error, ReaderError):
             asyncio.run(run())
-
-
-def _read_in_sql(dsn: str, ended: Event) -> None:
-    """Read and advance in SQL, in the transaction of the effects."""
-    while not ended.is_set():
-        with suppress(psycopg.Error), psycopg.connect(dsn) as conn:
-            while not ended.wait(0.01):
-                with conn.transaction():
-                    rows = conn.execute(
-                        "select position, payload from relay.read('sql', 11)"
-                    ).fetchall()
-                    for _, payload in rows:
-                        conn.execute(_EFFECT, ("sql", payload["number"]))
-                    if rows:
-                        conn.execute("select relay.advance('sql', %s)", (rows[0][0],))
 
 
 class _Elsewhere:
