@@ -58,13 +58,6 @@ def need_file(payload: dict[str, Any]) -> dict[str, Any]:
     return payload
 
 
-def need_amount(payload: dict[str, Any]) -> dict[str, Any]:
-    """Raise an error that quotes a negative amount."""
-    if payload["amount"] < 0:
-        raise ValueError(f"{payload['amount']} is negative")
-    return payload
-
-
 def need_environment(payload: dict[str, Any]) -> dict[str, Any]:
     """Upcast with the factor in the process's environment."""
     return {**payload, "amount": payload["amount"] * int(os.environ["FACTOR"])}

@@ -134,8 +134,6 @@ def _slot(conn: Connection, end: str) -> Check:
     return Check(promise, kept, f"{state['confirmed']}, end {end}{active}")
 
 
-Figures = dict[str, Any]
-
 _OUTBOX = """
     select count(*) as events, count(distinct host_id) as hosts,
            count(distinct coalesce(transaction_id::text, concat_ws(' ', host_id, user_id, xmin))) as transactions,
