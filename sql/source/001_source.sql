@@ -208,6 +208,7 @@ begin
     if not exists (select from pg_roles where rolname = 'relay_owner') then
         return;
     end if;
+    grant usage on schema relay to relay_owner;
     if not exists (select from pg_roles where rolname = current_user and rolsuper) then
         begin
             execute format('grant relay_owner to %I', current_user);
@@ -216,9 +217,12 @@ begin
             execute format('grant relay_owner to %I', current_user);
         end;
     end if;
-    grant usage on schema relay to relay_owner;
 exception when insufficient_privilege then
-    raise notice 'relay: this role may not give functions to relay_owner; they stay its own';
+    if not pg_has_role(current_user, 'relay_owner', 'member') then
+        raise notice 'relay: this role may not give functions to relay_owner; they stay its own';
+    end if;
+    -- Again, since it was undone. A role that an administrator has made a member may give functions to relay_owner.
+    grant usage on schema relay to relay_owner;
 end
 $$;
 

@@ -13,7 +13,7 @@ from relay.store.connections import connect
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
 LANDED = {
-    "source/001_source.sql": "7c273b1b3e11920400ab3ffd8942b4541fc4a4549c77e8e32c8f9c1c7a378a20",
+    "source/001_source.sql": "c42b8e4ec290b92e1ae2319ee3830b0db56ceb636644674b73b5025d4e519d42",
     "source/002_retention.sql": "e6b35ad582ad24fe597d01fa7d5f2d1ac433fbcce9a0da6b1d02d91726e92332",
     "outbox/001_outbox.sql": "95dbb51979e5cf382756e0b61b2ad6416c73528f67d9ec170d46610884149d90",
     "outbox/002_schedules.sql": "84138bb8655167dd18396949ae9b1674448fd95d943bce304b5cadbbd2185e19",
