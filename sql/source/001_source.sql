@@ -209,20 +209,22 @@ begin
         return;
     end if;
     grant usage on schema relay to relay_owner;
-    if not exists (select from pg_roles where rolname = current_user and rolsuper) then
+    if exists (select from pg_roles where rolname = current_user and rolsuper) then
+        return;
+    end if;
+    begin
         begin
             execute format('grant relay_owner to %I', current_user);
         exception when internal_error or unique_violation then
             -- An installation in another database of the server has just granted it.
             execute format('grant relay_owner to %I', current_user);
         end;
-    end if;
-exception when insufficient_privilege then
-    if not pg_has_role(current_user, 'relay_owner', 'member') then
-        raise notice 'relay: this role may not give functions to relay_owner; they stay its own';
-    end if;
-    -- Again, since it was undone. A role that an administrator has made a member may give functions to relay_owner.
-    grant usage on schema relay to relay_owner;
+    exception when insufficient_privilege then
+        -- An administrator may have made this role a member, which suffices.
+        if not pg_has_role(current_user, 'relay_owner', 'member') then
+            raise notice 'relay: this role may not give functions to relay_owner; they stay its own';
+        end if;
+    end;
 end
 $$;
 

@@ -39,9 +39,8 @@ def test_publishers_publish_where_another_administrator_has_made_the_roles(attri
             make_conninfo(outbox.dsn, **administrator),
             make_conninfo(target.dsn, **administrator),
         )
-        assert outbox.value(
-            "select proowner::regrole::text from pg_proc where oid = 'relay.publish'::regproc"
-        ) == ("relay_owner")
+        owner = "select proowner::regrole::text from pg_proc where oid = 'relay.publish'::regproc"
+        assert outbox.value(owner) == "relay_owner"
         with psycopg.connect(outbox.dsn, user="shop", password="p") as shop:
             shop.execute(
                 "select relay.publish(%s, %s, %s::jsonb)", (host(1), host(2), Jsonb([event()]))
