@@ -107,7 +107,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def _server_new_enough(request: pytest.FixtureRequest) -> None:
-    """Skips a test that is marked `server(major)` on an older server."""
+    """Skip a test that is marked `server(major)` on an older server."""
     for mark in request.node.iter_markers("server"):
         (major,) = mark.args
         if request.getfixturevalue("server").major < major:

@@ -19,7 +19,7 @@ from relay.source.hybrid import StreamSource
 from relay.source.stream import receiver, replication, walsender
 from relay.source.stream.receiver import Receiver
 from tests.outbox import Outbox, event, host, relaying, stream_and_crash, wait_until
-from tests.postgres import start_server
+from tests.postgres import Server, start_server
 
 
 @pytest.fixture(autouse=True)
@@ -302,7 +302,8 @@ def test_the_slot_is_not_recreated_for_ever(outbox: Outbox) -> None:
     outbox.assert_exact()
 
 
-def test_a_role_that_may_not_replicate_polls(outbox: Outbox) -> None:
+def test_a_role_that_may_not_replicate_polls(outbox: Outbox, server: Server) -> None:
+    said = "permission denied" if server.major >= 16 else "must be superuser or replication role"
     role = f"weak_{outbox.slot}"
     outbox.conn.execute(
         f"create role {role} login password 'p'; grant relay to {role};"
@@ -318,10 +319,7 @@ def test_a_role_that_may_not_replicate_polls(outbox: Outbox) -> None:
             outbox.publish(host(1), event(1))
             outbox.wait_handled()
             assert mode(outbox) == "poll"
-            reason = outbox.value("select source_reason from relay.groups")
-            assert (
-                "permission denied" in reason or "must be superuser or replication role" in reason
-            )
+            assert said in outbox.value("select source_reason from relay.groups")
             outbox.conn.execute(f"alter role {role} replication".encode())
             wait_until(lambda: mode(outbox) == "wal", 20)
             outbox.publish(host(1), event(1))

@@ -235,10 +235,10 @@ def test_a_prepared_transaction_is_read_after_its_commit() -> None:
         number, seen = outbox.conn.execute(
             "select (relay.log_reader('r')).number, pg_current_snapshot()::text"
         ).fetchall()[0]
-        look = (seen, f"{number}/{seen}")
-        assert outbox.value(log._IS_QUIET, look), "nothing is new"
+        given = (seen, f"{number}/{seen}")
+        assert outbox.value(log._IS_QUIET, given), "nothing is new"
         outbox.conn.execute("commit prepared 'one'")
-        assert outbox.value(log._IS_QUIET, look) is None
+        assert outbox.value(log._IS_QUIET, given) is None
         assert _drain(outbox.conn) == [1]
 
 
