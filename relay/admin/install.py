@@ -48,6 +48,7 @@ from relay.source.stream.slot import (
     require_streamable,
     slot_state,
 )
+from relay.source.witnesses import cover
 from relay.store import (
     completeness,
     groups,
@@ -242,6 +243,7 @@ class _Installation:
             if settings.source.mode != "wal":
                 # A crash of the source must not lose a commit that the group's position counts as applied.
                 durable_position(source)
+                self._take_witnesses(warn)
             if streaming and self._ensure_slot(warn):
                 if settings.source.mode != "wal":
                     # In mode wal nobody polls: relay says that the slot does not continue where the former one ended.
@@ -252,6 +254,21 @@ class _Installation:
             for text in unused_slots(source, settings):
                 warn(text)
         return self.done
+
+    def _take_witnesses(self, warn: Callable[[str], None]) -> None:
+        """Take the witness of the database's history, and the first one of the group's positions."""
+        source, group = self.source, self.settings.group
+        source.execute("select relay.begin_history()")
+        origin = groups.origin(self.target, group)
+        seen = current_position(source).snapshot
+        if origin.witness is not None or seen.xmax < origin.xmax:
+            return
+        cover(source, self.target, group, seen)
+        if origin.identifier is not None:
+            warn(
+                f"group: the positions of {group!r} are from before relay took witnesses: from now on it knows another "
+                "history of the source, but it cannot prove that they are of this one"
+            )
 
     def _ensure_slot(self, warn: Callable[[str], None]) -> bool:
         name = self.settings.source.slot
@@ -520,10 +537,14 @@ def _limit_event_bytes(source: Connection, limit: int) -> None:
 
 
 def _attach(source: Connection, settings: Settings) -> None:
-    """Add the columns to an outbox that polling needs. Raises ConfigurationError if that is impossible."""
+    """Add the columns to an outbox that polling needs, and let its readers keep positions.
+
+    Raises ConfigurationError if that is impossible.
+    """
     if settings.source.mode == "wal":
         return
     table = sql.Identifier(*settings.source.table_name).as_string(source)
+    source.execute("select relay.let_keep_positions(%s::regclass)", (table,))
     source.execute(
         "select relay.attach(%s::regclass, %s)", (table, settings.source.mapping["c_offset"])
     )

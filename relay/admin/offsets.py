@@ -34,6 +34,7 @@ from relay.source.recognition import Recognition
 from relay.source.server import durable_position
 from relay.source.stream.receiver import commits_after
 from relay.source.stream.slot import slot_state
+from relay.source.witnesses import cover
 from relay.store import (
     actions,
     groups,
@@ -258,6 +259,8 @@ def seek(
         # Before the commit, so that retention keeps the events that are read again.
         with reach_source(settings) as source:
             reader_positions.accept(source, target, settings, ["", *move.sinks])
+            if move.goal.snapshot is not None:
+                cover(source, target, settings.group, move.goal.now)
 
 
 def _sinks_to_move(target: Connection, source: Connection, settings: Settings) -> list[str]:

@@ -21,6 +21,7 @@ from relay.faults import ConfigurationError, Unreachable
 from relay.retention import reader_positions
 from relay.source.outbox.table import OutboxTable
 from relay.source.outbox.unread import Backlog, ReadPosition, UnreadRows, position_of_sink
+from relay.source.witnesses import cover
 from relay.store import (
     actions,
     activity,
@@ -241,6 +242,7 @@ def seek(settings: Settings, name: str, goal: Goal, rebuild: bool, reason: str |
         # Before the commit, so that retention keeps the events that are read again.
         with reach_source(settings) as source:
             reader_positions.accept(source, target, settings, [name])
+            cover(source, target, settings.group, goal.now)
 
 
 def require_droppable(settings: Settings, name: str) -> None:

@@ -105,7 +105,7 @@ class Connections:
         self._in_target = pool(size - blocked, "sinks target")
         self._blocked = pool(blocked, "sinks target blocked")
         self._in_source = pool(size, "sinks source")
-        self.outbox_end = OutboxEnd(settings, self._source, InTurn(self._in_source))
+        self.outbox_end = OutboxEnd(settings, self._source, self._target, InTurn(self._in_source))
         self._is_closing = False
 
     async def in_claims(

@@ -12,6 +12,7 @@ from relay.runtime.shielding import shielded
 from relay.source.outbox.differences import Difference
 from relay.source.outbox.rows import OutboxRows
 from relay.source.server import SourcePosition, current_position, durable_position
+from relay.source.witnesses import Covering
 from relay.store.connections import Pool
 
 _Answers = tuple[SourcePosition | None, frozenset[Snapshot]]
@@ -21,9 +22,11 @@ _Answers = tuple[SourcePosition | None, frozenset[Snapshot]]
 class OutboxEnd:
     """Where the outbox ends now. For one event loop; raises psycopg.Error and RelayError."""
 
-    def __init__(self, settings: Settings, source: Pool, in_source: Executor) -> None:
+    def __init__(self, settings: Settings, source: Pool, target: Pool, in_source: Executor) -> None:
         self._rows = OutboxRows(settings)
+        self._covering = Covering(settings.group)
         self._source = source
+        self._target = target
         self._in_source = in_source
         self._asked: set[Snapshot] = set()
         self._asks_position = False
@@ -69,4 +72,11 @@ class OutboxEnd:
                 if seen.covers(each)
                 and (each.is_beginning or not self._rows.is_empty(conn, Difference(each, seen)))
             )
-            return durable_position(conn) if outdated or asks_position else None, outdated
+            if not (outdated or asks_position):
+                return None, outdated
+            found = durable_position(conn)
+            taken = self._covering.take(conn, found.snapshot)
+        if taken is not None:
+            with self._target.connection() as target:
+                self._covering.note(target, taken)
+        return found, outdated

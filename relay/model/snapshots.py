@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from uuid import UUID
 
 import numpy as np
 from numpy.typing import NDArray
+
+from relay.model.events import Lsn
 
 Xids = NDArray[np.int64]
 """Full transaction ids, with their epoch, int64."""
@@ -61,6 +64,22 @@ class Snapshot:
     @cached_property
     def _between(self) -> Xids:
         return np.array(self.in_progress, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """A row of the source that proves where it is what `snapshot` sees; all of that ends in the WAL at or before `lsn`.
+
+    `relay.source.witnesses` says how.
+    """
+
+    id: UUID
+    snapshot: Snapshot
+    lsn: Lsn
+
+    def proves(self, snapshot: Snapshot) -> bool:
+        """Whether a server that holds this witness has all that a snapshot sees."""
+        return self.snapshot.covers(snapshot)
 
 
 @dataclass(frozen=True, eq=False)

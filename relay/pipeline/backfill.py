@@ -46,6 +46,7 @@ from relay.runtime.parts import SOON_SECONDS, Condition, Recurring
 from relay.source.outbox.differences import Difference, array, condition, cut
 from relay.source.outbox.rows import OutboxRows, Portion, Wanted, not_received, prepare_reading
 from relay.source.server import current_position, durable_position
+from relay.source.witnesses import cover
 from relay.store import locks, queue_fills
 from relay.store.connections import Connection, Pool, connect, open_pool
 from relay.store.groups import APPLICATION_NAME
@@ -293,6 +294,7 @@ class _Filler:
         if fill.start == "beginning":
             return None, None
         seen = durable_position(source).snapshot
+        cover(source, self._target, self._group, seen)
         following = self._rows.next_offset(source)
         if fill.start.isdecimal():
             first = int(fill.start)

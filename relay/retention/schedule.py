@@ -199,6 +199,8 @@ class Schedule(Recurring):
             dropped = partitions.drop_read(source, table, older_than, self._step)
             if dropped:
                 log.info("partitions dropped", extra={"partitions": ", ".join(dropped)})
+        with self._step("witnesses", source):
+            source.execute("select relay.remove_witnesses()")
         with self._step("deleting events", source):
             deleted = self._read_rows.delete(source, table, older_than, self.stopping.is_set)
             if deleted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from uuid import uuid4
 
 import psycopg
@@ -17,9 +18,11 @@ from relay.faults import (
     refused_for_good,
 )
 from relay.model.events import Lsn
+from relay.model.snapshots import Witness
 from relay.source.outbox.table import OutboxTable
 from relay.source.server import TimelineHistory, current_position, server_of
 from relay.source.stream.walsender import System, identify, open_replication
+from relay.source.witnesses import holds
 from relay.store import groups
 from relay.store.connections import Connection, connect
 
@@ -40,6 +43,10 @@ class SourceComparison:
     group: str
     origin: groups.SourceOrigin
     system: System
+    held: Witness | None = None
+    """Of the witnesses that were noted for the group, the newest one that this server holds."""
+    held_since: datetime | None = None
+    """When it was noted, if it is not the newest of all."""
     table: str = ""
     restored: bool = False
     """Whether the server is another one, and has rows that were restored or replicated into it."""
@@ -60,6 +67,8 @@ class SourceComparison:
     def require_valid(self) -> None:
         """Raise RelayError if the source has lost applied events, Unavailable if it does not have them yet."""
         origin, system = self.origin, self.system
+        if self.is_proven:
+            return
         self._require_newer()
         if self.restored:
             raise RelayError(
@@ -69,6 +78,7 @@ class SourceComparison:
                 "relay is to continue, such as --to end or a time"
             )
         if origin.identifier is None or self.foreign:
+            self._require_witness()
             return
         known = _known(origin)
         # A role that may only poll cannot read the history before the first timeline that it saw.
@@ -76,6 +86,9 @@ class SourceComparison:
         shared = known.shared_until(history)
         limit = system.position if shared is None else min(shared, system.position)
         if max(origin.applied, origin.polled) <= limit:
+            if shared is None or (origin.witness is not None and origin.witness.lsn > shared):
+                self._require_witness()
+            # Otherwise at most the witness is lost, and nothing of what its snapshot sees.
             return
         if system.standby and system.history.timeline in known.timelines:
             raise Unavailable("the server is a standby that has not replayed yet what was applied")
@@ -97,6 +110,40 @@ class SourceComparison:
             "state from before the loss; or keep what was applied, and continue with what the source has published "
             f"since, by `relay offsets seek --to {limit}`, or --to the time of the loss if the slot does not have the "
             "WAL since then"
+        )
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether this server holds a witness of all that the group has read."""
+        origin, held = self.origin, self.held
+        if held is None or origin.xmax > held.snapshot.xmax:
+            return False
+        return self.foreign or max(origin.applied, origin.polled) <= held.lsn
+
+    def _require_witness(self) -> None:
+        """Raise RelayError if a witness of what the group has read is not on this server, Unavailable if not yet."""
+        origin, held = self.origin, self.held
+        if origin.witness is None or held == origin.witness:
+            return
+        if held is not None and origin.xmax <= held.snapshot.xmax:
+            return
+        if self.system.standby and not self.foreign and origin.witness.lsn > self.system.position:
+            raise Unavailable("the server is a standby that has not replayed yet what was applied")
+        if self.foreign:
+            how = "it is another server, into which a dump or a part of the database was restored"
+        elif not self.same:
+            how = "a failover with a loss, or a restore to a point in time"
+        else:
+            how = "it was restored from an older backup, or relay was installed in it again"
+        earlier = (
+            f"the newest that it has is of {self.held_since:%Y-%m-%d %H:%M:%S} UTC"
+            if self.held_since
+            else "it has no earlier one"
+        )
+        raise RelayError(
+            f"the source does not have the witness {origin.witness.id} of what group {self.group!r} has applied: {how}; "
+            f"{earlier}. relay cannot know which events are new: restore the target to a state from before, or set "
+            "with `relay offsets seek` where relay is to continue, as --to end or a time"
         )
 
     def _require_newer(self) -> None:
@@ -127,6 +174,8 @@ class Recognition:
         self._settings = settings
         self._process = uuid4()
         self._has_read = False
+        # The session of the source that was last seen to hold a witness: a server does not lose one while it runs.
+        self._holding: int | None = None
 
     def inspect(self, conn: Connection) -> SourceComparison:
         """Compare the server of a replication connection with the source that the group has stored. Changes nothing.
@@ -141,20 +190,42 @@ class Recognition:
         self, conn: Connection, origin: groups.SourceOrigin, system: System
     ) -> SourceComparison:
         settings = self._settings
-        comparison = SourceComparison(settings.group, origin, system)
+        held, since = self._held(conn, origin)
+        comparison = SourceComparison(settings.group, origin, system, held, since)
         if not comparison.foreign or not origin.xmax:
             return comparison
         restored = OutboxTable(settings).are_restored(conn)
         return replace(comparison, table=settings.source.table, restored=restored)
 
-    def follow(self, comparison: SourceComparison, incomplete: bool) -> int:
+    def _held(
+        self, conn: Connection, origin: groups.SourceOrigin
+    ) -> tuple[Witness | None, datetime | None]:
+        """The newest of the group's witnesses that a server holds; when it was noted, if later ones are missing."""
+        if origin.witness is None:
+            return None, None
+        session = conn.info.backend_pid
+        if session == self._holding:
+            return origin.witness, None
+        if holds(conn, origin.witness.id):
+            self._holding = session
+            return origin.witness, None
+        with connect(self._settings.target_dsn) as target:
+            noted = groups.witnesses(target, self._settings.group)
+        for each in noted:
+            if holds(conn, each.witness.id):
+                return each.witness, each.noted_at.astimezone(UTC)
+        return None, None
+
+    def follow(self, session: Connection, comparison: SourceComparison, incomplete: bool) -> int:
         """Store the source of a comparison as the group's, for the process that holds its slot; returns the epoch.
+
+        `session` is an ordinary one on the same server.
 
         On another timeline LSNs stay valid up to the switch. On another server, made by pg_upgrade, the snapshots
         decide what is new. `incomplete`: the next reader of the slot polls first, unless `leave` is called before.
         Raises RelayError if events that were applied are lost, and psycopg.Error if the target does not answer.
         """
-        epoch = self._remember(comparison)
+        epoch = self._remember(session, comparison)
         self._has_read = True
         with connect(self._settings.target_dsn) as target:
             groups.note_reading(target, comparison.group, self._process, incomplete)
@@ -169,7 +240,7 @@ class Recognition:
         if comparison is None:
             return
         try:
-            self._remember(comparison)
+            self._remember(source, comparison)
         except Unavailable as error:
             raise TransientFault(str(error)) from None
 
@@ -212,7 +283,7 @@ class Recognition:
         history = known if ours and timeline == known.timeline else TimelineHistory(timeline)
         system = System(identifier, history, seen.lsn, standby, seen.snapshot.xmax)
         comparison = self._compare(source, origin, system)
-        if not comparison.same and timeline > 1:
+        if not comparison.same and timeline > 1 and not comparison.is_proven:
             comparison = replace(
                 comparison, system=replace(system, history=self._with_history(comparison))
             )
@@ -242,7 +313,7 @@ class Recognition:
             raise TransientFault("source.dsn: its servers are on different timelines")
         return system.history
 
-    def _remember(self, comparison: SourceComparison) -> int:
+    def _remember(self, source: Connection, comparison: SourceComparison) -> int:
         """Store that the group's LSNs belong to the source of the comparison; returns the group's epoch."""
         comparison.require_valid()
         if comparison.same:
@@ -250,7 +321,10 @@ class Recognition:
         system = comparison.system
         with connect(self._settings.target_dsn) as target, target.transaction():
             # Another instance may have applied more of the former history, or stored the new source already.
-            now = replace(comparison, origin=groups.origin(target, comparison.group, locked=True))
+            origin = groups.origin(target, comparison.group, locked=True)
+            # Sinks may have polled the new source since: its next transaction id is read after their positions.
+            next_xid = current_position(source).snapshot.xmax
+            now = self._compare(source, origin, replace(system, next_xid=next_xid))
             if now.same:
                 return now.origin.epoch
             now.require_valid()

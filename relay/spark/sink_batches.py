@@ -22,6 +22,7 @@ from relay.pipeline.routing import BatchRouter
 from relay.source.outbox.differences import XID, Difference, array, condition, cut
 from relay.source.outbox.rows import OutboxRows, Wanted
 from relay.source.server import durable_position
+from relay.source.witnesses import cover
 from relay.spark import frames
 from relay.spark.reading import MappedTable, columns
 from relay.store import clock
@@ -91,6 +92,8 @@ def find(
         contents = replace(contents, rows=0)
     complete = moments.reached(after)
     moves = bool(count) or position.following is not None
+    if moves:
+        cover(source, target, settings.group, seen.snapshot)
     if due and not count:
         # Without new rows the position stays.
         contents = replace(contents, after=position.snapshot, left_out=())

@@ -14,6 +14,7 @@ import psycopg
 from psycopg.rows import class_row, scalar_row
 
 from relay.model.events import Lsn
+from relay.model.snapshots import Snapshot, Witness
 from relay.store.positions import offsets, snapshots
 
 INSTANCE = f"{socket.gethostname()[:40]}:{os.getpid()}"
@@ -146,6 +147,7 @@ class SourceOrigin:
     `polled` a position at or after the end of all commits that were polled or delivered to sinks. `xmax` is that of the
     newest snapshot, 0 without one, and `confirmed` is how far the slot was confirmed when it was left: 0/0 if it may
     lack commits, None while it is read, or if that is unknown. `reading` names the process that has read it last.
+    `witness` is the newest one that was noted; it covers the snapshots unless no witness could be taken.
     """
 
     identifier: str | None
@@ -157,6 +159,7 @@ class SourceOrigin:
     xmax: int
     confirmed: Lsn | None
     reading: UUID | None
+    witness: Witness | None = None
 
 
 def origin(conn: psycopg.Connection[Any], group: str, locked: bool = False) -> SourceOrigin:
@@ -181,12 +184,17 @@ def origin(conn: psycopg.Connection[Any], group: str, locked: bool = False) -> S
                         union all
                         select coalesce(following, snapshot) from relay.sinks
                          where group_id = %(group)s) as all_seen (seen)),
-               confirmed_lsn::text, reading
+               confirmed_lsn::text, reading, w.witness, w.snapshot::text, w.lsn::text
           from (select) as one left join relay.groups on group_id = %(group)s
+          left join lateral (
+               -- Two processes may note theirs in another order than they took them.
+               select * from (select witness, snapshot, lsn from relay.noted_witnesses
+                               where group_id = %(group)s order by number desc limit 10) as newest
+                order by pg_snapshot_xmax(snapshot) desc limit 1) as w on true
         """,
         {"group": group},
     )
-    identifier, timeline, history, epoch, applied, polled, xmax, confirmed, reading = row
+    identifier, timeline, history, epoch, applied, polled, xmax, confirmed, reading, *noted = row
     return SourceOrigin(
         identifier,
         timeline,
@@ -197,7 +205,57 @@ def origin(conn: psycopg.Connection[Any], group: str, locked: bool = False) -> S
         xmax,
         None if confirmed is None else Lsn.parse(confirmed),
         reading,
+        None if noted[0] is None else _witness(*noted),
     )
+
+
+_MOST_WITNESSES = 100
+"""How many noted witnesses are kept: the earlier ones tell how much of a source is left that has lost something."""
+
+
+def note_witness(conn: psycopg.Connection[Any], group: str, witness: Witness) -> None:
+    """Note a witness of snapshots that the group stores from now on."""
+    (row,) = conn.execute(
+        """
+        insert into relay.noted_witnesses (group_id, witness, snapshot, lsn)
+        values (%s, %s, %s::pg_snapshot, %s) returning number
+        """,
+        (group, witness.id, str(witness.snapshot), str(witness.lsn)),
+    )
+    if row[0] % _MOST_WITNESSES == 0:
+        conn.execute(
+            """
+            delete from relay.noted_witnesses
+             where group_id = %(group)s
+               and number <= (select number from relay.noted_witnesses
+                               where group_id = %(group)s order by number desc offset %(most)s limit 1)
+            """,
+            {"group": group, "most": _MOST_WITNESSES},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NotedWitness:
+    """A witness that covers what a group had applied when it was noted, `noted_at` by the clock of the target."""
+
+    witness: Witness
+    noted_at: datetime
+
+
+def witnesses(conn: psycopg.Connection[Any], group: str) -> list[NotedWitness]:
+    """List the witnesses that are noted for a group, the one that covers most first."""
+    rows = conn.execute(
+        """
+        select witness, snapshot::text, lsn::text, noted_at from relay.noted_witnesses
+         where group_id = %s order by pg_snapshot_xmax(snapshot) desc
+        """,
+        (group,),
+    )
+    return [NotedWitness(_witness(*noted), at) for *noted, at in rows]
+
+
+def _witness(witness: UUID, snapshot: str, lsn: str) -> Witness:
+    return Witness(witness, Snapshot.parse(snapshot), Lsn.parse(lsn))
 
 
 def forget_origin(conn: psycopg.Connection[Any], group: str) -> None:
@@ -210,6 +268,7 @@ def forget_origin(conn: psycopg.Connection[Any], group: str) -> None:
         """,
         (group,),
     )
+    conn.execute("delete from relay.noted_witnesses where group_id = %s", (group,))
 
 
 def note_confirmed(conn: psycopg.Connection[Any], group: str, confirmed: Lsn) -> None:

@@ -91,6 +91,31 @@ comment on column relay.snapshots.notes_from is
 comment on column relay.snapshots.polled_lsn is
     'the commits that were polled up to the snapshot lie below this position of the source''s WAL; 0/0 where none were';
 
+-- What proves that the source has what the positions of a group see: rows of its relay.witnesses. Each is noted before a snapshot
+-- that it covers is stored; the newest counts, earlier ones tell how much of a source is left that has lost something.
+create table if not exists relay.noted_witnesses (
+    group_id text        not null,
+    number   bigint      generated always as identity,
+    witness  uuid        not null,
+    snapshot pg_snapshot not null,
+    lsn      pg_lsn      not null,
+    noted_at timestamptz not null default now(),
+    primary key (group_id, number)
+);
+
+comment on table relay.noted_witnesses is
+    'the witnesses of the source that cover the positions of a group: those of the target, sinks, batches and fills';
+comment on column relay.noted_witnesses.number is
+    'counts notes';
+comment on column relay.noted_witnesses.witness is
+    'the id of a row of relay.witnesses in the source';
+comment on column relay.noted_witnesses.snapshot is
+    'its snapshot: it covers every snapshot that the group stored before the next note';
+comment on column relay.noted_witnesses.lsn is
+    'all that the snapshot sees ends at or before this position of the source''s WAL';
+comment on column relay.noted_witnesses.noted_at is
+    'when it was noted';
+
 -- A schema of the edition in which positions were updated in place. Tasks of that edition must not run meanwhile; one that was
 -- not found fails with its next statement, and nothing of it is stored.
 do $$
@@ -1018,6 +1043,7 @@ begin
         grant select on relay.consumer_offsets, relay.applied_commits to relay;
         grant select, insert, update, delete on relay.snapshots to relay;
         grant usage on sequence relay.snapshot_ids to relay;
+        grant select, insert, delete on relay.noted_witnesses to relay;
         grant select, insert, update, delete on relay.dead_letter_queue to relay;
         grant usage on sequence relay.dead_transactions to relay;
         -- Who acted, and when, is what the server says.

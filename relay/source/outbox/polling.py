@@ -35,6 +35,7 @@ from relay.source.recognition import Recognition
 from relay.source.server import SourcePosition, current_position, durable_position
 from relay.source.state import POLLS, SourceState
 from relay.source.stream.slot import membership, reader_activity, require_published
+from relay.source.witnesses import Covering
 from relay.store import completeness, dead_letters, groups
 from relay.store.completeness import Completeness, Moments
 from relay.store.connections import Pool, connect, open_pool
@@ -102,6 +103,7 @@ class Poller:
         self._moments = Moments()
         self._noted = -NOTE_SECONDS
         self._recognition = Recognition(settings)
+        self._covering = Covering(settings.group)
         self._marked = self._checked = False
         self._named: tuple[str | None, int | None, str] | None = None
 
@@ -188,14 +190,28 @@ class Poller:
             between = Difference(last.snapshot, seen.snapshot)
             if self._lacks_rows(source, target, between, noted):
                 if opening:
+                    self._cover(source, target, seen)
                     snapshots.append(target, group, last, seen.snapshot, seen.lsn)
                 return False
             if len(noted.xids) or seen.snapshot.xmax - last.snapshot.xmax > _FAR:
+                self._cover(source, target, seen)
                 snapshots.replace(target, group, last, seen.snapshot)
+            else:
+                # Who has all that the last snapshot sees has all that this one sees, and has a witness of it.
+                seen = replace(seen, snapshot=last.snapshot)
             complete = Completeness(seen.snapshot, seen.at)
             completeness.note(target, group, completeness.TARGET, last.snapshot, complete)
             adopted(seen)
             return True
+
+    def _cover(
+        self,
+        source: psycopg.Connection[Any],
+        target: psycopg.Connection[Any],
+        seen: SourcePosition,
+    ) -> None:
+        """Note a witness of a snapshot that the group is about to store."""
+        self._covering.note(target, self._covering.take(source, seen.snapshot))
 
     def lacks(self, seen: SourcePosition) -> bool:
         """Whether the WAL has not brought yet all that a snapshot sees, and all that it brought is applied.
@@ -356,7 +372,9 @@ class Poller:
             self._name_unassigned(source)
             seen = durable_position(source)
             self._moments.note(seen.snapshot, seen.at)
+            taken = self._covering.take(source, seen.snapshot)
         with self._target.connection() as target:
+            self._covering.note(target, taken)
             group = self._settings.group
             # None if another instance has added one meanwhile: that difference is next.
             return snapshots.append(target, group, last, seen.snapshot, seen.lsn)

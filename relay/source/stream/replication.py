@@ -322,7 +322,7 @@ class Replication:
                     # Only the process that reads the slot changes the group's state. What the slot lacks stays true
                     # if the target does not answer.
                     self.publish(incomplete=self.state.incomplete or lacks)
-                    epoch = self._recognition.follow(comparison, self.state.incomplete)
+                    epoch = self._recognition.follow(session, comparison, self.state.incomplete)
                 self._confirmation.start(confirmed)
                 self._system = system
                 self._orphaned_since = None
