@@ -25,12 +25,11 @@ from relay.config.files import Configuration, require_apart
 from relay.config.settings import Settings
 from relay.faults import RelayError, Unreachable, first_line
 from relay.logs import of_group
-from relay.retention.reader_positions import identity
 from relay.runtime.memory import collect_rarely, return_large_blocks
 from relay.runtime.threads import Thread, switch_often
 from relay.service import Service
 from relay.spark.session import Session
-from relay.store.connections import connect
+from relay.store.connections import connect, database_identity
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +216,7 @@ class _SharedState:
         settings = configuration.settings
         try:
             with connect(settings.target_dsn) as conn:
-                key = (identity(conn), settings.group)
+                key = (database_identity(conn), settings.group)
         except psycopg.Error:
             # The service itself waits for its databases.
             return

@@ -37,7 +37,6 @@ from relay.pipeline.retry_policy import RetryPolicy
 from relay.pipeline.routing import shadowed
 from relay.queues import configured
 from relay.retention import restoration
-from relay.retention.reader_positions import identity
 from relay.retention.schedule import require_not_given_up
 from relay.runtime.parts import SOON_SECONDS, Condition
 from relay.runtime.retry import RetryUntilSuccess
@@ -52,7 +51,7 @@ from relay.store import (
     own_rights,
     queues,
 )
-from relay.store.connections import Connection, connect
+from relay.store.connections import Connection, connect, database_identity
 from relay.store.deferred import selection as deferred_selection
 from relay.store.groups import INSTANCE
 from relay.store.positions import offsets, sinks
@@ -465,7 +464,7 @@ def _require_own_targets(configurations: Sequence[Configuration]) -> None:
     for each in configurations:
         try:
             with connect(each.settings.target_dsn) as conn:
-                key = (identity(conn), each.settings.group)
+                key = (database_identity(conn), each.settings.group)
         except psycopg.Error:
             # A target that cannot be reached is a finding of its group.
             continue

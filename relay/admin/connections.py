@@ -6,14 +6,20 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import psycopg
 
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable, first_line, refused_for_good
 from relay.store import migrations
-from relay.store.connections import Connection, Dsn, connect, connect_pooled, with_settings
+from relay.store.connections import (
+    Connection,
+    Dsn,
+    connect,
+    connect_pooled,
+    database_identity,
+    with_settings,
+)
 from relay.store.session_settings import SessionKind
 
 LOCK_TIMEOUT = "10s"
@@ -121,7 +127,7 @@ def administrators(
             # Two database transactions that install in one database deadlock.
             target = source if database_identity(source) == database_identity(other) else other
         # Every command locks the databases in this order, so that no two deadlock.
-        for conn in sorted({source, target}, key=lambda each: str(database_identity(each))):
+        for conn in sorted({source, target}, key=database_identity):
             on_wait = (
                 f"waiting for another `relay init` or `relay uninstall` of {conn.info.dbname!r}"
             )
@@ -129,14 +135,7 @@ def administrators(
         yield source, target
 
 
-def database_identity(conn: Connection) -> tuple[Any, ...] | None:
-    """Return the system identifier and the name of a database, which identify it at any address."""
-    return conn.execute(
-        "select system_identifier, current_database() from pg_control_system()"
-    ).fetchone()
-
-
 def on_one_server(one: Connection, other: Connection) -> bool:
     """Return whether two databases belong to one server, and so share its roles."""
-    servers = {each and each[0] for each in map(database_identity, (one, other))}
+    servers = {database_identity(each).partition("/")[0] for each in (one, other)}
     return len(servers) == 1

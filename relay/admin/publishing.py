@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 from psycopg import sql
 
-from relay.admin.connections import database_identity
 from relay.admin.findings import Finding, Severity, finding_of
 from relay.config.handlers import SqlHandler, TransactionalHandler
 from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX, SourceSettings
 from relay.faults import ConfigurationError
 from relay.model.events import FIELDS
-from relay.store.connections import Connection
+from relay.store.connections import Connection, database_identity
 
 _FUNCTION = "relay.publish(uuid, uuid, jsonb, uuid)"
 _COLUMNS = tuple(name for name in FIELDS if name != "c_offset")

@@ -17,7 +17,7 @@ from relay.config.settings import Settings
 from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError
 from relay.model.snapshots import Snapshot
-from relay.store.connections import Connection
+from relay.store.connections import Connection, database_identity
 
 _POSITIONS = """
     with positions (reader, snapshot) as (
@@ -92,14 +92,6 @@ def of_queue(queue: str) -> str:
     return f"queue {queue}"
 
 
-def identity(target: Connection) -> str:
-    """Return the identity of the target, which tells it from other databases with a group of the same name."""
-    ((name,),) = target.execute(
-        "select system_identifier || '/' || current_database() from pg_control_system()"
-    )
-    return str(name)
-
-
 def note(source: Connection, target: Connection, group: str, outbox: str) -> list[str]:
     """Note in the source how far the readers of a group are; returns the names of those that are noted.
 
@@ -108,7 +100,7 @@ def note(source: Connection, target: Connection, group: str, outbox: str) -> lis
     """
     with target.transaction():
         positions = target.execute(_POSITIONS, {"group": group}).fetchall()
-        of = identity(target)
+        of = database_identity(target)
     names = [reader for reader, _, _ in positions]
     with source.transaction():
         source.execute(
@@ -219,7 +211,7 @@ def given_up(source: Connection, target: Connection, group: str) -> list[str]:
     """List the readers of a group that were given up: sinks by name, '' is the target. Raises psycopg.Error."""
     rows = source.execute(
         "select reader from relay.readers where group_id = %s and target = %s and given_up_at is not null order by 1",
-        (group, identity(target)),
+        (group, database_identity(target)),
     )
     return [str(name) for (name,) in rows]
 
@@ -239,7 +231,7 @@ def accept(
     """Note readers that an operator has moved; they are no longer given up. Raises psycopg.Error."""
     source.execute(
         "delete from relay.readers where group_id = %s and target = %s and reader = any (%s)",
-        (settings.group, identity(target), list(names)),
+        (settings.group, database_identity(target), list(names)),
     )
     note(source, target, settings.group, settings.source.table)
 

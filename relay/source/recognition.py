@@ -24,7 +24,7 @@ from relay.source.server import TimelineHistory, current_position, server_of
 from relay.source.stream.walsender import System, identify, open_replication
 from relay.source.witnesses import holds
 from relay.store import groups
-from relay.store.connections import Connection, connect
+from relay.store.connections import Connection, connect, database_identity
 
 log = logging.getLogger(__name__)
 
@@ -141,8 +141,8 @@ class SourceComparison:
             else "it has no earlier one"
         )
         raise RelayError(
-            f"the source does not have the witness {origin.witness.id} of what group {self.group!r} has applied: {how}; "
-            f"{earlier}. relay cannot know which events are new: restore the target to a state from before, or set "
+            f"the source does not have the witness {origin.witness.id} of what group {self.group!r} has applied: {how}"
+            f"; {earlier}. relay cannot know which events are new: restore the target to a state from before, or set "
             "with `relay offsets seek` where relay is to continue, as --to end or a time"
         )
 
@@ -190,7 +190,7 @@ class Recognition:
         self, conn: Connection, origin: groups.SourceOrigin, system: System
     ) -> SourceComparison:
         settings = self._settings
-        held, since = self._held(conn, origin)
+        held, since = self._held(conn, origin, system)
         comparison = SourceComparison(settings.group, origin, system, held, since)
         if not comparison.foreign or not origin.xmax:
             return comparison
@@ -198,7 +198,7 @@ class Recognition:
         return replace(comparison, table=settings.source.table, restored=restored)
 
     def _held(
-        self, conn: Connection, origin: groups.SourceOrigin
+        self, conn: Connection, origin: groups.SourceOrigin, system: System
     ) -> tuple[Witness | None, datetime | None]:
         """The newest of the group's witnesses that a server holds; when it was noted, if later ones are missing."""
         if origin.witness is None:
@@ -210,6 +210,10 @@ class Recognition:
             self._holding = session
             return origin.witness, None
         with connect(self._settings.target_dsn) as target:
+            is_here = origin.identifier in (None, system.identifier)
+            if is_here and database_identity(target) == database_identity(conn):
+                # Positions and outbox are one database: a dump has both of one moment, and their server's ids go on.
+                return origin.witness, None
             noted = groups.witnesses(target, self._settings.group)
         for each in noted:
             if holds(conn, each.witness.id):

@@ -2,7 +2,7 @@
 
 A snapshot is a number of one history of one server. On another one it is wrong, and looks right again as soon as the
 new server's transaction ids have passed it. A witness is a row whose commit comes after all that its snapshot sees:
-where the row is still there as it was inserted, so is all of that. `sql/source/003_witnesses.sql` tells how.
+where the row is still there as it was inserted, so is all of that. `sql/source/004_witnesses.sql` tells how.
 """
 
 from __future__ import annotations

@@ -250,6 +250,14 @@ def with_settings(
         yield
 
 
+def database_identity(conn: psycopg.Connection[Any]) -> str:
+    """Return the system identifier and the name of a database, which identify it at any address: `7…/shop`."""
+    row = conn.execute(
+        "select system_identifier || '/' || current_database() from pg_control_system()"
+    ).fetchone()
+    return str(row and row[0])
+
+
 def require_writable(conn: psycopg.Connection[Any]) -> None:
     """Raise psycopg.errors.ReadOnlySqlTransaction if the session is read-only, as those of a standby are.
 

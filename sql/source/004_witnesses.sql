@@ -173,4 +173,4 @@ exception when insufficient_privilege then
 end
 $$;
 
-insert into relay.migrations (name) values ('source/003_witnesses.sql') on conflict do nothing;
+insert into relay.migrations (name) values ('source/004_witnesses.sql') on conflict do nothing;
