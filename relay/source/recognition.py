@@ -78,7 +78,7 @@ class SourceComparison:
                 "relay is to continue, such as --to end or a time"
             )
         if origin.identifier is None or self.foreign:
-            self._require_witness()
+            self.require_witness()
             return
         known = _known(origin)
         # A role that may only poll cannot read the history before the first timeline that it saw.
@@ -87,7 +87,7 @@ class SourceComparison:
         limit = system.position if shared is None else min(shared, system.position)
         if max(origin.applied, origin.polled) <= limit:
             if shared is None or (origin.witness is not None and origin.witness.lsn > shared):
-                self._require_witness()
+                self.require_witness()
             # Otherwise at most the witness is lost, and nothing of what its snapshot sees.
             return
         if system.standby and system.history.timeline in known.timelines:
@@ -120,7 +120,7 @@ class SourceComparison:
             return False
         return self.foreign or max(origin.applied, origin.polled) <= held.lsn
 
-    def _require_witness(self) -> None:
+    def require_witness(self) -> None:
         """Raise RelayError if a witness of what the group has read is not on this server, Unavailable if not yet."""
         origin, held = self.origin, self.held
         if origin.witness is None or held == origin.witness:
@@ -297,7 +297,7 @@ class Recognition:
         """Read the timeline history of a polled server, which needs a replication connection.
 
         Without the right to one, returns the current timeline alone if the group has stored no source yet, and raises
-        RelayError otherwise.
+        RelayError otherwise: a witness has proven nothing.
         """
         try:
             with open_replication(self._settings) as conn:
@@ -307,6 +307,7 @@ class Recognition:
                 raise
             if comparison.origin.identifier is None:
                 return comparison.system.history
+            comparison.require_witness()
             raise RelayError(
                 "source.dsn: the source is on another timeline, and only a replication connection shows whether "
                 f"events that were applied are lost there: {first_line(error)}: give the role the REPLICATION "

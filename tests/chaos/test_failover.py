@@ -339,7 +339,11 @@ def test_a_standby_is_promoted_while_relay_polls(target: Outbox, lossy: bool) ->
 
 @pytest.mark.rare
 @pytest.mark.timeout(300)
-def test_polling_stops_where_nobody_may_ask_for_the_history(target: Outbox) -> None:
+@pytest.mark.parametrize("lossy", [True, False])
+def test_a_witness_decides_where_nobody_may_ask_for_the_history(
+    target: Outbox, lossy: bool
+) -> None:
+    """Without the right to replicate, nobody learns where the timelines part."""
     with streaming_pair() as pair:
         pair.source.install_again(pair.settings(target, mode="poll"))
         pair.source.conn.execute("create role reader login password 'p' in role relay")
@@ -348,11 +352,51 @@ def test_polling_stops_where_nobody_may_ask_for_the_history(target: Outbox) -> N
         running.enter_context(relaying(settings))
         pair.source.fill(20)
         wait_until(lambda: target.handled() == 100)
-        pair.replicate()
+        if lossy:
+            pair.cut()
+            pair.source.fill(1)
+            wait_until(lambda: target.handled() == 105)
+        else:
+            pair.replicate()
         pair.fail_over()
-        pair.copy.fill(1)
-        assert "only a replication connection shows" in wait_for_fault(running)
-    assert target.handled() == 100
+        # More ids than were lost.
+        pair.copy.fill(20)
+        if lossy:
+            said = wait_for_fault(running)
+            assert "does not have the witness" in said
+            assert "a failover with a loss" in said
+            assert target.handled() == 105
+            return
+        wait_until(lambda: target.handled() == 200)
+        running.close()
+
+
+@pytest.mark.rare
+@pytest.mark.timeout(300)
+def test_a_failover_that_loses_nothing_but_a_witness_stops_nobody(target: Outbox) -> None:
+    """The events and the position before them are there; the timelines tell that the witness is all that is lost."""
+    with streaming_pair() as pair:
+        settings = pair.settings(target)
+        pair.source.install_again(settings)
+        with relaying(settings):
+            pair.source.fill(5)
+            pair.source.wait_drained()
+        pair.cut()
+        lost = "select relay.take_witness()"
+        pair.source.conn.execute(lost)
+        newest = pair.source.conn.execute(
+            "select id, snapshot::text, lsn::text from relay.witnesses order by number desc limit 1"
+        ).fetchone()
+        assert newest is not None
+        target.conn.execute(
+            "insert into relay.noted_witnesses (group_id, witness, snapshot, lsn)"
+            " values ('default', %s, %s::pg_snapshot, %s)",
+            newest,
+        )
+        pair.fail_over()
+        pair.copy.fill(5)
+        with relaying(settings):
+            wait_until(lambda: target.handled() == 50)
 
 
 def test_a_batch_of_spark_is_not_taken_for_one_that_the_former_primary_began() -> None:
