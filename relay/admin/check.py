@@ -281,6 +281,9 @@ def _position(target: Connection, source: Connection, settings: Settings) -> Ite
         # The source's own checks have reported it.
         return
     origin = groups.origin(target, settings.group)
+    state = groups.read(target, settings.group)
+    witnessed = state and state.witnessed_at
+    proven = f", and the witness of {witnessed:%Y-%m-%d %H:%M:%S %Z}" if witnessed else ""
     try:
         kept = finding_of(
             "group",
@@ -290,7 +293,7 @@ def _position(target: Connection, source: Connection, settings: Settings) -> Ite
         )
         valid = finding_of(
             "source",
-            "it has what the group has applied",
+            f"it has what the group has applied{proven}",
             Recognition(settings).require_valid,
             *(source, origin),
         )

@@ -94,7 +94,8 @@ class Status:
     transaction while the slot is being created. `readers` has the readers of the outbox, if retention removes events.
     Only `read` reads `queues`, and `schedules`, which are those of the outbox. `watermarks` say up to when readers have
     everything; only `read` counts what is dead or deferred of it. `dead_letters` counts events; `dead` counts
-    transactions by sink and handler, which only `Watch` reads.
+    transactions by sink and handler, which only `Watch` reads. `witnessed_at` is when the newest witness was noted, by
+    which another history of the source is known.
     """
 
     group: str
@@ -102,6 +103,7 @@ class Status:
     source_reason: str | None = None
     source_since: datetime | None = None
     active: str | None = None
+    witnessed_at: datetime | None = None
     instances: Sequence[str] = ()
     slot: SlotState | None = None
     slot_reader: str | None = None
@@ -142,6 +144,7 @@ class Status:
             "source_reason": self.source_reason,
             "source_since": self.source_since.isoformat() if self.source_since else None,
             "active": self.active,
+            "witnessed_at": self.witnessed_at and self.witnessed_at.isoformat(),
             "instances": list(self.instances),
             "slot": self.slot and {**asdict(self.slot), "creating": self.slot.creating},
             "slot_reader": self.slot_reader,
@@ -274,6 +277,7 @@ def _with_target(state: Status, target: Connection, settings: Settings) -> Statu
         source_reason=group.source_reason if group else None,
         source_since=group.source_since if group else None,
         active=group.active(found.instances) if group else None,
+        witnessed_at=group.witnessed_at if group else None,
         instances=found.instances,
         partitions=offsets.initialised(target, settings.group),
         sinks=found.sinks,

@@ -169,6 +169,8 @@ def _group_facts(state: Any) -> list[tuple[str, object]]:
     if state.source_reason:
         facts.append(("reason", state.source_reason))
     facts.append(("active", state.active or "none"))
+    if state.witnessed_at:
+        facts.append(("witness", f"noted {moment(state.witnessed_at)}"))
     standby = [name for name in state.instances if name != state.active]
     if standby:
         facts.append(("others", ", ".join(standby)))

@@ -28,7 +28,8 @@ APPLICATION_NAME = PREFIX + INSTANCE
 class GroupState:
     """The mode in which a group reads its source, why, since when, and in which instance.
 
-    `epoch` counts the servers and timelines that the group has followed, `timeline` is the current one.
+    `epoch` counts the servers and timelines that the group has followed, `timeline` is the current one. `witnessed_at`
+    is when the newest witness of its positions was noted, None without one.
     """
 
     source_mode: str | None
@@ -37,6 +38,7 @@ class GroupState:
     instance: str | None
     epoch: int
     timeline: int | None
+    witnessed_at: datetime | None
 
     def active(self, running: Collection[str]) -> str | None:
         """Return the instance that reads the source, if it runs."""
@@ -48,8 +50,10 @@ def read(conn: psycopg.Connection[Any], group: str) -> GroupState | None:
     with conn.cursor(row_factory=class_row(GroupState)) as cursor:
         return cursor.execute(
             """
-            select source_mode, source_reason, source_since, instance, coalesce(source_epoch, 0) as epoch, timeline
-              from relay.groups where group_id = %s
+            select source_mode, source_reason, source_since, instance, coalesce(source_epoch, 0) as epoch, timeline,
+                   (select noted_at from relay.noted_witnesses as w where w.group_id = g.group_id
+                     order by number desc limit 1) as witnessed_at
+              from relay.groups as g where group_id = %s
             """,
             (group,),
         ).fetchone()
