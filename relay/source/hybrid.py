@@ -415,6 +415,8 @@ class StreamSource(Part):
         audit.since = time.monotonic()
         try:
             if self._polls and not self._poller.lacks(seen):
+                # What is published later than this observation is only in another one.
+                audit.seen, audit.due = None, 0.0
                 return
             activity = self._poller.reader_activity()
         except psycopg.Error as error:

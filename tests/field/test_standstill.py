@@ -16,6 +16,8 @@ import psycopg
 import pytest
 
 from relay.admin import status
+from relay.model.events import Lsn
+from relay.service import Service
 from relay.source import hybrid
 from relay.source.stream.receiver import Receiver
 from relay.store import groups, presence
@@ -45,22 +47,37 @@ def reason(outbox: Outbox) -> str:
     )
 
 
+def observed(service: Service) -> Lsn:
+    """The position that the stream has to reach, as relay has observed it."""
+    source = service._source
+    assert isinstance(source, hybrid.StreamSource)
+    seen = source._audit.seen
+    return Lsn(0) if seen is None else seen.lsn
+
+
 @pytest.mark.rare
 @pytest.mark.server(17)
+@pytest.mark.parametrize("quiet", [False, True])
 def test_a_standby_slot_that_nobody_reads_holds_back_the_stream(
-    killable_server: Server, monkeypatch: pytest.MonkeyPatch
+    killable_server: Server, monkeypatch: pytest.MonkeyPatch, quiet: bool
 ) -> None:
+    """Also where nothing is published at first: relay has then observed a position that the stream never passes."""
     monkeypatch.setattr(hybrid, "STILL_SECONDS", 1.0)
     with psycopg.connect(killable_server.dsn(), autocommit=True) as admin:
         admin.execute("select pg_create_physical_replication_slot('away')")
         with Outbox(killable_server.create_database("app")) as outbox:
             outbox.install()
-            with relaying(outbox.settings()):
+            with relaying(outbox.settings()) as service:
                 outbox.publish(host(0), event(0))
                 outbox.wait_handled()
                 admin.execute("alter system set synchronized_standby_slots = 'away'")
                 admin.execute("select pg_reload_conf()")
                 wait_until(lambda: outbox.value("show synchronized_standby_slots") == "away")
+                if quiet:
+                    # WAL of others, which is held back too.
+                    before = Lsn.parse(outbox.wal_end())
+                    outbox.conn.execute("create table unrelated ()")
+                    wait_until(lambda: observed(service) > before)
                 for number in range(1, 6):
                     outbox.publish(host(number), event(number))
                 outbox.wait_handled(20)
@@ -74,12 +91,17 @@ def test_a_standby_slot_that_nobody_reads_holds_back_the_stream(
 
 
 @pytest.mark.rare
-def test_a_walsender_hangs(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_walsender_hangs(outbox: Outbox, monkeypatch: pytest.MonkeyPatch, quiet: bool) -> None:
     monkeypatch.setattr(hybrid, "STILL_SECONDS", 1.0)
-    with relaying(outbox.settings()):
+    with relaying(outbox.settings()) as service:
         outbox.publish(host(0), event(0))
         outbox.wait_handled()
         with frozen(outbox):
+            if quiet:
+                before = Lsn.parse(outbox.wal_end())
+                outbox.conn.execute("create table unrelated ()")
+                wait_until(lambda: observed(service) > before)
             outbox.publish(host(1), event(1))
             outbox.wait_handled(20)
             assert "the stream stands still: process" in reason(outbox)
