@@ -75,8 +75,5 @@ class OutboxEnd:
             if not (outdated or asks_position):
                 return None, outdated
             found = durable_position(conn)
-            taken = self._covering.take(conn, found.snapshot)
-        if taken is not None:
-            with self._target.connection() as target:
-                self._covering.note(target, taken)
+        self._covering.cover(found.snapshot, self._source.connection, self._target.connection)
         return found, outdated

@@ -13,7 +13,7 @@ import numpy as np
 import psycopg
 
 from relay.config.settings import Settings
-from relay.faults import ConfigurationError, RelayError, describe, is_transient
+from relay.faults import ConfigurationError, RelayError, TransientFault, describe, is_transient
 from relay.model.batch import Batch, Outcome
 from relay.model.events import Lsn
 from relay.model.snapshots import full_xids
@@ -371,7 +371,7 @@ class StreamSource(Part):
                 return
             whole = self._poller.adopt(audit.seen, self._polls, self._follower.adopt)
             self.receiver.compared(audit.seen.snapshot.xmax)
-        except psycopg.Error as error:
+        except (psycopg.Error, TransientFault) as error:
             if not is_transient(error):
                 raise
             self._audited.fails(describe(error))

@@ -22,7 +22,7 @@ from relay.model.snapshots import Witness
 from relay.source.outbox.table import OutboxTable
 from relay.source.server import TimelineHistory, current_position, server_of
 from relay.source.stream.walsender import System, identify, open_replication
-from relay.source.witnesses import holds
+from relay.source.witnesses import holds, is_one
 from relay.store import groups
 from relay.store.connections import Connection, connect, database_identity
 
@@ -190,7 +190,7 @@ class Recognition:
         self, conn: Connection, origin: groups.SourceOrigin, system: System
     ) -> SourceComparison:
         settings = self._settings
-        held, since = self._held(conn, origin, system)
+        held, since = self._held(conn, origin)
         comparison = SourceComparison(settings.group, origin, system, held, since)
         if not comparison.foreign or not origin.xmax:
             return comparison
@@ -198,7 +198,7 @@ class Recognition:
         return replace(comparison, table=settings.source.table, restored=restored)
 
     def _held(
-        self, conn: Connection, origin: groups.SourceOrigin, system: System
+        self, conn: Connection, origin: groups.SourceOrigin
     ) -> tuple[Witness | None, datetime | None]:
         """The newest of the group's witnesses that a server holds; when it was noted, if later ones are missing."""
         if origin.witness is None:
@@ -210,9 +210,7 @@ class Recognition:
             self._holding = session
             return origin.witness, None
         with connect(self._settings.target_dsn) as target:
-            is_here = origin.identifier in (None, system.identifier)
-            if is_here and database_identity(target) == database_identity(conn):
-                # Positions and outbox are one database: a dump has both of one moment, and their server's ids go on.
+            if is_one(conn, origin, database_identity(target)):
                 return origin.witness, None
             noted = groups.witnesses(target, self._settings.group)
         for each in noted:
@@ -333,6 +331,9 @@ class Recognition:
             if now.same:
                 return now.origin.epoch
             now.require_valid()
+            if now.held != now.origin.witness:
+                # What it proved is there: it alone was lost.
+                groups.forget_witnesses(target, comparison.group)
             epoch = groups.follow(
                 target,
                 comparison.group,

@@ -7,15 +7,18 @@ where the row is still there as it was inserted, so is all of that. `sql/source/
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import LiteralString
 from uuid import UUID
 
 import psycopg
 
+from relay.faults import TransientFault
 from relay.model.events import Lsn
 from relay.model.snapshots import Snapshot, Witness
 from relay.store import groups
-from relay.store.connections import Connection
+from relay.store.connections import Connection, database_identity
 
 
 def take(conn: Connection) -> Witness | None:
@@ -53,9 +56,14 @@ def _called(conn: Connection, statement: LiteralString) -> Witness | None:
     return Witness(row[0], Snapshot.parse(row[1]), Lsn.parse(row[2]))
 
 
+Opened = Callable[[], AbstractContextManager[Connection]]
+"""Gives a connection that is in no transaction."""
+
+
 class Covering:
     """Notes for a group a witness of what a snapshot sees, before a position with that snapshot is stored.
 
+    A witness is noted only of a source that holds the one before, so that each proves the whole history of the group.
     Where a session may take none, LSNs and timelines are all that tells another history.
     """
 
@@ -63,25 +71,52 @@ class Covering:
         self._group = group
         self._newest: Witness | None = None
 
-    def take(self, source: Connection, snapshot: Snapshot) -> Witness | None:
-        """Take a witness that is to be noted; None where the newest noted one covers the snapshot, or none can be.
+    def cover(self, snapshot: Snapshot, source: Opened, target: Opened) -> None:
+        """Take and note a witness, unless the newest one covers the snapshot.
 
-        The connection is in no transaction. Raises psycopg.Error.
+        One connection is open at a time. Raises TransientFault where the source does not hold the newest witness, as
+        long as nobody has compared both histories, and psycopg.Error.
         """
-        newest = self._newest
-        return None if newest is not None and newest.proves(snapshot) else take(source)
-
-    def note(self, target: Connection, taken: Witness | None) -> None:
-        """Note what `take` has returned. Raises psycopg.Error."""
+        if self._newest is not None and self._newest.proves(snapshot):
+            return
+        with target() as conn:
+            origin, here = groups.origin(conn, self._group), database_identity(conn)
+        with source() as conn:
+            if origin.witness != self._newest:
+                require_held(conn, origin, here)
+            taken = take(conn)
         if taken is not None:
-            groups.note_witness(target, self._group, taken)
+            with target() as conn:
+                groups.note_witness(conn, self._group, taken)
             self._newest = taken
 
 
 def cover(source: Connection, target: Connection, group: str, snapshot: Snapshot) -> None:
-    """Note a witness of what a snapshot sees once, as `Covering` does. Raises psycopg.Error."""
-    covering = Covering(group)
-    covering.note(target, covering.take(source, snapshot))
+    """Note a witness of what a snapshot sees once, as `Covering` does, with its errors."""
+    Covering(group).cover(snapshot, lambda: nullcontext(source), lambda: nullcontext(target))
+
+
+def require_held(source: Connection, origin: groups.SourceOrigin, target: str) -> None:
+    """Raise TransientFault where the source does not hold the newest witness of a group; psycopg.Error.
+
+    `target` is the identity of the group's database.
+    """
+    witness = origin.witness
+    if witness is None or holds(source, witness.id) or is_one(source, origin, target):
+        return
+    raise TransientFault(
+        f"source.dsn: its server does not hold the witness {witness.id} of what was read: it is another history, or a "
+        "replica that lags"
+    )
+
+
+def is_one(source: Connection, origin: groups.SourceOrigin, target: str) -> bool:
+    """Whether positions and outbox are one database, in the server that the positions are of.
+
+    A dump has both of one moment, and copies of the witnesses; the transaction ids of its server go on.
+    """
+    here = database_identity(source)
+    return here == target and origin.identifier in (None, here.partition("/")[0])
 
 
 def holds(conn: Connection, witness: UUID) -> bool:

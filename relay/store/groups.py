@@ -272,6 +272,11 @@ def forget_origin(conn: psycopg.Connection[Any], group: str) -> None:
         """,
         (group,),
     )
+    forget_witnesses(conn, group)
+
+
+def forget_witnesses(conn: psycopg.Connection[Any], group: str) -> None:
+    """Forget the witnesses of a group's positions; the next position that is stored has another one."""
     conn.execute("delete from relay.noted_witnesses where group_id = %s", (group,))
 
 

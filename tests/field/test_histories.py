@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,13 +17,16 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from relay import Delivery
 from relay.admin.install import initialise
 from relay.admin.offsets import plan_seek, seek
 from relay.config.settings import Settings
 from relay.demo.embedded import Cluster
+from relay.faults import TransientFault
 from relay.source.recognition import Recognition
+from relay.source.server import current_position
 from relay.source.stream.walsender import open_replication
-from relay.source.witnesses import holds, recent, take
+from relay.source.witnesses import Covering, holds, recent, take
 from relay.store import groups
 from relay.store.connections import connect
 from tests.outbox import (
@@ -71,22 +74,48 @@ def settings_of(server: Server, target: Outbox, mode: str) -> Settings:
     with Outbox(server.dsn("app")) as app:
         dsn = make_conninfo(app.dsn, user=role, password="p")
         source = {"dsn": dsn, "slot": "app", "publication": "app", "mode": mode}
-        return Settings(**app.config(source=source, target={"dsn": target.dsn}))
+        handlers = {
+            **app.config()["handlers"],
+            "deliver": {"type": "function", "callable": f"{__name__}:deliver"},
+            "work": {"type": "queue"},
+        }
+        return Settings(
+            **app.config(
+                source=source,
+                target={"dsn": target.dsn},
+                handlers=handlers,
+                routes=[{"handlers": list(handlers)}],
+            )
+        )
+
+
+DELIVERED: list[str] = []
+"""The ids of the events that the sink has got."""
+
+
+def deliver(delivery: Delivery) -> None:
+    DELIVERED.extend(str(each.id) for each in delivery.events)
 
 
 def install(server: Server, settings: Settings) -> None:
-    """Do the work of `relay init` as an administrator."""
+    """Do the work of `relay init` as an administrator, and declare the queue."""
     initialise(settings, source_dsn=server.dsn("app"))
+    with connect(settings.target_dsn) as conn:
+        conn.execute("select relay.declare_queue('work')")
 
 
 def apply_events(server: Server, settings: Settings, target: Outbox, count: int) -> None:
     """Publish events one a commit, and run relay until they are applied and their positions stored."""
     before = target.handled()
+    ids = "select id::text from outbox_message_t"
     with Outbox(server.dsn("app")) as app, relaying(settings):
+        earlier = app.column(ids)
         for number in range(count):
             app.publish(host(number % 3), event(number + 1))
         wait_until(lambda: target.handled() >= before + count)
         wait_stored(app, target)
+        published = set(app.column(ids)).difference(earlier)
+        wait_until(lambda: published.issubset(DELIVERED))
 
 
 def wait_stored(source: Outbox, target: Outbox) -> None:
@@ -121,11 +150,19 @@ def test_an_older_image_of_a_server_is_refused_when_its_ids_have_passed(
         with Outbox(server.dsn("app")) as app:
             # More WAL and more ids than were lost.
             app.fill(60)
+        delivered, queued = (
+            list(DELIVERED),
+            target.value("select count(*) from relay.queue_messages"),
+        )
         said = run_until_fault(settings)
         assert "does not have the witness" in said
         assert "restored from an older backup" in said
         assert "the newest that it has is of" in said
         assert target.column("select id from projection order by seq") == applied
+        # No consumer has taken anything of the other history, and none says that it has all of it.
+        assert delivered == DELIVERED
+        assert queued == target.value("select count(*) from relay.queue_messages")
+        assert run_until_fault(settings) == said
 
         # What an operator decides is a new position, of this history.
         seek(settings, plan_seek(settings, "end", None), None)
@@ -453,6 +490,25 @@ def test_an_installation_from_before_gets_its_first_witness(outbox: Outbox) -> N
     said.clear()
     assert not initialise(settings, warn=said.append)
     assert not said
+
+
+def test_a_witness_is_noted_only_of_a_source_that_holds_the_one_before(
+    outbox: Outbox, target: Outbox
+) -> None:
+    """A sink that polls before relay has compared both histories would make the other one look proven."""
+    settings = outbox.settings(target={"dsn": target.dsn})
+    initialise(settings)
+    covering = Covering("default")
+    seen = current_position(outbox.conn).snapshot
+    covering.cover(seen, lambda: nullcontext(outbox.conn), lambda: nullcontext(target.conn))
+    noted = groups.origin(target.conn, "default").witness
+    outbox.conn.execute("delete from relay.witnesses")
+    outbox.publish(host(1), event(1))
+    seen = current_position(outbox.conn).snapshot
+    for each in (Covering("default"), Covering("default")):
+        with pytest.raises(TransientFault, match="does not hold the witness"):
+            each.cover(seen, lambda: nullcontext(outbox.conn), lambda: nullcontext(target.conn))
+    assert groups.origin(target.conn, "default").witness == noted
 
 
 def test_two_instances_note_theirs_in_any_order(outbox: Outbox) -> None:

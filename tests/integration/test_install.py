@@ -313,7 +313,14 @@ def test_functions_run_as_a_role_that_can_do_just_what_they_do(outbox: Outbox) -
         *("expire_readers", "expire_subscribers", "extend", "fail", "history", "holds_witness"),
         *("keep_reader", "lease", "log_is_quiet", "move_messages", "pause_queue", "pause_schedule"),
         *("prune_history", "publish", "purge_queue", "queue_watchers", "read", "read_log"),
-        *("rebuild_queue", "recent_witness", "release", "remove_witnesses", "requeue", "reschedule"),
+        *(
+            "rebuild_queue",
+            "recent_witness",
+            "release",
+            "remove_witnesses",
+            "requeue",
+            "reschedule",
+        ),
         *("retry", "run_schedule", "seek", "share_lanes", "subscribers_of", "take", "take_witness"),
         *("tick", "watch_queue"),
     ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Event
@@ -211,7 +211,9 @@ class Poller:
         seen: SourcePosition,
     ) -> None:
         """Note a witness of a snapshot that the group is about to store."""
-        self._covering.note(target, self._covering.take(source, seen.snapshot))
+        self._covering.cover(
+            seen.snapshot, lambda: nullcontext(source), lambda: nullcontext(target)
+        )
 
     def lacks(self, seen: SourcePosition) -> bool:
         """Whether the WAL has not brought yet all that a snapshot sees, and all that it brought is applied.
@@ -372,9 +374,8 @@ class Poller:
             self._name_unassigned(source)
             seen = durable_position(source)
             self._moments.note(seen.snapshot, seen.at)
-            taken = self._covering.take(source, seen.snapshot)
+        self._covering.cover(seen.snapshot, self._source.connection, self._target.connection)
         with self._target.connection() as target:
-            self._covering.note(target, taken)
             group = self._settings.group
             # None if another instance has added one meanwhile: that difference is next.
             return snapshots.append(target, group, last, seen.snapshot, seen.lsn)
