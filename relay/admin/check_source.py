@@ -12,6 +12,7 @@ from psycopg import sql
 from relay.admin import publishing
 from relay.admin.connections import source_sides
 from relay.admin.findings import Finding, Severity, finding_of, finding_of_error, schema_finding
+from relay.admin.readers import other_history
 from relay.config.settings import Settings
 from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError, Unreachable, first_line, refused_for_good
@@ -45,6 +46,7 @@ from relay.source.stream.walsender import open_replication, require_asynchronous
 from relay.store import (
     api_tokens,
     dead_letters,
+    log_readers,
     own_rights,
     schedules,
     streams,
@@ -107,6 +109,7 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
         yield replace(found, level=Severity.WARNING) if found.level is Severity.ERROR else found
         yield from _retention(conn, settings)
         if source.owns_table:
+            yield from _readers(conn)
             yield from _schedules(conn, settings)
             if settings.intake:
                 yield finding_of(
@@ -423,6 +426,19 @@ def _room(conn: Connection, setting: str, used: str) -> Finding:
         setting,
         f"{in_use[0] if in_use else 0} of {limit[0] if limit else 0} are in use",
     )
+
+
+def _readers(conn: Connection) -> Iterator[Finding]:
+    """Find readers of the log whose positions are of another history of the database."""
+    if not log_readers.has_history(conn):
+        yield Finding(
+            Severity.WARNING,
+            "readers",
+            "source.dsn: the database has no history of its own yet, as after a dump was restored into it: "
+            "run `relay init`",
+        )
+    for name in log_readers.of_other_histories(conn):
+        yield Finding(Severity.WARNING, "readers", other_history(name))
 
 
 def _retention(conn: Connection, settings: Settings) -> Iterator[Finding]:

@@ -53,6 +53,7 @@ from relay.store import (
     completeness,
     groups,
     index_builds,
+    log_readers,
     migrations,
     streams,
 )
@@ -243,7 +244,9 @@ class _Installation:
             if settings.source.mode != "wal":
                 # A crash of the source must not lose a commit that the group's position counts as applied.
                 durable_position(source)
-                self._take_witnesses(warn)
+            self._begin_history(warn)
+            if settings.source.mode != "wal":
+                self._take_witness(warn)
             if streaming and self._ensure_slot(warn):
                 if settings.source.mode != "wal":
                     # In mode wal nobody polls: relay says that the slot does not continue where the former one ended.
@@ -255,10 +258,21 @@ class _Installation:
                 warn(text)
         return self.done
 
-    def _take_witnesses(self, warn: Callable[[str], None]) -> None:
-        """Take the witness of the database's history, and the first one of the group's positions."""
+    def _begin_history(self, warn: Callable[[str], None]) -> None:
+        """Take the witness of the database's history, to which the positions of readers refer."""
+        self.source.execute("select relay.begin_history()")
+        if not self.settings.source.owns_table:
+            return
+        bound = log_readers.bind(self.source)
+        if bound:
+            warn(
+                f"readers: the positions of {bound} are from before relay took witnesses: from now on it knows another "
+                "history of the source, but it cannot prove that they are of this one"
+            )
+
+    def _take_witness(self, warn: Callable[[str], None]) -> None:
+        """Take the first witness of the group's positions."""
         source, group = self.source, self.settings.group
-        source.execute("select relay.begin_history()")
         origin = groups.origin(self.target, group)
         seen = current_position(source).snapshot
         if origin.witness is not None or seen.xmax < origin.xmax:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby
+from shlex import quote
 
 import psycopg
 
@@ -22,6 +23,14 @@ class UnknownReader(ConfigurationError):
     """The outbox has no reader of this name."""
 
 
+def other_history(reader: str) -> str:
+    """Return what there is to say of a reader of the log whose position is of another history of the database."""
+    return (
+        f"the reader {reader!r} stands still: its position is of another history of the source's database, such as "
+        f"from before a dump was restored: move it with `relay reader seek {quote(reader)}`"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class ReaderSummary:
     """A reader, or all lanes of a name: the greatest lag, the oldest move, and who has claimed how many."""
@@ -34,6 +43,7 @@ class ReaderSummary:
     claims: int
     pid: int | None
     given_up_at: datetime | None
+    other_history: bool
 
 
 def summed(rows: Sequence[ReaderRow]) -> list[ReaderSummary]:
@@ -48,6 +58,7 @@ def summed(rows: Sequence[ReaderRow]) -> list[ReaderSummary]:
             claims=sum(each.pid is not None for each in lanes),
             pid=lanes[0].pid,
             given_up_at=min((each.given_up_at for each in lanes if each.given_up_at), default=None),
+            other_history=any(each.other_history for each in lanes),
         )
         for name, lanes in (
             (name, list(group))

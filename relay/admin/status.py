@@ -39,6 +39,7 @@ from relay.store import (
     endpoints,
     groups,
     locks,
+    log_readers,
     migrations,
     presence,
     queues,
@@ -92,6 +93,7 @@ class Status:
     which only `Watch` counts; a number that cannot be counted in time is missing. `waits` are sessions of relay that
     wait for a lock of the target. `parts` are background parts that fail. `slot_waits_for` describes the oldest open
     transaction while the slot is being created. `readers` has the readers of the outbox, if retention removes events.
+    `other_histories` names the readers of the log whose positions are of another history of the database.
     Only `read` reads `queues`, and `schedules`, which are those of the outbox. `watermarks` say up to when readers have
     everything; only `read` counts what is dead or deferred of it. `dead_letters` counts events; `dead` counts
     transactions by sink and handler, which only `Watch` reads. `witnessed_at` is when the newest witness was noted, by
@@ -117,6 +119,7 @@ class Status:
     endpoints: Sequence[endpoints.EndpointCounts] = ()
     engines: Sequence[activity.EngineTotals] = ()
     readers: Sequence[reader_positions.OutboxReader] = ()
+    other_histories: Sequence[str] = ()
     queues: Sequence[queues.QueueFigures] = ()
     schedules: Sequence[schedules.ScheduleFigures] = ()
     unread: Mapping[str, Backlog] = field(default_factory=dict)
@@ -170,6 +173,7 @@ class Status:
             "endpoints": [json_fields(each) for each in self.endpoints],
             "engines": [json_fields(each) for each in self.engines],
             "readers": [json_fields(each) for each in self.readers],
+            "other_histories": list(self.other_histories),
             "queues": [json_fields(each) for each in self.queues],
             "schedules": [json_fields(each) for each in self.schedules],
             "watermarks": [json_fields(each) for each in self.watermarks],
@@ -370,7 +374,11 @@ def _read_source(settings: Settings, state: Status, applied: ReadPosition | None
         state = replace(state, slot_waits_for=None if oldest is None else str(oldest))
         if settings.source.owns_table:
             found = if_countable(schedules.figures, source)
-            state = replace(state, schedules=state.schedules if found is None else found)
+            state = replace(
+                state,
+                schedules=state.schedules if found is None else found,
+                other_histories=if_countable(log_readers.of_other_histories, source) or (),
+            )
         kept = partitions.retained(source, table)
         with suppress(psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable):
             # These read the outbox, which may be locked; the slot needs no table.

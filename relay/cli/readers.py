@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,10 @@ from relay.cli.terminal import approve, print_facts, print_table
 from relay.config.files import load
 from relay.model.json_fields import json_fields
 from relay.observe.phrases import moment
+
+if TYPE_CHECKING:
+    from relay.admin.readers import ReaderSummary
+    from relay.store.log_readers import ReaderRow
 
 reader = typer.Typer(
     help="Readers of the log: programs with a position of their own in relay's outbox.",
@@ -36,7 +40,7 @@ def reader_list(config: ConfigOption = None, as_json: JsonOption = False) -> Non
         print("no reader is declared", file=sys.stderr)
         return
     print_table(
-        ("reader", "lanes", "owner", "lag seconds", "moved", "claimed by", "given up"),
+        ("reader", "lanes", "owner", "lag seconds", "moved", "claimed by", "given up", "history"),
         (
             (
                 each.name,
@@ -46,6 +50,7 @@ def reader_list(config: ConfigOption = None, as_json: JsonOption = False) -> Non
                 moment(each.moved_at),
                 "-" if each.lanes is not None or each.pid is None else f"pid {each.pid}",
                 moment(each.given_up_at),
+                _history(each),
             )
             for each in summed(found)
         ),
@@ -85,8 +90,13 @@ def reader_show(
                 ("expires", "never" if each.expires is None else f"after {each.expires}"),
                 ("max_lag", "retention.max_lag" if each.max_lag is None else str(each.max_lag)),
                 ("given up", moment(each.given_up_at)),
+                ("history", _history(each)),
             ]
         )
+
+
+def _history(each: ReaderRow | ReaderSummary) -> str:
+    return "another: seek" if each.other_history else "this"
 
 
 @reader.command("seek")

@@ -147,6 +147,8 @@ def _readers(settings: Settings, named: list[str] | None) -> list[str]:
 
 
 def _print_status(state: Any, mode: str) -> None:
+    from relay.admin.readers import other_history
+
     facts: list[tuple[str, object]] = [(key, why) for key, why in state.faults.items()]
     facts += [("waits", str(each)) for each in state.waits]
     if state.is_known("target.dsn"):
@@ -156,6 +158,7 @@ def _print_status(state: Any, mode: str) -> None:
     if state.is_known("target.dsn"):
         facts += _target_facts(state)
     facts += [(f"reader {each.name}", _reader_state(each)) for each in state.readers]
+    facts += [("reader", other_history(each)) for each in state.other_histories]
     print_facts(facts)
     if state.partitions:
         print_table(

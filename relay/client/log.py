@@ -15,7 +15,14 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from relay.client.errors import ReaderError, ReaderMoved, outage_of
-from relay.client.log_pages import READ, LogCommit, LogPage, LogTransaction, PageMark
+from relay.client.log_pages import (
+    READ,
+    LogCommit,
+    LogPage,
+    LogTransaction,
+    PageMark,
+    parts_of,
+)
 from relay.client.log_session import ReaderSession
 from relay.client.outages import OutageLog
 from relay.model.events import Event
@@ -49,7 +56,6 @@ _IS_QUIET = """
 
 Where both are the same, no transaction has published anything or moved the reader, and the log is not looked at.
 """
-_TIMELINE = "select pg_catalog.substr(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 1, 8)"
 
 
 class ClaimedReader:
@@ -91,8 +97,8 @@ class ClaimedReader:
         """The snapshot of the reader's position; empty before the first claim."""
         self._after = ""
         """The snapshot from which the next page is read."""
-        self._timeline: str | None = None
-        """That of the server at the last claim."""
+        self._origin = ""
+        """That of the server's positions, at the last claim: its history and timeline."""
         self._epoch = 0
         self._pages = 0
         self._asked: int | None = None
@@ -230,7 +236,7 @@ class ClaimedReader:
 
     def _ask(self) -> None:
         """Send the question for the next page. Raises psycopg.Error."""
-        given = (self.name, str(self._rows), f"{self._number}/{self._after}")
+        given = (self.name, str(self._rows), self._position(self._number, self._after))
         self._session.send(READ, given)
         self._asked = self._epoch
 
@@ -296,7 +302,7 @@ class ClaimedReader:
 
     def _is_quiet(self) -> bool:
         """Return whether nothing is new since a page without rows. Raises psycopg.Error."""
-        given = (self._seen, f"{self._number}/{self._seen}")
+        given = (self._seen, self._position(self._number, self._seen))
         present = self._value(_IS_QUIET, given) if self._seen else None
         # If not, from before the page that is read now.
         self._seen = present or str(self._value("select pg_catalog.pg_current_snapshot()"))
@@ -322,7 +328,10 @@ class ClaimedReader:
         else:
             self._hold(mark)
             self._number_before = self._number
-        return {"reader": self.name, "position": f"{self._number_before}/{mark.snapshot}"}
+        return {
+            "reader": self.name,
+            "position": self._position(self._number_before, mark.snapshot),
+        }
 
     def note_commit(self, mark: PageMark) -> None:
         """Note that a caller's transaction has moved the reader, and presume that it commits."""
@@ -387,7 +396,8 @@ class ClaimedReader:
     def _advance(self, snapshot: str) -> None:
         """Move the position on the reader's own connection. Raises ReaderMoved, ReaderError, psycopg.Error."""
         try:
-            self._execute("select relay.advance(%s, %s)", (self.name, f"{self._number}/{snapshot}"))
+            position = self._position(self._number, snapshot)
+            self._execute("select relay.advance(%s, %s)", (self.name, position))
         except ReaderMoved:
             self.forget()
             raise
@@ -412,10 +422,10 @@ class ClaimedReader:
                 self._stands_by = True
             self._wait(self._poll * random.uniform(0.75, 1.25))  # noqa: S311
             return False
-        number, _, snapshot = claimed.partition("/")
-        self._number = int(number)
-        former, self._timeline = self._timeline, self._value(_TIMELINE)
-        if snapshot not in (self._stored, moved_to) or self._timeline != former:
+        number, snapshot, origin = parts_of(claimed)
+        self._number = number
+        former, self._origin = self._origin, origin
+        if snapshot not in (self._stored, moved_to) or origin != former:
             # What was read comes again, is no longer next, or was lost in a failover, after which others have its xids.
             self._epoch += 1
             self._done = self._delivered = (self._pages, 0)
@@ -426,6 +436,9 @@ class ClaimedReader:
         self._execute(f'listen "{channel}"')
         logger.info("reading", extra=self._extra)
         return True
+
+    def _position(self, number: int, snapshot: str) -> str:
+        return f"{number}/{snapshot}@{self._origin}"
 
     def _open(self) -> None:
         """Connect, unless there is a connection, and let the keeper keep it. Raises ReaderError, psycopg.Error."""

@@ -21,6 +21,13 @@ _ROWS_AT_ONCE = 1000
 """How many rows of a transaction at most become tuples at a time."""
 
 
+def parts_of(position: str) -> tuple[int, str, str]:
+    """Return the number, the snapshot and the origin of a position, as `relay.read` returns it."""
+    number, _, rest = position.partition("/")
+    snapshot, _, origin = rest.partition("@")
+    return int(number), snapshot, origin
+
+
 @dataclass(frozen=True, slots=True)
 class PageMark:
     """Which transaction of which page it is, for what moves the reader past it."""
@@ -60,7 +67,7 @@ class LogTransaction(Transaction):
     @property
     def position(self) -> str:
         """The position after this transaction, for `subscribe` and `relay.seek`."""
-        return f"0/{self.mark.snapshot}"
+        return f"0/{self.mark.snapshot}@{self.mark.page.origin}"
 
 
 class _PageEvents(Events):
@@ -85,8 +92,8 @@ class _PageEvents(Events):
 class LogPage:
     """The rows of a call of `relay.read`, of which each database transaction is a transaction.
 
-    `after` is the snapshot from which it was read, `end` the one after all its rows. Pages of another `epoch` than the
-    reader's were read before it was moved; `number` counts pages.
+    `after` is the snapshot from which it was read, `end` the one after all its rows, and `origin` tells this server's
+    positions. Pages of another `epoch` than the reader's were read before it was moved; `number` counts pages.
     """
 
     def __init__(
@@ -103,7 +110,7 @@ class LogPage:
         self.epoch = epoch
         self.number = number
         self._loaded = _loader_of_texts(result)
-        self.end: str = result.get_value(0, _POSITION).decode().partition("/")[2]
+        _, self.end, self.origin = parts_of(result.get_value(0, _POSITION).decode())
         self.is_empty = result.get_value(0, _ID) is None
         self.rows = 0 if self.is_empty else result.ntuples
         self._starts: list[int] = []

@@ -29,6 +29,7 @@ _REMOVE = """
                        and p.proname in ('declare_reader', 'read', 'advance', 'seek', 'drop_reader', 'claim_reader',
                                          'keep_reader', 'watch_log', 'log_is_quiet', 'wake_readers', 'expire_readers',
                                          'share_lanes', 'move_reader', 'reader_names', 'log_reader', 'log_start',
+                                         'log_origin', 'log_position', 'present_history', 'require_history',
                                          'lane_condition', 'event_satisfies', 'event_condition', 'condition_path',
                                          'match_condition', 'glob_expression', 'declare_subscriber', 'subscribers_of',
                                          'drop_subscriber', 'expire_subscribers', 'event_texts',

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from shlex import quote
 
+from relay.admin.readers import other_history
 from relay.admin.status import Status
 from relay.observe.phrases import counted, moment
 from relay.source.stream.slot import SlotState
@@ -35,6 +36,7 @@ def failures(
         yield f"no instance of group {status.group!r} runs: start `relay run`"
     if status.source_mode != "poll" and status.is_known("source.dsn"):
         yield from _slot(status)
+    yield from map(other_history, status.other_histories)
     if limits.lag_bytes is not None and status.slot is not None:
         yield from _lag_bytes(status.slot, limits.lag_bytes)
     count = status.deferred.transactions if status.deferred else 0

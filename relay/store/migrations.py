@@ -67,8 +67,9 @@ FORMER = {
     ),
     "outbox/003_readers.sql": frozenset(
         {
-            "ee39e4f4b026e1609fb57fb438c278f667304a4fb471dd1e18bcce4ea338bc07"
-        }  # no sign of life, no conditions
+            "ee39e4f4b026e1609fb57fb438c278f667304a4fb471dd1e18bcce4ea338bc07",  # no sign of life, no conditions
+            "482df0493cde99c8bad6f5900aaf2fca317222ce0a31f25bf174097187505ea3",  # positions of any history
+        }
     ),
     "target/004_queues.sql": frozenset(
         {

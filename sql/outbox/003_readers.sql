@@ -1,5 +1,6 @@
 -- Named readers of relay's own outbox, for every language: relay.read returns the next events and changes nothing, and
--- relay.advance moves the position in the caller's transaction. Needs 001_outbox.sql and source/002_retention.sql.
+-- relay.advance moves the position in the caller's transaction. Needs 001_outbox.sql, source/002_retention.sql and
+-- source/004_witnesses.sql.
 
 create table if not exists relay.log_readers (
     id         bigint      generated always as identity primary key,
@@ -15,12 +16,13 @@ create table if not exists relay.log_readers (
     lane_of    text,
     lane       int,
     lanes      int,
-    lane_key   text
+    lane_key   text,
+    history    uuid
 );
 alter table relay.log_readers
     add column if not exists condition jsonpath, add column if not exists params jsonb,
     add column if not exists lane_of text, add column if not exists lane int, add column if not exists lanes int,
-    add column if not exists lane_key text;
+    add column if not exists lane_key text, add column if not exists history uuid;
 create index if not exists log_readers_lanes on relay.log_readers (lane_of) where lane_of is not null;
 
 comment on table relay.log_readers is
@@ -53,6 +55,8 @@ comment on column relay.log_readers.lanes is
     'how many lanes there are';
 comment on column relay.log_readers.lane_key is
     'what each value of is in one lane: host or aggregate';
+comment on column relay.log_readers.history is
+    'the witness of the history of the database that its position is of; a copy of the database does not have it';
 
 -- The newest row is the position. Appended, since a row that is updated in place is slower while anybody holds a snapshot.
 create table if not exists relay.log_positions (
@@ -238,6 +242,8 @@ $$;
 drop function if exists relay.declare_reader(text, jsonb, text, interval, interval);
 drop function if exists relay.log_reader(text);
 drop function if exists relay.share_lanes(text);
+drop function if exists relay.log_start(text);
+drop function if exists relay.move_reader(text, bigint, pg_snapshot);
 
 -- The reader, if the caller is a member of its owner, or of relay, and where it is; an error otherwise.
 create or replace function relay.log_reader(asked text, out reader bigint, out number bigint, out snapshot pg_snapshot,
@@ -269,13 +275,78 @@ begin
 end
 $$;
 
--- The snapshot that a start stands for: now, beginning (rows that have a c_xid), or the position of a reader.
-create or replace function relay.log_start(start text) returns pg_snapshot
+-- The witness of the present history of the database; an error where there is none yet.
+create or replace function relay.present_history() returns uuid
+language plpgsql stable set search_path = pg_catalog, pg_temp
+as $$
+declare
+    present uuid := relay.history();
+begin
+    if present is null then
+        raise object_not_in_prerequisite_state using
+            message = 'relay: this database has no history yet, as after a dump was restored into it: run `relay init`';
+    end if;
+    return present;
+end
+$$;
+
+-- What tells the positions of this server from others: the history of the database, and the server's timeline.
+create or replace function relay.log_origin(history uuid) returns text
+language sql stable set search_path = pg_catalog, pg_temp
+as $$
+    select left(history::text, 8) || '.'
+           || case when pg_is_in_recovery() then 0
+                   else ('x' || left(pg_walfile_name(pg_current_wal_insert_lsn()), 8))::bit(32)::int end
+$$;
+
+-- The parts of a position as text: number/snapshot@origin. Fails for any other text.
+create or replace function relay.log_position(given text, out number bigint, out snapshot pg_snapshot, out origin text)
+language plpgsql immutable set search_path = pg_catalog, pg_temp
+as $$
+declare
+    parts text[] := regexp_match(given, '^(\d{1,19})/(\d+:\d+:[\d,]*)(?:@([0-9a-f]{8}[.]\d+))?$');
+begin
+    if parts is null then
+        raise invalid_parameter_value using
+            message = format('relay: %L is neither now, beginning, nor a position that relay.read has returned', given);
+    end if;
+    if parts[3] is null then
+        raise invalid_parameter_value using
+            message = format('relay: the position %L does not say which history of the database it is of: it is from before '
+                             '`relay init` brought relay''s schema up to date', given),
+            hint = 'Read again, or say with relay.seek where the reader goes on: now, or beginning.';
+    end if;
+    number := parts[1]::bigint;
+    snapshot := parts[2]::pg_snapshot;
+    origin := parts[3];
+end
+$$;
+
+-- Fails for a reader whose position is of another history of the database: what this one has may be missing in it.
+create or replace function relay.require_history(declared relay.log_readers) returns void
+language plpgsql stable set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if declared.history is not null and relay.holds_witness(declared.history) then
+        return;
+    end if;
+    raise object_not_in_prerequisite_state using
+        message = format('relay: the position of the reader %L is of another history of this database, such as from before '
+                         'a dump was restored: events that this one has could be skipped', declared.name),
+        hint = case when relay.history() is null then 'Run `relay init`, then say' else 'Say' end
+               || ' with relay.seek where the reader goes on: now, or beginning.',
+        constraint = 'relay_reader_history';
+end
+$$;
+
+-- The snapshot that a start stands for: now, beginning (rows that have a c_xid), or a position of this server. One that was
+-- kept elsewhere may be of transactions that a failover has lost: it has to be of the present timeline.
+create or replace function relay.log_start(start text, history uuid default null) returns pg_snapshot
 language plpgsql stable set search_path = pg_catalog, pg_temp
 as $$
 declare
     present pg_snapshot := pg_current_snapshot();
-    given   pg_snapshot;
+    given   record;
 begin
     if pg_is_in_recovery() then
         raise object_not_in_prerequisite_state using
@@ -284,16 +355,15 @@ begin
         return present;
     elsif start = 'beginning' then
         return '3:3:';
-    elsif start ~ '^\d+/\d+:\d+:[\d,]*$' then
-        given := split_part(start, '/', 2)::pg_snapshot;
-        if pg_snapshot_xmax(given) <= pg_snapshot_xmax(present) then
-            return given;
-        end if;
-        raise invalid_parameter_value using
-            message = format('relay: the position %L is ahead of this server: it is of another server', start);
     end if;
-    raise invalid_parameter_value using
-        message = format('relay: %L is neither now, beginning, nor a position that relay.read has returned', start);
+    select * into given from relay.log_position(start);
+    if given.origin is distinct from relay.log_origin(history) or pg_snapshot_xmax(given.snapshot) > pg_snapshot_xmax(present) then
+        raise invalid_parameter_value using
+            message = format('relay: the position %L is of another server: it was read before a dump was restored, or a standby '
+                             'promoted, and may have events that this one does not have', start),
+            hint = 'Give now, or beginning, or a position that relay.read has returned since.';
+    end if;
+    return given.snapshot;
 end
 $$;
 
@@ -314,7 +384,8 @@ language plpgsql security definer set search_path = pg_catalog, pg_temp set enab
 as $$
 declare
     caller name := case current_setting('role') when 'none' then session_user else current_setting('role')::name end;
-    first  pg_snapshot := relay.log_start(declare_reader.start);
+    bound  uuid        := relay.present_history();
+    first  pg_snapshot := relay.log_start(declare_reader.start, bound);
     path   jsonpath;
     others record;
     each   text;
@@ -356,10 +427,11 @@ begin
     end if;
     for each in select case when declare_reader.lanes is null then declare_reader.name else declare_reader.name || '/' || n end
                   from generate_series(1, coalesce(declare_reader.lanes, 1)) as n order by n loop
-        insert into relay.log_readers (name, owner, match, expires, max_lag, condition, params, lane_of, lane, lanes, lane_key)
+        insert into relay.log_readers (name, owner, match, expires, max_lag, condition, params, lane_of, lane, lanes, lane_key,
+                                       history)
         select each, caller, declare_reader.match, declare_reader.expires, declare_reader.max_lag, path, declare_reader.params,
                l.lane_of, substr(each, length(l.lane_of) + 2)::int, declare_reader.lanes,
-               case when l.lane_of is not null then declare_reader.lane_key end
+               case when l.lane_of is not null then declare_reader.lane_key end, bound
           from (select case when declare_reader.lanes is not null then declare_reader.name end as lane_of) as l
             on conflict on constraint log_readers_name_key do nothing returning id into new_id;
         if new_id is null then
@@ -482,6 +554,8 @@ declare
     present pg_snapshot;
     xids    xid8[];
     reached text;
+    origin  text;
+    given   record;
     chosen  text;
 begin
     if read.max is null or read.max < 1 then
@@ -497,19 +571,21 @@ begin
     end if;
     -- As relay.log_start: not on a standby, whose snapshots do not say what is in progress.
     present := relay.log_start('now');
+    perform relay.require_history(its.declared);
+    origin := relay.log_origin((its.declared).history);
     if read.after is not null then
-        if split_part(read.after, '/', 1) is distinct from its.number::text then
+        select * into given from relay.log_position(read.after);
+        if (given.number, given.origin) is distinct from (its.number, origin) then
             raise object_not_in_prerequisite_state using
                 message = format('relay.read: another session has moved the reader %L since this position was read', read.reader),
                 hint = 'Read again, without "after".', constraint = 'relay_reader_moved';
         end if;
-        its.snapshot := split_part(read.after, '/', 2)::pg_snapshot;
+        its.snapshot := given.snapshot;
     end if;
     if pg_snapshot_xmax(its.snapshot) > pg_snapshot_xmax(present) then
         raise object_not_in_prerequisite_state using
-            message = format('relay.read: the position of the reader %L is ahead of this server: it is of another server, or '
-                             'the transaction is older than the position', read.reader),
-            hint = 'After a restored backup, say with relay.seek where it goes on.';
+            message = format('relay.read: the transaction is older than the position of the reader %L', read.reader),
+            hint = 'Read in a transaction of the isolation level READ COMMITTED.';
     end if;
     select n.next_xids, n.reached into xids, reached
       from relay.next_transactions(its.snapshot, present, read.max) as n;
@@ -533,11 +609,11 @@ begin
         'select * from public.outbox_message_t where c_xid >= $5 and c_xid < $6 and pg_visible_in_snapshot(c_xid, $8) '
         'union all select * from public.outbox_message_t where c_xid = any ($7)) as o on o.c_xid = taken.xid '
         'where ' || chosen || ' order by taken.number, o.c_offset'
-        using xids, its.number || '/' || reached, (its.declared).condition, (its.declared).params, pg_snapshot_xmax(its.snapshot),
+        using xids, format('%s/%s@%s', its.number, reached, origin), (its.declared).condition, (its.declared).params, pg_snapshot_xmax(its.snapshot),
               pg_snapshot_xmax(reached::pg_snapshot), array(select x from unnest(xids) as x where x < pg_snapshot_xmax(its.snapshot)),
               reached::pg_snapshot;
     if not found then
-        "position" := its.number || '/' || reached;
+        "position" := format('%s/%s@%s', its.number, reached, origin);
         return next;
     end if;
 end
@@ -553,15 +629,29 @@ as $$
      order by r.lane
 $$;
 
--- Moves a reader that the caller owns; from is the number of the position that it must be at, null: any.
-create or replace function relay.move_reader(reader text, from_number bigint, snapshot pg_snapshot) returns void
+-- Moves a reader that the caller owns; from is the number of the position that it must be at, null: any. Then it goes on in the
+-- present history. "origin" is that of a position that was read before.
+create or replace function relay.move_reader(reader text, from_number bigint, snapshot pg_snapshot, origin text default null)
+returns void
 language plpgsql set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_column
 declare
-    its record;
+    its   record;
+    bound uuid;
 begin
     select * into its from relay.log_reader(move_reader.reader);
+    if from_number is null then
+        bound := relay.present_history();
+    else
+        perform relay.require_history(its.declared);
+        if move_reader.origin <> relay.log_origin((its.declared).history) then
+            raise object_not_in_prerequisite_state using
+                message = format('relay.advance: the server has been replaced since this position of the reader %L was read: what '
+                                 'was read may be lost', reader),
+                hint = 'Roll back, and read again.', constraint = 'relay_reader_moved';
+        end if;
+    end if;
     begin
         if from_number <> its.number then
             raise unique_violation;
@@ -584,7 +674,8 @@ begin
      where (r.group_id, r.target, r.reader) = ('', 'relay.declare_reader', move_reader.reader)
        and (from_number is null or r.noted_at < now() - interval '5 seconds');
     if from_number is null then
-        update relay.log_readers as r set expired_at = null where r.id = its.reader and r.expired_at is not null;
+        update relay.log_readers as r set expired_at = null, history = bound
+         where r.id = its.reader and (r.expired_at is not null or r.history is distinct from bound);
     end if;
 end
 $$;
@@ -613,12 +704,18 @@ $$;
 create or replace function relay.advance(reader text, "position" text) returns void
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
+declare
+    given record;
 begin
     if advance."position" is null or advance."position" in ('now', 'beginning') then
         raise invalid_parameter_value using message = 'relay.advance: give a position that relay.read has returned, or use relay.seek';
     end if;
-    perform relay.move_reader(advance.reader, from_number => split_part(advance."position", '/', 1)::bigint,
-                              snapshot => relay.log_start(advance."position"));
+    select * into given from relay.log_position(advance."position");
+    if pg_snapshot_xmax(given.snapshot) > pg_snapshot_xmax(relay.log_start('now')) then
+        raise invalid_parameter_value using
+            message = format('relay.advance: the position %L is ahead of this server', advance."position");
+    end if;
+    perform relay.move_reader(advance.reader, from_number => given.number, snapshot => given.snapshot, origin => given.origin);
 end
 $$;
 
@@ -628,7 +725,7 @@ create or replace function relay.seek(reader text, "to" text) returns void
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform relay.move_reader(n.name, from_number => null, snapshot => relay.log_start(seek."to"))
+    perform relay.move_reader(n.name, from_number => null, snapshot => relay.log_start(seek."to", relay.present_history()))
        from relay.reader_names(seek.reader) as n (name);
 end
 $$;
@@ -652,7 +749,7 @@ begin
         perform pg_advisory_unlock(x'72647263'::int, (its.reader % 2147483648)::int);
         raise;
     end;
-    return format('%s/%s', its.number + 1, its.snapshot);
+    return format('%s/%s@%s', its.number + 1, its.snapshot, relay.log_origin((its.declared).history));
 end
 $$;
 
@@ -669,7 +766,7 @@ as $$
            and not coalesce((select bool_or(not pg_visible_in_snapshot(n.c_xid, m.since)) or count(*) = 100
                                from (select o.c_xid from public.outbox_message_t as o
                                       where o.c_xid >= pg_snapshot_xmin(m.since) order by o.c_xid limit 100) as n), false)
-      from (select split_part("position", '/', 1)::bigint, split_part("position", '/', 2)::pg_snapshot) as m (number, since)
+      from (select split_part("position", '/', 1)::bigint, split_part(split_part("position", '/', 2), '@', 1)::pg_snapshot) as m (number, since)
 $$;
 
 -- Says that this session waits for new events, until it ends, and returns the channel that it is notified on: relay sends a
@@ -787,9 +884,11 @@ begin
               when insufficient_privilege then
         raise notice 'relay: this role may not create roles; create relay_reader yourself, then run this file again';
     end;
-    foreach each in array array['relay.glob_expression(text)', 'relay.match_condition(jsonb)', 'relay.log_reader(text)', 'relay.log_start(text)',
+    foreach each in array array['relay.glob_expression(text)', 'relay.match_condition(jsonb)', 'relay.log_reader(text)', 'relay.log_start(text, uuid)',
+                                'relay.present_history()', 'relay.log_origin(uuid)', 'relay.log_position(text)',
+                                'relay.require_history(relay.log_readers)',
                                 'relay.next_transactions(pg_snapshot, pg_snapshot, int)',
-                                'relay.move_reader(text, bigint, pg_snapshot)', 'relay.reader_names(text)',
+                                'relay.move_reader(text, bigint, pg_snapshot, text)', 'relay.reader_names(text)',
                                 'relay.lane_condition(text, int, int)', 'relay.event_satisfies(jsonb, jsonpath, jsonb)',
                                 'relay.condition_path(text, jsonb, text)', 'relay.event_condition(text, text)',
                                 'relay.declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text)', 'relay.share_lanes(text, boolean)',
@@ -810,7 +909,7 @@ begin
     if to_regrole('relay') is not null then
         grant select on relay.log_readers, relay.log_positions to relay;
         grant execute on function relay.wake_readers(), relay.expire_readers(), relay.seek(text, text),
-                                  relay.drop_reader(text) to relay;
+                                  relay.drop_reader(text), relay.log_origin(uuid) to relay;
     end if;
 end
 $$;
@@ -824,9 +923,11 @@ begin
     end if;
     grant select on public.outbox_message_t to relay_owner;
     grant select, insert, update, delete on relay.log_readers, relay.log_positions, relay.readers to relay_owner;
-    grant execute on function relay.glob_expression(text), relay.match_condition(jsonb), relay.log_reader(text), relay.log_start(text),
+    grant execute on function relay.glob_expression(text), relay.match_condition(jsonb), relay.log_reader(text), relay.log_start(text, uuid),
+                              relay.present_history(), relay.log_origin(uuid), relay.log_position(text),
+                              relay.require_history(relay.log_readers),
                               relay.next_transactions(pg_snapshot, pg_snapshot, int),
-                              relay.move_reader(text, bigint, pg_snapshot), relay.reader_names(text),
+                              relay.move_reader(text, bigint, pg_snapshot, text), relay.reader_names(text),
                               relay.lane_condition(text, int, int), relay.event_satisfies(jsonb, jsonpath, jsonb),
                               relay.condition_path(text, jsonb, text), relay.event_condition(text, text) to relay_owner;
     grant create on schema relay to relay_owner;

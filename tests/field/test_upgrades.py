@@ -17,7 +17,7 @@ LANDED = {
     "source/002_retention.sql": "e6b35ad582ad24fe597d01fa7d5f2d1ac433fbcce9a0da6b1d02d91726e92332",
     "outbox/001_outbox.sql": "95dbb51979e5cf382756e0b61b2ad6416c73528f67d9ec170d46610884149d90",
     "outbox/002_schedules.sql": "84138bb8655167dd18396949ae9b1674448fd95d943bce304b5cadbbd2185e19",
-    "outbox/003_readers.sql": "ee39e4f4b026e1609fb57fb438c278f667304a4fb471dd1e18bcce4ea338bc07",
+    "outbox/003_readers.sql": "482df0493cde99c8bad6f5900aaf2fca317222ce0a31f25bf174097187505ea3",
     "target/001_target.sql": "f4812c7bc10f1d7437d3b79cdf1325df4d7bae94485a7c615aac189dc8ea1f0d",
     "target/004_queues.sql": "7e36153ba0b19041dd5ddbbea579c95638b5af8d8b3d5204d1c0bf59b782ff81",
     "target/005_scheduled.sql": "ac32c02324ef5b4f995f54bd277230f3b683530f2e9cb94964f84104edc2ff71",

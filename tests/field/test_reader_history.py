@@ -1,0 +1,377 @@
+"""Readers of the log whose database is another one than it was: no event is skipped since its number is a former one's.
+
+Reports: PLACEHOLDER
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+
+from relay.admin.check import examine
+from relay.admin.install import initialise
+from relay.client.reader import ReaderError, subscribe
+from tests.chaos.test_failover import Pair, streaming_pair
+from tests.clusters import lead, next_id, pass_ids, restore, two_clusters
+from tests.outbox import Outbox, event, host, wait_until
+from tests.process import relay
+
+pytestmark = pytest.mark.timeout(300)
+
+_ANOTHER = "of another history of this database"
+
+
+def _publish(outbox: Outbox, *numbers: int) -> None:
+    for number in numbers:
+        outbox.publish(host(number), event(number))
+
+
+class Reader:
+    """A reader of one kind: `take` returns the numbers of its next events, of which all are done then."""
+
+    declared = "select relay.declare_reader('r', start => 'beginning')"
+
+    def take(self, dsn: str, count: int) -> list[int]:
+        raise NotImplementedError
+
+
+class InSql(Reader):
+    def take(self, dsn: str, count: int) -> list[int]:
+        found: list[int] = []
+        with psycopg.connect(dsn) as conn:
+            while len(found) < count:
+                rows = conn.execute("select position, payload from relay.read('r', 3)").fetchall()
+                assert rows, f"nothing is new after {found}"
+                found += [int(payload["amount"]) for _, payload in rows if payload]
+                conn.execute("select relay.advance('r', %s)", (rows[0][0],))
+                conn.commit()
+        return found
+
+
+class InPython(Reader):
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+    def take(self, dsn: str, count: int) -> list[int]:
+        found: list[int] = []
+        reader = subscribe(dsn, "r", start=None, poll=0.05, page=3, **self.options)
+        with closing(iter(reader)) as transactions:  # type: ignore[type-var]
+            while len(found) < count:
+                transaction = next(transactions)
+                found += [int(each.payload["amount"]) for each in transaction.events]
+                transaction.done()
+        return found
+
+
+class Lanes(InPython):
+    declared = "select relay.declare_reader('r', start => 'beginning', lanes => 3)"
+    options = {"lanes": 3}  # noqa: RUF012
+
+
+KINDS = [pytest.param(kind(), id=kind.__name__) for kind in (InSql, InPython, Lanes)]
+_REFUSED = (psycopg.errors.ObjectNotInPrerequisiteState, ReaderError)
+
+
+@pytest.fixture(scope="module")
+def clusters() -> Iterator[Any]:
+    with two_clusters() as both:
+        yield both
+
+
+@pytest.mark.parametrize("reader", KINDS)
+def test_a_dump_in_another_cluster_is_refused_until_a_seek(
+    clusters: Any, reader: Reader, tmp_path: Path
+) -> None:
+    """At once, and when the new cluster's ids have passed the position; then it begins where it is told to."""
+    old, new = clusters
+    lead(old, new)
+    name = f"app_{type(reader).__name__.lower()}"
+    with Outbox(old.create_database(name)) as before:
+        before.install()
+        before.conn.execute(reader.declared.encode())
+        _publish(before, *range(8))
+        assert sorted(reader.take(before.dsn, 8)) == list(range(8))
+        _publish(before, 8, 9)
+        passed = next_id(before)
+        with Outbox(restore(old, new, name)) as after:
+            assert next_id(after) < passed
+            settings = after.settings()
+            with pytest.raises(_REFUSED, match="Run `relay init`"):
+                reader.take(after.dsn, 1)
+            with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="`relay init`"):
+                after.conn.execute("select relay.seek('r', 'now')")
+            with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="`relay init`"):
+                after.conn.execute("select relay.declare_reader('other')")
+            initialise(settings)
+            _publish(after, 10, 11)
+            with pytest.raises(_REFUSED, match=_ANOTHER):
+                reader.take(after.dsn, 1)
+            pass_ids(after, passed)
+            _publish(after, 12)
+            with pytest.raises(_REFUSED, match=_ANOTHER) as raised:
+                reader.take(after.dsn, 1)
+            assert "relay.seek" in str(raised.value)
+            told = [each.text for each in examine(settings)]
+            assert any("the reader 'r' stands still" in each for each in told), told
+            config = str(after.config_file(tmp_path / "relay.yaml"))
+            alive = relay("status", "--check", "-c", config)
+            assert "the reader 'r' stands still" in alive.stderr
+            assert "relay reader seek r" in alive.stderr
+            (listed, *_) = json.loads(relay("reader", "list", "-c", config, "--json").stdout)
+            assert (listed["other_history"], listed["lag_seconds"] > 0) == (True, True)
+            assert "another: seek" in relay("reader", "list", "-c", config).stdout
+            done = relay("reader", "seek", "r", "--to", "beginning", "--yes", "-c", config)
+            assert done.returncode == 0, done.stderr
+            assert sorted(reader.take(after.dsn, 13)) == list(range(13))
+            _publish(after, 13)
+            assert reader.take(after.dsn, 1) == [13]
+            assert not any("stands still" in each.text for each in examine(settings))
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with streaming_pair() as made:
+        made.source.install()
+        yield made
+
+
+def _promote(pair: Pair) -> None:
+    pair.fail_over()
+    wait_until(lambda: not pair.copy.value("select pg_is_in_recovery()"))
+
+
+@pytest.mark.chaos
+@pytest.mark.rare
+@pytest.mark.parametrize("reader", KINDS)
+def test_a_failover_without_loss_stops_no_reader(pair: Pair, reader: Reader) -> None:
+    pair.source.conn.execute(reader.declared.encode())
+    _publish(pair.source, *range(4))
+    assert sorted(reader.take(pair.source.dsn, 4)) == list(range(4))
+    pair.replicate()
+    _promote(pair)
+    _publish(pair.copy, 4, 5)
+    assert sorted(reader.take(pair.copy.dsn, 2)) == [4, 5]
+    assert initialise(pair.copy.settings(source={"dsn": pair.copy.dsn, "mode": "poll"})) == []
+    _publish(pair.copy, 6)
+    assert reader.take(pair.copy.dsn, 1) == [6]
+
+
+@pytest.mark.chaos
+@pytest.mark.rare
+@pytest.mark.parametrize("passes", [False, True], ids=["at once", "ids passed"])
+@pytest.mark.parametrize("reader", KINDS)
+def test_a_failover_with_a_loss_takes_the_position_with_it(
+    pair: Pair, reader: Reader, passes: bool
+) -> None:
+    """The position is lost together with what it saw: the reader goes on from what the promoted server has."""
+    source, copy = pair.source, pair.copy
+    source.conn.execute(reader.declared.encode())
+    _publish(source, *range(4))
+    assert sorted(reader.take(source.dsn, 4)) == list(range(4))
+    pair.cut()
+    _publish(source, *range(4, 20))
+    assert sorted(reader.take(source.dsn, 16)) == list(range(4, 20))
+    lost = next_id(source)
+    _promote(pair)
+    if passes:
+        pass_ids(copy, lost)
+    _publish(copy, *range(100, 110))
+    assert sorted(reader.take(copy.dsn, 10)) == list(range(100, 110))
+
+
+@pytest.mark.chaos
+@pytest.mark.rare
+def test_a_position_in_hand_of_what_a_failover_has_lost_is_refused(pair: Pair) -> None:
+    """A program reads, the server is replaced, and the program advances: the number of the position is the same."""
+    source, copy = pair.source, pair.copy
+    source.conn.execute("select relay.declare_reader('r', start => 'beginning')")
+    _publish(source, 0)
+    pair.cut()
+    _publish(source, *range(1, 20))
+    (held,) = {row[0] for row in source.conn.execute("select position from relay.read('r')")}
+    _promote(pair)
+    pass_ids(copy, next_id(copy) + 100)
+    _publish(copy, *range(100, 105))
+    number = copy.value("select position from relay.read('r') limit 1").split("/")[0]
+    assert held.split("/")[0] == number
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="has been replaced"):
+        copy.conn.execute("select relay.advance('r', %s)", (held,))
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="Read again"):
+        copy.conn.execute("select relay.read('r', 10, %s)", (held,))
+    for statement in (
+        "select relay.seek('r', %s)",
+        "select relay.declare_reader('s', start => %s)",
+    ):
+        with pytest.raises(psycopg.errors.InvalidParameterValue, match="of another server"):
+            copy.conn.execute(statement.encode(), (held,))
+    assert InSql().take(copy.dsn, 6) == [0, *range(100, 105)]
+
+
+@pytest.mark.chaos
+@pytest.mark.rare
+def test_a_running_reader_is_told_that_its_database_is_a_dump(clusters: Any) -> None:
+    """Its address leads to the new cluster, and its position has the same number there."""
+    old, new = clusters
+    lead(old, new)
+    with Outbox(old.create_database("moved")) as before:
+        before.install()
+        before.conn.execute("select relay.declare_reader('r', start => 'beginning')")
+        _publish(before, *range(6))
+        with Outbox(restore(old, new, "moved")) as after:
+            initialise(after.settings())
+            pass_ids(after, next_id(before))
+            either = make_conninfo(
+                before.dsn,
+                host="127.0.0.1,127.0.0.1",
+                port=f"{old.cluster.port},{new.cluster.port}",
+            )
+            with closing(iter(subscribe(either, "r", start=None, poll=0.05))) as reader:  # type: ignore[type-var]
+                first = next(reader)
+                before.conn.close()
+                with psycopg.connect(old.dsn(), autocommit=True) as conn:
+                    conn.execute("alter database moved allow_connections false")
+                    conn.execute(
+                        "select pg_terminate_backend(pid) from pg_stat_activity where datname = 'moved'"
+                    )
+                # It goes to the next address where it is refused.
+                with pytest.raises(ReaderError, match=_ANOTHER):
+                    first.done()
+            assert after.value("select count(*) from relay.log_positions") == 1
+
+
+REWRITES: dict[str, str] = {
+    "vacuum full": "vacuum full relay.witnesses",
+    "cluster": "cluster relay.witnesses using witnesses_pkey",
+    "freeze": "vacuum freeze relay.witnesses",
+    "another column": "alter table relay.witnesses add column more int; vacuum relay.witnesses",
+}
+
+
+@pytest.mark.parametrize("rewrite", REWRITES.values(), ids=REWRITES)
+@pytest.mark.parametrize("reader", KINDS)
+def test_upkeep_of_the_witnesses_stops_no_reader(
+    outbox: Outbox, reader: Reader, rewrite: str
+) -> None:
+    outbox.conn.execute(reader.declared.encode())
+    _publish(outbox, 0, 1)
+    assert sorted(reader.take(outbox.dsn, 2)) == [0, 1]
+    for each in rewrite.split("; "):
+        outbox.conn.execute(each.encode())
+    _publish(outbox, 2)
+    assert reader.take(outbox.dsn, 1) == [2]
+
+
+def test_retention_of_witnesses_keeps_the_history(outbox: Outbox) -> None:
+    outbox.conn.execute("select relay.declare_reader('r', start => 'beginning')")
+    for _ in range(5):
+        outbox.conn.execute("select relay.take_witness()")
+    outbox.conn.execute(
+        """
+        insert into relay.retained (outbox, offset_column) values ('public.outbox_message_t', 'c_offset');
+        insert into relay.removed (outbox, newest, snapshot)
+        values ('public.outbox_message_t', pg_current_xact_id(), pg_current_snapshot())
+        """
+    )
+    assert outbox.value("select relay.remove_witnesses()") > 0
+    _publish(outbox, 0)
+    assert InSql().take(outbox.dsn, 1) == [0]
+
+
+def test_nobody_forges_a_history(outbox: Outbox) -> None:
+    """Not who publishes, nor who reads: neither a witness, nor which one a reader refers to."""
+    role = f"{outbox.slot}_forges"
+    outbox.conn.execute(
+        f"create role {role} login password 'p' in role relay_reader, relay_publisher".encode()
+    )
+    try:
+        with psycopg.connect(
+            make_conninfo(outbox.dsn, user=role, password="p"), autocommit=True
+        ) as conn:
+            conn.execute("select relay.declare_reader('r', start => 'beginning')")
+            for statement in (
+                "select relay.take_witness()",
+                "do $$ begin perform relay.take_witness(); exception when check_violation then null; end $$",
+                "select relay.begin_history()",
+                "insert into relay.witnesses (snapshot, lsn) values ('1:9000:', '0/1')",
+                "update relay.witnesses set kept = true",
+                "delete from relay.witnesses",
+                "select * from relay.witnesses",
+                "update relay.log_readers set history = null",
+                "select relay.move_reader('r', null, '3:3:')",
+                "select relay.log_start('now', gen_random_uuid())",
+                "select relay.present_history()",
+            ):
+                with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                    conn.execute(statement.encode())
+            # A position that says of itself that it is of here moves the reader of who says so, and no other.
+            _publish(outbox, 0)
+            assert InSql().take(make_conninfo(outbox.dsn, user=role, password="p"), 1) == [0]
+    finally:
+        outbox.conn.execute(f"drop role {role}".encode())
+
+
+def test_a_reader_that_waits_writes_nothing(outbox: Outbox) -> None:
+    outbox.conn.execute("select relay.declare_reader('r', start => 'beginning')")
+    _publish(outbox, 0)
+    assert InSql().take(outbox.dsn, 1) == [0]
+    before = next_id(outbox), outbox.value("select count(*) from relay.witnesses")
+    own = "select xact_commit from pg_stat_database where datname = current_database()"
+    for _ in range(20):
+        assert not outbox.column("select position from relay.read('r')")
+    assert outbox.value(own) >= 0
+    assert outbox.value("select count(*) from relay.witnesses") == before[1]
+    assert outbox.value("select pg_current_xact_id_if_assigned() is null")
+
+
+def test_rows_that_were_written_again_are_no_history(outbox: Outbox) -> None:
+    """As pg_repack leaves them, or `pg_restore --data-only` into an installed schema."""
+    outbox.conn.execute("select relay.declare_reader('r', start => 'beginning')")
+    outbox.conn.execute(
+        """
+        create temporary table saved as select * from relay.witnesses;
+        delete from relay.witnesses;
+        insert into relay.witnesses overriding system value select * from saved
+        """
+    )
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match=_ANOTHER):
+        outbox.conn.execute("select relay.read('r')")
+    initialise(outbox.settings())
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match=_ANOTHER):
+        outbox.conn.execute("select relay.read('r')")
+    outbox.conn.execute("select relay.seek('r', 'beginning')")
+    _publish(outbox, 0)
+    assert InSql().take(outbox.dsn, 1) == [0]
+
+
+def test_positions_of_a_former_schema_get_the_present_history(outbox: Outbox) -> None:
+    """Where they are not ahead of the server; `relay init` says that it could not prove them."""
+    for name in ("r", "ahead"):
+        outbox.conn.execute("select relay.declare_reader(%s, start => 'beginning')", (name,))
+    _publish(outbox, 0)
+    (held,) = outbox.column("select position from relay.read('r')")
+    outbox.conn.execute(
+        """
+        alter table relay.log_readers drop column history cascade;
+        update relay.log_positions set snapshot = '9000000000:9000000000:'
+         where reader = (select id from relay.log_readers where name = 'ahead');
+        update relay.migrations set digest = '482df0493cde99c8bad6f5900aaf2fca317222ce0a31f25bf174097187505ea3'
+         where name = 'outbox/003_readers.sql'
+        """
+    )
+    warned: list[str] = []
+    initialise(outbox.settings(), warn=warned.append)
+    assert [each for each in warned if "of 1 are" in each and "cannot prove" in each]
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="does not say which history"):
+        outbox.conn.execute("select relay.advance('r', %s)", (held.split("@")[0],))
+    assert InSql().take(outbox.dsn, 1) == [0]
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match=_ANOTHER):
+        outbox.conn.execute("select relay.read('ahead')")
+    warned.clear()
+    initialise(outbox.settings(), warn=warned.append)
+    assert not [each for each in warned if "cannot prove" in each]
