@@ -39,10 +39,12 @@ def lead(old: EmbeddedServer, new: EmbeddedServer) -> None:
         pass_ids(first, next_id(second) + 3_000)
 
 
-def restore(old: EmbeddedServer, new: EmbeddedServer, name: str = "app") -> str:
+def restore(
+    old: EmbeddedServer, new: EmbeddedServer, name: str = "app", into: str | None = None
+) -> str:
     """Dump a database, and restore it in another cluster, as docs/operations.md says; returns its DSN."""
     programs = old.cluster._bin
-    dsn = new.create_database(name)
+    dsn = new.create_database(into or name)
     with psycopg.connect(new.dsn(), autocommit=True) as conn:
         for role in _ROLES:
             # What `pg_dumpall --roles-only` would bring.

@@ -91,14 +91,18 @@ def of_other_histories(source: psycopg.Connection[Any]) -> list[str]:
 
 
 def bind(source: psycopg.Connection[Any]) -> int:
-    """Give the positions of a schema without witnesses the present history; returns how many there are.
+    """Give positions the present history; returns how many there are.
 
-    Not those that are ahead of this server, as after a dump: they are of another one. Raises psycopg.Error.
+    Those of a schema without witnesses, and those of a dump of this server, whose transaction ids go on; but none that
+    is ahead of it, which is of another one. Raises psycopg.Error.
     """
     return source.execute(
         """
         update relay.log_readers as r set history = relay.history()
-         where r.history is null
+         where (r.history is null
+                or not relay.holds_witness(r.history)
+                   and exists (select from relay.witnesses as w, pg_control_system() as present
+                                where w.id = r.history and w.cluster = present.system_identifier))
            and (select pg_snapshot_xmax(p.snapshot) from relay.log_positions as p
                  where p.reader = r.id order by p.number desc limit 1) <= pg_snapshot_xmax(pg_current_snapshot())
         """

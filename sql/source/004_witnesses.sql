@@ -9,7 +9,8 @@ create table if not exists relay.witnesses (
     lsn      pg_lsn      not null,
     c_xid    xid8        not null default pg_current_xact_id(),
     kept     boolean     not null default false,
-    taken_at timestamptz not null default now()
+    taken_at timestamptz not null default now(),
+    cluster  bigint
 );
 
 comment on table relay.witnesses is
@@ -28,6 +29,8 @@ comment on column relay.witnesses.kept is
     'whether it stands for the history of this database, to which the positions of readers refer; it is never removed';
 comment on column relay.witnesses.taken_at is
     'when its transaction began';
+comment on column relay.witnesses.cluster is
+    'where it is kept: the system identifier of the server, whose transaction ids go on where a dump is restored in it';
 
 -- Whether this server has a witness as it was inserted. A copy of the table has the rows with another xmin or, by accident, one of
 -- them with its own; but a copy has one xmin for neighbours.
@@ -95,7 +98,7 @@ begin
         return false;
     end if;
     select witness into taken from relay.take_witness();
-    update relay.witnesses set kept = true where id = taken;
+    update relay.witnesses set kept = true, cluster = (select system_identifier from pg_control_system()) where id = taken;
     return true;
 end
 $$;
