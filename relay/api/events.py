@@ -118,13 +118,13 @@ def page(
 ) -> Response:
     """Read events of the log, from a position on. A page may have none although there is more."""
     database: ApiDatabase = request.app.state.database
+    history: LogHistory = request.app.state.history
     start = parse(after)
     found: list[str] = []
     with database.connection() as conn:
         if start is None:
-            end, more = present(conn), False
+            end, more = present(conn, history), False
         else:
-            history: LogHistory = request.app.state.history
             found, end, more = _page(conn, history, start, wanted.test(), limit)
     # As PostgreSQL prints them, so that numbers keep every digit.
     events = ",".join(found)
@@ -146,7 +146,7 @@ def _page(
         read = read_kept(conn, history, after, size.events)
         after = read.end
         if not read.transactions:
-            return found, after, False
+            return found, history.covered(conn, after), False
         for transaction in read.transactions:
             for event in transaction.events:
                 if not takes(event):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import time
+from dataclasses import replace
+from uuid import UUID
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import psycopg
@@ -15,15 +19,16 @@ from relay.model.snapshots import BEGINNING, Snapshot
 from relay.retention.removals import lost_after
 from relay.source.server import TimelineHistory, durable_position
 from relay.source.stream.walsender import identify, open_replication
+from relay.source.witnesses import holds, newest_of, recent
 from relay.store import log_pages
 from relay.store.connections import Connection
-from relay.store.log_pages import AheadOfServer, LogPosition, Origin, OutboxPage
+from relay.store.log_pages import AheadOfServer, KnownWitness, LogPosition, Origin, OutboxPage
 
 LONGEST = 30_000
 """The most characters of a position: it names the transactions that were in progress."""
 _POSITION = re.compile(
     r"(\d{1,18}):(\d{1,18}):((?:\d{1,18}(?:,\d{1,18})*)?)(?:~(\d{1,18})\.(\d{1,18}))?"
-    r"@(\d{1,20}\.\d{1,10}\.\d{1,20})",
+    r"@(\d{1,20}\.\d{1,10}\.\d{1,20})(?:([.~])([0-9a-f]{32}))?",
     re.ASCII,
 )
 
@@ -37,19 +42,24 @@ def parse(text: str) -> LogPosition | None:
     match = _POSITION.fullmatch(text) if len(text) <= LONGEST else None
     if match is None:
         raise _refused()
-    xmin, xmax, between, xid, offset, origin = match.groups()
+    xmin, xmax, between, xid, offset, origin, proof, witness = match.groups()
     snapshot = Snapshot.parse(f"{xmin}:{xmax}:{between}")
     inside = snapshot.in_progress
     if list(inside) != sorted(set(inside)) or snapshot.xmin != (inside or (snapshot.xmax,))[0]:
         raise _refused()
     if snapshot.xmin < 1 or any(each >= snapshot.xmax for each in inside):
         raise _refused()
-    taken = Origin.parse(origin)
+    given = LogPosition(
+        snapshot,
+        Origin.parse(origin),
+        witness=None if witness is None else UUID(witness),
+        covered=proof == ".",
+    )
     if xid is None:
-        return LogPosition(snapshot, taken)
-    if not snapshot.sees(np.array([int(xid)])).all():
+        return given
+    if given.covered or not snapshot.sees(np.array([int(xid)])).all():
         raise _refused()
-    return LogPosition(snapshot, taken, int(xid), int(offset))
+    return replace(given, xid=int(xid), offset=int(offset))
 
 
 def _refused() -> HTTPException:
@@ -66,28 +76,91 @@ class EventsLost(Exception):
     """The server may lack events that a position has: another one has replaced it."""
 
 
+_WITNESS_SECONDS = 1.0
+"""How old the witness that positions name is, at least, before another one is taken."""
+
+
 class LogHistory:
-    """Tells whether a server has all that a position has. Safe in several threads.
+    """Tells whether a server has all that a position has, and takes witnesses of that. Safe in several threads.
 
     A standby that is promoted goes on from what it has received, on a timeline of its own, and gives the transaction
-    ids of what it lacks to others. The LSN at which it left the former timeline decides, as for relay itself.
+    ids of what it lacks to others. The LSN at which it left the former timeline decides, as for relay itself. Where
+    that is not known, or is no answer, as on a server that was restored from an older image, or made by pg_upgrade, the
+    witness of the position decides.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._read = TimelineHistory(0)
+        self.known: KnownWitness | None = None
+        """The newest witness that this process knows."""
+        self._looked = -_WITNESS_SECONDS
+        self._held: WeakKeyDictionary[Connection, set[UUID]] = WeakKeyDictionary()
+        """The witnesses that the servers of sessions hold: none loses one while it runs."""
 
-    def has(self, then: Origin, now: Origin) -> bool:
-        """Whether a server that is at `now` has everything up to `then`. Raises TransientFault, psycopg.Error."""
+    def covered(self, conn: Connection, end: LogPosition) -> LogPosition:
+        """Return the end of the log as a position that a witness covers, where that is possible.
+
+        It looks for one at most once a second, and takes one only where the newest does not see all of the log. Raises
+        psycopg.Error.
+        """
+        origin, now = end.origin, time.monotonic()
+        if end.covered or end.xid is not None or origin is None:
+            return end
+        if now < self._looked + _WITNESS_SECONDS:
+            return end
+        self._looked = now
+        newest, sees_all = newest_of(conn, OWN_OUTBOX)
+        if not sees_all:
+            newest = recent(conn)
+        if newest is None:
+            return end
+        self.known = KnownWitness(newest, origin.server, origin.timeline)
+        is_covered = sees_all or newest.proves(end.snapshot)
+        return replace(end, witness=newest.id, covered=is_covered)
+
+    def has(self, conn: Connection, position: LogPosition, now: Origin) -> bool:
+        """Whether the server of a session, which is at `now`, has all that a position has, by its WAL.
+
+        Raises TransientFault, psycopg.Error.
+        """
+        then, witness = position.origin, position.witness
+        if then is None:
+            return True
         if then.server != now.server:
             return False
         if then.timeline == now.timeline:
-            return True
+            return witness is None or self._holds(conn, witness)
         if self._read.timeline != now.timeline:
             self._read = self._history(now.timeline)
         former = TimelineHistory(then.timeline)
         shared = self._read.since(then.timeline).shared_until(former)
         return shared is None or then.lsn <= shared
+
+    def proven(self, conn: Connection, position: LogPosition) -> LogPosition | None:
+        """Return a position by its witness: as it is, or as the witness sees it, where the server holds that one.
+
+        Raises psycopg.Error.
+        """
+        if position.witness is None or not self._holds(conn, position.witness):
+            return None
+        row = conn.execute(
+            "select snapshot::text from relay.witnesses where id = %s", (position.witness,)
+        ).fetchone()
+        if row is None:
+            return None
+        seen, snapshot = Snapshot.parse(row[0]), position.snapshot
+        if not seen.covers(snapshot):
+            if not position.covered or not snapshot.covers(seen):
+                return None
+            snapshot = seen
+        return replace(position, snapshot=snapshot, origin=None)
+
+    def _holds(self, conn: Connection, witness: UUID) -> bool:
+        held = self._held.setdefault(conn, set())
+        if witness not in held and holds(conn, witness):
+            held.add(witness)
+        return witness in held
 
     def _history(self, timeline: int) -> TimelineHistory:
         """Read the history of a timeline; without the right to, it shares nothing with others."""
@@ -103,10 +176,11 @@ class LogHistory:
         return history
 
 
-def present(conn: Connection) -> LogPosition:
+def present(conn: Connection, history: LogHistory) -> LogPosition:
     """Read the position after all that is committed now, of which a crash takes nothing. Raises psycopg.Error."""
     now = durable_position(conn).snapshot
-    return log_pages.read(conn, LogPosition(now), 1, now).end
+    end = log_pages.read(conn, LogPosition(now), 1, now, history.known).end
+    return history.covered(conn, end)
 
 
 def read_page(
@@ -124,9 +198,17 @@ def read_page(
     if until is None:
         # Before the page: its origin has all of these commits.
         until = durable_position(conn).snapshot
-    page = log_pages.read(conn, after, events, until)
-    if after.origin is not None and not history.has(after.origin, page.origin):
-        raise EventsLost
+    page = None
+    try:
+        page = log_pages.read(conn, after, events, until, history.known)
+    except AheadOfServer:
+        if after.witness is None:
+            raise
+    if page is None or not history.has(conn, after, page.origin):
+        proven = history.proven(conn, after)
+        if proven is None:
+            raise EventsLost
+        after, page = proven, log_pages.read(conn, proven, events, until, history.known)
     # After it: what was removed before the page was read is known then.
     if lost_after(conn, OWN_OUTBOX, after.before) is not None:
         raise EventsRemoved

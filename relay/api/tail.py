@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import select
 from collections.abc import Callable
+from dataclasses import replace
 from threading import Event
 
 from psycopg import sql
@@ -92,11 +93,14 @@ class Tail(Recurring):
 
     def _read(self, conn: Connection) -> None:
         if self._position is None:
-            self._position = present(conn)
+            self._position = present(conn, self._history)
             self._begin(self._position)
         position = self._position
         try:
             page = read_page(conn, self._history, position, self._size.events)
+            # What was read is delivered first.
+            if not page.transactions:
+                page = replace(page, end=self._history.covered(conn, page.end))
         except (AheadOfServer, EventsLost, EventsRemoved):
             # A failover has lost what was read last, or retention has removed what comes next.
             self._position = None

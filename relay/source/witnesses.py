@@ -13,6 +13,7 @@ from typing import LiteralString
 from uuid import UUID
 
 import psycopg
+from psycopg import sql
 
 from relay.faults import TransientFault
 from relay.model.events import Lsn
@@ -35,6 +36,28 @@ def recent(conn: Connection) -> Witness | None:
     On a standby the newest one that it has replayed. The connection is in no transaction. Raises psycopg.Error.
     """
     return _called(conn, "select witness, snapshot::text, lsn::text from relay.recent_witness()")
+
+
+def newest_of(conn: Connection, outbox: str) -> tuple[Witness | None, bool]:
+    """Return the newest witness that the server holds, and whether it sees everything that the outbox has.
+
+    Writes nothing. Raises psycopg.Error.
+    """
+    row = conn.execute(
+        sql.SQL(
+            """
+            select w.id, w.snapshot::text, w.lsn::text,
+                   not exists (select from {} as o
+                                where o.c_xid >= pg_snapshot_xmin(w.snapshot)
+                                  and not pg_visible_in_snapshot(o.c_xid, w.snapshot))
+              from (select * from relay.witnesses order by number desc limit 10) as w
+             where relay.holds_witness(w.id) order by w.number desc limit 1
+            """
+        ).format(sql.Identifier(*outbox.split(".")))
+    ).fetchone()
+    if row is None:
+        return None, False
+    return Witness(row[0], Snapshot.parse(row[1]), Lsn.parse(row[2])), row[3]
 
 
 def _called(conn: Connection, statement: LiteralString) -> Witness | None:

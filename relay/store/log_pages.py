@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
+from uuid import UUID
 
 import psycopg
 
 from relay.model.page_snapshots import PageSnapshots
-from relay.model.snapshots import Snapshot
+from relay.model.snapshots import Snapshot, Witness
 from relay.store.connections import Connection
 
 _READ = """
@@ -66,17 +67,30 @@ class Origin(NamedTuple):
         return f"{self.server}.{self.timeline}.{self.lsn}"
 
 
+class KnownWitness(NamedTuple):
+    """A witness that a server holds, and which server that is, on which timeline."""
+
+    witness: Witness
+    server: int
+    timeline: int
+
+
 @dataclass(frozen=True, slots=True)
 class LogPosition:
     """Everything that `snapshot` sees is read, but for the rest of the transaction `xid`, after its c_offset `offset`.
 
     It grants nothing: what is read from there on depends on the token. The beginning has no origin.
+
+    `witness` is the newest one that was known. With `covered` its snapshot sees every event that this one sees: what
+    they differ in has published nothing.
     """
 
     snapshot: Snapshot
     origin: Origin | None = None
     xid: int | None = None
     offset: int = 0
+    witness: UUID | None = None
+    covered: bool = False
 
     @property
     def before(self) -> Snapshot:
@@ -89,7 +103,10 @@ class LogPosition:
     def __str__(self) -> str:
         """The position as a text for a URL or a header."""
         rest = "" if self.xid is None else f"~{self.xid}.{self.offset}"
-        return f"{self.snapshot}{rest}" + ("" if self.origin is None else f"@{self.origin}")
+        origin = "" if self.origin is None else f"@{self.origin}"
+        if origin and self.witness is not None:
+            origin += f"{'.' if self.covered else '~'}{self.witness.hex}"
+        return f"{self.snapshot}{rest}{origin}"
 
 
 class LogEvent(NamedTuple):
@@ -155,11 +172,16 @@ class AheadOfServer(ValueError):
 
 
 def read(
-    conn: Connection, after: LogPosition, most: int, until: Snapshot | None = None
+    conn: Connection,
+    after: LogPosition,
+    most: int,
+    until: Snapshot | None = None,
+    known: KnownWitness | None = None,
 ) -> OutboxPage:
     """Read up to about `most` events after a position: only what `until` sees, or what is committed now.
 
-    A transaction that has more is read in several pages. Raises AheadOfServer, psycopg.Error.
+    A transaction that has more is read in several pages. Positions name the witness that is `known`, if the server
+    holds it. Raises AheadOfServer, psycopg.Error.
     """
     xid, offset = (None, None) if after.xid is None else (str(after.xid), after.offset)
     present = None if until is None else str(until)
@@ -173,10 +195,19 @@ def read(
         origin = now
     elif reached != after.snapshot:
         origin = max(origin, now)
-    whole = LogPosition(reached, origin)
+    newest = None if known is None or known[1:] != now[:2] else known.witness
+    if after.origin is not None and after.origin[:2] != now[:2]:
+        # A failover that has lost nothing else may have lost its witness.
+        after = replace(after, witness=None, covered=False)
+    witness = after.witness if newest is None else newest.id
+    whole = LogPosition(reached, origin, witness=witness)
     if rows[0][2] is None:
+        if after.covered:
+            whole = replace(whole, witness=after.witness, covered=True)
+        elif newest is not None and newest.proves(after.snapshot):
+            whole = replace(whole, covered=True)
         if after.xid is not None:
-            return read(conn, whole, most, until)
+            return read(conn, whole, most, until, known)
         return OutboxPage((), whole, now)
     events = [LogEvent(*row[2:]) for row in rows]
     if len(events) > most or after.xid is not None:
@@ -189,7 +220,7 @@ def read(
     ends = _snapshots([xid for xid, _ in grouped], after.snapshot, reached)
     return OutboxPage(
         [
-            OutboxTransaction(each, LogPosition(seen, origin))
+            OutboxTransaction(each, replace(whole, snapshot=seen))
             for (_, each), seen in zip(grouped, ends, strict=True)
         ],
         whole,
