@@ -87,18 +87,24 @@ as $$
     select w.id from relay.witnesses as w where w.kept and relay.holds_witness(w.id) order by w.number limit 1
 $$;
 
--- Takes the witness of the history of this database where there is none; returns whether it did.
+-- Takes the witness of the history of this database where there is none; returns whether it did. In a copy that came from another
+-- cluster, what was removed there says nothing here, and what readers have read there holds nothing back: they have read nothing.
 create or replace function relay.begin_history() returns boolean
 language plpgsql set search_path = pg_catalog, pg_temp
 as $$
 declare
+    here  bigint := (select system_identifier from pg_control_system());
     taken uuid;
 begin
     if relay.history() is not null then
         return false;
     end if;
+    if exists (select from relay.witnesses where kept) and not exists (select from relay.witnesses where kept and cluster = here) then
+        delete from relay.removed;
+        update relay.readers set snapshot = '1:1:' where snapshot is not null;
+    end if;
     select witness into taken from relay.take_witness();
-    update relay.witnesses set kept = true, cluster = (select system_identifier from pg_control_system()) where id = taken;
+    update relay.witnesses set kept = true, cluster = here where id = taken;
     return true;
 end
 $$;

@@ -1,6 +1,8 @@
 """Positions of the HTTP API on a server that is another one than it was: held by a witness, or refused.
 
-Reports: PLACEHOLDER
+Reports: 2ndQuadrant/bdr#208 (an old backup joins as if nothing had happened, and changes are silently lost),
+sboesebeck/morphium#361 (no resume token survives a change of primary), kurrent-io/KurrentDB#4970 (the position after an
+empty page is past the next event), yugabyte/yugabyte-db#3319 (a position that is safe to begin at after a restore).
 """
 
 from __future__ import annotations

@@ -1,11 +1,20 @@
 """Readers of the log whose database is another one than it was: no event is skipped since its number is a former one's.
 
-Reports: PLACEHOLDER
+Reports: sliceworkz/eventstore#143 (a dump in a younger cluster, whose transaction ids are those of events that were
+read: history is absent, and new events sort before it), ThreeDotsLabs/watermill#576 (after an import nothing is ever
+read), dpkp/kafka-python#972, tulios/kafkajs#1119 and tulios/kafkajs#1777 (a stored offset that is no longer one: the
+consumer goes on elsewhere, and nothing tells that from its work), Aiven-Open/tiered-storage-for-apache-kafka#663 (its
+lag is 0 from then on), noctarius/timescaledb-event-streamer#316 and Nextdoor/pg-bifrost#63 (to go on at the present end
+or to say so), kurrent-io/KurrentDB#1301 (a failover reads a checkpoint past what was never handled),
+debezium/debezium#3620, apache/flink-cdc#1893 and risingwavelabs/risingwave#14060 (after a restart everything up to a
+number is skipped, and the position goes on), debezium/debezium#3970 (a silent loss where what keeps the place was made
+again), PostHog/posthog#85687 and toluaina/pgsync#126 (an xmin has no epoch, and a frozen row keeps it).
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +30,7 @@ from relay.client.reader import ReaderError, subscribe
 from tests.chaos.test_failover import Pair, streaming_pair
 from tests.clusters import lead, next_id, pass_ids, restore, two_clusters
 from tests.outbox import Outbox, event, host, wait_until
+from tests.postgres import EmbeddedServer, start_server
 from tests.process import relay
 
 pytestmark = pytest.mark.timeout(300)
@@ -132,6 +142,39 @@ def test_a_dump_in_another_cluster_is_refused_until_a_seek(
             _publish(after, 13)
             assert reader.take(after.dsn, 1) == [13]
             assert not any("stands still" in each.text for each in examine(settings))
+
+
+def test_what_was_noted_in_another_cluster_says_nothing_in_this_one(clusters: Any) -> None:
+    """What retention removed there took the witnesses of this one; what readers had read there was removed unread."""
+    old, new = clusters
+    lead(old, new)
+    outbox = "public.outbox_message_t"
+    with Outbox(old.create_database("noted")) as before:
+        before.install(retention={"keep": "1d"})
+        before.conn.execute("select relay.declare_reader('r')")
+        before.conn.execute(
+            "insert into relay.removed (outbox, newest, snapshot)"
+            " values (%s, pg_current_xact_id(), pg_current_snapshot())",
+            (outbox,),
+        )
+        floor = "select relay.retention_floor(%s)::text"
+        assert not before.value(floor, (outbox,)).startswith("(1,t")
+        with Outbox(restore(old, new, "noted")) as after:
+            initialise(after.settings(retention={"keep": "1d"}))
+            assert after.column("select newest from relay.removed") == []
+            assert after.value(floor, (outbox,)).startswith("(1,t")
+            pass_ids(after, next_id(before))
+            for _ in range(5):
+                after.conn.execute("select relay.take_witness()")
+            of_here = "select count(*) from relay.witnesses where relay.holds_witness(id)"
+            held = after.value(of_here)
+            after.conn.execute("select relay.remove_witnesses()")
+            assert after.value(of_here) == held
+            after.conn.execute("select relay.seek('r', 'now')")
+            snapshots = after.column(
+                "select snapshot::text from relay.readers where target = 'relay.declare_reader'"
+            )
+            assert snapshots != ["1:1:"]
 
 
 @pytest.mark.parametrize("reader", KINDS)
@@ -286,6 +329,35 @@ def test_upkeep_of_the_witnesses_stops_no_reader(
         outbox.conn.execute(each.encode())
     _publish(outbox, 2)
     assert reader.take(outbox.dsn, 1) == [2]
+
+
+def test_a_wrapped_transaction_id_is_the_same_history() -> None:
+    """An xmin is modulo 2^32, and the transaction ids of a later epoch are greater than all before."""
+    with start_server() as server:
+        if not isinstance(server, EmbeddedServer) or not server.has("pg_resetwal"):
+            pytest.skip("needs pg_resetwal beside the server")
+        with Outbox(server.create_database("app")) as outbox:
+            outbox.install()
+            outbox.conn.execute("select relay.declare_reader('r', start => 'beginning')")
+            _publish(outbox, 0, 1)
+            assert InSql().take(outbox.dsn, 2) == [0, 1]
+            for epoch in (1, 2):
+                server.stop()
+                subprocess.run(
+                    [server.cluster._bin / "pg_resetwal", "-e", str(epoch), server.cluster.data],
+                    check=True,
+                    capture_output=True,
+                    **server.cluster._process_options(),
+                )
+                server.start()
+                outbox.reconnect()
+                assert next_id(outbox) > epoch << 32
+                _publish(outbox, 2, 3)
+                assert InSql().take(outbox.dsn, 2) == [2, 3]
+                outbox.conn.execute("select relay.take_witness()")
+                assert outbox.column("select relay.holds_witness(id) from relay.witnesses") == [
+                    True
+                ] * (2 + epoch)
 
 
 def test_retention_of_witnesses_keeps_the_history(outbox: Outbox) -> None:
