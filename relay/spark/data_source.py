@@ -2,17 +2,20 @@
 
 A batch query reads the difference between two snapshots of the source. The offset of a stream is a snapshot, so a
 micro-batch is a difference too: it has the same rows each time, and a query that restarts from its checkpoint repeats
-its last micro-batch exactly. Any number of queries may read, because none uses a replication slot.
+its last micro-batch exactly. The offset names a witness too, by which a restart knows whether the server still has what
+was read. Any number of queries may read, because none uses a replication slot.
 
 Source: Spark documentation, "Python Data Source API".
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import UUID
 
 import psycopg
 from psycopg import sql
@@ -53,8 +56,17 @@ from relay.model.snapshots import Snapshot
 from relay.retention.reader_positions import note_reader
 from relay.retention.removals import lost_after
 from relay.source.outbox.differences import Difference, cut
-from relay.source.server import durable_position
+from relay.source.server import SourcePosition, durable_position
+from relay.source.witnesses import holds
 from relay.spark.data_source_options import Options, parse
+from relay.spark.query_positions import (
+    QueryPosition,
+    StreamPositions,
+    keeping_refusal,
+    known_here,
+    require_begun,
+    require_known,
+)
 from relay.spark.reading import (
     COLUMNS,
     MappedTable,
@@ -62,6 +74,7 @@ from relay.spark.reading import (
     by_host,
     by_xid,
     columns,
+    is_standby,
     read,
     wait_until_visible,
     without_values,
@@ -71,6 +84,8 @@ from relay.store.connections import connect
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import SparkSession
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -184,11 +199,12 @@ class DifferenceReader(DataSourceReader):
         ):
             columns(conn, options.table, self._names)
             seen = durable_position(conn).snapshot
-            after = options.to_snapshot or seen
-            _require_seen(seen, options.from_snapshot)
-            _require_seen(seen, after)
-            between = Difference(options.from_snapshot, after)
-            return _partitions(conn, options, between, options.from_snapshot)
+            before, after = options.from_snapshot, options.to_snapshot or QueryPosition(seen)
+            before = _opened(conn, options, "fromSnapshot", before, seen)
+            after = _opened(conn, options, "toSnapshot", after, seen)
+            if options.fail_on_data_loss:
+                _require_proven(conn, "fromSnapshot", before)
+            return _partitions(conn, options, before, after, before.snapshot)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if not isinstance(partition, RowsPartition):
@@ -215,57 +231,55 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._names = names
         self._conn: psycopg.Connection[Any] | None = None
         self._origin = SnapshotOrigin()
-        self._target: Snapshot | None = None
+        self._positions = StreamPositions(options.table, options.fail_on_data_loss)
         self._noted = False
-        self._empty: Difference | None = None
-        """A difference after the end of the newest micro-batch that has no rows, for ever."""
+        self._warned = False
+        self._end: QueryPosition | None = None
         self._ahead: Difference | None = None
-        """What the server had after the end of the newest micro-batch; None where that is not known."""
+        """What the server had after the end of the newest micro-batch, `_end`; None where that is not known."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_conn": None}
 
     def initialOffset(self) -> dict[str, str]:  # noqa: N802
-        snapshot = self._options.starting or self._seen()
-        return _offset(snapshot, self._origin)
+        options, position = self._options, self._options.starting
+        with _one_line(options):
+            if position is None:
+                position = self._on_session(self._positions.now)
+            elif not position.is_proven and options.fail_on_data_loss:
+                given = position
+                self._on_session(lambda conn: _require_proven(conn, "startingPosition", given))
+        return _offset(position, self._origin)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         most = self._options.max_events
         return ReadAllAvailable() if most is None else ReadMaxRows(most)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        self._target = self._seen()
+        self._positions.target = self._seen().snapshot
 
     def latestOffset(self, start: dict[str, str], limit: ReadLimit) -> dict[str, str]:  # noqa: N802
-        before = Snapshot.parse(start["snapshot"])
+        position, positions = _position(start), self._positions
         self._ahead = None
         seen = self._seen()
-        self._require_own(start)
-        if not self._noted:
-            # Retention must keep the query's first position too.
-            self.commit(start)
-        _require_seen(seen, before)
-        after = self._target or seen
-        if not after.covers(before):
-            # This replica has not reached the position of the one that gave `start`.
-            return start
         most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
-        table = self._options.table.identifier
+        since = positions.since(position.snapshot)
+
+        def advance(conn: psycopg.Connection[Any]) -> tuple[QueryPosition, int]:
+            return positions.advance(conn, position, seen, self._is_elsewhere(start), most)
+
         with _one_line(self._options):
-            between = Difference(before, after)
-            end, count = self._on_session(lambda conn: cut(conn, table, between, most or 1))
-            since = self._since(before)
+            end, count = self._on_session(advance)
+            if not self._noted:
+                # Retention must keep the query's first position too.
+                self.commit(start)
             self._on_session(lambda conn: _require_kept(conn, self._options, since))
-        if not count:
-            # Neither there nor removed: a transaction that is open at `before` and ends now is not suspected later.
-            self._empty = Difference(before, after)
-        if most is None:
-            end = after
-        self._ahead = Difference(end, seen)
+            positions.note_kept()
+        self._end, self._ahead = end, Difference(end.snapshot, seen.snapshot)
         return _offset(end, self._origin) if count else start
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
-        """The server's position and the number of rows after the micro-batch, for the query's progress.
+        """The server's snapshot and the number of rows after the micro-batch, for the query's progress.
 
         Spark calls it after `latestOffset`, and no other method gets its result.
         """
@@ -280,26 +294,26 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 # The next trigger tells it, where it matters: progress is no reason to end a query.
                 return None
         return {
-            **_offset(self._ahead.after, self._origin),
+            **_offset(QueryPosition(self._ahead.after), self._origin),
+            "position": str(self._end),
             "rowsBehind": rows,
             "moreRowsBehind": rows >= MOST_ROWS_BEHIND,
         }
 
     def partitions(self, start: dict[str, str], end: dict[str, str]) -> Sequence[InputPartition]:
-        before, after = Snapshot.parse(start["snapshot"]), Snapshot.parse(end["snapshot"])
-        if before == after:
+        before, after = _position(start), _position(end)
+        if before.snapshot == after.snapshot:
             return []
         with _one_line(self._options):
             # A query that begins again repeats its last micro-batch before it asks for another offset.
             self._connected()
-            self._require_own(end)
-            between, since = Difference(before, after), self._since(before)
-            return self._on_session(lambda conn: _partitions(conn, self._options, between, since))
-
-    def _since(self, position: Snapshot) -> Snapshot:
-        """A position at or after the given one, with the same rows after it."""
-        empty = self._empty
-        return position if empty is None or empty.before != position else empty.after
+            elsewhere, since = self._is_elsewhere(end), self._positions.since(before.snapshot)
+            shown = self._on_session(
+                lambda conn: self._positions.shown(conn, before, after, elsewhere)
+            )
+            return self._on_session(
+                lambda conn: _partitions(conn, self._options, before, shown, since)
+            )
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, RowsPartition)  # noqa: S101
@@ -330,32 +344,43 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._conn = connect(self._options.dsn, application_name="relay spark")
             columns(self._conn, self._options.table, self._names)
             self._origin = origin_of(self._conn, self._options.table)
+            self._positions.begin_session(self._conn)
         return self._conn
 
-    def _require_own(self, offset: dict[str, str]) -> None:
-        """Raise RelayError where a checkpoint is of another outbox, in which its snapshot may look valid too.
+    def _is_elsewhere(self, offset: dict[str, str]) -> bool:
+        """Whether an offset is of a server with another identifier, which its witness may let go on.
 
-        One from before the first rows, or of an earlier relay, does not name its outbox or its server.
+        One at the beginning does not name its server or its outbox, nor does one that an earlier relay has written.
+        Raises RelayError where it is of another outbox, in which its snapshot may look valid too.
         """
         own, folder = self._origin, "give each query a folder of its own"
-        outbox = offset.get("outbox", own.outbox)
+        outbox, server = offset.get("outbox", own.outbox), offset.get("server", own.server)
+        position = _position(offset)
         if outbox != own.outbox:
             raise RelayError(
                 f"option checkpointLocation: the checkpoint is of the outbox {outbox}, not of {own.outbox}: {folder}; "
-                "where the outbox has a new name, begin with a new one and startingPosition "
-                f"{offset['snapshot']}"
+                f"where the outbox has a new name, begin with a new one and startingPosition {position}"
             )
-        server, installed = offset.get("server", own.server), offset.get("installed")
-        if server != own.server and (installed is None or installed != own.installed):
+        if server != own.server and not self._positions.can_prove(position):
+            same = str(position)
+            if self._positions.keeps:
+                same = self._on_session(lambda conn: known_here(conn, position.snapshot))
             raise RelayError(
                 f"option checkpointLocation: the checkpoint is of the server {server}, not of {own.server}, and their "
                 f"transaction ids mean different events: {folder}; where this is the same server after pg_upgrade, "
-                f"begin with a new one and startingPosition {offset['snapshot']}"
+                f"begin with a new one and startingPosition {same}"
             )
+        if not position.is_proven and self._options.fail_on_data_loss and not self._warned:
+            self._warned = True
+            log.warning(
+                "the checkpoint names no witness, as those of an earlier relay, so nothing proves that this server has "
+                "what was read: the next offset names one"
+            )
+        return server != own.server
 
-    def _seen(self) -> Snapshot:
+    def _seen(self) -> SourcePosition:
         with _one_line(self._options):
-            return self._on_session(durable_position).snapshot
+            return self._on_session(durable_position)
 
     def _on_session(self, action: Callable[[psycopg.Connection[Any]], Result]) -> Result:
         """Run an action, once more where the server has ended the session."""
@@ -391,48 +416,68 @@ def _one_line(options: Options) -> Iterator[None]:
 class SnapshotOrigin:
     """Where the snapshots of a stream are valid; all is "" before the first connection.
 
-    `outbox` is the database, schema and name of the outbox, `server` the system identifier. `installed` is the time at
-    which relay was installed in the database, in seconds since 1970, which pg_upgrade keeps; "" where relay is not
-    installed, or this role may not see it.
+    `outbox` is the database, schema and name of the outbox, `server` the system identifier.
     """
 
     outbox: str = ""
     server: str = ""
-    installed: str = ""
-
-
-_SERVER = """
-    select pg_catalog.current_database(), s.system_identifier::text,
-           (select count(*) from pg_catalog.pg_class as c join pg_catalog.pg_namespace as n on n.oid = c.relnamespace
-             where nspname = 'relay' and relname = 'migrations' and pg_catalog.has_schema_privilege(n.oid, 'usage')
-               and pg_catalog.has_table_privilege(c.oid, 'select'))
-      from pg_catalog.pg_control_system() as s
-"""
-_INSTALLED = "select extract(epoch from min(applied_at))::text from relay.migrations"
 
 
 def origin_of(conn: psycopg.Connection[Any], table: MappedTable) -> SnapshotOrigin:
     """Read where the snapshots of a connection's server are valid. Raises psycopg.Error."""
-    ((database, server, is_readable),) = conn.execute(_SERVER)
-    installed = ""
-    if is_readable:
-        ((installed,),) = conn.execute(_INSTALLED)
-    return SnapshotOrigin(".".join((database, *table.name)), server, installed or "")
+    ((database, server),) = conn.execute(
+        "select pg_catalog.current_database(), system_identifier::text from pg_catalog.pg_control_system()"
+    )
+    return SnapshotOrigin(".".join((database, *table.name)), server)
 
 
-def _offset(snapshot: Snapshot, origin: SnapshotOrigin) -> dict[str, str]:
+def _offset(position: QueryPosition, origin: SnapshotOrigin) -> dict[str, str]:
     known = {name: text for name, text in asdict(origin).items() if text}
-    return {"snapshot": str(snapshot), **known}
+    witness = {"witness": str(position.witness)} if position.witness else {}
+    return {"snapshot": str(position.snapshot), **witness, **known}
 
 
-def _require_seen(seen: Snapshot, wanted: Snapshot) -> None:
-    """Raise RelayError where a snapshot names transactions that the server has not begun."""
-    if wanted.xmax > seen.xmax and not wanted.is_beginning:
-        raise RelayError(
-            f"snapshot {wanted}: this server's next transaction is {seen.xmax}: it is an older backup, another "
-            "cluster, or a replica that lags; read the server that the snapshot came from, or begin again with a new "
-            "checkpoint"
-        )
+def _position(offset: Mapping[str, str]) -> QueryPosition:
+    witness = offset.get("witness")
+    return QueryPosition(Snapshot.parse(offset["snapshot"]), UUID(witness) if witness else None)
+
+
+def _opened(
+    conn: psycopg.Connection[Any],
+    options: Options,
+    option: str,
+    position: QueryPosition,
+    seen: Snapshot,
+) -> QueryPosition:
+    """A position of a batch, once a replica has come to it. Raises RelayError where the server lacks what it sees."""
+    if position.witness is None:
+        require_begun(seen, position.snapshot)
+        return position
+    refusal = keeping_refusal(conn)
+    if refusal is not None:
+        raise RelayError(f"option {option}: {refusal}")
+    if holds(conn, position.witness):
+        return position
+    if not is_standby(conn):
+        require_known(conn, options.table, position, options.fail_on_data_loss)
+        return QueryPosition(position.snapshot)
+    wait_until_visible(conn, position.snapshot, position.witness)
+    return position
+
+
+def _require_proven(conn: psycopg.Connection[Any], option: str, position: QueryPosition) -> None:
+    """Raise RelayError for a position that does not name its history."""
+    if position.is_proven:
+        return
+    refusal = keeping_refusal(conn)
+    cure = refusal or (
+        "give its snapshot, an @ and a witness, as relay.recent_witness() returns both; where you know that it is of "
+        f"this server, {known_here(conn, position.snapshot)}"
+    )
+    raise RelayError(
+        f"option {option}: the snapshot {position.snapshot} names no witness, so nobody can tell whether this server "
+        f"has what it sees: {cure}, or set the option failOnDataLoss to false"
+    )
 
 
 def _require_kept(conn: psycopg.Connection[Any], options: Options, position: Snapshot) -> None:
@@ -473,16 +518,24 @@ def _rows(
 
 
 def _partitions(
-    conn: psycopg.Connection[Any], options: Options, between: Difference, since: Snapshot
+    conn: psycopg.Connection[Any],
+    options: Options,
+    before: QueryPosition,
+    after: QueryPosition,
+    since: Snapshot,
 ) -> list[InputPartition]:
     """The input of the tasks; `since` is a position from which on nothing may be missing."""
     # The rows that are looked up here are those that the tasks read: a replica may lag.
-    wait_until_visible(conn, between.after)
+    wait_until_visible(conn, after.snapshot, after.witness)
     divide = by_host if options.ordered else by_xid
+    between = Difference(before.snapshot, after.snapshot)
     portions = divide(conn, options.table, between, options.partitions)
     # Afterwards: rows that were removed before have no task that could miss them.
     _require_kept(conn, options, since)
-    return [RowsPartition(portion, options.dsn, since) for portion in portions]
+    return [
+        RowsPartition(replace(portion, witness=after.witness), options.dsn, since)
+        for portion in portions
+    ]
 
 
 # Types that PostgreSQL compares as Spark does. Not jsonb: Spark compares its text. Texts only for equality: their order

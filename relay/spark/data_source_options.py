@@ -17,6 +17,7 @@ from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError
 from relay.model.events import SQL_TYPES
 from relay.model.snapshots import BEGINNING, Snapshot
+from relay.spark.query_positions import QueryPosition
 from relay.spark.reading import MappedTable
 
 _DSN = ("dsn", "dsn.env", "dsn.file", "dsn.call")
@@ -38,6 +39,7 @@ _OF_TABLES = "provider"
 """A property that Spark gives each table of `create table … using`."""
 _KNOWN = {name.lower(): name for name in NAMES}
 _DEFAULT_PARTITIONS = 8
+_BEGINNING = QueryPosition(BEGINNING)
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,11 @@ class Options:
     partitions: int
     ordered: bool
     push_filters: bool
-    from_snapshot: Snapshot
-    to_snapshot: Snapshot | None
+    from_snapshot: QueryPosition
+    to_snapshot: QueryPosition | None
     ranges: tuple[tuple[str, str, str], ...]
     """Conditions of a batch: field, operator and value as text."""
-    starting: Snapshot | None
+    starting: QueryPosition | None
     """Where a new query begins; None for now."""
     max_events: int | None
     reader: str | None
@@ -105,7 +107,7 @@ def parse(given: Mapping[str, str], reading: Literal["batch", "stream"] | None =
                 _refuse(name, f"is of a {kind}, and this is a {reading}: leave it out")
     source = _source(options)
     before, after = _snapshot(options, "fromSnapshot"), _snapshot(options, "toSnapshot")
-    if before and after and before != after and before.covers(after):
+    if before and after and _is_before(after.snapshot, before.snapshot):
         _refuse("toSnapshot", f"{after} is before fromSnapshot, {before}: exchange the two")
     return Options(
         dsn=DatabaseAccess("option dsn", source.dsn),
@@ -116,7 +118,7 @@ def parse(given: Mapping[str, str], reading: Literal["batch", "stream"] | None =
         partitions=_number(options, "partitions") or _DEFAULT_PARTITIONS,
         ordered=_flag(options, "ordered", default=True),
         push_filters=_flag(options, "pushFilters", default=False),
-        from_snapshot=before or BEGINNING,
+        from_snapshot=before or _BEGINNING,
         to_snapshot=after,
         ranges=tuple(_ranges(options)),
         starting=_starting(options),
@@ -182,30 +184,36 @@ def _flag(options: Mapping[str, str], name: str, default: bool) -> bool:
     return text.lower() == "true"
 
 
-def _snapshot(options: Mapping[str, str], name: str) -> Snapshot | None:
+def _snapshot(options: Mapping[str, str], name: str) -> QueryPosition | None:
     text = options.get(name)
     if text is None:
         return None
     try:
-        return Snapshot.parse(text)
+        return QueryPosition.parse(text)
     except ValueError:
         _refuse(
             name,
-            f"must be a snapshot as pg_current_snapshot() shows it, such as 7:9:8, not {text!r}",
+            "must be a snapshot as pg_current_snapshot() shows it, such as 7:9:8, and its witness after an @, not "
+            f"{text!r}",
         )
 
 
-def _starting(options: Mapping[str, str]) -> Snapshot | None:
+def _is_before(one: Snapshot, other: Snapshot) -> bool:
+    return one != other and other.covers(one)
+
+
+def _starting(options: Mapping[str, str]) -> QueryPosition | None:
     text = options.get("startingPosition", "beginning")
     if text == "beginning":
-        return BEGINNING
+        return _BEGINNING
     if text == "now":
         return None
     try:
-        return Snapshot.parse(text)
+        return QueryPosition.parse(text)
     except ValueError:
         _refuse(
-            "startingPosition", f"must be beginning, now or a snapshot such as 7:9:8, not {text!r}"
+            "startingPosition",
+            f"must be beginning, now or a snapshot such as 7:9:8 and its witness after an @, not {text!r}",
         )
 
 

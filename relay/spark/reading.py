@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
+from uuid import UUID
 
 import numpy as np
 import psycopg
@@ -46,6 +47,7 @@ from relay.source.decode.translation import Encoding
 from relay.source.outbox.differences import XID, Difference, condition
 from relay.source.outbox.rows import require_visible
 from relay.source.outbox.table import partition_of
+from relay.source.witnesses import holds
 from relay.store.connections import Connection, Dsn, connect
 
 if TYPE_CHECKING:
@@ -76,7 +78,8 @@ class TaskPortion:
 
     `hosts` is (modulus, residue) of the host's hash; `xids` is the first c_xid and the one after the last; None stands
     for all. `unmarked` says whether rows without c_xid, inserted before `relay init`, belong to the portion. `commits`
-    has the c_xid of all its other rows as an array of PostgreSQL; None where nobody has looked them up.
+    has the c_xid of all its other rows as an array of PostgreSQL; None where nobody has looked them up. `witness` names
+    the history of the difference; None where nobody has.
     """
 
     between: Difference
@@ -84,6 +87,7 @@ class TaskPortion:
     xids: tuple[int, int] | None = None
     unmarked: bool = True
     commits: str | None = None
+    witness: UUID | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ def read(
     """
     names = table.columns if names is None else names
     with _connected(dsn) as conn:
-        wait_until_visible(conn, portion.between.after)
+        wait_until_visible(conn, portion.between.after, portion.witness)
         known = columns(conn, table, names)
         statement = _statement(table, known, portion, partitions, conditions, names).as_bytes(conn)
         encoding = Encoding.of(conn.info.parameter_status("server_encoding"))
@@ -207,9 +211,47 @@ def without_values(error: psycopg.Error) -> str:
     wait=wait_fixed(0.1),
     reraise=True,
 )
-def wait_until_visible(conn: Connection, snapshot: Snapshot) -> None:
-    """Wait until the server shows what a snapshot sees. Raises TransientFault after VISIBLE_SECONDS, psycopg.Error."""
-    require_visible(conn, snapshot)
+def wait_until_visible(conn: Connection, snapshot: Snapshot, witness: UUID | None = None) -> None:
+    """Wait until the server shows what a snapshot sees, in the history that a witness names.
+
+    Raises TransientFault after VISIBLE_SECONDS, RelayError where the server has another history, and psycopg.Error.
+    """
+    if witness is None:
+        require_visible(conn, snapshot)
+    elif not holds(conn, witness):
+        if not is_standby(conn):
+            raise lost(f"{snapshot}@{witness}")
+        raise TransientFault(
+            f"position {snapshot}@{witness}: this server, a standby, does not have its witness: it lags, or follows "
+            "another primary than that of the position"
+        )
+
+
+def is_standby(conn: Connection) -> bool:
+    """Whether the server only replays what another one writes. Raises psycopg.Error."""
+    ((standby,),) = conn.execute("select pg_is_in_recovery()")
+    return bool(standby)
+
+
+def lost(
+    position: str, elsewhere: bool | None = None, removed: bool = False, earlier: str = ""
+) -> RelayError:
+    """The refusal of a position whose witness the server does not have as it was written.
+
+    `elsewhere`: whether it has another identifier than the server of the position, None where that is not known.
+    `removed`: whether retention may have removed the witness. `earlier` is an earlier position that the server has.
+    """
+    same = "it has failed over with a loss, or was restored from a backup or a dump"
+    other = "it is another one, or one into which a dump was restored"
+    what = {True: other, False: same, None: f"{same}, or is another one"}[elsewhere]
+    if removed:
+        what += ", or retention has removed it together with events that were still to be read"
+    return RelayError(
+        f"position {position}: this server does not have its witness: {what}. It may lack what was read, and other "
+        "events may have the transaction ids of that: begin with a new checkpoint and startingPosition "
+        f"{earlier or 'beginning, now or an earlier position of the query'} (a batch: fromSnapshot), or read the "
+        "server that the position is of"
+    )
 
 
 def columns(

@@ -49,7 +49,14 @@ def remove(outbox: Outbox, older_than: datetime | None = None) -> int:
 
 
 def position(outbox: Outbox) -> str:
-    return str(outbox.value("select pg_current_snapshot()::text"))
+    taken = "select concat(snapshot, '@', witness) from relay.take_witness()"
+    return str(outbox.value(taken))
+
+
+def checkpoint(outbox: Outbox) -> dict[str, str]:
+    """A checkpoint of all that is committed."""
+    snapshot, _, witness = position(outbox).partition("@")
+    return {"snapshot": snapshot, "witness": witness}
 
 
 @dataclass
@@ -285,13 +292,12 @@ def test_a_role_needs_the_right_to_know_only_where_events_are_removed(
 ) -> None:
     name = f"s_{kept.slot}"
     kept.fill(1, events=1)
-    before = position(kept)
-    query = Query(stranger, {"snapshot": before})
+    query = Query(stranger, checkpoint(kept))
+    kept.conn.execute("select relay.let_keep_positions('outbox_message_t')")
     grants = rf"read: grant {name} USAGE on schema relay and SELECT on relay\.removed, or set the"
     with pytest.raises(RelayError, match=grants):
         query.trigger()
     query.stop()
-    kept.conn.execute(f"grant usage on schema relay to {name}".encode())
     kept.conn.execute(f"grant select on relay.removed to {name}".encode())
     assert query.trigger() == 0
     query.stop()
@@ -301,8 +307,9 @@ def test_a_role_needs_the_right_to_know_only_where_events_are_removed(
     kept.conn.execute("select relay.retain('outbox_message_t', %s, 'c_offset')", (OWN_OUTBOX,))
     assert query.trigger() == 0
     query.stop()
-    # Nothing is removed from the outbox of another database, and nobody needs another right there.
+    # Nothing is removed from the outbox of another database, and nobody needs this right there.
     outbox.conn.execute(f"grant select on outbox_message_t to {name}".encode())
+    outbox.conn.execute("select relay.let_keep_positions('outbox_message_t')")
     outbox.fill(1, events=1)
     dsn = make_conninfo(outbox.dsn, user=name, password="p")
     other = Query(dsn, {"snapshot": "3:3:"})
@@ -316,6 +323,7 @@ def test_a_role_with_rights_to_some_columns_may_know_it_too(kept: Outbox) -> Non
     kept.conn.execute(f"create role {name} login password 'p'".encode())
     kept.conn.execute(f"grant select (id, c_xid) on outbox_message_t to {name}".encode())
     kept.conn.execute("select relay.retain('outbox_message_t', %s, 'c_offset')", (OWN_OUTBOX,))
+    kept.conn.execute("select relay.let_keep_positions('outbox_message_t')")
     before = position(kept)
     kept.fill(1, events=1)
     dsn = make_conninfo(kept.dsn, user=name, password="p")
@@ -327,7 +335,7 @@ def test_a_role_with_rights_to_some_columns_may_know_it_too(kept: Outbox) -> Non
 
 def test_a_former_schema_is_refused(kept: Outbox) -> None:
     kept.conn.execute("drop table relay.removed")
-    query = Query(kept.dsn, {"snapshot": position(kept)})
+    query = Query(kept.dsn, checkpoint(kept))
     with pytest.raises(RelayError, match="cannot be read: run `relay init`"):
         query.trigger()
     query.stop()

@@ -187,6 +187,7 @@ def role(outbox: Outbox) -> Iterator[str]:
     name = f"one_{outbox.slot}"
     outbox.conn.execute(f"create role {name} login password 'p' connection limit 1")
     outbox.conn.execute(f"grant select on outbox_message_t to {name}")
+    outbox.conn.execute("select relay.let_keep_positions('outbox_message_t')")
     yield make_conninfo(outbox.dsn, user=name, password="p")
     outbox.conn.execute(f"drop owned by {name}; drop role {name}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -58,6 +59,12 @@ def now(outbox: Outbox) -> str:
     return str(outbox.value("select pg_current_snapshot()::text"))
 
 
+def kept(outbox: Outbox) -> str:
+    """A position of all that is committed."""
+    taken = "select concat(snapshot, '@', witness) from relay.take_witness()"
+    return str(outbox.value(taken))
+
+
 def test_every_value_arrives_as_it_is(spark: SparkSession, outbox: Outbox) -> None:
     odd = 'a "quoted",\n\r\nline\t\\N é 🙂 \\.'
     payload = {"text": odd, "n": 12345678901234567890.5, "none": None}
@@ -95,14 +102,16 @@ def test_every_value_arrives_as_it_is(spark: SparkSession, outbox: Outbox) -> No
 @pytest.mark.parametrize("ordered", ["true", "false"])
 def test_a_batch_reads_a_range(spark: SparkSession, outbox: Outbox, ordered: str) -> None:
     outbox.fill(20, events=3)
-    before = now(outbox)
+    before = kept(outbox)
     outbox.fill(10, events=3)
-    after = now(outbox)
+    after = kept(outbox)
     outbox.fill(5, events=3)
     assert ids(load(spark, outbox, ordered=ordered)) == stored(outbox)
-    assert ids(load(spark, outbox, ordered=ordered, toSnapshot=before)) == stored(
-        outbox, f"pg_visible_in_snapshot(c_xid, '{before}')"
-    )
+    snapshot, _, _ = before.partition("@")
+    for end in (before, snapshot):
+        assert ids(load(spark, outbox, ordered=ordered, toSnapshot=end)) == stored(
+            outbox, f"pg_visible_in_snapshot(c_xid, '{snapshot}')"
+        )
     between = load(spark, outbox, ordered=ordered, fromSnapshot=before, toSnapshot=after)
     assert between.count() == 30
     middle = outbox.value(
@@ -316,46 +325,108 @@ def test_a_checkpoint_of_another_server_is_refused(outbox: Outbox) -> None:
     outbox.fill(1)
     reader = StreamReader(parse({"dsn": outbox.dsn, "startingPosition": "now"}))
     now = reader.initialOffset()
-    assert set(now) == {"snapshot", "outbox", "server", "installed"}
+    assert set(now) == {"snapshot", "witness", "outbox", "server"}
     outbox.fill(1)
     end = reader.latestOffset(now, ReadAllAvailable())
-    assert end == {**now, "snapshot": end["snapshot"]}
-    refused = pytest.raises(RelayError, match=r"the checkpoint is of the server 1, not of \d+, and")
+    assert end == {**now, "snapshot": end["snapshot"], "witness": end["witness"]}
+    # One that an earlier relay has written names no witness.
+    former, former_end = without_witness(now), without_witness(end)
+    refused = pytest.raises(
+        RelayError, match=r"is of the server 1, not of \d+, .*and startingPosition \d+:\S*@[-\w]+$"
+    )
     anything = ReadAllAvailable()
     try:
         with refused:
-            reader.latestOffset({**now, "server": "1", "installed": "1.0"}, anything)
+            reader.latestOffset({**former, "server": "1"}, anything)
         # A query that begins again repeats its last micro-batch first.
         with refused:
-            reader.partitions(now, {**end, "server": "1", "installed": "1.0"})
-        # pg_upgrade keeps transaction ids and relay's tables. `relay uninstall` and `init` keep the server.
-        for of_same in ({"server": "1"}, {"installed": "1.0"}):
-            assert reader.latestOffset({**now, **of_same}, anything)["server"] == end["server"]
-            assert reader.partitions({**now, **of_same}, {**end, **of_same})
+            reader.partitions(former, {**former_end, "server": "1"})
+        # pg_upgrade makes another server, which has the witnesses.
+        of_same = {"server": "1"}
+        assert reader.latestOffset({**now, **of_same}, anything)["server"] == end["server"]
+        assert reader.partitions({**now, **of_same}, {**end, **of_same})
+        # One of an earlier relay goes on on its server, whatever else it knew, and gets a witness.
+        for known in ({}, {"installed": "1.0"}):
+            assert reader.latestOffset({**former, **known}, anything)["witness"]
+            assert reader.partitions({**former, **known}, {**former_end, **known})
     finally:
         reader.stop()
 
 
-def test_a_role_that_does_not_know_relays_tables_tells_servers_apart(
-    outbox: Outbox, other_role: str
+def without_witness(offset: dict[str, str]) -> dict[str, str]:
+    return {name: text for name, text in offset.items() if name != "witness"}
+
+
+def test_a_role_that_may_keep_no_position_reads_batches_and_what_may_be_lost(
+    outbox: Outbox, other_role: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     role = f"s_{outbox.slot}"
     outbox.conn.execute(f"grant select on outbox_message_t to {role}")
+    outbox.fill(1)
+    planned_batch({"dsn": other_role})
+    planned_batch({"dsn": other_role, "toSnapshot": now(outbox)})
+    grants = (
+        rf"a position cannot be kept: .*run `grant usage on schema relay to \"{role}\"; grant execute on function "
+        rf"relay\.recent_witness\(\), relay\.holds_witness\(uuid\) to \"{role}\"`, or set the option failOnDataLoss"
+    )
+    with pytest.raises(RelayError, match=grants):
+        planned_stream({"dsn": other_role})
+    for option in ({"fromSnapshot": now(outbox)}, {"fromSnapshot": kept(outbox)}):
+        with pytest.raises(RelayError, match="grant execute on function"):
+            planned_batch({"dsn": other_role, **option})
     options = {"dsn": other_role, "startingPosition": "now", "failOnDataLoss": "false"}
+    planned_batch({"dsn": other_role, "failOnDataLoss": "false", "fromSnapshot": now(outbox)})
     reader = StreamReader(parse(options))
     try:
-        now = reader.initialOffset()
-        assert set(now) == {"snapshot", "outbox", "server"}
+        first = reader.initialOffset()
+        assert "does not notice another history" in caplog.text
+        assert set(first) == {"snapshot", "outbox", "server"}
         outbox.fill(1)
-        assert reader.latestOffset(now, ReadAllAvailable()) != now
-        # One that was begun by a role that knows more.
-        known = {**now, "installed": "1.0"}
+        assert reader.latestOffset(first, ReadAllAvailable()) != first
+        # One that was begun by a role that may.
+        known = {**first, "witness": kept(outbox).partition("@")[2]}
         assert reader.latestOffset(known, ReadAllAvailable()) != known
         with pytest.raises(RelayError, match=r"is of the server 1, .*and startingPosition \d+:"):
-            reader.latestOffset({**now, "server": "1"}, ReadAllAvailable())
+            reader.latestOffset({**first, "server": "1"}, ReadAllAvailable())
     finally:
         reader.stop()
-        outbox.conn.execute(f"revoke select on outbox_message_t from {role}")
+    grant = grants_of(str(planned_refusal(other_role)))
+    outbox.conn.execute(grant.encode())
+    planned_stream({"dsn": other_role})
+    outbox.conn.execute(f"drop owned by {role}")
+
+
+def planned_refusal(dsn: str) -> RelayError:
+    with pytest.raises(RelayError) as raised:
+        planned_stream({"dsn": dsn})
+    return raised.value
+
+
+def grants_of(text: str) -> str:
+    return text.split("`")[1]
+
+
+def test_where_relay_is_not_installed_a_stream_is_told_what_to_run(outbox: Outbox) -> None:
+    outbox.fill(1)
+    outbox.conn.execute("drop function relay.recent_witness()")
+    with pytest.raises(RelayError, match=r"cannot be kept: .*: run `relay init`, which brings"):
+        planned_stream({"dsn": outbox.dsn})
+    planned_batch({"dsn": outbox.dsn})
+
+
+def test_a_snapshot_that_names_no_witness_is_no_position(outbox: Outbox) -> None:
+    outbox.fill(1)
+    plain = now(outbox)
+    refused = rf"the snapshot {plain} names no witness, .*is of this server, (\S+), or set the option failOn"
+    with pytest.raises(RelayError, match=f"option fromSnapshot: {refused}") as raised:
+        planned_batch({"dsn": outbox.dsn, "fromSnapshot": plain})
+    named = re.search(refused, str(raised.value))
+    assert named is not None
+    with pytest.raises(RelayError, match=f"option startingPosition: {refused}"):
+        planned_stream({"dsn": outbox.dsn, "startingPosition": plain})
+    for position, more in ((named[1], {}), (plain, {"failOnDataLoss": "false"}), ("3:3:", {})):
+        planned_batch({"dsn": outbox.dsn, "fromSnapshot": position, **more})
+        planned_stream({"dsn": outbox.dsn, "startingPosition": position, **more})
 
 
 def test_without_a_dsn_the_option_is_named(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,6 +450,7 @@ def test_in_sql_the_outbox_is_a_temporary_view(spark: SparkSession, outbox: Outb
 
 def test_a_reader_that_cannot_be_noted_is_one_line(outbox: Outbox, other_role: str) -> None:
     outbox.conn.execute(f"grant select on outbox_message_t to s_{outbox.slot}")
+    outbox.conn.execute("select relay.let_keep_positions('outbox_message_t')")
     with pytest.raises(RelayError, match=r"option reader: .*relay\.readers, such as `relay`$"):
         planned_stream({"dsn": other_role, "reader": "r"})
     outbox.conn.execute(f"drop owned by s_{outbox.slot}")
@@ -646,7 +718,7 @@ def test_an_ordered_reading_reads_each_row_once(outbox: Outbox) -> None:
 @pytest.mark.parametrize("ordered", ["true", "false"])
 def test_a_range_without_rows_is_empty(spark: SparkSession, outbox: Outbox, ordered: str) -> None:
     outbox.fill(2)
-    position = now(outbox)
+    position = kept(outbox)
     frame = load(spark, outbox, ordered=ordered, fromSnapshot=position, toSnapshot=position)
     assert frame.count() == 0
 
@@ -769,7 +841,13 @@ def test_rows_behind_are_counted_up_to_a_limit_and_a_lost_session_is_no_fault(
         assert report is not None
         assert (report["rowsBehind"], report["moreRowsBehind"]) == (5, True)
         everything = reader.latestOffset(start, ReadAllAvailable())
-        assert reader.reportLatestOffset() == everything | {
+        report = reader.reportLatestOffset()
+        assert report is not None
+        assert Snapshot.parse(report.pop("snapshot")).covers(Snapshot.parse(everything["snapshot"]))
+        assert report == {
+            "outbox": everything["outbox"],
+            "server": everything["server"],
+            "position": f"{everything['snapshot']}@{everything['witness']}",
             "rowsBehind": 0,
             "moreRowsBehind": False,
         }
