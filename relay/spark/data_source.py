@@ -56,7 +56,7 @@ from relay.model.snapshots import Snapshot
 from relay.retention.reader_positions import note_reader
 from relay.retention.removals import lost_after
 from relay.source.outbox.differences import Difference, cut
-from relay.source.server import SourcePosition, durable_position
+from relay.source.server import durable_position
 from relay.source.witnesses import holds
 from relay.spark.data_source_options import Options, parse
 from relay.spark.query_positions import (
@@ -256,26 +256,27 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadAllAvailable() if most is None else ReadMaxRows(most)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        self._positions.target = self._seen().snapshot
+        with _one_line(self._options):
+            self._positions.target = self._on_session(durable_position).snapshot
 
     def latestOffset(self, start: dict[str, str], limit: ReadLimit) -> dict[str, str]:  # noqa: N802
         position, positions = _position(start), self._positions
         self._ahead = None
-        seen = self._seen()
         most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         since = positions.since(position.snapshot)
 
-        def advance(conn: psycopg.Connection[Any]) -> tuple[QueryPosition, int]:
-            return positions.advance(conn, position, seen, self._is_elsewhere(start), most)
+        def advance(conn: psycopg.Connection[Any]) -> tuple[QueryPosition, int, Snapshot]:
+            seen, elsewhere = durable_position(conn), self._is_elsewhere(start)
+            return *positions.advance(conn, position, seen, elsewhere, most), seen.snapshot
 
         with _one_line(self._options):
-            end, count = self._on_session(advance)
+            end, count, seen = self._on_session(advance)
             if not self._noted:
                 # Retention must keep the query's first position too.
                 self.commit(start)
             self._on_session(lambda conn: _require_kept(conn, self._options, since))
             positions.note_kept()
-        self._end, self._ahead = end, Difference(end.snapshot, seen.snapshot)
+        self._end, self._ahead = end, Difference(end.snapshot, seen)
         return _offset(end, self._origin) if count else start
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
@@ -377,10 +378,6 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 "what was read: the next offset names one"
             )
         return server != own.server
-
-    def _seen(self) -> SourcePosition:
-        with _one_line(self._options):
-            return self._on_session(durable_position)
 
     def _on_session(self, action: Callable[[psycopg.Connection[Any]], Result]) -> Result:
         """Run an action, once more where the server has ended the session."""

@@ -243,10 +243,12 @@ class StreamPositions:
         self, conn: Connection, position: QueryPosition, seen: SourcePosition, most: int | None
     ) -> tuple[QueryPosition, int]:
         before, bound = position.snapshot, self.target or seen.snapshot
+        # A standby's snapshot may see less than a position that was taken on its primary.
+        rowless = Difference(before, bound) if bound.covers(before) else None
         self._rowless = None
         if not self.keeps:
             found = self._cut(conn, position, bound, None, most)
-            self._rowless = None if found[1] else Difference(before, bound)
+            self._rowless = None if found[1] else rowless
             return found
         if self._witness is not None:
             found = self._up_to(conn, position, self._witness, most)
@@ -254,13 +256,14 @@ class StreamPositions:
                 return found
         follows = seen.at is None and self.target is None
         if not follows and not self._has_rows(conn, before, bound):
-            self._rowless = Difference(before, bound)
+            self._rowless = rowless
             return position, 0
         deadline = time.monotonic() + VISIBLE_SECONDS
         while True:
             self._witness = newest_witness(conn)
             found = self._up_to(conn, position, self._witness, most)
-            if found[1]:
+            # Without rows, although there were some: retention has removed them.
+            if found[1] or self._witness.proves(bound):
                 self._unread_since = None
                 return found
             if follows:
@@ -288,9 +291,11 @@ class StreamPositions:
     ) -> tuple[QueryPosition, int]:
         """The position at which a reader has about `most` rows, or else all that a snapshot sees."""
         if not after.covers(position.snapshot):
-            # This replica has not reached the position of the one that gave it.
+            # A replica has not come to the position.
             return position, 0
         between = Difference(position.snapshot, after)
+        if between.is_empty:
+            return position, 0
         end, count = cut(conn, self._table.identifier, between, most or 1)
         if not count:
             return position, 0

@@ -15,6 +15,7 @@ connections), apache/spark#45023 (the process of a source's driver side dies).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event, Thread
@@ -462,6 +463,29 @@ def test_a_query_whose_source_process_dies_ends_and_goes_on_from_its_checkpoint(
     outbox.fill(3)
     run(frame, tmp_path)
     assert written(spark, tmp_path) == stored(outbox)
+
+
+@pytest.mark.rare
+def test_a_query_ends_with_a_line_where_the_server_lost_what_it_has_read(
+    spark: Any, outbox: Outbox, tmp_path: Path
+) -> None:
+    """And a new one goes on at an earlier position of its checkpoint."""
+    frame = events(spark, outbox).select("id")
+    for _ in range(2):
+        outbox.fill(2)
+        run(frame, tmp_path)
+    first, last = (
+        json.loads((tmp_path / "checkpoint" / "offsets" / str(number)).read_text().splitlines()[-1])
+        for number in (0, 1)
+    )
+    outbox.conn.execute("delete from relay.witnesses where id = %s", (last["witness"],))
+    outbox.fill(1)
+    with pytest.raises(StreamingQueryException, match=r"RelayError: position .* does not have its"):
+        run(frame, tmp_path)
+    assert len(written(spark, tmp_path)) == 20
+    start = f"{first['snapshot']}@{first['witness']}"
+    run(events(spark, outbox, startingPosition=start).select("id"), tmp_path / "new")
+    assert len(written(spark, tmp_path / "new")) == 15
 
 
 def ports(outbox: Outbox) -> list[int]:

@@ -818,7 +818,9 @@ def test_progress_tells_how_many_rows_are_after_a_micro_batch(
     for each in progress:
         read += each.numInputRows
         if each.numInputRows:
-            behind.append(json.loads(each.sources[0].latestOffset)["rowsBehind"])
+            latest, end = map(json.loads, (each.sources[0].latestOffset, each.sources[0].endOffset))
+            assert latest["position"] == f"{end['snapshot']}@{end['witness']}"
+            behind.append(latest["rowsBehind"])
             assert behind[-1] == 40 - read
     assert behind[0] > 0 == behind[-1]
 
