@@ -30,6 +30,8 @@ from relay.spark.data_source_options import parse
         ({"foo": "1"}, "option foo: unknown; the options are dsn"),
         ({"partitions": "0"}, "option partitions: must be a number from 1 on, not '0'"),
         ({"fromSnapshot": "x"}, "option fromSnapshot: must be a snapshot"),
+        ({"toSnapshot": "7:9:8@"}, "option toSnapshot: must be a snapshot"),
+        ({"startingPosition": "7:9:8@x"}, "option startingPosition: must be beginning, now or a"),
         (
             {"fromTime": "2026-01-01"},
             "option fromTime: needs an offset from UTC, such as 2026-01-01T00:00:00+00:00",
@@ -99,6 +101,15 @@ def test_ranges_that_end_where_they_begin_are_empty_and_right() -> None:
     time = "2026-01-01T00:00:00+00:00"
     parse({"fromSnapshot": "9:9:", "toSnapshot": "9:9:", "fromTime": time, "toTime": time})
     parse({"fromOffset": "-9", "toOffset": "10", "fromSnapshot": "5:9:5", "toSnapshot": "7:9:7,8"})
+
+
+def test_a_position_is_a_snapshot_and_its_witness() -> None:
+    for text in ("7:9:8@6f1f5a3e-3c1c-4f6e-9f5b-0d8f3f1f2a11", "7:9:8"):
+        options = parse(dict.fromkeys(("fromSnapshot", "toSnapshot", "startingPosition"), text))
+        assert {str(options.from_snapshot), str(options.to_snapshot), str(options.starting)} == {
+            text
+        }
+        assert options.from_snapshot.is_proven == ("@" in text)
 
 
 def test_names_are_case_insensitive() -> None:
