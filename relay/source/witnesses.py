@@ -31,7 +31,7 @@ def take(conn: Connection) -> Witness | None:
 
 
 def recent(conn: Connection) -> Witness | None:
-    """Return the newest witness, or insert one where that is older than a second; None where there is none.
+    """Return the newest witness, or insert one where that is older than 0.2 s; None where there is none.
 
     On a standby the newest one that it has replayed. The connection is in no transaction. Raises psycopg.Error.
     """

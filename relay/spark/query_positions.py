@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 STANDSTILL_SECONDS = 60.0
 """How long a replica has rows that no witness sees before a stream says so, and after which it says so again."""
 _FIRST_XID = 3
-_WITNESS_SECONDS = 0.1
-"""How often a new witness is asked for: the server writes one a second at most."""
+_WITNESS_SECONDS = 0.05
+"""How often a new witness is asked for: the server writes five a second at most."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ begin
 end
 $$;
 
--- The newest witness, or a new one where that is older than a second: for those who may not take one whenever they like.
+-- The newest witness, or a new one where that is older than 0.2 s: for those who may not take one whenever they like.
 create or replace function relay.recent_witness(out witness uuid, out snapshot pg_snapshot, out lsn pg_lsn)
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
@@ -73,7 +73,7 @@ begin
     select w.id, w.snapshot, w.lsn, w.taken_at into witness, recent_witness.snapshot, recent_witness.lsn, taken
       from (select * from relay.witnesses order by number desc limit 10) as w
      where relay.holds_witness(w.id) order by w.number desc limit 1;
-    if not pg_is_in_recovery() and (taken is null or clock_timestamp() - taken not between '0' and '1 second') then
+    if not pg_is_in_recovery() and (taken is null or clock_timestamp() - taken not between '0' and '200 milliseconds') then
         select t.* into witness, recent_witness.snapshot, recent_witness.lsn from relay.take_witness() as t;
     end if;
 end
@@ -109,8 +109,8 @@ begin
 end
 $$;
 
--- Removes some of the oldest witnesses: those of positions that have lost events to retention in every outbox from which relay
--- removes any, and those that a dump has brought. Returns how many.
+-- Removes some of the oldest witnesses: those of positions that have lost events to retention in every outbox of the database, and
+-- those that a dump has brought. Returns how many. From an outbox that is not given to retention nothing is removed.
 create or replace function relay.remove_witnesses() returns bigint
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
@@ -123,6 +123,13 @@ begin
        and w.number < (select min(n.number) from (select number from relay.witnesses order by number desc limit 2) as n)
        and (not relay.holds_witness(w.id)
             or exists (select from relay.retained)
+               and not exists (select from pg_attribute as a join pg_class as c on c.oid = a.attrelid
+                                 join pg_namespace as n on n.oid = c.relnamespace
+                                where a.attname = 'c_xid' and a.atttypid = 'xid8'::regtype and not a.attisdropped
+                                  and c.relkind in ('r', 'p') and not c.relispartition and c.relpersistence <> 't'
+                                  and n.nspname <> 'relay'
+                                  and not exists (select from relay.retained as o
+                                                   where o.outbox = n.nspname || '.' || c.relname))
                and not exists (select from relay.retained as o
                                 where not exists (select from relay.removed as r
                                                    where r.outbox = o.outbox

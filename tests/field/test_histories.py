@@ -477,6 +477,24 @@ def test_witnesses_go_when_retention_has_passed_them(outbox: Outbox) -> None:
     assert outbox.value("select relay.history() is not null")
 
 
+def test_witnesses_stay_while_another_outbox_keeps_its_events(outbox: Outbox) -> None:
+    """A position in it has lost nothing."""
+    outbox.conn.execute(
+        "create table kept (payload jsonb, c_xid xid8 default pg_current_xact_id());"
+        "select relay.retain('outbox_message_t', 'public.outbox_message_t', 'c_offset')"
+    )
+    with connect(outbox.settings().source_dsn) as conn:
+        taken = [take(conn) for _ in range(4)]
+    outbox.publish(host(1), event(1))
+    outbox.conn.execute(
+        "select relay.note_removed('public.outbox_message_t', (select c_xid from outbox_message_t))"
+    )
+    assert outbox.value("select relay.remove_witnesses()") == 0
+    assert all(each is not None and holds(outbox.conn, each.id) for each in taken)
+    outbox.conn.execute("drop table kept")
+    assert outbox.value("select relay.remove_witnesses()") > 0
+
+
 def test_an_installation_from_before_gets_its_first_witness(outbox: Outbox) -> None:
     """It cannot be proven that its positions are of this server, and `relay init` says so."""
     said: list[str] = []
