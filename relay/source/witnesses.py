@@ -105,8 +105,8 @@ class Covering:
         with target() as conn:
             origin, here = groups.origin(conn, self._group), database_identity(conn)
         with source() as conn:
-            if origin.witness != self._newest:
-                require_held(conn, origin, here)
+            # Each time: the connection may be to another server than the last one was.
+            require_held(conn, origin, here)
             taken = take(conn)
         if taken is not None:
             with target() as conn:
