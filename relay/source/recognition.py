@@ -6,7 +6,8 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from uuid import uuid4
+from uuid import UUID, uuid4
+from weakref import ref
 
 import psycopg
 
@@ -174,8 +175,9 @@ class Recognition:
         self._settings = settings
         self._process = uuid4()
         self._has_read = False
-        # The session of the source that was last seen to hold a witness: a server does not lose one while it runs.
-        self._holding: int | None = None
+        # The connection to the source that was last seen to hold a witness, and this: a server does not lose one while
+        # it runs. The process id of a session would not do, since another server gives the same ones.
+        self._holding: tuple[ref[Connection], UUID] | None = None
 
     def inspect(self, conn: Connection) -> SourceComparison:
         """Compare the server of a replication connection with the source that the group has stored. Changes nothing.
@@ -203,8 +205,8 @@ class Recognition:
         """The newest of the group's witnesses that a server holds; when it was noted, if later ones are missing."""
         if origin.witness is None:
             return None, None
-        session = conn.info.backend_pid
-        if session == self._holding:
+        session = (ref(conn), origin.witness.id)
+        if self._holding == session:
             return origin.witness, None
         if holds(conn, origin.witness.id):
             self._holding = session
@@ -319,7 +321,7 @@ class Recognition:
     def _remember(self, source: Connection, comparison: SourceComparison) -> int:
         """Store that the group's LSNs belong to the source of the comparison; returns the group's epoch."""
         comparison.require_valid()
-        if comparison.same:
+        if comparison.same and comparison.held == comparison.origin.witness:
             return comparison.origin.epoch
         system = comparison.system
         with connect(self._settings.target_dsn) as target, target.transaction():
@@ -328,12 +330,12 @@ class Recognition:
             # Sinks may have polled the new source since: its next transaction id is read after their positions.
             next_xid = current_position(source).snapshot.xmax
             now = self._compare(source, origin, replace(system, next_xid=next_xid))
-            if now.same:
-                return now.origin.epoch
             now.require_valid()
             if now.held != now.origin.witness:
                 # What it proved is there: it alone was lost.
                 groups.forget_witnesses(target, comparison.group)
+            if now.same:
+                return now.origin.epoch
             epoch = groups.follow(
                 target,
                 comparison.group,

@@ -22,7 +22,7 @@ from relay.admin.install import initialise
 from relay.admin.offsets import plan_seek, seek
 from relay.config.settings import Settings
 from relay.demo.embedded import Cluster
-from relay.faults import TransientFault
+from relay.faults import RelayError, TransientFault
 from relay.source.recognition import Recognition
 from relay.source.server import current_position
 from relay.source.stream.walsender import open_replication
@@ -547,3 +547,48 @@ def test_old_notes_of_witnesses_are_deleted(outbox: Outbox) -> None:
     for _ in range(250):
         groups.note_witness(outbox.conn, "default", taken)
     assert len(groups.witnesses(outbox.conn, "default")) <= 200
+
+
+def test_another_server_gives_the_same_process_ids(
+    outbox: Outbox, target: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session of a promoted standby may have the process id of the former one: in containers they are small."""
+    settings = outbox.settings(target={"dsn": target.dsn})
+    initialise(settings)
+    monkeypatch.setattr(psycopg.ConnectionInfo, "backend_pid", property(lambda _: 73))
+    recognition = Recognition(settings)
+    with connect(settings.source_dsn) as conn:
+        recognition.follow_polled(conn, groups.origin(target.conn, "default"))
+    outbox.conn.execute("truncate relay.witnesses")
+    with (
+        connect(settings.source_dsn) as conn,
+        pytest.raises(RelayError, match="does not have the witness"),
+    ):
+        recognition.follow_polled(conn, groups.origin(target.conn, "default"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_server_that_lacks_nothing_but_the_newest_witness_is_read(
+    outbox: Outbox, target: Outbox, mode: str
+) -> None:
+    """On the same timeline, too: relay went on, and stored no position any more."""
+    source = {**outbox.config()["source"], "mode": mode}
+    settings = outbox.settings(target={"dsn": target.dsn}, source=source)
+    initialise(settings)
+
+    def relay_one(number: int) -> None:
+        outbox.publish(host(1), event(number))
+        with relaying(settings):
+            wait_until(lambda: target.handled() >= number)
+            wait_stored(outbox, target)
+
+    relay_one(1)
+    with connect(settings.source_dsn) as conn:
+        taken = take(conn)
+    assert taken is not None
+    groups.note_witness(target.conn, "default", taken)
+    outbox.conn.execute("delete from relay.witnesses where id = %s", (taken.id,))
+    relay_one(2)
+    noted = groups.origin(target.conn, "default").witness
+    assert noted is not None
+    assert holds(outbox.conn, noted.id)
