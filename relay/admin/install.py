@@ -17,7 +17,7 @@ from relay.admin.check_source import require_slot, require_table, unused_slots
 from relay.admin.connections import administrators, on_one_server
 from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX, SourceSettings
-from relay.faults import ConfigurationError, first_line
+from relay.faults import ConfigurationError, TransientFault, first_line
 from relay.model.events import Lsn
 from relay.model.snapshots import BEGINNING, Snapshot
 from relay.retention import reader_positions
@@ -303,6 +303,9 @@ class _Installation:
         seen = durable_position(self.source)
         state = slot_state(self.source, self.settings.source.slot)
         links = snapshots.chain(self.target, group)
+        # Where the source is of another history relay says so when it starts.
+        with suppress(TransientFault):
+            cover(self.source, self.target, group, seen.snapshot)
         if (
             links
             and state

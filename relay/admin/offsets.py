@@ -260,7 +260,18 @@ def seek(
         with reach_source(settings) as source:
             reader_positions.accept(source, target, settings, ["", *move.sinks])
             if move.goal.snapshot is not None:
-                cover(source, target, settings.group, move.goal.now)
+                cover_goal(source, target, settings, move.goal)
+
+
+def cover_goal(source: Connection, target: Connection, settings: Settings, goal: Goal) -> None:
+    """Note a witness of a goal. Raises ConfigurationError where the group's other positions are of another history."""
+    try:
+        cover(source, target, settings.group, goal.now)
+    except TransientFault as error:
+        raise ConfigurationError(
+            f"{error}: where it is another history, set with `relay offsets seek` where the whole group "
+            f"{settings.group!r} is to continue, before a part of it"
+        ) from None
 
 
 def _sinks_to_move(target: Connection, source: Connection, settings: Settings) -> list[str]:

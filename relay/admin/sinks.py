@@ -14,14 +14,13 @@ from urllib.parse import urlsplit
 import psycopg
 
 from relay.admin.connections import reach_source, reach_target
-from relay.admin.offsets import Goal, find_goal, move_sink
+from relay.admin.offsets import Goal, cover_goal, find_goal, move_sink
 from relay.admin.status import reading_outbox
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable
 from relay.retention import reader_positions
 from relay.source.outbox.table import OutboxTable
 from relay.source.outbox.unread import Backlog, ReadPosition, UnreadRows, position_of_sink
-from relay.source.witnesses import cover
 from relay.store import (
     actions,
     activity,
@@ -242,7 +241,7 @@ def seek(settings: Settings, name: str, goal: Goal, rebuild: bool, reason: str |
         # Before the commit, so that retention keeps the events that are read again.
         with reach_source(settings) as source:
             reader_positions.accept(source, target, settings, [name])
-            cover(source, target, settings.group, goal.now)
+            cover_goal(source, target, settings, goal)
 
 
 def require_droppable(settings: Settings, name: str) -> None:

@@ -8,14 +8,14 @@ where the row is still there as it was inserted, so is all of that. `sql/source/
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import LiteralString
 from uuid import UUID
 
 import psycopg
 from psycopg import sql
 
-from relay.faults import TransientFault
+from relay.faults import ConfigurationError, TransientFault, first_line
 from relay.model.events import Lsn
 from relay.model.snapshots import Snapshot, Witness
 from relay.store import groups
@@ -79,6 +79,33 @@ def _called(conn: Connection, statement: LiteralString) -> Witness | None:
     return Witness(row[0], Snapshot.parse(row[1]), Lsn.parse(row[2]))
 
 
+def _may_take(conn: Connection) -> bool:
+    """Whether a session may insert a witness; False on a standby. Raises psycopg.Error."""
+    row = conn.execute(
+        """
+        select not pg_is_in_recovery() and exists (
+                   select from pg_proc as p join pg_namespace as n on n.oid = p.pronamespace
+                    where n.nspname = 'relay' and p.proname = 'take_witness'
+                      and has_schema_privilege(n.oid, 'usage') and has_function_privilege(p.oid, 'execute'))
+        """
+    ).fetchone()
+    return bool(row and row[0])
+
+
+def _newer(conn: Connection, origin: groups.SourceOrigin, target: str) -> Witness | None:
+    """The newest witness of a server where a session may take none, if it is newer than the group's; psycopg.Error.
+
+    So the group's is not one that goes with retention. Where that has gone, nothing is noted, and nobody waits.
+    """
+    found, known = recent(conn), origin.witness
+    if found is None or (known is not None and found.snapshot.xmax <= known.snapshot.xmax):
+        return None
+    with suppress(TransientFault):
+        require_held(conn, origin, target)
+        return found
+    return None
+
+
 Opened = Callable[[], AbstractContextManager[Connection]]
 """Gives a connection that is in no transaction."""
 
@@ -105,9 +132,12 @@ class Covering:
         with target() as conn:
             origin, here = groups.origin(conn, self._group), database_identity(conn)
         with source() as conn:
-            # Each time: the connection may be to another server than the last one was.
-            require_held(conn, origin, here)
-            taken = take(conn)
+            if _may_take(conn):
+                # Each time: the connection may be to another server than the last one was.
+                require_held(conn, origin, here)
+                taken = take(conn)
+            else:
+                taken = _newer(conn, origin, here)
         if taken is not None:
             with target() as conn:
                 groups.note_witness(conn, self._group, taken)
@@ -145,7 +175,16 @@ def is_one(source: Connection, origin: groups.SourceOrigin, target: str) -> bool
 def holds(conn: Connection, witness: UUID) -> bool:
     """Whether the server of a connection has a witness as it was inserted.
 
-    False on a standby that has not replayed it yet. Raises psycopg.Error.
+    False on a standby that has not replayed it yet, and where relay is not installed. Raises ConfigurationError where
+    the role may not ask, and psycopg.Error.
     """
-    row = conn.execute("select relay.holds_witness(%s)", (witness,)).fetchone()
+    try:
+        row = conn.execute("select relay.holds_witness(%s)", (witness,)).fetchone()
+    except (psycopg.errors.UndefinedFunction, psycopg.errors.InvalidSchemaName):
+        return False
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise ConfigurationError(
+            f"source.dsn: {first_line(error)}: run `relay init` again, which lets all who may read the outbox know "
+            "another history of it, or grant the role relay"
+        ) from None
     return bool(row and row[0])

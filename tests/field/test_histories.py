@@ -20,13 +20,15 @@ from psycopg.conninfo import make_conninfo
 from relay import Delivery
 from relay.admin.install import initialise
 from relay.admin.offsets import plan_seek, seek
+from relay.admin.sinks import plan_seek as plan_sink
+from relay.admin.sinks import seek as seek_sink
 from relay.config.settings import Settings
 from relay.demo.embedded import Cluster
-from relay.faults import RelayError, TransientFault
+from relay.faults import ConfigurationError, RelayError, TransientFault
 from relay.source.recognition import Recognition
 from relay.source.server import current_position
 from relay.source.stream.walsender import open_replication
-from relay.source.witnesses import Covering, holds, recent, take
+from relay.source.witnesses import Covering, cover, holds, recent, take
 from relay.store import groups
 from relay.store.connections import connect
 from tests.outbox import (
@@ -592,3 +594,103 @@ def test_a_server_that_lacks_nothing_but_the_newest_witness_is_read(
     noted = groups.origin(target.conn, "default").witness
     assert noted is not None
     assert holds(outbox.conn, noted.id)
+
+
+def test_a_slot_that_is_joined_again_has_a_witness(outbox: Outbox, target: Outbox) -> None:
+    """What relay polls up to the new slot is told from another history as what it polls later is."""
+    settings = outbox.settings(target={"dsn": target.dsn})
+    initialise(settings)
+    outbox.conn.execute("select pg_drop_replication_slot(%s)", (outbox.slot,))
+    outbox.publish(host(1), event(1))
+    initialise(settings)
+    origin = groups.origin(target.conn, "default")
+    assert origin.witness is not None
+    assert origin.xmax <= origin.witness.snapshot.xmax
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_source_without_relay_is_refused(outbox: Outbox, target: Outbox, mode: str) -> None:
+    """As a dump of the outbox alone is, and one where somebody has dropped the schema."""
+    source = {**outbox.config()["source"], "mode": mode}
+    settings = outbox.settings(target={"dsn": target.dsn}, source=source)
+    initialise(settings)
+    outbox.publish(host(1), event(1))
+    with relaying(settings):
+        wait_until(lambda: target.handled() >= 1)
+        wait_stored(outbox, target)
+    outbox.conn.execute("drop schema relay cascade")
+    assert "relay was installed in it again" in run_until_fault(settings)
+    initialise(settings)
+    assert "relay was installed in it again" in run_until_fault(settings)
+    seek(settings, plan_seek(settings, "end", None), None)
+    outbox.publish(host(1), event(2))
+    with relaying(settings):
+        wait_until(lambda: target.handled() >= 2)
+
+
+@pytest.mark.parametrize("part", ["partition", "sink"])
+def test_the_whole_group_is_moved_to_another_history_first(
+    outbox: Outbox, target: Outbox, part: str
+) -> None:
+    """The witness of a part's new position would make the other positions look proven."""
+    handlers = {
+        **outbox.config()["handlers"],
+        "deliver": {"type": "function", "callable": f"{__name__}:deliver"},
+    }
+    settings = outbox.settings(
+        target={"dsn": target.dsn}, handlers=handlers, routes=[{"handlers": list(handlers)}]
+    )
+    initialise(settings)
+    outbox.publish(host(1), event(1))
+    with relaying(settings):
+        wait_until(lambda: target.handled() >= 1)
+        wait_stored(outbox, target)
+    outbox.conn.execute("truncate relay.witnesses")
+    noted = groups.origin(target.conn, "default").witness
+
+    def move() -> None:
+        if part == "partition":
+            seek(settings, plan_seek(settings, "1", 0), 0)
+        else:
+            seek_sink(settings, "deliver", plan_sink(settings, "deliver", "1").goal, False, None)
+
+    with pytest.raises(ConfigurationError, match="the whole group"):
+        move()
+    assert groups.origin(target.conn, "default").witness == noted
+    assert "does not have the witness" in run_until_fault(settings)
+    seek(settings, plan_seek(settings, "end", None), None)
+    move()
+    with relaying(settings):
+        wait_stored(outbox, target)
+
+
+def test_a_role_that_may_take_no_witness_notes_the_newest_there_is(
+    outbox: Outbox, target: Outbox
+) -> None:
+    """Otherwise its group kept the first one, went on until retention had removed this, and then stood still."""
+    name = f"{outbox.slot}_polls"
+    initialise(outbox.settings(target={"dsn": target.dsn}))
+    outbox.conn.execute(
+        f"create role {name} login password 'p'; grant select on outbox_message_t to {name}".encode()
+    )
+    try:
+        dsn = make_conninfo(outbox.dsn, user=name, password="p")
+        with psycopg.connect(dsn, autocommit=True) as conn:
+            first = groups.origin(target.conn, "default").witness
+            assert first is not None
+            with pytest.raises(ConfigurationError, match="relay init"):
+                holds(conn, first.id)
+            outbox.conn.execute("select relay.let_keep_positions('outbox_message_t')")
+            take(outbox.conn)
+            cover(conn, target.conn, "default", current_position(outbox.conn).snapshot)
+            second = groups.origin(target.conn, "default").witness
+            assert second is not None
+            assert second != first
+            assert holds(conn, second.id)
+            # What retention has removed is no reason to stand still.
+            outbox.conn.execute("truncate relay.witnesses")
+            outbox.publish(host(1), event(1))
+            cover(conn, target.conn, "default", current_position(outbox.conn).snapshot)
+            assert groups.origin(target.conn, "default").witness == second
+    finally:
+        outbox.conn.execute(f"drop owned by {name}; drop role {name}".encode())
