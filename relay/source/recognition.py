@@ -23,9 +23,9 @@ from relay.model.snapshots import Witness
 from relay.source.outbox.table import OutboxTable
 from relay.source.server import TimelineHistory, current_position, server_of
 from relay.source.stream.walsender import System, identify, open_replication
-from relay.source.witnesses import holds, is_one
+from relay.source.witnesses import holds, is_one, running_database
 from relay.store import groups
-from relay.store.connections import Connection, connect, database_identity
+from relay.store.connections import Connection, connect
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ class Recognition:
             self._holding = session
             return origin.witness, None
         with connect(self._settings.target_dsn) as target:
-            if is_one(conn, origin, database_identity(target)):
+            if is_one(conn, origin, running_database(target)):
                 return origin.witness, None
             noted = groups.witnesses(target, self._settings.group)
         for each in noted:

@@ -19,7 +19,7 @@ from relay.faults import ConfigurationError, TransientFault, first_line
 from relay.model.events import Lsn
 from relay.model.snapshots import Snapshot, Witness
 from relay.store import groups
-from relay.store.connections import Connection, database_identity
+from relay.store.connections import Connection
 
 
 def take(conn: Connection) -> Witness | None:
@@ -130,7 +130,7 @@ class Covering:
         if self._newest is not None and self._newest.proves(snapshot):
             return
         with target() as conn:
-            origin, here = groups.origin(conn, self._group), database_identity(conn)
+            origin, here = groups.origin(conn, self._group), running_database(conn)
         with source() as conn:
             if _may_take(conn):
                 # Each time: the connection may be to another server than the last one was.
@@ -152,7 +152,7 @@ def cover(source: Connection, target: Connection, group: str, snapshot: Snapshot
 def require_held(source: Connection, origin: groups.SourceOrigin, target: str) -> None:
     """Raise TransientFault where the source does not hold the newest witness of a group; psycopg.Error.
 
-    `target` is the identity of the group's database.
+    `target` is the group's database as `running_database` names it.
     """
     witness = origin.witness
     if witness is None or holds(source, witness.id) or is_one(source, origin, target):
@@ -168,8 +168,22 @@ def is_one(source: Connection, origin: groups.SourceOrigin, target: str) -> bool
 
     A dump has both of one moment, and copies of the witnesses; the transaction ids of its server go on.
     """
-    here = database_identity(source)
+    here = running_database(source)
     return here == target and origin.identifier in (None, here.partition("/")[0])
+
+
+def running_database(conn: Connection) -> str:
+    """The database of a connection, in the server that runs: a copy of its disk has its identifier and is another one.
+
+    Raises psycopg.Error.
+    """
+    row = conn.execute(
+        """
+        select concat_ws('/', system_identifier, current_database(), extract(epoch from pg_postmaster_start_time()))
+          from pg_control_system()
+        """
+    ).fetchone()
+    return str(row and row[0])
 
 
 def holds(conn: Connection, witness: UUID) -> bool:

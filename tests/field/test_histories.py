@@ -694,3 +694,54 @@ def test_a_role_that_may_take_no_witness_notes_the_newest_there_is(
             assert groups.origin(target.conn, "default").witness == second
     finally:
         outbox.conn.execute(f"drop owned by {name}; drop role {name}".encode())
+
+
+def test_an_older_copy_of_a_server_is_not_the_one_with_the_positions() -> None:
+    """It has the identifier and the database of the server that it was copied from, which still has the positions."""
+    with embedded() as server, TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        server.create_database("app")
+        with Outbox(server.dsn("app")) as app:
+            app.install()
+            source = {**app.config()["source"], "mode": "poll"}
+            original = app.config(source=source)
+            settings = Settings(**original)
+            app.fill(3)
+            with relaying(settings):
+                app.wait_handled()
+                wait_stored(app, app)
+        server.stop()
+        shutil.copytree(server.cluster.data, folder / "image", symlinks=True)
+        server.start()
+        with Outbox(server.dsn("app")) as app:
+            app.fill(3)
+            with relaying(settings):
+                app.wait_handled()
+                wait_stored(app, app)
+        with started_copy(server, folder) as copy:
+            with Outbox(copy.dsn("app")) as app:
+                app.fill(60)
+            elsewhere = {**source, "dsn": copy.dsn("app")}
+            there = Settings(
+                **{**original, "source": elsewhere, "target": {"dsn": server.dsn("app")}}
+            )
+            assert "decide" in run_until_fault(there)
+        with Outbox(server.dsn("app")) as app:
+            app.assert_exact()
+
+
+@contextmanager
+def started_copy(server: EmbeddedServer, folder: Path) -> Iterator[EmbeddedServer]:
+    """A server with the data that `folder` has as `image`, at another port."""
+    owner, own = server.cluster.data.stat(), ("postgresql.conf", "pg_hba.conf")
+    with Cluster(folder / "copy", bin_dir=server.cluster._bin) as cluster:
+        cluster.stop()
+        for each in own:
+            shutil.copy(cluster.data / each, folder / "image" / each)
+        shutil.rmtree(cluster.data)
+        (folder / "image").rename(cluster.data)
+        for path in (cluster.data, *cluster.data.rglob("*")):
+            shutil.chown(path, owner.st_uid, owner.st_gid)
+        cluster.start()
+        yield EmbeddedServer(cluster)
