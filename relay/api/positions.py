@@ -26,6 +26,8 @@ from relay.store.log_pages import AheadOfServer, KnownWitness, LogPosition, Orig
 
 LONGEST = 30_000
 """The most characters of a position: it names the transactions that were in progress."""
+_MOST_HELD = 1000
+"""How many witnesses are remembered that the server of a connection holds."""
 _POSITION = re.compile(
     r"(\d{1,18}):(\d{1,18}):((?:\d{1,18}(?:,\d{1,18})*)?)(?:~(\d{1,18})\.(\d{1,18}))?"
     r"@(\d{1,20}\.\d{1,10}\.\d{1,20})(?:([.~])([0-9a-f]{32}))?",
@@ -158,9 +160,14 @@ class LogHistory:
 
     def _holds(self, conn: Connection, witness: UUID) -> bool:
         held = self._held.setdefault(conn, set())
-        if witness not in held and holds(conn, witness):
-            held.add(witness)
-        return witness in held
+        if witness in held:
+            return True
+        if not holds(conn, witness):
+            return False
+        if len(held) >= _MOST_HELD:
+            held.clear()
+        held.add(witness)
+        return True
 
     def _history(self, timeline: int) -> TimelineHistory:
         """Read the history of a timeline; without the right to, it shares nothing with others."""

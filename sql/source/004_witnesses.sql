@@ -9,7 +9,7 @@ create table if not exists relay.witnesses (
     lsn      pg_lsn      not null,
     c_xid    xid8        not null default pg_current_xact_id(),
     kept     boolean     not null default false,
-    taken_at timestamptz not null default now(),
+    taken_at timestamptz not null default clock_timestamp(),
     cluster  bigint
 );
 
@@ -28,7 +28,7 @@ comment on column relay.witnesses.c_xid is
 comment on column relay.witnesses.kept is
     'whether it stands for the history of this database, to which the positions of readers refer; it is never removed';
 comment on column relay.witnesses.taken_at is
-    'when its transaction began';
+    'when it was inserted';
 comment on column relay.witnesses.cluster is
     'where it is kept: the system identifier of the server, whose transaction ids go on where a dump is restored in it';
 
