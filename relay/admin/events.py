@@ -32,6 +32,11 @@ from relay.store.event_states import EventAction, StoredState
 from relay.store.positions import sinks
 
 TARGET, SINK, QUEUE = "target", "sink", "queue"
+_PASSED = {
+    TARGET: "applied, unless a handler dropped it, or the group began after it or was moved past it",
+    SINK: "delivered, unless the sink dropped it, began after it or was moved past it",
+}
+"""What may have become of an event that a position has passed, and of which nothing is stored."""
 _MOST_RELATED = 50
 """How many causes of an event are followed, and how many events that it has caused are shown."""
 
@@ -45,9 +50,10 @@ class EventDestination:
     """Where an event goes, and how far it is there.
 
     `kind` is target, sink or queue, `name` that of the sink or queue; `handlers` are those of the target. `state` is
-    waiting, applied (target), delivered (sink), unrouted, deferred, cancelled, dead, replaying, replayed, discarded or
-    that of a message of a queue; unknown for a sink that has never been worked. `reference` is the id of its dead
-    letter, deferred transaction or message, `until` when it is tried next.
+    waiting, passed, unrouted, deferred, cancelled, dead, replaying, replayed, discarded or that of a message of a
+    queue; unknown for a sink that has never been worked. `passed` is all that a position says: nothing is stored of
+    what was done with the event, or that it was left out, and `reason` says which it may be. `reference` is the id of
+    its dead letter, deferred transaction or message, `until` when it is tried next.
     """
 
     kind: str
@@ -180,11 +186,11 @@ def _destinations(
     kept = {each.name: each for each in reversed(stored) if each.found != "message"}
     queued = [each for each in stored if each.found == "message"]
     if own or "" in kept or (event and not handlers and not queued):
-        done = "applied" if own else "unrouted"
+        done = "passed" if own else "unrouted"
         yield _destination(TARGET, "", own, done, kept.get(""), passed.get(""))
     routed = [name for name in handlers if name in settings.sink_handlers]
     for name in dict.fromkeys((*routed, *filter(None, kept))):
-        yield _destination(SINK, name, (), "delivered", kept.get(name), passed.get(name))
+        yield _destination(SINK, name, (), "passed", kept.get(name), passed.get(name))
     for each in queued:
         yield _stored(QUEUE, each.name, (), each)
 
@@ -200,7 +206,8 @@ def _destination(
     if kept is not None:
         return _stored(kind, name, handlers, kept)
     state = "unknown" if passed is None else done if passed else "waiting"
-    return EventDestination(kind, name, handlers, state)
+    reason = _PASSED[kind] if state == "passed" else None
+    return EventDestination(kind, name, handlers, state, reason=reason)
 
 
 def _stored(kind: str, name: str, handlers: tuple[str, ...], kept: StoredState) -> EventDestination:

@@ -136,6 +136,11 @@ class Status:
         """The events that the target has not applied; None if they cannot be counted in time."""
         return self.unread.get("")
 
+    @property
+    def dead_messages(self) -> int:
+        """The dead messages of the work queues, of each queue as many as its figure counts."""
+        return sum(each.dead for each in self.queues)
+
     def is_known(self, key: str) -> bool:
         """Return whether a database was read, now or earlier: `source.dsn` or `target.dsn`."""
         return key in self.read_at

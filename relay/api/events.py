@@ -44,8 +44,9 @@ class EventState(BaseModel):
     name: str = Field(description="the sink or the queue; empty for the target")
     handlers: list[str] = Field(description="the handlers of the target")
     state: str = Field(
-        description="waiting, applied (target), delivered (sink), unrouted, deferred, cancelled, dead, replaying, "
-        "replayed, discarded, that of a message of a queue, or unknown for a sink that has never been worked"
+        description="waiting, passed (done, or left out: nothing is stored of it), unrouted, deferred, cancelled, "
+        "dead, replaying, replayed, discarded, that of a message of a queue, or unknown for a sink that has never been "
+        "worked"
     )
     attempts: int | None
     since: datetime | None

@@ -38,7 +38,7 @@ def endpoint_list(
         print(json.dumps([each.as_json() for each in found], indent=2))
         return
     if not found:
-        print("no endpoint fails or is disabled", file=sys.stderr)
+        print("no endpoint has failed for a minute or is disabled", file=sys.stderr)
         return
     print_table(
         ("sink", "endpoint", "state", "address", "host", "failing since", "disabled since", "why"),

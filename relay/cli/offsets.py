@@ -10,6 +10,7 @@ import typer
 from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption
 from relay.cli.terminal import approve, print_given_up, print_table, progress
 from relay.config.files import load
+from relay.observe.phrases import counted
 
 offsets = typer.Typer(
     help="The positions of a group: show them, and move a stopped group.", no_args_is_help=True
@@ -65,7 +66,7 @@ def offsets_seek(
     effect = (
         "the WAL does not show how many events this affects"
         if move.again is None
-        else f"{move.again} events will be delivered again, {move.skipped} will be skipped"
+        else f"{counted(move.again, 'event', 'events')} will be delivered again, {move.skipped} will be skipped"
     )
     print(f"group {settings.group} goes on {move.goal.text}: {effect}")
     if move.sinks:

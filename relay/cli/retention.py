@@ -14,6 +14,7 @@ from relay.cli.options import (
 )
 from relay.cli.terminal import approve, progress
 from relay.config.files import load
+from relay.observe.phrases import counted
 
 EveryOption = Annotated[
     str | None,
@@ -61,7 +62,7 @@ def restore(
     settings, admin_dsn = load(administrator.config), administrator.source_dsn()
     with progress() as report:
         done = run(settings, from_, to, admin_dsn, report)
-    print(f"restored {done.events} events into {done.partition}")
+    print(f"restored {counted(done.events, 'event', 'events')} into {done.partition}")
 
 
 @with_groups

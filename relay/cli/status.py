@@ -227,7 +227,7 @@ def _queue_state(queue: Any) -> str:
 
 
 def _target_facts(state: Any) -> list[tuple[str, object]]:
-    facts: list[tuple[str, object]] = [("dead letters", state.dead_letters)]
+    facts: list[tuple[str, object]] = [("dead letters", _dead(state))]
     summary = state.deferred
     deferred = counted(summary.transactions, "transaction", "transactions")
     facts.append(("deferred", f"{deferred}, {summary.holding} holding"))
@@ -254,6 +254,12 @@ def _target_facts(state: Any) -> list[tuple[str, object]]:
         events = counted(each.events, "event", "events")
         facts.append((f"engine {each.engine}", f"{batches}, {events} {since}"))
     return facts
+
+
+def _dead(state: Any) -> str:
+    """Describe how many events are dead, and how many messages of queues, on one line."""
+    queued = f", and {state.dead_messages:,} in queues" if state.dead_messages else ""
+    return f"{state.dead_letters}{queued}"
 
 
 def _complete(mark: Any) -> str:

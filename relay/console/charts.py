@@ -6,6 +6,7 @@ A template draws a chart as SVG, so that pages need no scripts.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -111,6 +112,7 @@ _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _ROWS = 12
 _TICKS = 4
 _BINARY = ((1024.0**4, "TB"), (1024.0**3, "GB"), (1024.0**2, "MB"), (1024.0, "kB"))
+_SINGULAR = re.compile(r"s(?=/|$)")
 _DECIMAL = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -155,11 +157,13 @@ def chart(series: Series) -> Chart | None:
     def y(value: float) -> float:
         return HEIGHT - _BOTTOM - value / top * (HEIGHT - _TOP - _BOTTOM)
 
+    now = series.points[-1].value
+    last = "not known" if now is None else amount(now, series.unit)
     runs = [[(x(point.at), y(point.value or 0.0)) for point in run] for run in _runs(series.points)]
     return Chart(
         series.name,
         series.title,
-        f"{series.title} from {_time(begin)} to {_time(end)} UTC: last {amount(values[-1], series.unit)}, "
+        f"{series.title} from {_time(begin)} to {_time(end)} UTC: last {last}, "
         f"least {amount(min(values), series.unit)}, most {amount(max(values), series.unit)}",
         [_path(run) for run in runs],
         [_path([(run[0][0], y(0)), *run, (run[-1][0], y(0))]) + "Z" for run in runs],
@@ -173,7 +177,7 @@ def chart(series: Series) -> Chart | None:
             for point in _thinned(series.points)
             if point.value is not None
         ],
-        amount(values[-1], series.unit),
+        last,
     )
 
 
@@ -186,7 +190,9 @@ def amount(value: float | None, unit: str) -> str:
     if unit == "seconds":
         return duration(value)
     number = _scaled(value, _DECIMAL, "")
-    return f"{number}{unit.removeprefix('events')}" if number[-1:].isalpha() else f"{number} {unit}"
+    if number[-1:].isalpha():
+        return f"{number}{unit.removeprefix('events')}"
+    return f"{number} {_SINGULAR.sub('', unit, 1) if number == '1' else unit}"
 
 
 def _mark(value: float, unit: str) -> str:
@@ -199,8 +205,13 @@ def _mark(value: float, unit: str) -> str:
 def _scaled(value: float, scale: Sequence[tuple[float, str]], smallest: str) -> str:
     for size, prefix in scale:
         if value >= size:
-            return f"{value / size:.3g} {prefix}"
-    return f"{value:.3g} {smallest}".strip()
+            return f"{_digits(value / size)} {prefix}"
+    return f"{_digits(value)} {smallest}".strip()
+
+
+def _digits(value: float) -> str:
+    """Return three digits of a number, and all before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _ceiling(value: float, unit: str) -> float:

@@ -32,7 +32,7 @@ from relay.console.charts import Series, of_group, of_sink
 from relay.faults import ConfigurationError, Unreachable, first_line
 from relay.observe import history
 from relay.observe.health import Limits, failures
-from relay.observe.phrases import duration, moment
+from relay.observe.phrases import counted, duration, moment
 from relay.schedules.steps import GRACE
 from relay.source.outbox.search import EventPage, EventSearch
 from relay.store import (
@@ -217,6 +217,16 @@ class GroupView:
             for each in current.schedules
             if each.fault or each.overdue_seconds > GRACE.total_seconds()
         ][:_FAULTS_SHOWN]
+        lines += [
+            f"{each.part} fails on {each.instance} since {moment(each.since)}: {each.fault}"
+            for each in current.parts
+        ]
+        lines += [
+            f"sink {each.sink}: {counted(each.failing, 'endpoint fails', 'endpoints fail')}, "
+            f"{counted(each.disabled, 'is', 'are')} disabled"
+            for each in current.endpoints
+            if each.failing or each.disabled
+        ]
         for each in current.sinks:
             if each.state == "paused":
                 lines.append(f"sink {each.sink} is paused by {each.paused_by}")

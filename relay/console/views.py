@@ -15,7 +15,7 @@ from relay import __version__
 from relay.console.charts import HEIGHT, WIDTH, amount
 from relay.console.group import Kept
 from relay.console.security import Guard
-from relay.observe.phrases import duration, recently
+from relay.observe.phrases import counted, duration, recently
 
 _FLASH = "relay_flash"
 """Name of the cookie with the message about the last action."""
@@ -57,6 +57,7 @@ class Views:
             "amount": amount,
             "duration": duration,
             "number": number,
+            "counted": of_many,
         }
         self._templates.globals |= {
             "address": address,
@@ -148,6 +149,11 @@ def due(moment: datetime | None) -> str:
 def age(moment: datetime | None) -> str:
     """Format the duration since a time."""
     return "-" if moment is None else duration((datetime.now(UTC) - moment).total_seconds())
+
+
+def of_many(count: int, one: str, many: str) -> str:
+    """Format a count with separators of thousands, and its words."""
+    return counted(count, one, many).replace(str(count), number(count), 1)
 
 
 def number(value: int | None) -> str:

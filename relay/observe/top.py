@@ -321,7 +321,7 @@ def _deferred(status: Status) -> list[Text]:
     if not summary.transactions:
         return [_labelled("deferred", "0")]
     line = _labelled(
-        "deferred", f"{summary.transactions:,} transactions, {summary.holding:,} holding", "yellow"
+        "deferred", f"{_transactions(summary.transactions)}, {summary.holding:,} holding", "yellow"
     )
     lines = [line]
     for each in summary.reasons[:_REASONS]:
@@ -344,7 +344,11 @@ def _dead(status: Status) -> list[Text]:
         f"{_plain(sink or handler or 'no handler')} {count:,}"
         for (sink, handler), count in most[:6]
     )
-    return [_labelled("dead letters", f"{sum(status.dead.values()):,} transactions: {each}", BAD)]
+    return [_labelled("dead letters", f"{_transactions(sum(status.dead.values()))}: {each}", BAD)]
+
+
+def _transactions(count: int) -> str:
+    return f"{count:,} {'transaction' if count == 1 else 'transactions'}"
 
 
 def _uncounted(status: Status) -> str:
@@ -374,7 +378,7 @@ def _engines(status: Status, trends: Trends) -> list[Text]:
     for engine, count in sorted(events.items()):
         rates = trends.rates(engine)
         rate = f", {rates.events:,.0f}/s" if rates and rates.events >= 1 else ""
-        shown.append(f"{_plain(engine)} {count:,} events{rate}")
+        shown.append(f"{_plain(engine)} {count:,} {'event' if count == 1 else 'events'}{rate}")
     return [_labelled("engines", "; ".join(shown))]
 
 

@@ -188,6 +188,25 @@ def test_pages_show_what_was_read_before(outbox: Outbox, apart: SimpleNamespace)
         assert "these values are of" not in visitor.page("/groups/default/sinks")
 
 
+def test_a_console_that_begins_while_the_target_is_away_shows_no_zeros(
+    apart: SimpleNamespace,
+) -> None:
+    """It said 0 instances, 0 sinks with 0 faults and 0 partitions of a group of which it knew nothing."""
+    settings = apart.settings.model_copy(
+        update={"observe": ObserveSettings.model_validate(console_of())}
+    )
+    apart.allow(False)
+    with served(settings) as address:
+        page = Visitor(address).page("/groups/default/")
+    tiles = page[
+        page.index('id="tiles"') : page.index('id="charts"') if 'id="charts"' in page else None
+    ]
+    for tile in ("Source", "Instances", "Sinks", "Dead letters", "Partitions"):
+        shown = tiles[tiles.index(f"<h2>{tile}</h2>") :].partition("</section>")[0]
+        assert "unknown" in shown, tile
+        assert ">0<" not in shown, tile
+
+
 def test_a_lag_that_cannot_be_counted_is_not_zero(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,11 +6,17 @@ JSONbored/metagraphed#9731 (dead letters that nobody reads).
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psycopg
 import pytest
+from typer.testing import CliRunner
 
+from relay.admin import status
+from relay.cli.app import app
 from relay.model.batch import DeadLetterReport
 from relay.pipeline.listeners import Meter
+from tests.console import Visitor, console_of, served
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
 
@@ -41,3 +47,28 @@ def test_dead_letters_are_told_while_another_task_of_their_batch_waits(
         outbox.wait_handled()
     assert caplog.messages.count("dead letter") == len(counted) == 60
     outbox.assert_exact()
+
+
+def test_dead_messages_of_queues_are_told_beside_dead_letters(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    """`dead letters 0`, in the status and on the overview, beside a dead message of a queue."""
+    settings = outbox.settings(observe=console_of())
+    outbox.conn.execute("select relay.declare_queue('mail', null)")
+    outbox.conn.execute("select relay.enqueue('mail', '{}')")
+    outbox.conn.execute(
+        """
+        with taken as (delete from relay.queue_messages returning *)
+        insert into relay.queue_dead_letters (id, queue_id, attempts, enqueued_at, event_id, event_type)
+        select id, queue_id, 1, enqueued_at, event_id, event_type from taken
+        """
+    )
+    assert status.read(settings).dead_messages == 1
+    with served(settings) as address:
+        overview = Visitor(address).page("/groups/default/")
+    tile = overview[overview.index("<h2>Dead letters</h2>") :].partition("</section>")[0]
+    assert "1 more in queues" in tile
+    assert 'class="big bad"' in tile
+    file = outbox.config_file(tmp_path / "relay.yaml")
+    lines = CliRunner().invoke(app, ["status", "--config", str(file)])
+    assert "dead letters 0, and 1 in queues" in " ".join(lines.output.split())

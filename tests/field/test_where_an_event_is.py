@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from relay.admin import offsets, sinks
 from relay.admin.events import UnknownEvent, find
 from relay.config.settings import Settings
 from relay.store import deferred
@@ -74,11 +75,32 @@ def test_each_destination_has_a_state_before_and_after_its_first_attempt(
     waits = publish(outbox)
     assert states(settings, waits) == {"target": "waiting", "hook": "waiting"}
     with relaying(settings):
-        wait_until(lambda: states(settings, waits) == {"target": "applied", "hook": "delivered"})
+        wait_until(lambda: states(settings, waits) == {"target": "passed", "hook": "passed"})
         later = publish(outbox, deliver_at=LATER)
         wait_until(lambda: states(settings, later) == {"target": "deferred", "hook": "deferred"})
         outbox.conn.execute("update relay.deferred set retry_at = now() where sink = ''")
-        wait_until(lambda: states(settings, later) == {"target": "applied", "hook": "deferred"})
+        wait_until(lambda: states(settings, later) == {"target": "passed", "hook": "deferred"})
+
+
+def test_an_event_that_was_passed_over_is_not_called_delivered_or_applied(
+    outbox: Outbox, settings: Settings, webhook: Webhook
+) -> None:
+    """What a position has passed was `delivered` and `applied`, also after a seek that had left it out."""
+    with relaying(settings):
+        outbox.wait_handled()
+    number = publish(outbox)
+    move = sinks.plan_seek(settings, "hook", "end")
+    sinks.seek(settings, "hook", move.goal, False, "not wanted")
+    offsets.seek(settings, offsets.plan_seek(settings, "end", None), None)
+    found = {each.kind: each for each in find(settings, number).destinations}
+    assert {each.state for each in found.values()} == {"passed"}
+    assert found["sink"].reason == (
+        "delivered, unless the sink dropped it, began after it or was moved past it"
+    )
+    assert found["target"].reason == (
+        "applied, unless a handler dropped it, or the group began after it or was moved past it"
+    )
+    assert not webhook.requests
 
 
 @pytest.mark.parametrize("indexed", [True, False], ids=["its id is stored", "its rows are read"])
@@ -100,7 +122,7 @@ def test_the_state_is_that_of_the_event_and_not_of_its_neighbour(
         wait_until(lambda: outbox.value("select count(*) from relay.deferred") >= 2)
         if not indexed:
             outbox.conn.execute("update relay.deferred set event_ids = null")
-        done = {"target": "applied", "hook": "delivered"}
+        done = {"target": "passed", "hook": "passed"}
         wait_until(lambda: states(settings, ids[1]) == done)
         for each in (ids[0], ids[2]):
             assert states(settings, each) == {"target": "deferred", "hook": "deferred"}

@@ -414,7 +414,7 @@ def test_what_the_api_counts_is_in_a_scrape(
 
 
 def test_the_state_of_an_event_has_no_payload(outbox: Outbox, tmp_path: Path) -> None:
-    """Applied, and dead with the kind of fault alone."""
+    """Passed, and dead with the kind of fault alone."""
     settings = settings_of(outbox)
     _publish(outbox, 1)
     _publish(outbox, -7)
@@ -424,7 +424,7 @@ def test_the_state_of_an_event_has_no_payload(outbox: Outbox, tmp_path: Path) ->
     with served(settings) as address:
         program = Program(address, new_token(settings))
         applied, dead = (program.get(f"/events/{each}") for each in ids)
-    assert [each["state"] for each in applied["states"]] == ["applied"]
+    assert [each["state"] for each in applied["states"]] == ["passed"]
     (state,) = dead["states"]
     assert (state["state"], state["reason"]) == ("dead", "CheckViolation [23514]")
     assert "-7" not in json.dumps(dead["states"])

@@ -62,7 +62,7 @@ def states(settings: Settings, event_id: str) -> dict[str, str]:
 def test_it_is_applied_and_delivered_after_it_waited(outbox: Outbox, settings: Settings) -> None:
     with relaying(settings):
         first = publish(outbox)
-        wait_until(lambda: states(settings, first) == {"target": "applied", "hook": "delivered"})
+        wait_until(lambda: states(settings, first) == {"target": "passed", "hook": "passed"})
     second = publish(outbox)
     assert states(settings, second) == {"target": "waiting", "hook": "waiting"}
     found = find(settings, second)
@@ -80,15 +80,15 @@ def test_what_keeps_it_is_named(outbox: Outbox, settings: Settings) -> None:
         refused = publish(outbox, 1, "order.odd")
         later = publish(outbox, deliver_at=LATER)
         wait_until(lambda: states(settings, later) == {"target": "deferred", "hook": "deferred"})
-        wait_until(lambda: states(settings, dead) == {"target": "dead", "hook": "delivered"})
-        wait_until(lambda: states(settings, refused) == {"target": "applied", "hook": "dead"})
+        wait_until(lambda: states(settings, dead) == {"target": "dead", "hook": "passed"})
+        wait_until(lambda: states(settings, refused) == {"target": "passed", "hook": "dead"})
     target, hook = find(settings, dead).destinations
     assert target.reason is not None
     assert "CheckViolation" in target.reason
     assert target.reference in outbox.column(
         "select id from relay.dead_letter_queue where event_id = %s", (dead,)
     )
-    assert hook == EventDestination("sink", "hook", (), "delivered")
+    assert hook == EventDestination("sink", "hook", (), "passed", reason=hook.reason)
     waiting = find(settings, later).destinations[0]
     assert waiting.until is not None
     assert waiting.until.year == 2999
@@ -120,7 +120,7 @@ def test_mode_wal_knows_it_too(outbox: Outbox) -> None:
     settings = outbox.settings(source={**outbox.config()["source"], "mode": "wal"})
     with relaying(settings):
         number = publish(outbox)
-        wait_until(lambda: states(settings, number) == {"target": "applied"})
+        wait_until(lambda: states(settings, number) == {"target": "passed"})
 
 
 @pytest.mark.parametrize("event_id", ["00000000-0000-4000-8000-000000000000", "no uuid", "\0"])

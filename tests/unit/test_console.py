@@ -6,6 +6,7 @@ import asyncio
 import socket
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from importlib.resources import files
 from threading import Event
 from typing import Any
@@ -17,12 +18,16 @@ from jinja2 import Environment, PackageLoader
 from starlette.datastructures import URL
 from starlette.types import Message
 
+from relay.admin.status import Status
 from relay.config.settings import Settings
 from relay.console import charts
 from relay.console.app import create_app
 from relay.console.charts import Point, Series, amount, chart
+from relay.console.group import GroupView
 from relay.console.security import Signer, printable
 from relay.observe.history import Sample
+from relay.store.endpoints import EndpointCounts
+from relay.store.presence import StoredPartFault
 from relay.web import protocol, requests, sessions
 from relay.web.requests import Failures, TooManyFailures
 from tests.console import TOKEN, console_of, served
@@ -59,6 +64,30 @@ def test_many_samples_are_few_points() -> None:
     assert all(point.value == 5.0 for point in throughput.points)
 
 
+def test_the_last_value_of_a_chart_is_not_one_from_before() -> None:
+    """While a database was away, the lag was the last known one, 0.0 s, with no word that it is not known."""
+    drawn = chart(Series("lag", "Lag", "seconds", [Point(0.0, 0.0), Point(10.0, None)]))
+    assert drawn is not None
+    assert drawn.last == "not known"
+    assert "last not known, least 0.0 s" in drawn.description
+
+
+def test_what_needs_attention_has_endpoints_and_parts() -> None:
+    """An endpoint that failed for an hour and a part that failed were on the page, but not in its list."""
+    began = datetime(2026, 3, 1, 12, tzinfo=UTC)
+    status = Status(
+        "default",
+        "poll",
+        parts=[StoredPartFault("one", "retention", "permission denied", began)],
+        endpoints=[EndpointCounts("hooks", 1, 2), EndpointCounts("other", 0, 0)],
+    )
+    settings = Settings(source={"dsn": "dbname=x"})
+    assert GroupView(settings).troubles(status) == [
+        "retention fails on one since 2026-03-01 12:00:00 UTC: permission denied",
+        "sink hooks: 1 endpoint fails, 2 are disabled",
+    ]
+
+
 def test_a_chart_has_words_and_a_table() -> None:
     """What is drawn can be read: a title, a description, and rows; a gap parts the line."""
     points = [Point(60.0 * n, None if n == 5 else float(n)) for n in range(10)]
@@ -78,6 +107,9 @@ def test_a_chart_has_words_and_a_table() -> None:
     [
         (0.0, "bytes", "0 B"),
         (1536.0, "bytes", "1.5 kB"),
+        (1023.9 * 1024, "bytes", "1024 kB"),
+        (1.0, "transactions", "1 transaction"),
+        (1.0, "transactions/s", "1 transaction/s"),
         (3 * 1024.0**3, "bytes", "3 GB"),
         (12_345.0, "events/s", "12.3 k/s"),
         (7.0, "events/s", "7 events/s"),
@@ -147,7 +179,7 @@ def test_its_files_are_in_the_package() -> None:
     assert names == {"console.css", "console.js", "icon.svg"}
     environment = Environment(loader=PackageLoader("relay.console"), autoescape=True)
     environment.filters |= dict.fromkeys(
-        ("when", "ago", "age", "due", "recently", "amount", "duration", "number"), str
+        ("when", "ago", "age", "due", "recently", "amount", "duration", "number", "counted"), str
     )
     templates = environment.list_templates()
     assert "base.html" in templates
