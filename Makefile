@@ -41,7 +41,7 @@ test: $(INSTALLED) ## all tests that need no Docker and no brokers
 test-brokers: $(INSTALLED) ## the handlers for brokers; needs redis-server, nats-server and rabbitmq-server
 	$(BIN)/pytest -m brokers --numprocesses 2 --dist loadgroup $(ARGS)
 
-test-docker: $(INSTALLED) ## the image, docker-compose and testcontainers; needs a Docker engine
+test-docker: $(INSTALLED) ## the image and docker-compose; needs a Docker engine
 	$(BIN)/pytest -m docker $(ARGS)
 
 SERVER_TESTS := admission any_outbox decoder emitted histories hybrid install notify offsets pipeline polling publish relation \

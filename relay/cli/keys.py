@@ -47,7 +47,7 @@ def _list_types(as_json: bool) -> None:
     from relay.config.handlers import KINDS, settings_of
 
     found = []
-    for kind, package in {**sink_types.packages(), **dict.fromkeys(KINDS, "relay")}.items():
+    for kind, package in {**sink_types.packages(), **dict.fromkeys(KINDS, "relay-outbox")}.items():
         try:
             meaning = first_paragraph(settings_of(kind))
         except ConfigurationError as error:

@@ -153,9 +153,10 @@ def with_options(error: ConfigurationError, context: typer.Context) -> Configura
     again = command
     for parameter in context.command.params:
         value = context.params.get(str(parameter.name))
-        if value is not None and value != parameter.default:
+        # An option that may be repeated is an empty tuple where it was not given.
+        if value is not None and value != () and value != parameter.default:
             # A connection string may hold a password.
-            values = value if isinstance(value, list) else [value]
+            values = value if isinstance(value, list | tuple) else [value]
             for each in values:
                 shown = "…" if str(parameter.name).endswith("_dsn") else shlex.quote(str(each))
                 again += f" {parameter.opts[0]} {shown}"

@@ -11,7 +11,8 @@ import inspect
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from functools import wraps
 from pathlib import Path
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
@@ -121,6 +122,13 @@ def as_exception(error: BaseException) -> Exception:
     return RuntimeError(text).with_traceback(error.__traceback__)
 
 
+@contextmanager
+def importing() -> Iterator[None]:
+    """Send what a user's module prints while it is imported to standard error: a command's output is its own."""
+    with redirect_stdout(sys.stderr):
+        yield
+
+
 def find(key: str, path: str) -> Any:
     """Import the object that a key of the configuration names as `module:name`. Raises ConfigurationError."""
     module_name, _, attribute = path.partition(":")
@@ -129,7 +137,8 @@ def find(key: str, path: str) -> Any:
         # As with `python -m`: a module in the current folder needs no installation.
         sys.path.append(here)
     try:
-        named: Any = importlib.import_module(module_name)
+        with importing():
+            named: Any = importlib.import_module(module_name)
     except Exception as error:
         raise ConfigurationError(
             f"{key}: importing {module_name!r} failed: {type(error).__name__}: {error}"

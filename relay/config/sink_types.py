@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from relay.config.imports import importing
 from relay.config.types import Mark, Section
 from relay.faults import ConfigurationError, first_line
 
@@ -45,7 +46,8 @@ def module_of(kind: str) -> ModuleType:
         raise ConfigurationError(f"{packages} both bring the type {kind}: remove one of them")
     (entry,) = found
     try:
-        module = entry.load()
+        with importing():
+            module = entry.load()
     except ModuleNotFoundError as error:
         raise ConfigurationError(missing(kind, error)) from None
     except (Exception, SystemExit) as error:

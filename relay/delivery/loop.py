@@ -39,6 +39,7 @@ WATCH_SECONDS = 0.5
 """How often due transactions are queried while a sink has deferred ones; otherwise that is done with each store."""
 BLOCKED_SECONDS = 10.0
 """After how long it is logged that a call holds up all sinks."""
+_WATCH_SHORTEST = 0.1
 _ASIDE = 4
 """How many threads there are for calls that may block, beside two for each sink: they are started when needed."""
 _CALLERS = (str(Path(relay.__file__).parent), str(Path(asyncio.__file__).parent))
@@ -77,6 +78,7 @@ class SinkLoop:
         """`confirm` is called once progress is stored, since the sinks may need less of the WAL."""
         self._confirm = confirm
         self.heartbeat = Heartbeat()
+        self._started = 0.0
         self._settings = settings
         self._polls = settings.source.mode != "wal"
         self._members: Sequence[Member] = ()
@@ -91,6 +93,7 @@ class SinkLoop:
     def start(self, members: Sequence[Member]) -> None:
         """Start the thread, which runs these sinks."""
         self._members = members
+        self._started = time.monotonic()
         self._thread.start()
 
     def join(self, seconds: float) -> None:
@@ -104,9 +107,16 @@ class SinkLoop:
         return self._thread.is_alive()
 
     @property
+    def silent_seconds(self) -> float:
+        """For how many seconds a call has held up the thread, and with it all sinks; 0 where there is no thread."""
+        if not self.is_alive:
+            return 0.0
+        return time.monotonic() - max(self.heartbeat.at, self._started)
+
+    @property
     def blocked(self) -> str | None:
-        """In which line a call holds up the thread, and with it all sinks; None while it goes on."""
-        if not self.is_alive or time.monotonic() - self.heartbeat.at < BLOCKED_SECONDS:
+        """In which line a call holds up the thread for BLOCKED_SECONDS; None while it goes on."""
+        if self.silent_seconds < BLOCKED_SECONDS:
             return None
         return f"a call does not return{position_of(self._thread.ident, _CALLERS)}"
 
@@ -338,16 +348,14 @@ class LoopWatch(Recurring):
                 "all sinks wait for a call of one of them",
                 "the sinks go on",
                 remind_seconds=60.0,
-                # The thread may have been started just now.
-                least_attempts=2,
             )
         )
 
     def turn(self) -> float:
         """Report whether the loop goes on."""
-        blocked = self._loop.blocked
+        seconds, blocked = self._loop.silent_seconds, self._loop.blocked
         if blocked is None:
             self.condition.works()
-        else:
-            self.condition.fails(blocked)
+            return max(_WATCH_SHORTEST, BLOCKED_SECONDS - seconds)
+        self.condition.fails(blocked, lasts=seconds)
         return BLOCKED_SECONDS / 2

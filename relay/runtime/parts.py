@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from enum import Enum
 from threading import Event, Lock
 
@@ -94,14 +94,24 @@ class Condition:
         return min(self._longest_pause, first * 2.0 ** min(self._attempts - 1, 16))
 
     def fails(
-        self, fault: str, level: int | None = None, text: str | None = None, **fields: object
+        self,
+        fault: str,
+        level: int | None = None,
+        text: str | None = None,
+        *,
+        lasts: float = 0.0,
+        **fields: object,
     ) -> None:
-        """Record a fault. It is logged if it is another one than before, and again while it stays."""
+        """Record a fault. It is logged if it is another one than before, and again while it stays.
+
+        `lasts` is for how many seconds its cause has lasted already when it is noticed.
+        """
         now = time.monotonic()
         with self._lock:
             self._attempts += 1
             if self._attempts == 1:
-                self._began, self._since = now, datetime.now(UTC)
+                self._began = now - lasts
+                self._since = datetime.now(UTC) - timedelta(seconds=lasts)
             if self._attempts < self._least_attempts:
                 return
             before = self._fault

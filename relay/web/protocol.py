@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from http import HTTPStatus
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from relay.web.problems import HttpRefusal, problem
 
 HEAD_SECONDS = 10.0
 """Longest time from the connection, or from the last response, to the end of the next request's head."""
 
+_REFUSED = "this is no request of HTTP/1.1, or its head is too large"
 
 USER_TIMEOUT_SECONDS = 60
 """How long a client's host may leave what was sent without an answer, before the connection counts as lost."""
@@ -39,6 +44,18 @@ class IdleTimeoutProtocol(H11Protocol):
             accepted = transport.get_extra_info("socket")
             accepted.setsockopt(socket.IPPROTO_TCP, option, USER_TIMEOUT_SECONDS * 1000)
         self._restart_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no request of HTTP/1.1, or has too long a head, and close the connection."""
+        response = problem(HttpRefusal(400, _REFUSED))
+        head = h11.Response(
+            status_code=400,
+            headers=[*response.raw_headers, (b"connection", b"close")],
+            reason=HTTPStatus.BAD_REQUEST.phrase.encode(),
+        )
+        for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         """Restart the timeout after a response."""

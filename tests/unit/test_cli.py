@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -11,6 +14,9 @@ from typer.testing import CliRunner
 
 from relay.cli.app import _leave_out_others, app
 from relay.cli.deferred import deferred
+from relay.cli.options import with_options
+from relay.config import imports
+from relay.faults import ConfigurationError
 from relay.store.deferred.selection import KINDS
 from tests.process import ROOT
 
@@ -57,3 +63,35 @@ def test_a_time_that_is_none_is_refused_with_an_example() -> None:
     refused = CliRunner().invoke(app, ["dlq", "list", "--since", "yesterday"])
     assert refused.exit_code == 2
     assert "'yesterday' is not a time such as 2026-03-01T12:00" in refused.output
+
+
+def test_the_own_package_has_one_name() -> None:
+    """The types that relay.sinks brings were of `relay-outbox`, the others of `relay`."""
+    shown = CliRunner().invoke(app, ["keys", "--json"]).output
+    assert {each["package"] for each in json.loads(shown)} == {"relay-outbox"}
+
+
+def test_a_command_to_run_again_has_the_options_that_were_given() -> None:
+    """It said ``relay init --config '()'`` where no configuration was named."""
+    commands: Any = typer.main.get_command(app)
+    init = commands.commands["init"]
+
+    def again(*words: str) -> str:
+        context = init.make_context("init", list(words))
+        return str(with_options(ConfigurationError("run `relay init`"), context))
+
+    assert again() == "run `relay init`"
+    assert again("-c", "a.yaml", "-c", "b c.yaml") == (
+        "run `relay init --config a.yaml --config 'b c.yaml'`"
+    )
+
+
+def test_what_a_module_prints_when_it_is_imported_is_not_in_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`relay check --json | jq` failed at the first line of a user's package."""
+    (tmp_path / "prints_at_import.py").write_text("print('hello')\n\ndef f(): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    imports.find("handlers.f", "prints_at_import:f")
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "hello\n")

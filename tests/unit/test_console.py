@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -70,6 +71,25 @@ def test_the_last_value_of_a_chart_is_not_one_from_before() -> None:
     assert drawn is not None
     assert drawn.last == "not known"
     assert "last not known, least 0.0 s" in drawn.description
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 16_400]
+)
+def test_what_is_no_request_gets_a_problem(sent: bytes) -> None:
+    """TLS on the port of HTTP, and a head without an end, got text/plain: no error that clients can read."""
+    settings = Settings(source={"dsn": "postgresql://u@h/x"}, observe=console_of())
+    with served(settings) as address:
+        host, _, port = address.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=10) as client:
+            # In two parts: a server that closes with bytes unread resets the connection, answer and all.
+            client.sendall(sent[:16_000])
+            client.sendall(sent[16_000:])
+            answer = b"".join(iter(lambda: client.recv(65_536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request")
+    assert b"content-type: application/problem+json" in head
+    assert json.loads(body)["status"] == 400
 
 
 def test_what_needs_attention_has_endpoints_and_parts() -> None:

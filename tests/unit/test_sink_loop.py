@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,11 +53,14 @@ def test_a_call_that_blocks_all_sinks_is_logged_with_its_line(
     watch = LoopWatch(sinks)
     sinks.start([sink])
     wait_until(lambda: sink.is_blocked)
-    time.sleep(0.3)
-    watch.turn()
+    blocked = datetime.now(UTC)
+    wait_until(lambda: sinks.blocked is not None)
+    # Named at once, and since when it is: not twice BLOCKED_SECONDS later, with half of that.
     assert watch.turn() == 0.1
     fault = watch.condition.fault
     assert fault is not None
+    assert fault.since <= blocked + timedelta(seconds=0.1)
+    assert watch.condition.failing_seconds >= 0.2
     assert fault.fault.startswith(f"a call does not return at {__file__}:")
     assert fault.fault.endswith(" in run")
     assert [each.getMessage() for each in caplog.records] == [

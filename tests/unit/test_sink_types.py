@@ -207,7 +207,7 @@ def test_the_keys_of_a_type_are_shown(site: Path, capsys: pytest.CaptureFixture[
     listed = dict(line.split("\t", 1) for line in capsys.readouterr().out.splitlines())
     assert listed["pipe"] == "relay-pipe\tA pipe."
     assert listed["broken"].startswith("relay-broken\tcannot be used: broken needs nowhere")
-    assert listed["http"] == "relay\tAn endpoint to which relay posts CloudEvents."
+    assert listed["http"] == "relay-outbox\tAn endpoint to which relay posts CloudEvents."
     keys("pipe")
     described = capsys.readouterr().out.splitlines()
     assert described[0] == "key\ttype\tdefault\tmeaning"

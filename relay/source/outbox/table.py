@@ -207,7 +207,7 @@ class OutboxTable:
         if unnumbered.rowcount:
             raise ConfigurationError(
                 f"source.table: {self._settings.source.table} has rows without {column}, which polling would skip: "
-                f"number them in the order in which they are to be relayed, and {then}"
+                f"number them in the order in which they are to be relayed, and {then}{self._numbered_by_id()}"
             )
         if INSERTED_BY not in self._names(conn):
             return
@@ -221,6 +221,13 @@ class OutboxTable:
                 f"source.table: {self._settings.source.table} has rows from before `relay init` that share a {column}: "
                 "number each of them, in the order in which they are to be relayed"
             )
+
+    def _numbered_by_id(self) -> str:
+        """Return what else can be done where the id is a number that grows, as in the tables of Blumchen."""
+        number = self._mapping["id"]
+        if self._settings.source.types.get("id") != "bigint":
+            return ""
+        return f"; or let {number}, if it grows in that order, be the number: source.columns: {{c_offset: {number}}}"
 
     def unassigned(self, conn: Connection, most: int) -> list[tuple[str | None, int | None, str]]:
         """The id, c_offset and c_xid of rows whose c_xid the server has not assigned yet, the greatest first."""
