@@ -74,7 +74,8 @@ def erase(
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Remove events that are not applied yet, too; they are never applied."
+            "--force",
+            help="Remove events that are not applied yet, too, but for those that the slot still brings.",
         ),
     ] = False,
     yes: YesOption = False,

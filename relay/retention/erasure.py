@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from psycopg import sql
@@ -11,8 +11,11 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.retention import reader_positions
 from relay.runtime import reporting
+from relay.source.stream.slot import slot_state
 from relay.store import actions
 from relay.store.connections import Connection
+from relay.store.positions import sinks
+from relay.store.streams import slots_of
 from relay.store.suspects import shortened
 
 _PAGES = 2_000
@@ -38,40 +41,105 @@ def erase(
     """Remove a host's events from the outbox and from relay's tables of the group.
 
     The role of `source` needs the right to delete from the outbox. `force` also removes events that are not applied
-    yet. Raises ConfigurationError if there are any and `force` is false, and psycopg.Error.
+    yet, but for those that the slot still brings. Raises ConfigurationError if there are any of these, or `force` is
+    false and there are others, and psycopg.Error.
     """
     reader_positions.note(source, target, settings.group, settings.source.table)
     has_table = settings.source.message_prefix is None
-    if not force and has_table:
-        _require_applied(settings, source, target, host)
     report = ErasureReport()
+    if has_table:
+        unread = _unread(settings, source, host)
+        if not force:
+            _require_applied(settings, target, host, unread)
+        _require_passed(settings, source, target, host, unread)
+        report.left += _in_other_slots(settings, source, unread)
     transactions = _transactions_of(settings, source, target, host) if has_table else []
     # The target comes first: after an interruption, the outbox still has the ids of the host's transactions.
     with target.transaction():
         _erase_from_target(target, settings.group, host, transactions, report)
     if has_table:
         report.removed["outbox"] = sum(_erase_from_outbox(settings, source, host, progress))
+    if settings.source.owns_table:
+        report.removed["subscribers"] = _erase_subscribers(source, host)
     report.left += _out_of_reach(settings)
     detail = {"host": host, "removed": report.removed, "force": force}
     actions.record(target, settings.group, "", "erase", None, detail)
     return report
 
 
-def _require_applied(settings: Settings, source: Connection, target: Connection, host: str) -> None:
-    unread = source.execute(
+def _unread(settings: Settings, source: Connection, host: str) -> list[tuple[str, str]]:
+    """List the group and the name of each reader of the outbox that has not read events of a host; '' is a target."""
+    return source.execute(
         sql.SQL(
             """
             select r.group_id, r.reader from relay.readers as r
              where r.given_up_at is null and r.snapshot is not null and coalesce(r.outbox, {outbox}) = {outbox}
                and exists (select from {table} as o where o.{host} = %s
                               and not pg_visible_in_snapshot(o.c_xid, r.snapshot))
-             order by 1, 2 limit 1
+             order by 1, 2
             """
         ).format(**_names(settings)),
         (host,),
-    ).fetchone()
+    ).fetchall()
+
+
+def _require_passed(
+    settings: Settings,
+    source: Connection,
+    target: Connection,
+    host: str,
+    unread: Collection[tuple[str, str]],
+) -> None:
+    """Raise ConfigurationError where the slot still brings events of a host, for the target or a sink that it feeds.
+
+    They are in the WAL, so that relay would apply them after the outbox had lost them.
+    """
+    if settings.source.mode == "poll" or slot_state(source, settings.source.slot) is None:
+        return
+    stored = sinks.read(target, settings.group, settings.sink_handlers)
+    fed = {"", *(each.sink for each in stored if not each.needs_outbox)}
+    for group, reader in unread:
+        if group == settings.group and reader in fed:
+            name = f"sink {reader}" if reader else "the target"
+            raise ConfigurationError(
+                f"--host: the slot {settings.source.slot!r} still brings events of {host} to {name}, which --force "
+                "cannot remove: let relay apply them, or stop it and move the group past them with "
+                "`relay offsets seek`, and run this again"
+            )
+
+
+def _in_other_slots(
+    settings: Settings, source: Connection, unread: Collection[tuple[str, str]]
+) -> Iterator[str]:
+    """Name other groups whose slots may still bring what their readers have not read."""
+    lagging = {group for group, _ in unread if group != settings.group}
+    for group in sorted(lagging):
+        if any(slot_state(source, slot) is not None for slot in slots_of(source, group)):
+            yield f"what the slot of group {group} still brings: it applies that"
+
+
+def _erase_subscribers(source: Connection, host: str) -> int:
+    """Drop the subscribers of relay's readers that are named for a host, or have it in what they match."""
+    removed = source.execute(
+        """
+        delete from relay.log_subscribers
+         where name = %(host)s or %(host)s = any (texts)
+            or jsonb_path_exists(params, '$.** ? (@ == $host)', jsonb_build_object('host', %(host)s::text))
+        """,
+        {"host": host},
+    ).rowcount
+    source.execute(
+        "delete from relay.log_conditions as c"
+        " where not exists (select from relay.log_subscribers as s where s.condition_id = c.id)"
+    )
+    return removed
+
+
+def _require_applied(
+    settings: Settings, target: Connection, host: str, unread: Sequence[tuple[str, str]]
+) -> None:
     if unread:
-        name = " ".join(filter(None, unread))
+        name = " ".join(filter(None, unread[0]))
         raise ConfigurationError(
             f"--host: events of {host} are not applied yet ({name}): let relay apply them, or give --force"
         )
@@ -147,6 +215,10 @@ def _erase_from_target(
         "update relay.endpoints set host_id = null where group_id = %(group)s and host_id = %(host)s",
         of,
     )
+    report.removed["requests to cancel"] = target.execute(
+        "delete from relay.cancellations where host_id = %(host)s and group_id in ('', %(group)s)",
+        of,
+    ).rowcount
     report.removed["suspects"] = target.execute(
         """
         delete from relay.suspects

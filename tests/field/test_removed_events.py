@@ -238,7 +238,8 @@ def test_what_was_erased_is_not_missed(kept: Outbox) -> None:
     kept.fill(1, events=1)
     query.trigger()
     kept.publish(host(7), event(1))
-    erase(kept.settings(**KEEP), str(host(7)), force=True)
+    source = {**kept.config()["source"], "mode": "poll"}
+    erase(kept.settings(**KEEP, source=source), str(host(7)), force=True)
     assert query.trigger() == 0
     query.stop()
 

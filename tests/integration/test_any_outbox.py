@@ -337,7 +337,7 @@ def test_dead_letters_are_found_by_a_host_however_it_is_written(
 def test_suspects_of_a_host_are_erased_whatever_its_ids_look_like(
     outbox: Outbox, webhook: Webhook
 ) -> None:
-    settings = shop(outbox, "text", webhook, "auto")
+    settings = shop(outbox, "text", webhook, "poll")
     initialise(settings)
     outbox.conn.execute(
         "insert into shop (number, tenant, unit, kind, body) values ('1', 't', 'a/b', 'e', '{}')"
