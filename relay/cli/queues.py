@@ -15,8 +15,8 @@ from relay.cli.options import (
     JsonOption,
     ReasonOption,
     YesOption,
+    fail,
     time_of,
-    warn,
 )
 from relay.cli.terminal import approve, print_table
 from relay.config.files import load
@@ -187,7 +187,7 @@ def queue_cancel(
         raise ConfigurationError("name the messages by --event, --key or --id")
     cancelled = cancel(load(config), name, event, key, id_, reason)
     if not cancelled:
-        warn("no such message, or a worker has it: `relay queue show` lists what there is")
+        fail("no such message, or a worker has it: `relay queue show` lists what there is", 1)
     print(counted(cancelled, "message", "messages"), "cancelled")
 
 
@@ -203,14 +203,14 @@ def queue_move(
     id_: IdOption = None,
     reason: ReasonOption = None,
 ) -> None:
-    """Give messages that wait for their time another one."""
+    """Give messages that wait for their time, or for their next attempt, another one; a past one is now."""
     from relay.admin.queues import move
 
     if event is None and id_ is None:
         raise ConfigurationError("name the messages by --event or --id")
     moved = move(load(config), name, to, event, id_, reason)
     if not moved:
-        warn("no such message waits for its time: `relay queue show` lists what there is")
+        fail("no such message waits for its time: `relay queue show` lists what there is", 1)
     print(counted(moved, "message", "messages"), f"moved to {moment(to)}")
 
 

@@ -196,8 +196,8 @@ begin
 end
 $$;
 
--- Gives messages of a queue that wait for their time another one, in the caller's transaction; returns how many. Those whose time has come,
--- or that have been tried, are left as they are.
+-- Gives messages of a queue that wait for their time another one, also for that of a retry, in the caller's transaction; returns how many.
+-- Those whose time has come, or that a worker has, are left as they are.
 create or replace function relay.move_messages(
     queue text, at timestamptz, event_id text default null, id bigint default null
 ) returns bigint
@@ -218,7 +218,7 @@ begin
        set available_at = greatest(move_messages.at, clock_timestamp(), q.due_mark)
      where m.ctid = any (array(
            select n.ctid from relay.queue_messages as n
-            where n.queue_id = q.id and n.available_at > clock_timestamp() and not n.leased and n.attempts = 0
+            where n.queue_id = q.id and n.available_at > clock_timestamp() and not n.leased
               and (move_messages.event_id is null or n.event_id = move_messages.event_id)
               and (move_messages.id is null or n.id = move_messages.id)
               for update skip locked));

@@ -12,6 +12,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from click.testing import Result
 from psycopg.conninfo import make_conninfo
 from psycopg.rows import dict_row
 from typer.testing import CliRunner
@@ -536,6 +537,29 @@ def test_messages_of_a_queue_are_cancelled_and_moved(outbox: Outbox) -> None:
     assert outbox.value("select count(*) from relay.queue_messages") == 0
     with psycopg.connect(outbox.dsn) as conn, pytest.raises(psycopg.errors.NullValueNotAllowed):
         cancel_messages(conn, "mail")
+
+
+def test_a_message_that_waits_for_its_next_attempt_is_run_now(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    """`no such message waits`, with status 0, of one that the same command's list shows in state `retry`."""
+    outbox.conn.execute("select relay.declare_queue('mail', null)")
+    number = outbox.value("select relay.enqueue('mail', '{}')")
+    outbox.conn.execute(
+        "select relay.retry('mail', id, attempt, '1 h', 'away') from relay.lease('mail', 1)"
+    )
+    assert outbox.column("select state from relay.queue_items") == ["retry"]
+    config = ["--config", str(outbox.config_file(tmp_path / "relay.yaml"))]
+    to = ["--to", "2026-01-01"]
+
+    def moved(which: int) -> Result:
+        return CliRunner().invoke(app, ["queue", "move", "mail", *config, "--id", str(which), *to])
+
+    assert "1 message moved" in moved(number).output
+    wait_until(lambda: outbox.column("select id from relay.take('mail', 1)") == [number])
+    missing = moved(number + 1)
+    assert missing.exit_code == 1
+    assert "no such message waits for its time" in missing.output
 
 
 def test_messages_of_a_key_are_cancelled_but_for_one_that_is_leased(outbox: Outbox) -> None:
