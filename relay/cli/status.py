@@ -168,7 +168,9 @@ def _print_status(state: Any, mode: str) -> None:
 
 
 def _group_facts(state: Any) -> list[tuple[str, object]]:
-    facts: list[tuple[str, object]] = [("source", state.source_mode)]
+    is_away = "source.dsn" in state.faults
+    mode = f"unknown, {state.source_mode} before" if is_away else state.source_mode
+    facts: list[tuple[str, object]] = [("source", mode)]
     if state.source_reason:
         facts.append(("reason", state.source_reason))
     facts.append(("active", state.active or "none"))

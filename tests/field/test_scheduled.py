@@ -12,10 +12,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from click.testing import Result
 from psycopg.conninfo import make_conninfo
 from psycopg.rows import dict_row
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from relay.admin.events import find
 from relay.cli.app import app

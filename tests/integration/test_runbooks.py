@@ -543,6 +543,18 @@ def test_relay_handler_stopped(running_shop: Shop) -> None:
 
 
 @pytest.mark.rare
+def test_relay_source_unreachable(running_shop: Shop) -> None:
+    shop = running_shop
+    shop.publish()
+    with psycopg.connect(shop.target, autocommit=True) as conn:
+        conn.execute("alter database shop allow_connections false")
+        conn.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity where datname = 'shop'"
+        )
+    shop.run_book("RelaySourceUnreachable")
+
+
+@pytest.mark.rare
 def test_relay_target_unreachable(running_shop: Shop) -> None:
     shop = running_shop
     with psycopg.connect(shop.source, autocommit=True) as conn:
@@ -641,5 +653,6 @@ def test_each_alert_has_its_runbook() -> None:
             "RelayPolling",
             "RelayHandlerStopped",
         ),
-        *("RelayTargetUnreachable", "RelayPartFailing", "RelaySparkUnavailable"),
+        *("RelaySourceUnreachable", "RelayTargetUnreachable"),
+        *("RelayPartFailing", "RelaySparkUnavailable"),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from relay.admin.status import Status
 from relay.cli.app import _leave_out_others, app
 from relay.cli.deferred import deferred
 from relay.cli.options import with_options
+from relay.cli.status import _group_facts
 from relay.config import imports
 from relay.faults import ConfigurationError
 from relay.store.deferred.selection import KINDS
@@ -95,3 +98,14 @@ def test_what_a_module_prints_when_it_is_imported_is_not_in_the_output(
     imports.find("handlers.f", "prints_at_import:f")
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("", "hello\n")
+
+
+def test_the_mode_of_a_source_that_is_away_is_not_known() -> None:
+    """`source poll`, of a server that was dead: that is how it was read last."""
+    state = Status(
+        "default",
+        "poll",
+        faults={"source.dsn": "cannot connect"},
+        read_at={"target.dsn": datetime.now(UTC)},
+    )
+    assert ("source", "unknown, poll before") in _group_facts(state)
