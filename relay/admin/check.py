@@ -338,7 +338,8 @@ def _former_handlers(conn: Connection, settings: Settings) -> Iterator[Finding]:
         yield Finding(
             Severity.ERROR,
             "handlers",
-            f"handlers.{name}: there is no such sink, but {by_sink[name]} transactions are deferred for it: put it "
+            f"handlers.{name}: there is no such sink, but "
+            f"{by_sink[name]} {'transaction is' if by_sink[name] == 1 else 'transactions are'} deferred for it: put it "
             f"back until `relay deferred list --sink {name}` shows none, or give them up with `relay deferred cancel`",
         )
 

@@ -219,7 +219,7 @@ def test_events_that_were_kept_for_a_former_handler(config: Path, outbox: Outbox
     (deferred_for_gone,) = [
         text for text in texts if text.startswith("handlers.lake: there is no such")
     ]
-    assert "1 transactions are deferred for it" in deferred_for_gone
+    assert "1 transaction is deferred for it" in deferred_for_gone
     assert texts[deferred_for_gone] == "error"
     (deferred,) = [text for text in texts if text.startswith("handlers.shop: there is no such")]
     assert "1 deferred transactions" in deferred

@@ -403,7 +403,7 @@ def test_work_queues(outbox: Outbox) -> None:
         wanted = "select count(*) from relay.queue_fills where purges and start = %s"
         assert outbox.value(wanted, ["beginning"]) == 0
         page = visitor.page(f"{G}/queue/rebuild?name=a/b%20%3Ci%3E&start=beginning")
-        assert "1 messages and 1 dead letters are deleted" in page
+        assert "1 message and 1 dead letter are deleted" in page
         sent = visitor.send(f"{G}/queue/rebuild", name=name, start="beginning", reason="a fault")
         assert "is filled again, beginning with the oldest event" in sent.text
         assert outbox.value(wanted, ["beginning"]) == 1

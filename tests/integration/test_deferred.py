@@ -443,9 +443,8 @@ def test_a_dead_letter_of_a_sink_that_is_gone_is_not_replayed(outbox: Outbox, co
     )
     defer(outbox.conn, Deferral({"a"}), sink="gone")
     found = json.loads(command(config, "check", "--json", status=2))
-    assert (
-        "handlers.gone: there is no such sink, but 1 transactions are deferred for it"
-        in "".join(each["text"] for each in found if each["level"] == "error")
+    assert "handlers.gone: there is no such sink, but 1 transaction is deferred for it" in "".join(
+        each["text"] for each in found if each["level"] == "error"
     )
 
 
