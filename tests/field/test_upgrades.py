@@ -20,7 +20,7 @@ LANDED = {
     "outbox/003_readers.sql": "482df0493cde99c8bad6f5900aaf2fca317222ce0a31f25bf174097187505ea3",
     "target/001_target.sql": "f4812c7bc10f1d7437d3b79cdf1325df4d7bae94485a7c615aac189dc8ea1f0d",
     "target/004_queues.sql": "7e36153ba0b19041dd5ddbbea579c95638b5af8d8b3d5204d1c0bf59b782ff81",
-    "target/005_scheduled.sql": "ac32c02324ef5b4f995f54bd277230f3b683530f2e9cb94964f84104edc2ff71",
+    "target/005_scheduled.sql": "9f62e2e8db6a6bce67c2d7ad277994a55f51c4af397bfd9ff23cbbdfafd1b314",
 }
 """The editions of the files in the relay that landed before, each of which has changed since."""
 
