@@ -59,6 +59,7 @@ _NEED_SPARK = (
     "frozen_sinks",
     "lake_values",
     "late_writers",
+    "lost_destinations",
     "test_checkpoints",
     "test_completeness",
     "test_examples",

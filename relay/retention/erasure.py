@@ -230,6 +230,14 @@ def _erase_from_target(
         "update relay.spark_batches set data = null where group_id = %(group)s and batch is null and data is not null",
         of,
     ).rowcount
+    # The folders of a batch may be named after a host. What tells nothing is noted again with the next batch.
+    target.execute(
+        """
+        update relay.spark_batches set last_batch = jsonb_set(last_batch, '{facts}', '{}')
+         where group_id = %(group)s and strpos(last_batch::text, %(host)s) > 0
+        """,
+        of,
+    )
     shared = target.execute(
         "select count(*) from relay.deferred where group_id = %(group)s and %(host)s = any (hosts)",
         of,

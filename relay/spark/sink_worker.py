@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -37,9 +38,11 @@ from relay.spark.session import Session, close_client, own_session
 from relay.spark.writers import (
     BATCH_COLUMN,
     BatchId,
+    LostDestination,
     MissingPartition,
     StagingWriter,
     Writer,
+    require_last,
     writer,
 )
 from relay.store import completeness, dead_letters, deferred
@@ -57,7 +60,7 @@ from relay.store.positions.sinks import (
     SinkPosition,
     SinkState,
 )
-from relay.store.positions.spark_batches import Contents, OpenBatch
+from relay.store.positions.spark_batches import Contents, LastBatch, OpenBatch
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -71,6 +74,8 @@ CLAIM_SECONDS = 2.0
 """Seconds between two attempts to claim a sink that another process has claimed."""
 NOTE_SECONDS = 5.0
 """Seconds between two notes of the time up to which a sink without new events is complete."""
+LOOK_SECONDS = 30.0
+"""Seconds between two looks of a sink that writes nothing at its destination: whether it has the last batch."""
 TASKS_SECONDS = 5.0
 """Seconds between two polls of the tasks of a batch."""
 STILL_SECONDS = 120.0
@@ -107,7 +112,7 @@ class SparkWorker(Recurring):
         self._handler: SparkHandler = settings.spark_handlers[name]
         self._table = MappedTable(settings.source.table_name, settings.source.mapping)
         self._transform = Transform(name, self._handler)
-        writer(name, self._handler)
+        self._destination = writer(name, self._handler)
         self._claim = Claim(settings.target_dsn, settings.group, name)
         self._source: Connection | None = None
         self._session = session
@@ -117,6 +122,7 @@ class SparkWorker(Recurring):
         self._moments = Moments()
         self._epoch: int | None = None
         self._noted = -NOTE_SECONDS
+        self._looked = -math.inf
         self._is_known_archive = False
         # A former process may have left one.
         self._shows_fault = True
@@ -175,7 +181,10 @@ class SparkWorker(Recurring):
             fault = safe_description(error, quoted=not self._transform.has_function)
         self.condition.fails(fault, handler=self._name)
         self._checked = None
+        self._looked = -math.inf
         with suppress(psycopg.Error, AssertionError):
+            if isinstance(error, LostDestination):
+                completeness.withdraw(self._claim.conn, self._settings.group, self._name)
             self._note_fault(fault)
         self._disconnect()
 
@@ -193,9 +202,13 @@ class SparkWorker(Recurring):
     def work(self) -> None:
         """Write the stored batch, else one that is due; wait a poll interval where there is none.
 
-        Raises SinkMoved where an operator has moved the sink, and every fault of the write.
+        Raises SinkMoved where an operator has moved the sink, LostDestination, and every fault of the write.
         """
         state = self._load()
+        if not state.paused and time.monotonic() - self._looked >= LOOK_SECONDS:
+            session = self._session.get()
+            with self._noticing_death(session):
+                self._look(state.epoch, session)
         stored = None if state.paused else self._stored_batch(state)
         if stored is not None:
             self._write(stored)
@@ -221,6 +234,34 @@ class SparkWorker(Recurring):
             extra={"handler": self._name, "batch": batch.number},
         )
         return None
+
+    # The destination
+
+    def _look(self, epoch: int, session: SparkSession | None) -> LastBatch | None:
+        """Return the last finished batch; the destination may have it. Raises LostDestination where it does not.
+
+        None where there is none since the sink began, or was moved: the destination may be a new one. Without a
+        session, a destination that only Spark can read is not looked at.
+        """
+        conn, group = self._claim.conn, self._settings.group
+        last = spark_batches.last(conn, group, self._name, epoch)
+        own = None if session is None else self._own_session(session)
+        if last is not None and last.facts is None:
+            last = replace(
+                last,
+                kind=self._destination.kind,
+                facts=self._destination.left(own, last, None) or {},
+            )
+            spark_batches.adopt(conn, group, self._name, epoch, last)
+            log.warning(
+                "nothing was noted of the destination with the last batch, so what is there now counts as what was "
+                "left there; it is not proved that it has all batches before",
+                extra={"handler": self._name, "batch": last.number},
+            )
+        elif last is not None:
+            require_last(self._destination, self._name, own, last)
+        self._looked = time.monotonic()
+        return last
 
     # Storing a batch
 
@@ -374,12 +415,13 @@ class SparkWorker(Recurring):
         )
         destination = writer(self._name, handler)
         try:
-            with self._watched(session, batch):
+            with self._noticing_death(session), self._watched(session, batch):
+                is_first = self._look(batch.epoch, session) is None
                 # Files that are decided only have to be moved, and a check removes old ones that are staged.
                 if batch.files is None and self._checked is not session:
                     destination.check(session)
                     self._checked = session
-                self._deliver(session, destination, batch)
+                written = self._deliver(session, destination, batch, is_first)
         except MissingPartition:
             configured = self._handler.partition_by
             if batch.partition_by == configured:
@@ -389,14 +431,10 @@ class SparkWorker(Recurring):
                 self._claim.conn, self._settings.group, self._name, batch.id, configured
             )
             return
-        except Exception as error:
-            if self._session.replace_if_dead(session):
-                raise TransientFault("the Spark session has died, and is built again") from error
-            raise
         finally:
             # py4j's references to objects of the JVM are in cycles.
             gc.collect(1)
-        self._finish(batch)
+        self._finish(batch, written)
         self._meter.spark_batch(self._name, time.monotonic() - started, batch.contents.rows)
         upkeep.after_batch(
             self._name,
@@ -406,6 +444,18 @@ class SparkWorker(Recurring):
             self._own_session(session),
             self._watched(session, batch),
         )
+
+    @contextmanager
+    def _noticing_death(self, session: SparkSession | None) -> Iterator[None]:
+        """Have a session built again that has died in the context. Raises TransientFault then."""
+        try:
+            yield
+        except MissingPartition:
+            raise
+        except Exception as error:
+            if session is not None and self._session.replace_if_dead(session):
+                raise TransientFault("the Spark session has died, and is built again") from error
+            raise
 
     @contextmanager
     def _watched(self, session: SparkSession, batch: OpenBatch) -> Iterator[None]:
@@ -481,8 +531,13 @@ class SparkWorker(Recurring):
             extra={"handler": self._name, "fault": fault},
         )
 
-    def _deliver(self, session: SparkSession, destination: Writer, batch: OpenBatch) -> None:
-        """Write a batch; staged files become visible after one attempt's have been stored as the batch's."""
+    def _deliver(
+        self, session: SparkSession, destination: Writer, batch: OpenBatch, is_first: bool
+    ) -> LastBatch:
+        """Write a batch; staged files become visible after one attempt's have been stored as the batch's.
+
+        Returns it with what tells that the destination has it.
+        """
         contents = batch.contents
         identity = BatchId(
             batch.application,
@@ -491,19 +546,22 @@ class SparkWorker(Recurring):
             str(contents.after),
             contents.complete_before,
             str(contents.before),
+            is_first,
         )
         files = batch.files
         if files is None:
             files = destination.write(self._frame(session, batch), identity)
-            if files is None:
-                return
-            files = spark_batches.decide(
-                self._claim.conn, self._settings.group, self._name, batch.id, files
-            )
-            if files is None:
-                raise SinkMoved
-        assert isinstance(destination, StagingWriter)  # noqa: S101
-        destination.publish(self._own_session(session), identity, files)
+            if files is not None:
+                files = spark_batches.decide(
+                    self._claim.conn, self._settings.group, self._name, batch.id, files
+                )
+                if files is None:
+                    raise SinkMoved
+        if files is not None:
+            assert isinstance(destination, StagingWriter)  # noqa: S101
+            destination.publish(self._own_session(session), identity, files)
+        last = LastBatch(batch.application, batch.number, batch.id, destination.kind)
+        return replace(last, facts=destination.left(self._own_session(session), last, files))
 
     def _frame(self, session: SparkSession, batch: OpenBatch) -> DataFrame:
         """The frame to write: the batch's events after `sql` and `transform`."""
@@ -572,8 +630,11 @@ class SparkWorker(Recurring):
             session = self._session.get(timeout=0.5)
         return session
 
-    def _finish(self, batch: OpenBatch) -> None:
-        """Move the position past a written batch. Raises SinkMoved and psycopg.Error."""
+    def _finish(self, batch: OpenBatch, written: LastBatch | None = None) -> None:
+        """Move the position past a batch, `written` with what tells that it is there.
+
+        Raises SinkMoved and psycopg.Error.
+        """
         state = self._load()
         if state.epoch != batch.epoch:
             raise SinkMoved
@@ -581,7 +642,7 @@ class SparkWorker(Recurring):
         retried = batch.contents.deferred
         with conn.transaction():
             self._store(state, batch.contents)
-            if not spark_batches.end(conn, group, self._name, batch.id):
+            if not spark_batches.end(conn, group, self._name, batch.id, written):
                 raise SinkMoved
             if retried:
                 replayed = spark_batches.dead_transactions(conn, retried)

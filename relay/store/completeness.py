@@ -137,6 +137,14 @@ def note(
     )
 
 
+def withdraw(conn: Connection, group: str, reader: str) -> None:
+    """Store that nobody knows up to when a reader is complete: its destination lost events. Raises psycopg.Error."""
+    conn.execute(
+        "update relay.completeness set complete_before = null where (group_id, reader) = (%s, %s)",
+        (group, reader),
+    )
+
+
 def stored(conn: Connection, group: str, reader: str) -> Completeness | None:
     """Read what is stored of a reader; None where nothing is. Raises psycopg.Error."""
     row = conn.execute(

@@ -346,8 +346,12 @@ def follow(
     # A batch that Spark writes has the same rows on the new server, so it continues, unlike after a move of the sink.
     conn.execute(
         """
-        update relay.spark_batches as b set epoch = s.epoch from relay.sinks as s
-         where b.group_id = %s and (s.group_id, s.sink) = (b.group_id, b.sink) and b.epoch = s.epoch - 1
+        update relay.spark_batches as b
+           set epoch = case when b.epoch = s.epoch - 1 then s.epoch else b.epoch end,
+               last_epoch = case when b.last_epoch = s.epoch - 1 then s.epoch else b.last_epoch end
+          from relay.sinks as s
+         where b.group_id = %s and (s.group_id, s.sink) = (b.group_id, b.sink)
+           and s.epoch - 1 in (b.epoch, b.last_epoch)
         """,
         (group,),
     )

@@ -837,10 +837,14 @@ create table if not exists relay.spark_batches (
     files         text[],
     complete_before timestamptz,
     begun_at      timestamptz not null default clock_timestamp(),
+    last_epoch    int,
+    last_batch    jsonb,
     primary key (group_id, sink, target)
 );
 alter table relay.spark_batches add column if not exists files text[],
-                                add column if not exists complete_before timestamptz;
+                                add column if not exists complete_before timestamptz,
+                                add column if not exists last_epoch int,
+                                add column if not exists last_batch jsonb;
 
 comment on column relay.spark_batches.application is
     'whose numbers these are: once the server of this database was promoted, restored or started again (server), it is another one';
@@ -859,6 +863,10 @@ comment on column relay.spark_batches.files is
 
 comment on column relay.spark_batches.complete_before is
     'the destination has every event that was committed before this time once it has the batch; null where no such time is known';
+comment on column relay.spark_batches.last_epoch is
+    'that of the sink when it last finished a batch here: once somebody has moved the sink, the destination may be another one; -1 where it has not finished one, null where an edition that did not note it may have';
+comment on column relay.spark_batches.last_batch is
+    'what tells that the destination still has the batch that was finished last, which is looked for before the next one is written';
 
 -- Up to where each reader has everything. relay.watermarks shows it.
 create table if not exists relay.completeness (

@@ -317,14 +317,18 @@ def test_files_that_wait_to_be_moved_are_not_taken_for_remains(
         check=lambda *_: steps.append("check"),
         write=lambda *_: steps.append("write"),
         publish=lambda *_: steps.append("publish"),
+        kind="files",
+        left=lambda *_: steps.append("left"),
+        lacks=lambda *_: None,
     )
     monkeypatch.setattr(sink_worker, "writer", lambda *_: destination)
     session: Any = SimpleNamespace(
         get=lambda: session, newSession=lambda: session, replace_if_dead=lambda _: None
     )
     worker = SparkWorker("lake", sink(outbox, path=str(tmp_path), transform=None), session)
-    monkeypatch.setattr(worker, "_finish", lambda _: None)
+    monkeypatch.setattr(worker, "_look", lambda *_: None)
+    monkeypatch.setattr(worker, "_finish", lambda *_: None)
     contents = Contents(BEGINNING, Snapshot(9, 9, ()))
     decided = OpenBatch("a", 1, "b", 1, [], 1, contents, [".relay-b/1/part-1.parquet"])
     worker._write(decided)
-    assert steps == ["publish"]
+    assert steps == ["publish", "left"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from psycopg.types.json import Jsonb
@@ -92,9 +92,9 @@ def test_a_sink_that_is_moved_in_a_batch_defers_nothing_twice(
     outbox.publish(host(1), event(3, deliver_at=later()))
     finish = worker._finish
 
-    def moved(batch: Any) -> None:
+    def moved(*written: Any) -> None:
         outbox.conn.execute("update relay.sinks set epoch = epoch + 1")
-        finish(batch)
+        finish(*written)
 
     monkeypatch.setattr(worker, "_finish", moved)
     with pytest.raises(SinkMoved):
@@ -135,7 +135,7 @@ def requested(outbox: Outbox, transaction: Any, host_id: Any = None) -> str:
 
 def with_nobody_who_writes(outbox: Outbox, path: Path, written: list[str]) -> SparkWorker:
     """A worker whose batches are noted instead of written with Spark, by the ids of their events."""
-    worker = claimed(settings(outbox, path), cast("Session", None))
+    worker = claimed(settings(outbox, path), Session(outbox.settings().spark))
 
     def write(batch: OpenBatch) -> None:
         contents = batch.contents
@@ -189,7 +189,7 @@ def test_what_is_cancelled_while_it_is_written_is_told_of(outbox: Outbox, tmp_pa
         requested(outbox, transaction)
         finish(batch)
 
-    worker._finish = cancelled  # type: ignore[method-assign]
+    worker._finish = cancelled  # type: ignore[assignment, method-assign]
     work(worker, 4)
     assert len(written) == 1
     outcomes = "select outcome from relay.cancellations where sink = 'lake'"

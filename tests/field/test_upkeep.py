@@ -36,6 +36,7 @@ from relay.spark.writers import (
     iceberg_upkeep,
     writer,
 )
+from relay.store.positions.spark_batches import LastBatch
 from tests.lake import LocalFrame, LocalSession
 
 MOMENT = 1_764_000_000_000_000
@@ -495,7 +496,13 @@ def test_upkeep_comes_after_every_so_many_batches_and_never_fails_a_sink(
     done: list[int] = []
 
     class Kept:
+        kind = "delta"
+
         def check(self, session: Any) -> None: ...
+
+        def left(self, session: Any, batch: LastBatch, files: Any) -> None: ...
+
+        def lacks(self, session: Any, last: LastBatch, facts: Any) -> None: ...
 
         def write(self, frame: Any, batch: BatchId) -> None: ...
 

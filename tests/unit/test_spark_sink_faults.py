@@ -125,9 +125,10 @@ def test_a_session_that_has_died_is_called_so(
 
     writing = worker_of(remote="sc://spark:15002")
     monkeypatch.setattr(writing, "_ready_session", object)
+    monkeypatch.setattr(writing, "_look", lambda *_: None)
     monkeypatch.setattr(writing._session, "replace_if_dead", lambda _: died)
     monkeypatch.setattr(sink_worker, "writer", lambda *_: SimpleNamespace(check=check))
-    batch: Any = SimpleNamespace(files=None, partition_by=[], host_buckets=8)
+    batch: Any = SimpleNamespace(epoch=0, files=None, partition_by=[], host_buckets=8)
     with pytest.raises(kind) as raised:
         writing._write(batch)
     writing._fail(raised.value)

@@ -121,6 +121,8 @@ def test_a_failed_job_waits_for_no_slot(monkeypatch: pytest.MonkeyPatch) -> None
 class Table:
     """A writer whose upkeep takes until `watched` is set."""
 
+    kind = "table"
+
     def __init__(self, watched: Event) -> None:
         self._watched = watched
 
@@ -128,6 +130,12 @@ class Table:
         """It can be written."""
 
     def write(self, frame: object, batch: object) -> None:
+        """It is not asked."""
+
+    def left(self, session: object, batch: object, files: object) -> None:
+        """It is not asked."""
+
+    def lacks(self, session: object, last: object, facts: object) -> None:
         """It is not asked."""
 
     def upkeep(self, session: object) -> None:
@@ -150,6 +158,7 @@ def test_upkeep_whose_tasks_do_not_end_is_named(monkeypatch: pytest.MonkeyPatch)
     spark = SimpleNamespace(newSession=object)
     for name, instead in {
         "_ready_session": lambda: spark,
+        "_look": lambda *_: None,
         "_deliver": lambda *_: None,
         "_finish": lambda *_: None,
         "_note_still": note,
@@ -157,7 +166,7 @@ def test_upkeep_whose_tasks_do_not_end_is_named(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(worker, name, instead)
     contents = SimpleNamespace(rows=1)
     batch = SimpleNamespace(
-        number=100, files=None, partition_by=[], host_buckets=8, contents=contents
+        number=100, epoch=0, files=None, partition_by=[], host_buckets=8, contents=contents
     )
     worker._write(cast(Any, batch))
     assert said[0] == "batch 100: no Spark task has ended for 0 s: 1 running, 1 without a slot"

@@ -29,7 +29,7 @@ from deltalake.transaction import AddAction
 
 from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError, TransientFault
-from relay.spark.writers import BatchId
+from relay.spark.writers import BatchId, Facts, lost
 from relay.spark.writers.arrow import (
     MOST_KEY_BYTES,
     MOST_NAME_BYTES,
@@ -52,6 +52,7 @@ from relay.spark.writers.delta_files import (
     write_files,
 )
 from relay.spark.writers.upserts import SNAPSHOTS, Newest, collected, compared, marked, newest
+from relay.store.positions.spark_batches import LastBatch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -112,8 +113,11 @@ _CREATED_WITH = {"delta.checkpointInterval": "20"}
 class DeltaWriter:
     """Appends to the Delta table at `path`; the first batch creates it."""
 
+    kind = "delta"
+
     def __init__(self, name: str, settings: SparkHandler) -> None:
         """Raises ModuleNotFoundError without the extra `delta`, ConfigurationError for a folder that has no address."""
+        self._name = name
         self._key = f"handlers.{name}"
         self._path = absolute_path(str(settings.path))
         folder = local_path(self._path)
@@ -123,6 +127,8 @@ class DeltaWriter:
             )
         self._partition_by = list(settings.partition_by)
         self._options = settings.plain_options
+        self._read: tuple[LastBatch, int] | None = None
+        """The last batch that was looked for, and up to which version the commits after it have been read."""
 
     def check(self, session: SparkSession) -> None:
         """Raise ConfigurationError for a table or a store that cannot be written exactly once."""
@@ -145,7 +151,7 @@ class DeltaWriter:
         creates the table meanwhile, and deltalake's DeltaError.
         """
         # Loaded before the files are written: the commit then fails if another driver commits the batch meanwhile.
-        table = self._load()
+        table = self._known(batch)
         if table is not None and _has(table, batch):
             return
         schema = arrow_schema(frame)
@@ -170,6 +176,47 @@ class DeltaWriter:
             committed = self._load()
             if committed is None or not _has(committed, batch):
                 raise
+
+    def left(
+        self, session: SparkSession | None, batch: LastBatch, files: Sequence[str] | None
+    ) -> Facts:
+        """The table's id, a version that has the batch's transaction, and the version's time in milliseconds."""
+        table = self._load()
+        if table is None or _newest(table, batch) < batch.number:
+            raise lost(self._name, self._absence(table), batch)
+        moments = [int(commit.get("timestamp", 0)) for commit in table.history(1)]
+        return {
+            "table": table.metadata().id,
+            "version": table.version(),
+            "at": max(moments, default=0),
+        }
+
+    def lacks(self, session: SparkSession | None, last: LastBatch, facts: Facts) -> str | None:
+        """Why the table is another or an older one, or its rows were removed or restored after the batch."""
+        table = self._load()
+        if table is None or _newest(table, last) < last.number:
+            return self._absence(table)
+        if table.version() < facts["version"]:
+            return f"the table has been set back to an older copy, of version {table.version()}"
+        since = facts["version"]
+        if self._read is not None and self._read[0] == last:
+            since = max(since, self._read[1])
+        why = _removal(table, facts, since)
+        if why is None:
+            self._read = last, table.version()
+        return why
+
+    def _absence(self, table: deltalake.DeltaTable | None) -> str:
+        if table is None:
+            return f"there is no table at {self._path}"
+        return f"the table at {self._path}, {table.metadata().id}, does not have it"
+
+    def _known(self, batch: BatchId) -> deltalake.DeltaTable | None:
+        """The table; None before the first batch of the sink. Raises LostDestination for one that is gone."""
+        table = self._load()
+        if table is None and not batch.is_first:
+            raise lost(self._name, self._absence(None), LastBatch(batch.application, batch.number))
+        return table
 
     def upkeep(self, session: SparkSession) -> None:
         """Merge small files, and remove the files that no version has which the table keeps.
@@ -339,20 +386,20 @@ class DeltaUpserts(DeltaWriter):
 
     def write(self, frame: DataFrame, batch: BatchId) -> None:
         """Merge the batch unless the table has it. Raises as `DeltaWriter.write` does."""
-        table = self._load()
+        table = self._known(batch)
         if table is not None and _has(table, batch):
             return
         self.merge(collected(marked(self._key, frame, self._by, self._deletes)), batch)
 
     def merge(self, rows: pa.Table, batch: BatchId) -> None:
         """Merge the rows of a batch unless the table has it. Raises ConfigurationError and DeltaError."""
-        table = self._load()
+        table = self._known(batch)
         by = self._partition_by if table is None else table.metadata().partition_columns
         events = newest(_with_null_partitions(rows, by), self._by, batch)
         self._require_short_partitions(events.rows, by)
         for attempt in range(1, _ATTEMPTS + 1):
             if attempt > 1:
-                table = self._load()
+                table = self._known(batch)
             if table is None:
                 table = self._created(self._files(None, events.rows.schema, batch))
             if _has(table, batch):
@@ -464,12 +511,69 @@ def _properties(batch: BatchId, **more: int) -> deltalake.CommitProperties:
     )
 
 
-def _application(batch: BatchId) -> str:
+def _application(batch: BatchId | LastBatch) -> str:
     return f"relay:{batch.application}"
 
 
 def _has(table: deltalake.DeltaTable, batch: BatchId) -> bool:
-    return (table.transaction_version(_application(batch)) or 0) >= batch.number
+    return _newest(table, batch) >= batch.number
+
+
+def _newest(table: deltalake.DeltaTable, batch: BatchId | LastBatch) -> int:
+    """The number of the newest batch of an application that has been committed to a table; 0 if there is none."""
+    return table.transaction_version(_application(batch)) or 0
+
+
+def _removal(table: deltalake.DeltaTable, facts: Facts, since: int) -> str | None:
+    """Which commit after the version `since` took from a table what a batch left; None where none did.
+
+    A table that is restored keeps its transactions, so only the commits tell. Those whose log the table has removed by
+    its retention are passed over.
+    """
+    count = table.version() - since
+    commits = table.history(count) if count > 0 else []
+    has: dict[int, bool] = {}
+    why: str | None = None
+    if len(commits) < count and table.metadata().id != facts["table"]:
+        # Some writers give a table another id with another schema, so where the commits are there, these tell.
+        return f"it is another table, {table.metadata().id}"
+    for commit in sorted(commits, key=lambda each: int(each["version"])):
+        version, operation = int(commit["version"]), str(commit.get("operation", "")).upper()
+        parameters = commit.get("operationParameters") or {}
+        if operation == "RESTORE":
+            to = _restored_version(parameters, commits, facts)
+            has_it = to is not None and has.get(to, to >= facts["version"])
+            why = None if has_it else f"version {version} of the table is a restored older one"
+        elif _replaces_all(operation, parameters):
+            why = f"version {version} of the table, {operation}, removed the rows before it"
+        has[version] = why is None
+    return why
+
+
+def _restored_version(
+    parameters: Mapping[str, Any], commits: Sequence[Mapping[str, Any]], facts: Facts
+) -> int | None:
+    """The version that a table was restored to; None where it is older than a batch, or nobody can tell."""
+    version = str(parameters.get("version"))
+    if version.isdigit():
+        return int(version)
+    moment = str(parameters.get("datetime"))  # delta-rs: milliseconds; Spark's text has no zone
+    if not moment.isdigit() or int(moment) < facts["at"]:
+        return None
+    before = [
+        int(each["version"]) for each in commits if int(each.get("timestamp", 0)) <= int(moment)
+    ]
+    return max(before, default=int(facts["version"]))
+
+
+def _replaces_all(operation: str, parameters: Mapping[str, Any]) -> bool:
+    """Whether a commit removes all rows that the table had, whatever they are."""
+    is_whole = str(parameters.get("predicate", "[]")) in ("[]", '["true"]', "None")
+    if operation in ("DELETE", "TRUNCATE"):
+        return is_whole
+    overwrites = str(parameters.get("mode", "")).lower() == "overwrite"
+    is_dynamic = str(parameters.get("isDynamicPartitionOverwrite", "")).lower() == "true"
+    return (overwrites and is_whole and not is_dynamic) or "REPLACE TABLE" in operation
 
 
 def _vacuum_hours(configuration: Mapping[str, str]) -> int | None:

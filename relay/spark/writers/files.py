@@ -20,8 +20,9 @@ from uuid import uuid4
 
 from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError, RelayError, TransientFault
-from relay.spark.writers import BATCH_COLUMN, BatchId
+from relay.spark.writers import BATCH_COLUMN, BatchId, Facts
 from relay.spark.writers.arrow import MOST_NAME_BYTES, long_partition, require_partition_columns
+from relay.store.positions.spark_batches import LastBatch
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 class FilesWriter:
     """Writes folders whose last partition column is `relay_batch`, so that each batch has folders of its own."""
+
+    kind = "files"
 
     def __init__(self, name: str, settings: SparkHandler) -> None:
         assert settings.path is not None  # noqa: S101
@@ -74,6 +77,35 @@ class FilesWriter:
         assert staging is not None  # noqa: S101
         staging.publish(batch.id, files)
 
+    def left(
+        self, session: SparkSession | None, batch: LastBatch, files: Sequence[str] | None
+    ) -> Facts | None:
+        """Some of the batch's folders; None for a batch without rows, nothing through Spark Connect."""
+        return folders_of(batch, files)
+
+    def lacks(self, session: SparkSession | None, last: LastBatch, facts: Facts) -> str | None:
+        """Why none of these folders has a file any more, be it one that others have written there instead."""
+        if session is None:
+            return None
+        staging = StagedFiles.of(session, self._path)
+        if staging is None or staging.has_some(facts["folders"]):
+            return None
+        if not staging.is_there:
+            return f"there is nothing at {self._path}"
+        return f"{self._path} has no file of it"
+
+
+_MOST_FOLDERS = 20
+"""The most folders of a batch that are looked for."""
+
+
+def folders_of(batch: LastBatch, files: Sequence[str] | None) -> Facts | None:
+    """What tells that files of a batch are there: its folders, and its id. None if it wrote none."""
+    if files is None:
+        return {}
+    folders = dict.fromkeys(published(name).rpartition("/")[0] for name in files)
+    return {"batch": batch.id, "folders": list(folders)[:_MOST_FOLDERS]} if folders else None
+
 
 STALE_SECONDS = 7 * 24 * 3600.0
 """The age at which a batch's folder of staged files is removed: its driver has died, or was too late."""
@@ -111,6 +143,19 @@ class StagedFiles:
         return bool(
             system.exists(self._path) and not system.getFileStatus(self._path).isDirectory()
         )
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is anything at the path."""
+        return bool(self._system.exists(self._path))
+
+    def has_some(self, folders: Sequence[str]) -> bool:
+        """Whether one of some folders below the path has a file that readers see."""
+        for name in folders:
+            folder = self._under(name)
+            if self._system.exists(folder) and self._files(folder):
+                return True
+        return False
 
     def write(
         self,

@@ -35,7 +35,7 @@ from pyiceberg.transforms import IdentityTransform
 
 from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError, first_line
-from relay.spark.writers import BatchId
+from relay.spark.writers import BatchId, Facts, lost
 from relay.spark.writers.arrow import (
     arrow_schema,
     gathered,
@@ -45,10 +45,18 @@ from relay.spark.writers.arrow import (
     require_known_types,
     require_partition_columns,
 )
-from relay.spark.writers.iceberg_commits import AlreadyCommitted, commit, has, upsert
+from relay.spark.writers.iceberg_commits import (
+    AlreadyCommitted,
+    commit,
+    facts_of,
+    has,
+    removal,
+    upsert,
+)
 from relay.spark.writers.iceberg_files import data_files
 from relay.spark.writers.iceberg_upkeep import CREATED_WITH, expire_snapshots, merge_files
 from relay.spark.writers.upserts import SNAPSHOTS, Newest, collected, compared, marked, newest
+from relay.store.positions.spark_batches import LastBatch
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -68,8 +76,11 @@ _FILES_SCHEMA = pa.schema([("file", pa.binary())])
 class IcebergWriter:
     """Appends to `table` of the catalog that `options` describe; the first batch creates it."""
 
+    kind = "iceberg"
+
     def __init__(self, name: str, settings: SparkHandler) -> None:
         """Raises ModuleNotFoundError without the extra `iceberg`."""
+        self._sink = name
         self._key = f"handlers.{name}"
         self._name = str(settings.table)
         self._partition_by = list(settings.partition_by)
@@ -86,7 +97,7 @@ class IcebergWriter:
         """
         schema = arrow_schema(frame)
         catalog = self._catalog()
-        table = self._load(catalog)
+        table = self._known(catalog, batch)
         if table is not None and has(table, batch):
             return
         table = self._accepting(catalog, table, schema)
@@ -95,6 +106,34 @@ class IcebergWriter:
         files = [pickle.loads(row.file) for row in rows]  # noqa: S301
         with suppress(AlreadyCommitted):
             commit(table, batch, files)
+
+    def left(
+        self, session: SparkSession | None, batch: LastBatch, files: Sequence[str] | None
+    ) -> Facts:
+        """The table's id and the batch's snapshot."""
+        table = self._load(self._catalog())
+        if table is None or not has(table, batch):
+            raise lost(self._sink, self._absence(table), batch)
+        return facts_of(table, batch)
+
+    def lacks(self, session: SparkSession | None, last: LastBatch, facts: Facts) -> str | None:
+        """Why the table is another one, or its present snapshot was not made of the batch's."""
+        table = self._load(self._catalog())
+        if table is None or not has(table, last):
+            return self._absence(table)
+        return removal(table, facts)
+
+    def _absence(self, table: Table | None) -> str:
+        if table is None:
+            return f"there is no table {self._name}"
+        return f"the table {self._name}, {table.metadata.table_uuid}, does not have it"
+
+    def _known(self, catalog: Catalog, batch: BatchId) -> Table | None:
+        """The table; None before the first batch of the sink. Raises LostDestination for one that is gone."""
+        table = self._load(catalog)
+        if table is None and not batch.is_first:
+            raise lost(self._sink, self._absence(None), LastBatch(batch.application, batch.number))
+        return table
 
     def upkeep(self, session: SparkSession) -> None:
         """Merge small files on the executors, and remove the snapshots that the table's properties do not keep.
@@ -190,7 +229,7 @@ class IcebergUpserts(IcebergWriter):
 
     def write(self, frame: DataFrame, batch: BatchId) -> None:
         """Merge the batch unless the table has it. Raises as `IcebergWriter.write` does."""
-        table = self._load(self._catalog())
+        table = self._known(self._catalog(), batch)
         if table is not None and has(table, batch):
             return
         rows = collected(marked(self._key, frame, self._by, self._deletes))
@@ -202,7 +241,7 @@ class IcebergUpserts(IcebergWriter):
         schema = events.rows.schema
         for attempt in range(1, _ATTEMPTS + 1):
             catalog = self._catalog()
-            table = self._load(catalog)
+            table = self._known(catalog, batch)
             if table is not None and has(table, batch):
                 return
             table = self._accepting(catalog, table, schema)

@@ -13,27 +13,95 @@ from pyiceberg.exceptions import CommitFailedException, ValidationException
 from pyiceberg.manifest import DataFile, ManifestFile
 from pyiceberg.table import Table, TableProperties, Transaction
 from pyiceberg.table.metadata import TableMetadata
-from pyiceberg.table.snapshots import Operation, Summary
+from pyiceberg.table.snapshots import Operation, Snapshot, Summary
 from pyiceberg.table.update import AddSnapshotUpdate, TableUpdate, UpdatesAndRequirements
 from pyiceberg.table.update.snapshot import _FastAppendFiles, _MergeAppendFiles, _OverwriteFiles
 from pyiceberg.table.update.validate import _validate_no_new_deletes_for_data_files
 from pyiceberg.utils.properties import property_as_bool
 
-from relay.spark.writers import BatchId
+from relay.spark.writers import BatchId, Facts
+from relay.store.positions.spark_batches import LastBatch
 
 _ATTEMPTS = 5
 """How often a commit is begun again on the newest snapshot. PyIceberg repeats each beginning by itself, too."""
 OWN = "relay.application"
 """The key in the summary of a snapshot that relay has made of a batch."""
+_NUMBER = "relay.number"
 
 
 class AlreadyCommitted(Exception):
     """Another driver has committed the batch."""
 
 
-def has(table: Table, batch: BatchId) -> bool:
+def has(table: Table, batch: BatchId | LastBatch) -> bool:
     """Whether the table has the batch."""
     return int(table.metadata.properties.get(_property(batch), "0")) >= batch.number
+
+
+def facts_of(table: Table, batch: LastBatch) -> Facts:
+    """What tells that the table has a batch that was committed to it: its id, and the batch's snapshot.
+
+    Where the snapshot has been removed, the present one stands for it.
+    """
+    own = (
+        each
+        for each in reversed(table.metadata.snapshots)
+        if _stated_by(each, OWN) == batch.application
+        and _stated_by(each, _NUMBER) == str(batch.number)
+    )
+    snapshot = next(own, None) or table.current_snapshot()
+    if snapshot is None:
+        return {"table": str(table.metadata.table_uuid)}
+    return {
+        "table": str(table.metadata.table_uuid),
+        "snapshot": snapshot.snapshot_id,
+        "order": _order(snapshot),
+        "rows": _rows(snapshot),
+    }
+
+
+def removal(table: Table, facts: Facts) -> str | None:
+    """Why a table does not have any more what a batch left; None where it has.
+
+    A rollback keeps the table's properties, so only the snapshots tell: the batch's is an ancestor of the present one.
+    One that has been removed, with all before it, was an ancestor if every snapshot that is left came after it.
+    """
+    if str(table.metadata.table_uuid) != facts["table"]:
+        return f"{'.'.join(table.name())} is another table, {table.metadata.table_uuid}"
+    if "snapshot" not in facts:
+        return None
+    known = {each.snapshot_id: each for each in table.metadata.snapshots}
+    snapshot = table.current_snapshot()
+    if snapshot is None:
+        return "the table has no snapshot"
+    while snapshot.snapshot_id != facts["snapshot"]:
+        if _order(snapshot) < facts["order"]:
+            return f"the table has been set back to snapshot {snapshot.snapshot_id}, which is older"
+        if facts["rows"] and _rows(snapshot) == 0:
+            return f"snapshot {snapshot.snapshot_id} removed all rows of the table"
+        before = known.get(snapshot.parent_snapshot_id or 0)
+        if before is None and facts["snapshot"] in known:
+            return f"snapshot {snapshot.snapshot_id} replaced the table"
+        if before is None:
+            return None
+        snapshot = before
+    return None
+
+
+def _order(snapshot: Snapshot) -> int:
+    """A number that grows with each snapshot of a table; the sequence numbers of format version 1 are all 0."""
+    return snapshot.sequence_number or snapshot.timestamp_ms
+
+
+def _rows(snapshot: Snapshot) -> int | None:
+    """The rows of a snapshot; None where its summary does not tell."""
+    rows = _stated_by(snapshot, "total-records")
+    return int(rows) if rows.isdigit() else None
+
+
+def _stated_by(snapshot: Snapshot, key: str) -> str:
+    summary = snapshot.summary
+    return "" if summary is None else summary.additional_properties.get(key, "")
 
 
 def commit(table: Table, batch: BatchId, files: Iterable[DataFile]) -> None:
@@ -160,13 +228,13 @@ def _stated(batch: BatchId) -> dict[str, str]:
 def _summary(batch: BatchId) -> dict[str, str]:
     return {
         OWN: batch.application,
-        "relay.number": str(batch.number),
+        _NUMBER: str(batch.number),
         "relay.batch": batch.id,
         **batch.completeness,
     }
 
 
-def _property(batch: BatchId) -> str:
+def _property(batch: BatchId | LastBatch) -> str:
     return f"relay.{batch.application}"
 
 

@@ -9,7 +9,7 @@ nothing; nor does a driver that was suspended and comes with a batch before the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +24,10 @@ from psycopg import sql
 from relay.config import handlers
 from relay.config.dsn import DatabaseAccess
 from relay.faults import ConfigurationError, RelayError, TransientFault
-from relay.spark.writers import BatchId
+from relay.spark.writers import BatchId, Facts, lost
 from relay.spark.writers.arrow import arrow_schema, gathered
 from relay.store.connections import connect
+from relay.store.positions.spark_batches import LastBatch
 from relay.store.session_settings import USERS_PATH_LOCALLY, SessionKind, users_path
 
 if TYPE_CHECKING:
@@ -75,6 +76,16 @@ _CLAIM = """
 """
 """A batch that was given up, since the sink was moved, is not inserted after a later one."""
 _IS_CLAIMED = "select from {ledger} where application = %s and number >= %s limit 1"
+_IDENTITY = """
+    select (select format('%%s %%s', s.system_identifier, d.oid)
+              from pg_catalog.pg_control_system() as s, pg_catalog.pg_database as d
+             where datname = pg_catalog.current_database()),
+           pg_catalog.pg_relation_filenode(%s::pg_catalog.oid)::pg_catalog.int8
+"""
+"""The database among all, and the table's file, which TRUNCATE and VACUUM FULL change."""
+_MAY_IDENTIFY = (
+    "select pg_catalog.has_function_privilege('pg_catalog.pg_control_system()', 'execute')"
+)
 _MOVE = """
     insert into {target} ({columns}) overriding system value
     select {columns} from {staging} where {attempt} operator(pg_catalog.=) any(%s::pg_catalog.uuid[])
@@ -108,7 +119,10 @@ class Staging:
 class JdbcWriter:
     """Appends to an existing table; the ledger `relay_batches` is in the same schema."""
 
+    kind = "jdbc"
+
     def __init__(self, name: str, settings: handlers.JdbcSettings) -> None:
+        self._name = name
         self._key = f"handlers.{name}.jdbc.table"
         self._dsn = settings.access
         self._table = settings.table
@@ -152,19 +166,77 @@ class JdbcWriter:
             finally:
                 _drop(conn, staging.name)
 
+    def left(
+        self, session: SparkSession | None, batch: LastBatch, files: Sequence[str] | None
+    ) -> Facts:
+        """The table's oid and file, and which of all databases has it."""
+        with connect(self._dsn, SessionKind.HANDLER) as conn:
+            found = self._found(conn)
+            if found is None or not self._has(conn, found[1], batch):
+                raise lost(self._name, self._absence(found is not None), batch)
+            database, file = self._identity(conn, found[0])
+            return {"table": found[0], "database": database, "file": file}
+
+    def lacks(self, session: SparkSession | None, last: LastBatch, facts: Facts) -> str | None:
+        """Why the table is another one, is empty since a TRUNCATE, or its ledger does not have the batch.
+
+        In another database, as after a dump and restore, the ledger alone tells.
+        """
+        with connect(self._dsn, SessionKind.HANDLER) as conn:
+            found = self._found(conn)
+            if found is None or not self._has(conn, found[1], last):
+                return self._absence(found is not None)
+            oid, schema_name, table = found
+            database, file = self._identity(conn, oid)
+            if database is None or database != facts["database"]:
+                return None
+            if oid != facts["table"]:
+                return f"{self._table} is another table, with the oid {oid}"
+            if file == facts["file"]:
+                return None
+            some = sql.SQL("select from {} limit 1").format(sql.Identifier(schema_name, table))
+            if conn.execute(some).rowcount:
+                return None
+            return f"{self._table} was emptied"
+
+    def _has(
+        self, conn: psycopg.Connection[Any], schema_name: str, batch: BatchId | LastBatch
+    ) -> bool:
+        (ledger,) = conn.execute(
+            "select pg_catalog.to_regclass(pg_catalog.format('%%I.%%I', %s::text, %s::text)) is not null",
+            [schema_name, _LEDGER],
+        ).fetchone() or (False,)
+        return ledger and _is_claimed(conn, sql.Identifier(schema_name, _LEDGER), batch)
+
+    def _absence(self, is_there: bool) -> str:
+        if not is_there:
+            return f"there is no table {self._table}"
+        return f"the ledger {_LEDGER} beside {self._table} does not have it"
+
+    def _identity(self, conn: psycopg.Connection[Any], oid: int) -> tuple[str | None, int | None]:
+        """The database among all, None where this role may not know, and the table's file."""
+        (may,) = conn.execute(_MAY_IDENTIFY).fetchone() or (False,)
+        if not may:
+            return None, None
+        return conn.execute(_IDENTITY, [oid]).fetchone() or (None, None)
+
     def _find(self, conn: psycopg.Connection[Any]) -> tuple[int, str, str]:
-        """The oid, the schema and the name of the table."""
+        """The oid, the schema and the name of the table. Raises ConfigurationError if there is none."""
+        found = self._found(conn)
+        if found is None:
+            raise ConfigurationError(
+                f"{self._key}: there is no table {self._table}: create it, with the columns that the batches have"
+            )
+        return found
+
+    def _found(self, conn: psycopg.Connection[Any]) -> tuple[int, str, str] | None:
         try:
             with conn.transaction(), users_path(conn):
                 found = conn.execute(_RESOLVE, [self._table]).fetchone()
             row = conn.execute(_FIND_TABLE, found).fetchone()
         except psycopg.errors.InvalidName:
-            row = None
-        if row is None:
-            raise ConfigurationError(
-                f"{self._key}: there is no table {self._table}: create it, with the columns that the batches have"
-            )
-        return row[0], row[1], row[2]
+            return None
+        return None if row is None else (row[0], row[1], row[2])
 
     def _columns(self, conn: psycopg.Connection[Any], oid: int, frame: pa.Schema) -> pa.Schema:
         """The frame's columns that the table has: all, or all but `relay_batch`."""
@@ -182,7 +254,9 @@ class JdbcWriter:
         return pa.schema([field for field in frame if field.name in known])
 
 
-def _is_claimed(conn: psycopg.Connection[Any], ledger: sql.Identifier, batch: BatchId) -> bool:
+def _is_claimed(
+    conn: psycopg.Connection[Any], ledger: sql.Identifier, batch: BatchId | LastBatch
+) -> bool:
     statement = sql.SQL(_IS_CLAIMED).format(ledger=ledger)
     return conn.execute(statement, [batch.application, batch.number]).fetchone() is not None
 

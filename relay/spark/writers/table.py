@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError
-from relay.spark.writers import BATCH_COLUMN, BatchId
+from relay.spark.writers import BATCH_COLUMN, BatchId, Facts, lost
 from relay.spark.writers.arrow import require_partition_columns
 from relay.spark.writers.files import StagedFiles, naming_long_partitions, published
+from relay.store.positions.spark_batches import LastBatch
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -35,6 +36,8 @@ class _Description(NamedTuple):
 class TableWriter:
     """Writes to a table whose last partition column is `relay_batch`, so that each batch has partitions of its own."""
 
+    kind = "table"
+
     def __init__(self, name: str, settings: SparkHandler, table: str) -> None:
         self._name = name
         self._key = f"handlers.{name}.table"
@@ -55,6 +58,9 @@ class TableWriter:
         """
         session = frame.sparkSession
         if not session.catalog.tableExists(self._table):
+            if not batch.is_first:
+                last = LastBatch(batch.application, batch.number)
+                raise lost(self._name, self._absence(), last)
             key = f"handlers.{self._name}"
             by = [*self._settings.partition_by, BATCH_COLUMN]
             # Spark's column names are case-insensitive.
@@ -100,6 +106,36 @@ class TableWriter:
             specs = dict.fromkeys(_partition(published(name)) for name in files)
             session.sql(f"alter table {self._table} add if not exists {' '.join(specs)}").collect()
         session.catalog.refreshTable(self._table)
+
+    def left(
+        self, session: SparkSession | None, batch: LastBatch, files: Sequence[str] | None
+    ) -> Facts | None:
+        """The batch's id; None for a batch without rows."""
+        if session is None or not batch.id:
+            return {}
+        return {"batch": batch.id} if self._has_rows(session, batch.id) else None
+
+    def lacks(self, session: SparkSession | None, last: LastBatch, facts: Facts) -> str | None:
+        """Why the table has no row of the batch any more."""
+        if session is None:
+            return None
+        if not session.catalog.tableExists(self._table):
+            return self._absence()
+        has = self._has_rows(session, facts["batch"])
+        return None if has else f"the table {self._table} has no row of it"
+
+    def _absence(self) -> str:
+        return f"there is no table {self._table}"
+
+    def _has_rows(self, session: SparkSession, batch: str) -> bool:
+        from pyspark.sql.functions import col
+
+        # What others have done to the table's files and partitions is not seen without it.
+        session.catalog.refreshTable(self._table)
+        rows = session.table(self._table)
+        if BATCH_COLUMN not in rows.columns:
+            return False
+        return bool(rows.where(col(BATCH_COLUMN) == batch).select(BATCH_COLUMN).head(1))
 
     def _replace(self, frame: DataFrame, batch: BatchId, described: _Description) -> None:
         """Replace the batch's rows in one commit of the table format, which another writer's replacement repeats."""

@@ -5,9 +5,12 @@ If the sink gets another destination, an open batch stays until the next batch o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
+from typing import Any
+
+from psycopg.types.json import Jsonb
 
 from relay.model.events import Lsn
 from relay.model.snapshots import Snapshot
@@ -54,6 +57,54 @@ class OpenBatch:
     host_buckets: int
     contents: Contents
     files: list[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LastBatch:
+    """The batch that a sink finished last, and what tells that its destination still has it.
+
+    `kind` names the writer that knows the `facts`. Both are None for a batch that was finished by an edition of relay
+    that did not note them.
+    """
+
+    application: str
+    number: int
+    id: str = ""
+    kind: str | None = None
+    facts: Mapping[str, Any] | None = None
+
+
+def last(conn: Connection, group: str, sink: str, epoch: int) -> LastBatch | None:
+    """Read the last finished batch of a sink since it began, or was moved; None if there is none. Raises psycopg.Error.
+
+    It may have been written to another destination than the present one. A batch that is open in a row of an edition
+    that did not note the last one tells nothing of the one before.
+    """
+    row = conn.execute(
+        """
+        select application::text, number, last_batch from relay.spark_batches
+         where group_id = %(group)s and sink = %(sink)s
+           and (last_epoch = %(epoch)s or last_epoch is null and epoch = %(epoch)s and batch is null)
+         order by last_epoch nulls last, begun_at desc limit 1
+        """,
+        {"group": group, "sink": sink, "epoch": epoch},
+    ).fetchone()
+    if row is None:
+        return None
+    application, number, noted = row
+    return LastBatch(application, number) if noted is None else LastBatch(**noted)
+
+
+def adopt(conn: Connection, group: str, sink: str, epoch: int, batch: LastBatch) -> None:
+    """Note what tells that a last batch is there that an earlier edition has finished. Raises psycopg.Error."""
+    conn.execute(
+        """
+        update relay.spark_batches set last_epoch = epoch, last_batch = %s
+         where group_id = %s and sink = %s and epoch = %s and last_epoch is null and batch is null
+           and (application, number) = (%s::uuid, %s)
+        """,
+        (Jsonb(asdict(batch)), group, sink, epoch, batch.application, batch.number),
+    )
 
 
 def begun(conn: Connection, group: str, sink: str, target: str) -> OpenBatch | None:
@@ -107,7 +158,7 @@ def begin(
         """
         insert into relay.spark_batches as b (group_id, sink, target, server, epoch, before, after, polled_offset,
                                               left_out, delivered_lsn, rows_read, partition_by, host_buckets, deferred,
-                                              data, complete_before)
+                                              data, complete_before, last_epoch)
         select %(group)s, %(sink)s, %(target)s,
                concat_ws(' ', s.system_identifier, left(pg_walfile_name(pg_current_wal_insert_lsn()), 8),
                          extract(epoch from pg_postmaster_start_time()), d.oid,
@@ -115,7 +166,7 @@ def begin(
                %(epoch)s,
                %(before)s::pg_snapshot, %(after)s::pg_snapshot, %(polled)s, %(left_out)s::xid8[], %(lsn)s::pg_lsn,
                %(rows)s, %(partition_by)s, %(host_buckets)s, %(deferred)s::bigint[], %(data)s,
-               %(complete_before)s
+               %(complete_before)s, -1
           from pg_control_system() as s, pg_database as d where d.datname = current_database()
         on conflict (group_id, sink, target) do update
            set application = case when b.server = excluded.server then b.application else excluded.application end,
@@ -125,7 +176,8 @@ def begin(
                left_out = excluded.left_out, delivered_lsn = excluded.delivered_lsn, rows_read = excluded.rows_read,
                partition_by = excluded.partition_by, host_buckets = excluded.host_buckets,
                deferred = excluded.deferred, data = excluded.data,
-               complete_before = excluded.complete_before, files = null, begun_at = excluded.begun_at
+               complete_before = excluded.complete_before, files = null, begun_at = excluded.begun_at,
+               last_epoch = coalesce(b.last_epoch, excluded.last_epoch)
         """,
         {
             "group": group,
@@ -180,19 +232,28 @@ def decide(
     return None if row is None else row[0]
 
 
-def end(conn: Connection, group: str, sink: str, batch: str) -> bool:
-    """End a batch that is written or given up, and the sink's batches for other destinations.
+def end(
+    conn: Connection, group: str, sink: str, batch: str, written: LastBatch | None = None
+) -> bool:
+    """End a batch that is `written` or given up, and the sink's batches for other destinations.
 
-    Returns whether it was still open. Raises psycopg.Error.
+    The last batch is the one before as long as nothing tells that this one is there: its `facts` are None. Returns
+    whether it was still open. Raises psycopg.Error.
     """
+    noted = None if written is None or written.facts is None else Jsonb(asdict(written))
     ended = conn.execute(
         """
-        update relay.spark_batches as b set batch = null, data = null, files = null from relay.spark_batches as former
+        update relay.spark_batches as b
+           set batch = null, data = null, files = null,
+               last_epoch = case when former.batch = noted.batch then b.epoch else b.last_epoch end,
+               last_batch = case when former.batch = noted.batch then noted.facts else b.last_batch end
+          from relay.spark_batches as former
+          left join (select %(batch)s::uuid as batch, %(noted)s::jsonb as facts) as noted on noted.facts is not null
          where (b.group_id, b.sink, b.target) = (former.group_id, former.sink, former.target)
-           and b.group_id = %s and b.sink = %s and b.batch is not null
+           and b.group_id = %(group)s and b.sink = %(sink)s and b.batch is not null
         returning former.batch::text
         """,
-        (group, sink),
+        {"group": group, "sink": sink, "batch": batch, "noted": noted},
     ).fetchall()
     return (batch,) in ended
 
