@@ -59,7 +59,11 @@ def _line(found: Verification) -> str:
     result = found.result
     where = f"from {found.since} to {found.to}"
     ours, theirs = result.hashes
-    events = counted(result.events, "event", "events")
+    events = (
+        counted(result.events, "key", "keys")
+        if result.is_by_key
+        else counted(result.events, "event", "events")
+    )
     if result.is_equal:
         said = f"{found.sink} has the outbox's {events} {where}: hash {ours}"
     else:

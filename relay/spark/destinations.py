@@ -6,7 +6,7 @@ Source: deltalake, `DeltaTable.to_pyarrow_dataset`; PyIceberg, `DataScan.plan_fi
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from relay.store.session_settings import SessionKind
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import StructType
 
 _FILES = ("parquet", "orc")
 """The formats of files that keep the types of what was written."""
@@ -33,9 +34,9 @@ _FETCHED = 10_000
 
 
 def stored(
-    session: SparkSession, name: str, handler: SparkHandler, columns: Sequence[str], tasks: int
+    session: SparkSession, name: str, handler: SparkHandler, columns: pa.Schema, tasks: int
 ) -> DataFrame:
-    """What a sink has written: those of `columns`, of a batch's frame, that the destination has.
+    """What a sink has written: those of `columns`, of a batch's frame, that the destination has, with these types.
 
     Raises ConfigurationError as `require_readable` does and where nothing is there, and the errors of its library.
     """
@@ -54,21 +55,28 @@ def stored(
         frame = session.table(handler.table)
     else:
         frame = _files(session, f"{key}.path", handler)
-    known = {column.lower() for column in frame.columns}
-    kept = [column for column in columns if column.lower() in known]
+    kept = _spark_schema(_of(columns, [column.lower() for column in frame.columns]))
     # The values of partitions are texts.
-    return frame.select(*(frame[each].cast(frames.spark_type(each)).alias(each) for each in kept))
+    return frame.select(*(frame[each.name].cast(each.dataType).alias(each.name) for each in kept))
+
+
+def _spark_schema(columns: pa.Schema) -> StructType:
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    return from_arrow_schema(columns, prefer_timestamp_ntz=True)
+
+
+def _of(columns: pa.Schema, known: Collection[str]) -> pa.Schema:
+    """Those of the columns that a destination has, by their names in lower case where Spark has made it."""
+    import pyarrow as pa
+
+    return pa.schema([each for each in columns if each.name in known or each.name.lower() in known])
 
 
 def require_readable(name: str, handler: SparkHandler) -> None:
     """Raise ConfigurationError for a sink whose destination cannot be read, whatever is there."""
     key = f"handlers.{name}"
     kind = handler.format.lower()
-    if handler.mode == "upsert":
-        raise ConfigurationError(
-            f"{key}.mode: an upsert table has one row for each key, so its events cannot be compared: verify a sink of "
-            "the same routes with mode: append"
-        )
     if handler.callable is not None:
         raise ConfigurationError(
             f"{key}.callable: relay does not know where the function writes, and cannot read it"
@@ -101,23 +109,21 @@ def _files(session: SparkSession, key: str, handler: SparkHandler) -> DataFrame:
         raise _nothing(key, handler.path) from None
 
 
-def _mapped(session: SparkSession, reading: Any, columns: Sequence[str], tasks: int) -> DataFrame:
+def _mapped(session: SparkSession, reading: Any, columns: pa.Schema, tasks: int) -> DataFrame:
     """A DataFrame of `columns`; `reading(number)` yields the record batches of a task, on an executor."""
-    schema = ", ".join(f"`{name}` {frames.spark_type(name)}" for name in columns)
     numbers = session.range(0, tasks, 1, tasks)
-    return numbers.mapInArrow(partial(_read, reading, tuple(columns)), schema)
+    return numbers.mapInArrow(partial(_read, reading, columns), _spark_schema(columns))
 
 
 def _read(
-    reading: Any, columns: tuple[str, ...], numbers: Iterator[pa.RecordBatch]
+    reading: Any, columns: pa.Schema, numbers: Iterator[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
 
-    schema = frames.arrow_schema(columns)
     for batch in numbers:
         for number in batch.column(0).to_pylist():
             for rows in reading(number):
-                table = pa.Table.from_batches([rows]).select(list(columns)).cast(schema)
+                table = pa.Table.from_batches([rows]).select(columns.names).cast(columns)
                 yield from table.to_batches()
 
 
@@ -171,7 +177,7 @@ class _DeltaFiles:
 
 
 def _delta(
-    session: SparkSession, key: str, handler: SparkHandler, columns: Sequence[str], tasks: int
+    session: SparkSession, key: str, handler: SparkHandler, columns: pa.Schema, tasks: int
 ) -> DataFrame:
     import deltalake
     from deltalake.exceptions import TableNotFoundError
@@ -183,9 +189,8 @@ def _delta(
         table = deltalake.DeltaTable(path, storage_options=options)
     except TableNotFoundError:
         raise _nothing(key, str(handler.path)) from None
-    known = {field.name for field in table.schema().fields}
-    kept = tuple(column for column in columns if column in known)
-    files = _DeltaFiles(key, path, table.version(), options, kept, tasks)
+    kept = _of(columns, {field.name for field in table.schema().fields})
+    files = _DeltaFiles(key, path, table.version(), options, tuple(kept.names), tasks)
     return _mapped(session, files, kept, tasks)
 
 
@@ -213,7 +218,7 @@ class _IcebergFiles:
 
 
 def _iceberg(
-    session: SparkSession, key: str, handler: SparkHandler, columns: Sequence[str], tasks: int
+    session: SparkSession, key: str, handler: SparkHandler, columns: pa.Schema, tasks: int
 ) -> DataFrame:
     from pyiceberg.exceptions import NoSuchTableError
 
@@ -225,9 +230,8 @@ def _iceberg(
         table = catalog.load_table(str(handler.table))
     except NoSuchTableError:
         raise _nothing(of_table, str(handler.table)) from None
-    known = set(table.schema().column_names)
-    kept = tuple(column for column in columns if column in known)
-    scan = table.scan(selected_fields=kept)
+    kept = _of(columns, set(table.schema().column_names))
+    scan = table.scan(selected_fields=tuple(kept.names))
     found = list(scan.plan_files())
     parts = tuple(pickle.dumps(found[number::tasks]) for number in range(tasks))
     described = pickle.dumps((table.metadata, table.io, scan.projection()))
@@ -295,7 +299,7 @@ def _expression(column: str) -> sql.Composable:
 
 
 def _postgres(
-    session: SparkSession, key: str, handler: SparkHandler, columns: Sequence[str], tasks: int
+    session: SparkSession, key: str, handler: SparkHandler, columns: pa.Schema, tasks: int
 ) -> DataFrame:
     from relay.store.session_settings import users_path
 
@@ -318,5 +322,5 @@ def _postgres(
     if row is None:
         raise _nothing(key, handler.jdbc.table)
     table, known = row
-    kept = tuple(column for column in columns if column in known)
-    return _mapped(session, _PostgresRows(access, table, kept, tasks), kept, tasks)
+    kept = _of(columns, known)
+    return _mapped(session, _PostgresRows(access, table, tuple(kept.names), tasks), kept, tasks)

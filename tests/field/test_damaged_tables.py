@@ -23,7 +23,7 @@ from pyspark.errors import AnalysisException
 from relay.admin import verification
 from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError, RelayError
-from relay.spark import destinations, upkeep
+from relay.spark import destinations, frames, upkeep
 from relay.spark.writers import BatchId, UpkeepWriter, writer
 from tests.lake import LocalFrame, LocalSession
 
@@ -70,7 +70,7 @@ def test_a_file_that_cannot_be_read_is_named(
     file = min((tmp_path / "lake").glob("**/*.parquet"))
     harm(file)
     with pytest.raises(RelayError) as raised:
-        destinations.stored(LocalSession(), "lake", handler, ["id"], 2)  # type: ignore[arg-type]
+        destinations.stored(LocalSession(), "lake", handler, frames.arrow_schema(["id"]), 2)  # type: ignore[arg-type]
     said = str(raised.value)
     assert said.startswith("handlers.lake.")
     assert f"the file {file.name}, which cannot be read: " in said

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from relay.config.handlers import SparkHandler
-from relay.spark import destinations
+from relay.spark import destinations, frames
 from relay.spark.session import Session, own_session
 from tests.outbox import Outbox
 
@@ -26,7 +26,7 @@ def test_a_partition_of_a_text_that_looks_like_a_number_is_the_text(
     )
     written.write.partitionBy("aggregate_id", "host_bucket").save(path)
     handler = SparkHandler.model_validate({"type": "spark", "path": path})
-    columns = ["id", "aggregate_id", "host_bucket"]
+    columns = frames.arrow_schema(["id", "aggregate_id", "host_bucket"])
     own = own_session(session, remote=False)
     rows = destinations.stored(own, "lake", handler, columns, 1).collect()
     assert sorted(tuple(row) for row in rows) == sorted((each, each, 7) for each in texts)

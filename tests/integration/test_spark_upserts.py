@@ -12,9 +12,6 @@ from psycopg.types.json import Jsonb
 from pyiceberg.catalog import load_catalog
 
 from relay.admin.dead_letters import DeadLetters
-from relay.config.handlers import SparkHandler
-from relay.faults import ConfigurationError
-from relay.spark import destinations
 from relay.spark.session import Session
 from relay.store.connections import connect
 from relay.store.dead_letters.selection import DeadLetterSelection
@@ -121,11 +118,6 @@ def test_a_replay_of_an_old_dead_letter_changes_nothing_newer(
 def test_what_cannot_be_told_apart_is_refused(
     outbox: Outbox, spark_session: Session, sink: dict[str, Any]
 ) -> None:
-    session = spark_session.get(timeout=120)
-    assert session is not None
-    handler = SparkHandler.model_validate(sink)
-    with pytest.raises(ConfigurationError, match="one row for each key"):
-        destinations.stored(session, "lake", handler, ["id"], 1)
     for query, why in (
         (
             "select aggregate_id, c_offset, xid from events",

@@ -264,7 +264,7 @@ def test_what_cannot_be_compared_is_refused(
 
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [("callable", {}), ("csv", {}), ("delta", {"mode": "upsert", "key": ["aggregate_id"]})],
+    [("callable", {}), ("csv", {})],
 )
 def test_what_can_never_be_compared_needs_no_session(
     outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, more: Any
@@ -272,8 +272,88 @@ def test_what_can_never_be_compared_needs_no_session(
     """Spark was started first, which takes many seconds."""
     monkeypatch.setattr("relay.spark.session.Session.start", None)
     settings = outbox.settings(**config(kind, tmp_path, outbox.dsn, **more))
-    with pytest.raises(ConfigurationError, match=r"^handlers\.lake\.(callable|format|mode): "):
+    with pytest.raises(ConfigurationError, match=r"^handlers\.lake\.(callable|format): "):
         verify(settings, "lake", None, None, 3)
+
+
+UPSERT: dict[str, Any] = {
+    "mode": "upsert",
+    "key": ["aggregate_id"],
+    "deletes": "event_type = 'order.deleted'",
+    "partition_by": [],
+}
+
+
+@pytest.mark.parametrize("kind", ["delta", pytest.param("iceberg", marks=pytest.mark.rare)])
+def test_the_newest_row_of_each_key_is_compared(
+    outbox: Outbox, spark_session: Session, tmp_path: Path, kind: str
+) -> None:
+    """Also of keys whose events are in different batches, are older than the range, or come later."""
+    (tmp_path / "warehouse").mkdir()
+    settings = outbox.settings(**config(kind, tmp_path, outbox.dsn, **UPSERT))
+    for number in range(6):
+        for _ in range(3):
+            outbox.publish(host(number), event(number, aggregate_id=str(number)))
+    write(outbox, settings, spark_session)
+    for number in range(3):
+        outbox.publish(host(number), event(9, aggregate_id=str(number)))
+    outbox.publish(host(4), event(1, "order.deleted", aggregate_id="4"))
+    write(outbox, settings, spark_session)
+    middle = snapshot(outbox)
+    result = found(settings, spark_session).result
+    assert (result.is_equal, result.events, result.is_by_key) == (True, 6, True), result
+    assert result.hashes[0] == result.hashes[1]
+    outbox.publish(host(2), event(5, aggregate_id="2"), event(6, aggregate_id="new"))
+    write(outbox, settings, spark_session)
+    assert found(settings, spark_session).result.events == 7
+    for between in ({"to": middle}, {"since": middle}):
+        result = found(settings, spark_session, **between).result
+        assert result.is_equal, (between, result)
+
+
+def test_each_difference_of_a_key_is_named(
+    outbox: Outbox, spark_session: Session, tmp_path: Path
+) -> None:
+    settings = outbox.settings(**config("delta", tmp_path, outbox.dsn, **UPSERT))
+    for number in range(5):
+        outbox.publish(host(number), event(1, aggregate_id=str(number)))
+    write(outbox, settings, spark_session)
+    table = deltalake.DeltaTable(tmp_path / "lake")
+    former = table.to_pyarrow_table()
+    for number in range(5):
+        outbox.publish(host(number), event(2, aggregate_id=str(number)))
+    write(outbox, settings, spark_session)
+    assert found(settings, spark_session).result.is_equal
+    newest: dict[str, str] = dict(
+        outbox.conn.execute(
+            "select distinct on (aggregate_id) aggregate_id, id::text from outbox_message_t"
+            " order by aggregate_id, c_offset desc"
+        ).fetchall()
+    )
+    table = deltalake.DeltaTable(tmp_path / "lake")
+    # 0 is gone, 1 is as it was before, 2 has another payload, 3 is there twice, and 7 was never published.
+    three = table.to_pyarrow_table().filter(pa.compute.field("aggregate_id") == "3")
+    seven = three.set_column(
+        three.column_names.index("aggregate_id"), "aggregate_id", pa.array(["7"])
+    )
+    strange = "7f1f5a3e-3c1c-4f6e-9f5b-0d8f3f1f2a11"
+    seven = seven.set_column(seven.column_names.index("id"), "id", pa.array([strange]))
+    table.delete("aggregate_id in ('0', '1')")
+    table.update(predicate="aggregate_id = '2'", updates={"payload": "'{}'"})
+    one = former.filter(pa.compute.field("aggregate_id") == "1")
+    # It is between those of the outbox.
+    at = seven.column_names.index("c_offset")
+    offset = outbox.value("select min(c_offset) + 1 from outbox_message_t")
+    seven = seven.set_column(at, seven.schema.field("c_offset"), pa.array([offset]))
+    for rows in (one, three, seven):
+        deltalake.write_deltalake(tmp_path / "lake", rows, mode="append")
+    result = found(settings, spark_session).result
+    assert result.ids == {
+        MISSING: sorted([newest["0"], newest["1"]]),
+        CHANGED: [newest["2"]],
+        TWICE: [newest["3"]],
+        ONLY_THERE: [strange],
+    }
 
 
 def test_ranges_that_do_not_exist_are_refused(

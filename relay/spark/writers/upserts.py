@@ -98,7 +98,7 @@ def newest(rows: pa.Table, key: Sequence[str], batch: BatchId) -> Newest:
             )
     before = Snapshot.parse(batch.before) if batch.before else BEGINNING
     after = Snapshot.parse(batch.snapshot)
-    xids = _full(rows["xid"], after)
+    xids = full_ids(rows["xid"], after)
     offsets = _numbers(rows["c_offset"])
     is_own = ~before.sees(xids) | (xids == 0 if before.is_beginning else np.False_)
     order = np.lexsort((offsets, is_own))
@@ -124,21 +124,31 @@ def compared(
     found = pc.index_in(key_texts(current, key), value_set=events.keys)
     there = np.flatnonzero(found.is_valid().to_numpy(zero_copy_only=False))
     indices = _numbers(found.take(pa.array(there)))
-    snapshots = current[SNAPSHOTS].take(pa.array(there)).combine_chunks().dictionary_encode()
+    rows = current.select(["c_offset", SNAPSHOTS]).take(pa.array(there))
+    is_newer = are_newer(events.xids[indices], events.offsets[indices], rows)
+    superseded = np.zeros(current.num_rows, np.bool_)
+    superseded[there] = is_newer
+    return superseded, np.unique(indices[~is_newer])
+
+
+def are_newer(
+    xids: NDArray[np.int64], offsets: NDArray[np.int64], rows: pa.Table
+) -> NDArray[np.bool_]:
+    """Which events are newer than the row of their key: for each event the row at its index.
+
+    `xids` are full transaction ids; `rows` has c_offset and `relay_snapshots`.
+    """
+    snapshots = rows[SNAPSHOTS].combine_chunks().dictionary_encode()
     codes = _numbers(snapshots.indices, missing=-1)
-    is_newer = events.offsets[indices] > _numbers(
-        current["c_offset"].take(pa.array(there)), missing=-1
-    )
+    is_newer = offsets > _numbers(rows["c_offset"], missing=-1)
     # A row that relay did not write has no snapshots, and is older than every event.
     is_newer[codes < 0] = True
     for code, text in enumerate(snapshots.dictionary.to_pylist()):
         before, after = map(Snapshot.parse, text.split(" "))
         here = codes == code
-        xids = events.xids[indices[here]]
-        is_newer[here] = ~before.sees(xids) & (~after.sees(xids) | is_newer[here])
-    superseded = np.zeros(current.num_rows, np.bool_)
-    superseded[there] = is_newer
-    return superseded, np.unique(indices[~is_newer])
+        of_row = xids[here]
+        is_newer[here] = ~before.sees(of_row) & (~after.sees(of_row) | is_newer[here])
+    return is_newer
 
 
 def key_texts(rows: pa.Table, key: Sequence[str]) -> pa.Array:
@@ -158,7 +168,7 @@ def key_texts(rows: pa.Table, key: Sequence[str]) -> pa.Array:
     return reduce(lambda left, right: pc.binary_join_element_wise(left, right, ""), parts)
 
 
-def _full(xids: pa.ChunkedArray, after: Snapshot) -> NDArray[np.int64]:
+def full_ids(xids: pa.ChunkedArray, after: Snapshot) -> NDArray[np.int64]:
     """Full transaction ids of those below the end of a snapshot, from their lower 32 bits; 0 for null."""
     lower = _numbers(xids)
     full: NDArray[np.int64] = after.xmax - 1 - (after.xmax - 1 - lower) % XID_CYCLE
