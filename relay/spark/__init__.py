@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 
 def register(spark: SparkSession) -> None:
@@ -33,4 +34,28 @@ def java_home() -> Path:
     return found()
 
 
-__all__ = ["java_home", "register"]
+def append_to(
+    path: str, storage_options: Mapping[str, str] | None = None
+) -> Callable[[DataFrame, int], None]:
+    """Return a function for `foreachBatch` that appends each micro-batch once to the Delta table at `path`.
+
+    The first micro-batch of a checkpoint creates the table. `storage_options` are deltalake's. The function collects
+    the micro-batch on the driver; it raises ConfigurationError where the table is gone, and deltalake's DeltaError.
+    """
+    from relay.spark.streams import append_to as found
+
+    return found(path, storage_options)
+
+
+def position_of(path: str, storage_options: Mapping[str, str] | None = None) -> str:
+    """Return the `startingPosition` of a new checkpoint: after the last micro-batch that the Delta table has.
+
+    It is `beginning` where there is no table, or one without rows. One query may write the table. Raises
+    ConfigurationError where no commit tells a position.
+    """
+    from relay.spark.streams import position_of as found
+
+    return found(path, storage_options)
+
+
+__all__ = ["append_to", "java_home", "position_of", "register"]

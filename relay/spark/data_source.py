@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
-from uuid import UUID
 
 import psycopg
 from psycopg import sql
@@ -260,7 +259,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._positions.target = self._on_session(durable_position).snapshot
 
     def latestOffset(self, start: dict[str, str], limit: ReadLimit) -> dict[str, str]:  # noqa: N802
-        position, positions = _position(start), self._positions
+        position, positions = QueryPosition.of(start), self._positions
         self._ahead = None
         most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         since = positions.since(position.snapshot)
@@ -302,7 +301,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         }
 
     def partitions(self, start: dict[str, str], end: dict[str, str]) -> Sequence[InputPartition]:
-        before, after = _position(start), _position(end)
+        before, after = QueryPosition.of(start), QueryPosition.of(end)
         if before.snapshot == after.snapshot:
             return []
         with _one_line(self._options):
@@ -356,7 +355,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """
         own, folder = self._origin, "give each query a folder of its own"
         outbox, server = offset.get("outbox", own.outbox), offset.get("server", own.server)
-        position = _position(offset)
+        position = QueryPosition.of(offset)
         if outbox != own.outbox:
             raise RelayError(
                 f"option checkpointLocation: the checkpoint is of the outbox {outbox}, not of {own.outbox}: {folder}; "
@@ -432,11 +431,6 @@ def _offset(position: QueryPosition, origin: SnapshotOrigin) -> dict[str, str]:
     known = {name: text for name, text in asdict(origin).items() if text}
     witness = {"witness": str(position.witness)} if position.witness else {}
     return {"snapshot": str(position.snapshot), **witness, **known}
-
-
-def _position(offset: Mapping[str, str]) -> QueryPosition:
-    witness = offset.get("witness")
-    return QueryPosition(Snapshot.parse(offset["snapshot"]), UUID(witness) if witness else None)
 
 
 def _opened(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from uuid import UUID
 
@@ -43,6 +44,12 @@ class QueryPosition:
         """Parse a snapshot, or a snapshot and its witness with `@` between them. Raises ValueError."""
         snapshot, named, witness = text.partition("@")
         return cls(Snapshot.parse(snapshot), UUID(witness) if named else None)
+
+    @classmethod
+    def of(cls, offset: Mapping[str, str]) -> QueryPosition:
+        """The position of a stream's offset. Raises ValueError."""
+        witness = offset.get("witness")
+        return cls(Snapshot.parse(offset["snapshot"]), UUID(witness) if witness else None)
 
     def __str__(self) -> str:
         return f"{self.snapshot}@{self.witness}" if self.witness else str(self.snapshot)

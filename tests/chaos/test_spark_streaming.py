@@ -18,12 +18,10 @@ from psycopg.types.json import Jsonb
 
 from relay.runtime.threads import beside
 from tests.outbox import Outbox, event, host, wait_until
-from tests.pages import DOCS, blocks
 from tests.process import ROOT
 
 pytestmark = [pytest.mark.chaos, pytest.mark.rare, pytest.mark.timeout(900)]
 
-JOBS = DOCS / "how-to" / "spark-jobs.md"
 KILLS = 2
 CHANCE = random.Random(32)
 
@@ -44,7 +42,7 @@ writer = events.writeStream.option("checkpointLocation", folder + "/checkpoint")
 if sink == "parquet":
     writer = writer.format("parquet").option("path", folder + "/events")
 else:
-    from lake import append_to  # of docs/how-to/spark-jobs.md
+    from relay.spark import append_to
 
     writer = writer.foreachBatch(append_to(folder + "/table"))
 query = writer.start()
@@ -66,12 +64,12 @@ session.close()
 def streaming(
     outbox: Outbox, folder: Path, sink: str, available: str = "no"
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A query in a process group of its own, killed at the end with its JVM. It can import the files in `folder`."""
+    """A query in a process group of its own, killed at the end with its JVM."""
     with (folder / "query.log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-c", QUERY, outbox.dsn, str(folder), available, sink],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])},
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -117,8 +115,6 @@ def test_each_event_is_written_once_with_the_query_killed(
     outbox: Outbox, tmp_path: Path, sink: str
 ) -> None:
     """Beside a publisher, and a transaction that stays open from before the first query to after the last kill."""
-    (recipe,) = (each for each in blocks(JOBS.read_text()) if each.file == "lake.py")
-    (tmp_path / "lake.py").write_text(recipe.text)
     with psycopg.connect(outbox.dsn) as open_long, publishing(outbox):
         open_long.execute("select relay.publish(%s, null, %s)", (host(99), Jsonb([event(1)])))
         for _ in range(KILLS):

@@ -15,32 +15,11 @@ from typing import Any
 import deltalake
 import pytest
 
-from relay.spark import register
+from relay.spark import append_to, register
 from relay.spark.session import Session
 from tests.outbox import Outbox
 
 pytestmark = [pytest.mark.timeout(300)]
-
-
-def append(table: Path) -> Any:
-    """A function for foreachBatch, much as docs/how-to/spark-jobs.md has it."""
-
-    def write(frame: Any, number: int) -> None:
-        query = frame.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId")
-        if deltalake.DeltaTable.is_deltatable(str(table)):
-            written = deltalake.DeltaTable(table).transaction_version(query)
-            if written is not None and written >= number:
-                return
-        deltalake.write_deltalake(
-            table,
-            frame.toArrow(),
-            mode="append",
-            commit_properties=deltalake.CommitProperties(
-                app_transactions=[deltalake.Transaction(query, number)]
-            ),
-        )
-
-    return write
 
 
 def run(
@@ -52,7 +31,7 @@ def run(
         .options(dsn=outbox.dsn, partitions="2", **options)
         .load()
         .select("id", "c_offset")
-        .writeStream.foreachBatch(append(folder / "table"))
+        .writeStream.foreachBatch(append_to(str(folder / "table")))
         .option("checkpointLocation", str(folder / checkpoint))
         .trigger(availableNow=True)
         .start()

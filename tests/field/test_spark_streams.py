@@ -1,4 +1,4 @@
-"""What streaming queries over other sources got wrong, tried on `format("outbox")` and the recipe for Delta.
+"""What streaming queries over other sources got wrong, tried on `format("outbox")` and `append_to`.
 
 Reports: apache/paimon#9667 (a new query on an old identity: its batches are taken for ones that the table has),
 delta-io/delta-rs#2580, #3515 and #3821 (two writers of one transaction identifier both commit),
@@ -16,6 +16,7 @@ connections), apache/spark#45023 (the process of a source's driver side dies).
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event, Thread
@@ -28,38 +29,35 @@ import psycopg
 import pyarrow as pa
 import pytest
 from psycopg.conninfo import make_conninfo
+from psycopg.types.json import Jsonb
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as f
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
+from relay.faults import ConfigurationError
 from relay.model.snapshots import BEGINNING, Snapshot
 from relay.source.outbox.differences import Difference
-from relay.spark import data_source, reading, register
+from relay.spark import append_to, data_source, position_of, reading, register, streams
 from relay.spark.data_source import StreamReader
 from relay.spark.data_source_options import parse
 from relay.spark.reading import TaskPortion
 from relay.spark.session import Session
 from relay.store.connections import connect
 from tests.outbox import LONG_SECONDS, Outbox, event, host, wait_until
-from tests.pages import DOCS, blocks
 
 pytestmark = [pytest.mark.timeout(600)]
 
 Append = Callable[[Any, int], None]
 
 
-# The recipe of docs/how-to/spark-jobs.md
+# append_to
 
 
 @pytest.fixture
-def append(tmp_path: Path) -> Append:
-    """The function of the page, for a table of this test."""
-    page = (DOCS / "how-to" / "spark-jobs.md").read_text()
-    (code,) = [each.text for each in blocks(page) if "def append_to(" in each.text]
-    names: dict[str, Any] = {"__name__": "recipe"}
-    exec(code, names)
-    found: Append = names["append_to"](str(tmp_path / "table"))
-    return found
+def append(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Append:
+    """The function for a table of this test; no query of Spark's tells where its micro-batches end."""
+    monkeypatch.setattr(streams, "_end", lambda _, query, number: {"relay.position": f"{number}:"})
+    return append_to(str(tmp_path / "table"))
 
 
 class Frame:
@@ -128,6 +126,86 @@ def test_a_column_of_the_table_keeps_its_type(append: Append, tmp_path: Path) ->
     with pytest.raises(Exception, match=r"(?i)cast"):
         append(Frame(pa.table({"n": ["seven"]})), 2)
     assert found(tmp_path) == [1, 7]
+
+
+def test_a_table_that_is_gone_is_not_begun_in_the_middle(append: Append, tmp_path: Path) -> None:
+    append(Frame(numbers(1)), 0)
+    (tmp_path / "table").rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigurationError, match="there is no table at"):
+        append(Frame(numbers(2)), 1)
+    assert not (tmp_path / "table").exists()
+
+
+def test_the_position_of_a_table(append: Append, tmp_path: Path) -> None:
+    """It is that of its newest micro-batch, beside commits of others, and of the version that was restored."""
+    table = str(tmp_path / "table")
+    assert position_of(table) == "beginning"
+    append(Frame(numbers()), 0)
+    assert position_of(table) == "beginning"
+    append(Frame(numbers(1)), 1)
+    version = deltalake.DeltaTable(table).version()
+    append(Frame(numbers(2)), 2)
+    deltalake.write_deltalake(table, numbers(7), mode="append")
+    deltalake.DeltaTable(table).optimize.compact()
+    assert position_of(table) == "2:"
+    deltalake.DeltaTable(table).restore(version)
+    assert position_of(table) == "1:"
+    append(Frame(numbers(2)), 3)
+    assert position_of(table) == "3:"
+
+
+def test_a_table_without_a_position_is_named(tmp_path: Path) -> None:
+    """It is of another program, or the recipe of a former page wrote it."""
+    table = str(tmp_path / "table")
+    deltalake.write_deltalake(table, numbers(7))
+    with pytest.raises(ConfigurationError, match=r"no commit in the log of the table at .*/table"):
+        position_of(table)
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_query_whose_checkpoint_is_lost_goes_on(
+    outbox: Outbox, spark_session: Session, tmp_path: Path, is_lost: bool
+) -> None:
+    """It appended everything a second time. Beside it a transaction stays open over the loss.
+
+    delta-io/delta#1346, neo4j/neo4j-spark-connector#579, apache/paimon#9666: who removes a checkpoint chooses between
+    events that are missing and events that are there twice.
+    """
+    session = spark_session.get(timeout=120)
+    assert session is not None
+    register(session)
+    table, checkpoint = str(tmp_path / "table"), tmp_path / "checkpoint"
+
+    def run() -> None:
+        query = (
+            session.readStream.format("outbox")
+            .options(dsn=outbox.dsn, partitions="2", maxEventsPerTrigger="4")
+            .option("startingPosition", position_of(table))
+            .load()
+            .where("event_type <> 'left.out'")
+            .selectExpr("id")
+            .writeStream.foreachBatch(append_to(table))
+            .option("checkpointLocation", str(checkpoint))
+            .trigger(availableNow=True)
+            .start()
+        )
+        query.awaitTermination(120)
+
+    outbox.fill(3, events=2)
+    with psycopg.connect(outbox.dsn) as late:
+        late.execute("select relay.publish(%s, null, %s)", (host(9), Jsonb([event(1)])))
+        outbox.fill(3, events=2)
+        outbox.publish(host(1), event(1, "left.out"))
+        run()
+        if is_lost:
+            shutil.rmtree(checkpoint)
+        late.commit()
+    outbox.fill(2, events=2)
+    run()
+    written = deltalake.DeltaTable(table).to_pyarrow_table()["id"].to_pylist()
+    assert sorted(written) == outbox.column(
+        "select id::text from outbox_message_t where event_type <> 'left.out' order by 1"
+    )
 
 
 # Reading without Spark
