@@ -14,7 +14,7 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError, describe
 from relay.retention import partitions, reader_positions
 from relay.runtime.parts import Condition, Recurring
-from relay.store import actions, clock, locks
+from relay.store import actions, clock, completeness, locks
 from relay.store.connections import Connection, connect
 from relay.store.groups import APPLICATION_NAME
 from relay.store.positions import offsets, sinks
@@ -192,7 +192,7 @@ class Schedule(Recurring):
         if self._give_up(source, target, present):
             # The process that runs the reader stops it at its next turn, before events are removed.
             return
-        if of.keep is None or (of.archive is not None and of.archive not in noted):
+        if of.keep is None or not self._is_archived(target, noted):
             return
         older_than = present - of.keep
         if given.every is not None:
@@ -205,6 +205,13 @@ class Schedule(Recurring):
             deleted = self._read_rows.delete(source, table, older_than, self.stopping.is_set)
             if deleted:
                 log.info("events deleted", extra={"events": deleted})
+
+    def _is_archived(self, target: Connection, noted: list[str]) -> bool:
+        """Whether the archive, if there is one, has begun, and has not lost what was written to it."""
+        archive = self._settings.retention.archive
+        if archive is None:
+            return True
+        return archive in noted and not completeness.is_lost(target, self._settings.group, archive)
 
     def _create_ahead(self, source: Connection, every: timedelta, present: datetime) -> None:
         """Create the partitions that are missing, and give the rows of the default partition one of their own."""

@@ -124,7 +124,7 @@ def note(
                             then excluded.since else c.since end,
                snapshot = excluded.snapshot,
                complete_before = coalesce(excluded.complete_before, c.complete_before),
-               noted_at = excluded.noted_at
+               noted_at = excluded.noted_at, lost = false
         """,
         {
             "group": group,
@@ -140,9 +140,21 @@ def note(
 def withdraw(conn: Connection, group: str, reader: str) -> None:
     """Store that nobody knows up to when a reader is complete: its destination lost events. Raises psycopg.Error."""
     conn.execute(
-        "update relay.completeness set complete_before = null where (group_id, reader) = (%s, %s)",
+        """
+        update relay.completeness set complete_before = null, lost = true
+         where (group_id, reader) = (%s, %s) and not (lost and complete_before is null)
+        """,
         (group, reader),
     )
+
+
+def is_lost(conn: Connection, group: str, reader: str) -> bool:
+    """Whether the destination of a reader lacks what was written to it, as far as is known. Raises psycopg.Error."""
+    found = conn.execute(
+        "select from relay.completeness where (group_id, reader) = (%s, %s) and lost",
+        (group, reader),
+    )
+    return found.rowcount > 0
 
 
 def stored(conn: Connection, group: str, reader: str) -> Completeness | None:

@@ -876,8 +876,10 @@ create table if not exists relay.completeness (
     snapshot        pg_snapshot not null,
     complete_before timestamptz,
     noted_at        timestamptz not null default clock_timestamp(),
+    lost            boolean     not null default false,
     primary key (group_id, reader)
 );
+alter table relay.completeness add column if not exists lost boolean not null default false;
 
 comment on column relay.completeness.reader is
     'a sink; empty for the target';
@@ -889,6 +891,8 @@ comment on column relay.completeness.complete_before is
     'it sees every event whose COMMIT had returned before this time, by the clock of the source; null where no such time is known';
 comment on column relay.completeness.noted_at is
     'when that was stored, by the clock of this database';
+comment on column relay.completeness.lost is
+    'the destination was found without what the reader had written to it, and has not been found with it since';
 
 create or replace view relay.watermarks as
 select c.group_id, c.reader, c.complete_before, c.since, c.snapshot, c.noted_at, dead.dead_letters, later.deferred

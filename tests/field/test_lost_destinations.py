@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import psycopg
 import pyarrow as pa
 import pyarrow.dataset
 import pytest
@@ -37,12 +38,16 @@ from relay.admin.sinks import listed, plan_seek, seek
 from relay.admin.status import read
 from relay.config.handlers import SparkHandler
 from relay.config.settings import Settings
+from relay.model.snapshots import BEGINNING, Snapshot
 from relay.observe.health import incomplete
 from relay.spark import sink_worker
 from relay.spark.session import Session
 from relay.spark.writers import BatchId, LostDestination, Writer, require_last, writer
 from relay.spark.writers.iceberg_upkeep import merge_files
-from relay.store.positions.spark_batches import LastBatch
+from relay.store import completeness, groups
+from relay.store.connections import connect
+from relay.store.positions import spark_batches
+from relay.store.positions.spark_batches import Contents, LastBatch
 from tests.lake import LocalFrame, LocalSession
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
@@ -555,6 +560,96 @@ def test_a_postgresql_table_that_others_use_is_not_lost(
     jdbc.require()
 
 
+# What is stored of the last batch
+
+
+class Stored:
+    """The batches of a sink in a target."""
+
+    def __init__(self, target: psycopg.Connection[Any]) -> None:
+        self.target = target
+        target.execute("insert into relay.sinks (group_id, sink, epoch) values ('g', 'lake', 1)")
+
+    def begin(self, epoch: int, place: str = "delta path a") -> spark_batches.OpenBatch:
+        contents = Contents(BEGINNING, Snapshot(9, 9, ()))
+        spark_batches.begin(self.target, "g", "lake", place, epoch, ([], 1), contents)
+        batch = spark_batches.begun(self.target, "g", "lake", place)
+        assert batch is not None
+        return batch
+
+    def write(
+        self, epoch: int, facts: dict[str, Any] | None, place: str = "delta path a"
+    ) -> LastBatch:
+        batch = self.begin(epoch, place)
+        last = LastBatch(batch.application, batch.number, batch.id, "delta", facts)
+        assert spark_batches.end(self.target, "g", "lake", batch.id, last)
+        return last
+
+    def last(self, epoch: int) -> LastBatch | None:
+        return spark_batches.last(self.target, "g", "lake", epoch)
+
+
+@pytest.fixture
+def stored_batches(outbox: Outbox) -> Iterator[Stored]:
+    with connect(outbox.dsn) as target:
+        yield Stored(target)
+
+
+def test_the_last_batch_is_one_that_was_finished_and_left_something(
+    stored_batches: Stored,
+) -> None:
+    given_up = stored_batches.begin(1)
+    assert stored_batches.last(1) is None
+    assert spark_batches.end(stored_batches.target, "g", "lake", given_up.id)
+    assert stored_batches.last(1) is None
+    first = stored_batches.write(1, {"table": "a"})
+    assert stored_batches.last(1) == first
+    # It has no rows, and nothing tells that it is there.
+    stored_batches.write(1, None)
+    stored_batches.begin(1)
+    assert stored_batches.last(1) == first
+
+
+def test_a_sink_that_is_moved_has_no_last_batch(stored_batches: Stored) -> None:
+    stored_batches.write(1, {"table": "a"})
+    assert stored_batches.last(2) is None
+    stored_batches.write(2, None)
+    assert stored_batches.last(2) is None
+    again = stored_batches.write(2, {"table": "b"})
+    assert stored_batches.last(2) == again
+
+
+def test_the_last_batch_is_of_the_former_destination_too(stored_batches: Stored) -> None:
+    former = stored_batches.write(1, {"table": "a"}, "delta path a")
+    stored_batches.begin(1, "delta path b")
+    assert stored_batches.last(1) == former
+
+
+def test_another_source_does_not_excuse_the_destination(stored_batches: Stored) -> None:
+    """Its snapshots were compared with those of the former one, so the sink goes on."""
+    last = stored_batches.write(1, {"table": "a"})
+    stored_batches.target.execute(
+        "insert into relay.groups (group_id, system_identifier, timeline) values ('g', '1', 1)"
+    )
+    groups.follow(stored_batches.target, "g", "1", 2, "1 0/1 history", reset=False)
+    assert stored_batches.last(2) == last
+
+
+def test_a_batch_of_a_former_edition_tells_nothing_but_its_number(stored_batches: Stored) -> None:
+    last = stored_batches.write(1, {"table": "a"})
+    target = stored_batches.target
+    target.execute("update relay.spark_batches set last_epoch = null, last_batch = null")
+    assert stored_batches.last(1) == LastBatch(last.application, last.number)
+    assert stored_batches.last(2) is None
+    spark_batches.adopt(target, "g", "lake", 1, last)
+    assert stored_batches.last(1) == last
+    # One that is open says nothing of the one before.
+    target.execute("update relay.spark_batches set last_epoch = null, last_batch = null")
+    stored_batches.begin(1)
+    target.execute("update relay.spark_batches set last_epoch = null")
+    assert stored_batches.last(1) is None
+
+
 # A sink at work
 
 
@@ -671,6 +766,7 @@ def assert_down(outbox: Outbox, settings: Settings) -> None:
     assert fault(outbox).startswith("handlers.lake: ")
     assert "it lacks batch " in fault(outbox)
     assert complete_before(outbox) is None
+    assert completeness.is_lost(outbox.conn, "default", "lake")
     (listed_sink,) = listed(settings)
     assert listed_sink.state == "down"
     found = list(incomplete(read(settings), datetime(2000, 1, 1, tzinfo=UTC), ["lake"]))
@@ -707,6 +803,7 @@ def test_a_sink_whose_destination_is_lost_is_down_until_it_is_brought_back(
             publish(outbox, 3)
         outbox.wait_delivered("lake")
         wait_until(lambda: complete_before(outbox) is not None and not fault(outbox))
+        assert not completeness.is_lost(outbox.conn, "default", "lake")
     assert work.ids() == stored_ids(outbox)
 
 
@@ -732,6 +829,7 @@ def test_a_lost_destination_is_written_again_by_a_rebuild(
         publish(outbox, 4)
         outbox.wait_delivered("lake")
         wait_until(lambda: complete_before(outbox) is not None and not fault(outbox))
+        assert not completeness.is_lost(outbox.conn, "default", "lake")
     assert work.ids() == stored_ids(outbox)
 
 

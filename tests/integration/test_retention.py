@@ -21,12 +21,14 @@ from relay.admin.retention import erase, partition, partition_new
 from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
 from relay.faults import ConfigurationError
+from relay.model.snapshots import Snapshot
 from relay.retention.partitions import partitions
 from relay.retention.schedule import Schedule
 from relay.service import Service
 from relay.spark.data_source import register
 from relay.spark.session import Session
-from relay.store import migrations
+from relay.store import completeness, migrations
+from relay.store.completeness import Completeness
 from relay.store.connections import connect
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
@@ -484,6 +486,13 @@ def test_an_archive_holds_everything_until_it_has_written_it(kept: Outbox, tmp_p
     turn(archived, days=30)
     assert kept.value("select count(*) from outbox_message_t") == 50
     kept.conn.execute("update relay.sinks set snapshot = pg_current_snapshot() where sink = 'lake'")
+    # What it has written is gone: the outbox has the only copy.
+    completeness.expect(kept.conn, "default", ["lake"])
+    completeness.withdraw(kept.conn, "default", "lake")
+    turn(archived, days=30)
+    assert kept.value("select count(*) from outbox_message_t") == 50
+    seen = Snapshot.parse(str(kept.value("select pg_current_snapshot()::text")))
+    completeness.note(kept.conn, "default", "lake", seen, Completeness(seen, None))
     turn(archived, days=30)
     assert kept.value("select count(*) from outbox_message_t") == 0
     assert not [each for each in examine(archived) if each.subject == "retention"]
