@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -497,6 +498,46 @@ def test_an_iceberg_table_that_is_renamed_with_the_configuration_is_the_same(
     with pytest.raises(LostDestination, match="there is no table"):
         sink.require()
     sink.require(table="shop.orders")
+
+
+# The present state
+
+
+@pytest.mark.parametrize("kind", ["delta", "iceberg"])
+def test_a_merge_begins_no_table_in_the_middle(tmp_path: Path, kind: str) -> None:
+    """A table that was dropped had the keys of the next batch alone, with no word of the others."""
+    sink = delta(tmp_path) if kind == "delta" else iceberg(tmp_path)
+    merging: Any = sink.writer(mode="upsert", key=["id"])
+    session: Any = LocalSession()
+
+    def merge(number: int, is_first: bool) -> LastBatch:
+        columns = {"c_offset": [number], "xid": [number], "relay_deleted": [False]}
+        rows = pa.table({"id": [f"k{number}"], **columns})
+        batch = BatchId(
+            sink.application,
+            number,
+            str(uuid4()),
+            f"{number + 1}:{number + 1}:",
+            None,
+            f"{number}:{number}:",
+            is_first,
+        )
+        merging.merge(rows, batch, *([session] if kind == "iceberg" else []))
+        last = LastBatch(sink.application, number, batch.id, merging.kind)
+        return replace(last, facts=merging.left(NONE, last, None))
+
+    merge(1, True)
+    last = merge(2, False)
+    require_last(merging, "lake", NONE, last)
+    if kind == "delta":
+        move_away(tmp_path / "lake")
+    else:
+        load_catalog("relay", **sink.settings["options"]).drop_table("shop.events")
+    with pytest.raises(LostDestination, match="there is no table"):
+        require_last(merging, "lake", NONE, last)
+    with pytest.raises(LostDestination, match="there is no table"):
+        merge(3, False)
+    merge(3, True)
 
 
 # PostgreSQL
