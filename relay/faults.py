@@ -294,11 +294,27 @@ TRANSIENT_SQLSTATES = frozenset(
 )
 TRANSIENT_CLASSES = (
     "08",  # connection exceptions
-    "53",  # insufficient resources
+    "53",  # insufficient resources, but for a fixed limit
     "57P",  # operator intervention: shutdown, crash, cannot connect now
     "58",  # system error outside PostgreSQL: I/O
     "XX",  # internal error, corrupted data or index
 )
+_FIXED_LIMIT = "53400"
+"""A limit of the configuration, such as `temp_file_limit`: what exceeds it once exceeds it again."""
+_MAY_BE_OF_ONE = frozenset(
+    {
+        "25P03",  # idle-in-transaction timeout: the handler pauses
+        "25P04",  # transaction timeout
+        "53200",  # out of memory, or of the locks that max_locks_per_transaction allows
+        "55P03",  # lock timeout
+        "57014",  # statement timeout, or cancelled by an administrator
+        "XX000",  # internal error, as extensions raise it
+    }
+)
+"""Transient states that a single transaction may cause whenever it is applied."""
+_ENDS_SESSION = frozenset({"25P03", "25P04"})
+_RAISED_BY_USERS = "exec_stmt_raise"
+"""The server's function that runs RAISE: the SQLSTATE is a choice of whoever wrote the trigger."""
 
 
 _OUTAGE_ERRNOS = frozenset(
@@ -406,7 +422,26 @@ def _is_outage_of(error: BaseException) -> bool:
 
 
 def _is_transient_state(state: str) -> bool:
+    if state == _FIXED_LIMIT:
+        return False
     return state in TRANSIENT_SQLSTATES or state.startswith(TRANSIENT_CLASSES)
+
+
+def ends_session(error: BaseException) -> bool:
+    """Return whether the server has ended the session since its transaction took too long: no savepoint is left."""
+    return isinstance(error, psycopg.Error) and error.sqlstate in _ENDS_SESSION
+
+
+def may_be_of_one(error: BaseException) -> bool:
+    """Return whether a transient fault of the target may belong to the transaction: it comes again for that one.
+
+    A server that is away, ends, or has no connection or disk left is an outage, whatever it was doing.
+    """
+    if isinstance(error, StatementTimeout):
+        return True
+    if not isinstance(error, psycopg.Error) or _database_action(error) is not FaultAction.RETRY:
+        return False
+    return error.sqlstate in _MAY_BE_OF_ONE or error.diag.source_function == _RAISED_BY_USERS
 
 
 def _wrapped(error: BaseException) -> list[BaseException]:

@@ -393,3 +393,38 @@ async def write_down_batch(deliveries: Deliveries) -> None:
     for each in _without_some(deliveries):
         await write_down(each)
         _raise_at_random()
+
+
+def hurt(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Like `record`, but what `aggregate_id` names happens: a limit of the session, a lock, an error that is raised."""
+    for event in transaction.events:
+        match str(event.aggregate_id).split():
+            case ["pause"]:
+                time.sleep(0.8)
+            case ["pause", "once"]:
+                with psycopg.connect(cursor.connection.info.dsn, autocommit=True) as conn:
+                    first = conn.execute("select nextval('pauses') = 1").fetchone()
+                time.sleep(0.8 if first == (True,) else 0)
+            case ["statement"]:
+                cursor.execute("select pg_sleep(5)")
+            case ["temporary"]:
+                cursor.execute(
+                    "select count(*) from (select generate_series(1, 1000000) order by 1 desc offset 0) s"
+                )
+            case ["lock"]:
+                cursor.execute("select from held for update")
+            case ["raise", state]:
+                cursor.execute(
+                    f"do $$ begin raise exception 'no' using errcode = '{state}'; end $$"
+                )
+    record(transaction, cursor)
+
+
+def always_later(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    """Ask for another attempt, soon."""
+    raise RetryLater("not yet", after=0.1)
+
+
+def refuse_always(delivery: Delivery) -> None:
+    """A function sink that fails."""
+    raise ValueError("never")

@@ -19,7 +19,7 @@ import psycopg
 
 from relay.config.handlers import PythonHandler, QueueHandler
 from relay.config.settings import Settings
-from relay.faults import Braked, RelayError, TooLarge, timed_out
+from relay.faults import Braked, RelayError, TooLarge
 from relay.model.batch import DeadLetterReport, Range, Task, TaskOutcome, Work
 from relay.model.dispositions import (
     APPLIED,
@@ -34,7 +34,7 @@ from relay.model.trace_context import Traced, TraceRecord
 from relay.model.transactions import Mask, Transactions
 from relay.pipeline.deferral import DeferralRules
 from relay.pipeline.failure_limit import FailureLimit, store_streaks
-from relay.pipeline.handling import HandlerFailed, HandlerRunner, HandlingMode, reason_of
+from relay.pipeline.handling import HandlerFailed, HandlerRunner, HandlingMode, Trial, reason_of
 from relay.pipeline.ranges import RangeReader, is_early, last_positions
 from relay.pipeline.routing import Assignment, BatchRouter, chooser
 from relay.pipeline.settlement import Settlement, Unsettled
@@ -148,18 +148,18 @@ class Applier:
             outcome = self._by_mode(partial(self._attempt, task), guarded)
         return replace(outcome, seconds=job.seconds) if job.seconds else outcome
 
-    def _by_mode(self, attempt: Callable[[HandlingMode], Done], guarded: bool) -> Done:
-        """Call `attempt` with TOGETHER; if an event may be at fault, again with a mode that isolates it."""
+    def _by_mode(self, attempt: Callable[[Trial], Done], guarded: bool) -> Done:
+        """Call `attempt` with TOGETHER; if an event may be at fault, again in ways that isolate it."""
+        trial = Trial(HandlingMode.GUARDED if guarded else HandlingMode.TOGETHER)
         try:
-            if guarded:
-                return attempt(HandlingMode.GUARDED)
-            try:
-                return attempt(HandlingMode.TOGETHER)
-            except Exception as error:
-                if not self._handler_runner.can_isolate(error):
-                    raise
-                mode = HandlingMode.HALVED if timed_out(reason_of(error)) else HandlingMode.ISOLATED
-            return attempt(mode)
+            while True:
+                try:
+                    return attempt(trial)
+                except Exception as error:
+                    following = self._handler_runner.following(trial, error)
+                    if following is None:
+                        raise
+                trial = following
         except HandlerFailed as failure:
             raise reason_of(failure) from None
         except Braked as error:
@@ -168,23 +168,23 @@ class Applier:
                     _report_sample(error)
             raise
 
-    def _attempt(self, task: Work, mode: HandlingMode) -> TaskOutcome:
+    def _attempt(self, task: Work, trial: Trial) -> TaskOutcome:
         began = time.time_ns()
         try:
-            outcome = self._commit(task, mode)
+            outcome = self._commit(task, trial)
         except TooLarge:
             if not isinstance(task, Range) or task.by_reference:
                 raise
-            outcome = self._commit(self._ranges.by_reference(task), mode)
+            outcome = self._commit(self._ranges.by_reference(task), trial)
         if outcome.trace_record is None:
             return outcome
         return replace(outcome, trace_record=outcome.trace_record.since(began))
 
-    def _commit(self, task: Work, mode: HandlingMode) -> TaskOutcome:
+    def _commit(self, task: Work, trial: Trial) -> TaskOutcome:
         with self._pool.transaction() as conn:
             self.active_jobs.enters(conn)
             if isinstance(task, Range):
-                return self._apply_range(conn, task, mode)
+                return self._apply_range(conn, task, trial)
             locked = offsets.lock(
                 conn, self._group, task.partitions, task.transactions.distinct_hosts
             )
@@ -199,7 +199,7 @@ class Applier:
                 return TaskOutcome(task.partitions, skipped=task.events, reached=reached)
             limit = FailureLimit(self._limits, self._own(locked.streaks))
             declared = self._queues.at(conn, locked.queues)
-            delivered = self._deliver(conn, fresh, locked.holding, mode, limit, declared)
+            delivered = self._deliver(conn, fresh, locked.holding, trial, limit, declared)
             moved = advances(fresh, task.touched)
             noted = None
             if locked.last is not None:
@@ -214,7 +214,7 @@ class Applier:
             outcome if self._durable else replace(outcome, reached=_reached_lsns(positions, moved))
         )
 
-    def _apply_range(self, conn: Connection, task: Range, mode: HandlingMode) -> TaskOutcome:
+    def _apply_range(self, conn: Connection, task: Range, trial: Trial) -> TaskOutcome:
         """Claim the partitions, read and apply what is new to them in the range, and move them to its end."""
         positions = offsets.claim(conn, self._group, task.partitions)
         if positions is None or is_early(task, positions):
@@ -243,7 +243,7 @@ class Applier:
             locked = offsets.lock(conn, self._group, list(lower_bounds), hosts)
             limit = FailureLimit(self._limits, self._own(locked.streaks))
             declared = self._queues.at(conn, locked.queues)
-            all_delivered.append(self._deliver(conn, left, locked.holding, mode, limit, declared))
+            all_delivered.append(self._deliver(conn, left, locked.holding, trial, limit, declared))
         ends = last_positions(task, lower_bounds)
         offsets.polled(conn, self._group, positions, ends, task.upto, self._durable)
         return _outcome(task, events, 0, all_delivered, count)
@@ -257,7 +257,7 @@ class Applier:
         conn: Connection,
         transactions: Transactions,
         holding: set[str],
-        mode: HandlingMode,
+        trial: Trial,
         limit: FailureLimit,
         declared: Declared | None,
     ) -> _Delivered:
@@ -266,7 +266,7 @@ class Applier:
         dispositions, keys = self._deferral_rules.split(conn, assigned, holding)
         flowing = transactions.besides(dispositions)
         left = assigned.take(flowing) if dispositions else assigned
-        found = self._handler_runner.handle(conn, left, mode, {}, limit)
+        found = self._handler_runner.handle(conn, left, trial, {}, limit)
         braked = store_streaks(conn, self._group, self._limits, left, found, limit)
         dispositions |= {flowing[index]: disposition for index, disposition in found.items()}
         keys |= {
@@ -325,14 +325,14 @@ class Applier:
         with self._pool.connection() as conn:
             return deferred_due.times(conn, self._group)
 
-    def _retry_deferred(self, mode: HandlingMode) -> Redelivery:
+    def _retry_deferred(self, trial: Trial) -> Redelivery:
         began = time.time_ns()
-        found = self._retry(mode)
+        found = self._retry(trial)
         if found.trace_record is None:
             return found
         return found._replace(trace_record=found.trace_record.since(began))
 
-    def _retry(self, mode: HandlingMode) -> Redelivery:
+    def _retry(self, trial: Trial) -> Redelivery:
         limits = self._settings.batch
         with self._pool.transaction() as conn:
             self.active_jobs.enters(conn)
@@ -340,7 +340,7 @@ class Applier:
             stuck: set[str] = set()
             declared = self._queues.current(conn) if due else None
             found = [
-                self._redeliver(conn, run, mode, stuck, declared) for run in deferred_due.runs(due)
+                self._redeliver(conn, run, trial, stuck, declared) for run in deferred_due.runs(due)
             ]
         return Redelivery(
             sum(each.tried for each in found),
@@ -353,7 +353,7 @@ class Applier:
         self,
         conn: Connection,
         run: Sequence[DueTransaction],
-        mode: HandlingMode,
+        trial: Trial,
         stuck: set[str],
         declared: Declared | None,
     ) -> Redelivery:
@@ -383,7 +383,7 @@ class Applier:
         streaks = {} if dead_before else self._own(brakes.streaks(conn, self._group))
         limit = FailureLimit(failure_limits, streaks, defers=True)
         assigned = self._router.route(transactions, declared)
-        dispositions = self._handler_runner.handle(conn, assigned, mode, histories, limit)
+        dispositions = self._handler_runner.handle(conn, assigned, trial, histories, limit)
         if not dead_before:
             for fault in store_streaks(
                 conn, self._group, failure_limits, assigned, dispositions, limit

@@ -6,6 +6,8 @@ The cause is then the handler or its environment (a dropped column, expired cred
 from __future__ import annotations
 
 import logging
+import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
@@ -25,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _SUCCESSES_OF_ONE = 20
 """How many successes weigh as much as one dead letter where the limit is `gradual`."""
+_MOST_IN_A_ROW = 10
+"""After so many faults of the target in a row, no other transaction of the handler is worth a time-out."""
 
 
 class FailureLimit:
@@ -45,6 +49,7 @@ class FailureLimit:
         """
         self.streaks = streaks
         self.defers = defers
+        self.began = time.monotonic()
         self._gradual = gradual
         self.stopped: dict[str, str] = {}
         self._described: dict[str, str] = {}
@@ -57,9 +62,22 @@ class FailureLimit:
         self._counts: dict[str, tuple[str, float]] = {
             name: (each.fault, each.deaths) for name, each in self.streaks.items()
         }
+        self._of_target: Counter[str] = Counter()
+
+    def failed(self, handler: str) -> None:
+        """Count a transaction that a handler could not apply for a fault of the target, such as a time-out."""
+        self._of_target[handler] += 1
+
+    def gives_up(self, handlers: Iterable[str]) -> bool:
+        """Whether one of the handlers has had such faults with many transactions in a row."""
+        return bool(self._of_target) and any(
+            self._of_target[each] >= _MOST_IN_A_ROW for each in handlers
+        )
 
     def succeeded(self, handlers: Iterable[str]) -> None:
         """End, or shorten, the streaks of handlers that have succeeded; those that were stopped go on."""
+        for handler in handlers if self._of_target else ():
+            self._of_target.pop(handler, None)
         if not (self._counts or self.stopped):
             return
         with self._lock:

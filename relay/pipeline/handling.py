@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
 from secrets import token_hex
@@ -16,7 +17,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from relay import handlers
-from relay.config.handlers import PythonHandler, QueueHandler
+from relay.config.handlers import PythonHandler, QueueHandler, RetrySettings
 from relay.config.settings import Settings
 from relay.event_types.registry import registered
 from relay.event_types.upcasting import Upcasting
@@ -28,6 +29,8 @@ from relay.faults import (
     TransientFault,
     action_for,
     describe,
+    ends_session,
+    may_be_of_one,
     timed_out,
     transaction_ended,
 )
@@ -61,11 +64,15 @@ Histories = Mapping[int, AttemptHistory]
 
 
 class HandlerFailed(Exception):
-    """A handler raised; the reason is the cause."""
+    """A handler raised; the reason is the cause.
+
+    `suspect` is the name of the transaction if it was tried alone.
+    """
 
     def __init__(self, handler: handlers.Handler) -> None:
         super().__init__(handler.name)
         self.handler = handler
+        self.suspect: str | None = None
 
 
 class HandlingMode(Enum):
@@ -77,8 +84,18 @@ class HandlingMode(Enum):
     """Under a savepoint; a range that fails is halved until single transactions fail."""
     HALVED = auto()
     """ISOLATED, but halved at once, since the whole range is known to time out."""
+    ALONE = auto()
+    """One transaction at a time, since the session ends with one of them."""
     GUARDED = auto()
-    """One transaction at a time, each under a note that remains if the process crashes."""
+    """ALONE, each under a note that remains if the process crashes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How a task is tried, and the transactions that are not, by name: with each of them a session has ended."""
+
+    mode: HandlingMode
+    known: Mapping[str, HandlerFailed] = field(default_factory=dict)
 
 
 def build(settings: Settings, queues: DeclaredQueues) -> dict[str, handlers.Handler]:
@@ -116,11 +133,12 @@ class HandlerRunner:
             for name, each in settings.handlers.items()
             if isinstance(each, PythonHandler)
         }
-        self._may_hold = {
-            name
+        self._unlimited = {
+            name: RetryPolicy(name, RetrySettings())
             for name in self._transactional
-            if name in self._defers or settings.handlers[name].blocks_key
+            if name not in self._defers
         }
+        self._succeeded_at: dict[str, float] = {}
         self._losses: Counter[str] = Counter()
         self._drops = DropLog(log)
         self.active_jobs = ActiveJobs()
@@ -150,13 +168,27 @@ class HandlerRunner:
         """The notes of guarded tasks; opened with the first one."""
         return suspects.Suspects(self._settings, self._connections)
 
-    def can_isolate(self, error: BaseException) -> bool:
-        """Whether another mode than TOGETHER can find the transactions that have caused `error`."""
-        reason = reason_of(error)
-        if action_for(reason) is FaultAction.DEAD_LETTER or self._is_deferred(error):
-            return True
-        # Fewer transactions may not time out.
-        return isinstance(error, HandlerFailed) and timed_out(reason)
+    def following(self, trial: Trial, error: BaseException) -> Trial | None:
+        """The trial that may find the transactions which have caused `error`; None without one.
+
+        Where a session ends with a transaction, that one is left out once it has failed alone: the commit without it
+        shows that the target answers for the others.
+        """
+        reason, known = reason_of(error), trial.known
+        if not ends_session(reason):
+            if trial.mode is not HandlingMode.TOGETHER or not self._can_isolate(error):
+                return None
+            slow = timed_out(reason)
+            return Trial(HandlingMode.HALVED if slow else HandlingMode.ISOLATED, known)
+        if trial.mode not in (HandlingMode.ALONE, HandlingMode.GUARDED):
+            return Trial(HandlingMode.ALONE, known)
+        if not isinstance(error, HandlerFailed) or error.suspect in {None, *known}:
+            return None
+        return Trial(trial.mode, {**known, str(error.suspect): error})
+
+    def _can_isolate(self, error: BaseException) -> bool:
+        """Whether savepoints can find the transactions that have caused `error`."""
+        return action_for(reason_of(error)) is FaultAction.DEAD_LETTER or self._is_deferred(error)
 
     def _is_deferred(self, error: BaseException) -> bool:
         return isinstance(error, HandlerFailed) and self._is_retried(
@@ -165,6 +197,8 @@ class HandlerRunner:
 
     def _is_retried(self, handler: str, error: BaseException) -> bool:
         """Whether a fault of a handler defers its transaction, and does not let the whole task fail or die."""
+        if may_be_of_one(error):
+            return True
         policy = self._defers.get(handler)
         if policy is None:
             return False
@@ -177,7 +211,7 @@ class HandlerRunner:
         self,
         conn: Connection,
         assigned: Assignment,
-        mode: HandlingMode,
+        trial: Trial,
         histories: Histories,
         limit: FailureLimit,
     ) -> Dispositions:
@@ -194,20 +228,17 @@ class HandlerRunner:
         deliverable = assigned.take(indices) if refused else assigned
         known = {new: histories[old] for new, old in enumerate(indices) if old in histories}
         # With TOGETHER all transactions are applied or none, so that none can be blocked.
-        holds = mode is not HandlingMode.TOGETHER and not self._may_hold.isdisjoint(
-            deliverable.parts
-        )
-        if not (holds or limit.defers):
-            found = self._run(conn, deliverable, mode, limit)
+        if trial.mode is HandlingMode.TOGETHER and not limit.defers:
+            found = self._run(conn, deliverable, trial, limit)
         else:
-            found = self._apply_reliable(conn, deliverable, mode, known, limit)
+            found = self._apply_reliable(conn, deliverable, trial, known, limit)
         return dispositions | {indices[index]: disposition for index, disposition in found.items()}
 
     def _apply_reliable(
         self,
         conn: Connection,
         assigned: Assignment,
-        mode: HandlingMode,
+        trial: Trial,
         histories: Histories,
         limit: FailureLimit,
     ) -> Dispositions:
@@ -221,7 +252,7 @@ class HandlerRunner:
                 known = {new: histories[old] for new, old in enumerate(indices) if old in histories}
             limit.begin()
             with conn.transaction(_savepoint()) as savepoint:
-                found = self._with_retries(self._run(conn, rest, mode, limit), known, limit)
+                found = self._with_retries(self._run(conn, rest, trial, limit), known, limit)
                 blocked = self._blocked(rest, found)
                 found |= blocked
                 if blocked:
@@ -239,23 +270,45 @@ class HandlerRunner:
             before = histories.get(index, NEW)
             if isinstance(failed, RetryLater):
                 dispositions[index] = replace(failed, attempts=before.attempts + 1)
-            elif isinstance(failed, DeadLetter) and failed.handler in self._defers:
+            elif (
+                isinstance(failed, DeadLetter)
+                and failed.handler is not None
+                and (failed.handler in self._defers or may_be_of_one(failed.error))
+            ):
                 dispositions[index] = self._disposition_of(
                     failed.handler, failed.error, before, limit
                 )
+            elif isinstance(failed, DeadLetter) and failed.handler is not None:
+                dispositions[index] = replace(failed, attempts=before.attempts + 1)
         return dispositions
 
     def _disposition_of(
         self, handler: str, error: BaseException, before: AttemptHistory, limit: FailureLimit
     ) -> Failed:
+        policy = self._defers.get(handler) or self._unlimited[handler]
+        if may_be_of_one(error) and not self._is_proven(handler, before, limit):
+            after = policy.wait_uncounted(error, before)
+            return RetryLater(handler, error, after, before.attempts)
         attempts = before.attempts + 1
         blocks_key = self._settings.handlers[handler].blocks_key
-        disposition = self._defers[handler].disposition_of(error, attempts, before, blocks_key)
+        disposition = policy.disposition_of(error, attempts, before, blocks_key)
         # The failure limit has counted other dead letters when they happened.
         exhausted = isinstance(disposition, DeadLetter) and self._is_retried(handler, error)
         if exhausted and limit.defers and limit.stops_late(handler, error):
             return RetryLater(handler, error, LONGEST_WAIT_SECONDS, attempts)
         return disposition
+
+    def _is_proven(self, handler: str, before: AttemptHistory, limit: FailureLimit) -> bool:
+        """Whether a fault of the target is the transaction's: the handler has applied others since it first failed.
+
+        Otherwise it may be one of all, such as a lock on a table of the handler, and the attempt does not count.
+        """
+        since = limit.began if before.since is None else before.since
+        return before.attempts > 0 or self._succeeded_at.get(handler, 0.0) >= since
+
+    def _note_success(self, names: Iterable[str]) -> None:
+        now = time.monotonic()
+        self._succeeded_at.update(dict.fromkeys(names, now))
 
     def _blocked(self, assigned: Assignment, dispositions: Dispositions) -> Dispositions:
         """The transactions that an earlier one of `dispositions` blocks, since it holds one of their keys."""
@@ -272,21 +325,36 @@ class HandlerRunner:
         return blocked
 
     def _run(
-        self, conn: Connection, assigned: Assignment, mode: HandlingMode, limit: FailureLimit
+        self, conn: Connection, assigned: Assignment, trial: Trial, limit: FailureLimit
     ) -> Dispositions:
-        match mode:
+        match trial.mode:
             case HandlingMode.TOGETHER:
                 self._call(conn, assigned.parts)
+                self._note_success(assigned.parts)
                 return {}
             case HandlingMode.ISOLATED:
                 return self._isolated(conn, assigned, limit, len(assigned))
             case HandlingMode.HALVED:
                 return self._isolated(conn, assigned, limit, max(1, len(assigned) // 2))
+            case HandlingMode.ALONE:
+                return self._alone(conn, assigned, limit, trial)
             case HandlingMode.GUARDED:
-                return self._guarded(conn, assigned, limit)
-        assert_never(mode)
+                return self._guarded(conn, assigned, limit, trial)
+        assert_never(trial.mode)
 
-    def _guarded(self, conn: Connection, assigned: Assignment, limit: FailureLimit) -> Dispositions:
+    def _alone(
+        self, conn: Connection, assigned: Assignment, limit: FailureLimit, trial: Trial
+    ) -> Dispositions:
+        """Apply one transaction at a time, but for those that are known to end the session."""
+        dispositions: Dispositions = {}
+        for index in range(len(assigned)):
+            one = self._isolated(conn, assigned.part(index, index + 1), limit, 1, trial)
+            dispositions.update((index, disposition) for disposition in one.values())
+        return dispositions
+
+    def _guarded(
+        self, conn: Connection, assigned: Assignment, limit: FailureLimit, trial: Trial
+    ) -> Dispositions:
         """Apply one transaction at a time, each under a note that remains if the process crashes."""
         dispositions: Dispositions = {}
         former: str | None = None
@@ -295,11 +363,14 @@ class HandlerRunner:
                 name = suspects.name_of(transaction)
                 if self._suspects.note_next(former, name, self._settings.crash_limit):
                     with self._suspects.in_flight(name):
-                        one = self._isolated(conn, assigned.part(index, index + 1), limit, 1)
+                        part = assigned.part(index, index + 1)
+                        one = self._isolated(conn, part, limit, 1, trial)
                     dispositions.update((index, disposition) for disposition in one.values())
                 else:
                     died = f"{self._settings.crash_limit} processes died while they handled it"
-                    dispositions[index] = DeadLetter(None, ProcessDied(died))
+                    dispositions[index] = DeadLetter(
+                        None, ProcessDied(died), self._settings.crash_limit
+                    )
                 former = name
         except BaseException:
             if former is not None:
@@ -312,18 +383,31 @@ class HandlerRunner:
         return dispositions
 
     def _isolated(
-        self, conn: Connection, assigned: Assignment, limit: FailureLimit, size: int
+        self,
+        conn: Connection,
+        assigned: Assignment,
+        limit: FailureLimit,
+        size: int,
+        trial: Trial | None = None,
     ) -> Dispositions:
         """Apply transactions in portions, each under a savepoint; returns the dispositions of those that failed alone.
 
         The first portion has `size` of them. After a failure the next one is half as large, after a success twice as
         large: one failure among n transactions costs about 2 log n attempts, n in a row cost about n.
+
+        Once a handler has had so many faults of the target in a row that no other attempt is worth its time, its
+        transactions are blocked: they are deferred without an attempt, and others go on.
         """
         dispositions: Dispositions = {}
         begin, most = 0, len(assigned)
         while begin < len(assigned):
             portion = assigned.part(begin, min(begin + size, len(assigned)))
-            failure = self._failure(conn, portion, limit)
+            if limit.gives_up(portion.parts):
+                if len(portion) == 1:
+                    dispositions[begin], begin = BLOCKED, begin + 1
+                size = 1
+                continue
+            failure = self._failure(conn, portion, limit, trial)
             if failure is None:
                 begin, size = begin + len(portion), min(size * 2, most)
             elif len(portion) == 1:
@@ -338,17 +422,24 @@ class HandlerRunner:
         return dispositions
 
     def _failure(
-        self, conn: Connection, portion: Assignment, limit: FailureLimit
+        self, conn: Connection, portion: Assignment, limit: FailureLimit, trial: Trial | None
     ) -> HandlerFailed | None:
         """Apply a portion under a savepoint; returns the fault if a smaller portion may not have it, else raises it."""
+        name = suspects.name_of(portion.transactions[0]) if len(portion) == 1 else None
+        known = trial.known.get(name) if trial is not None and name is not None else None
+        if known is not None and known.handler.name in portion.parts:
+            return known
         try:
             with conn.transaction(_savepoint()):
                 self._call(conn, portion.parts, check_constraints=True)
         except HandlerFailed as failure:
-            _require_open(conn, failure.handler, reason_of(failure))
-            if not self.can_isolate(failure):
+            reason = reason_of(failure)
+            _require_open(conn, failure.handler, reason)
+            failure.suspect = name
+            if ends_session(reason) or not self._can_isolate(failure):
                 raise
             return failure
+        self._note_success(portion.parts)
         limit.succeeded(portion.parts)
         return None
 
@@ -358,7 +449,7 @@ class HandlerRunner:
         """The disposition of a transaction that fails by itself; none once a handler has dropped it."""
         reason = reason_of(failure)
         if timed_out(reason):
-            raise HandlerFailed(failure.handler) from _too_slow(failure.handler)
+            reason = _too_slow(failure.handler)
         if isinstance(reason, psycopg.ProgrammingError):
             # If the statement has become invalid since the start, `check` raises: no event is at fault.
             failure.handler.check(conn)
@@ -367,6 +458,12 @@ class HandlerRunner:
             self._drops.note(name, reason, alone.transactions[0].transaction_id)
             limit.succeeded((name,))
             return self._isolated(conn, alone.without(name), limit, 1)
+        if may_be_of_one(reason):
+            if not self._settings.handlers[name].reliable:
+                self._note_loss(name, reason, alone.transactions[0].transaction_id)
+                return self._isolated(conn, alone.without(name), limit, 1)
+            limit.failed(name)
+            return {0: DeadLetter(name, reason)}
         if not self._is_deferred(failure) and limit.require(name, reason, alone.transactions[0]):
             return {0: RetryLater(name, reason, LONGEST_WAIT_SECONDS)}
         return {0: DeadLetter(name, reason, holds=self._settings.handlers[name].blocks_key)}
@@ -422,18 +519,22 @@ class HandlerRunner:
             if last and isinstance(reason, Drop):
                 self._drops.note(handler.name, reason, routed.transactions[0].transaction_id)
             elif last:
-                self._losses[handler.name] += 1
-                log.warning(
-                    "not applied, and not tried again: the handler is not reliable",
-                    extra={
-                        "handler": handler.name,
-                        "transaction_id": routed.transactions[0].transaction_id,
-                        "fault": describe(error),
-                        "losses": self._losses[handler.name],
-                    },
-                )
+                self._note_loss(handler.name, error, routed.transactions[0].transaction_id)
             return False
         return True
+
+    def _note_loss(self, name: str, error: BaseException, transaction_id: str | None) -> None:
+        """Tell of a transaction that a handler which is not reliable has failed on."""
+        self._losses[name] += 1
+        log.warning(
+            "not applied, and not tried again: the handler is not reliable",
+            extra={
+                "handler": name,
+                "transaction_id": transaction_id,
+                "fault": describe(error),
+                "losses": self._losses[name],
+            },
+        )
 
 
 def _savepoint() -> str:
@@ -453,11 +554,14 @@ def reason_of(error: BaseException) -> BaseException:
 
 
 def _cause(conn: Connection, error: Exception) -> Exception:
-    """The cause of a handler's fault: the loss of the connection, if it is lost; otherwise `error`."""
+    """The cause of a handler's fault: how the connection was lost, if it is lost; otherwise `error`."""
     if not conn.broken or (
         isinstance(error, psycopg.Error) and action_for(error) is FaultAction.RETRY
     ):
         return error
+    inner = error.__cause__ or error.__context__
+    if isinstance(inner, Exception) and ends_session(inner):
+        return inner
     lost = psycopg.OperationalError("the connection to the target is lost")
     lost.__cause__ = error
     return lost
