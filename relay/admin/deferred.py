@@ -172,7 +172,13 @@ class DeferredTransactions:
             if each.dead_transaction is None:
                 events = self._router.events(transaction)
                 new.append(
-                    NewDeadTransaction(events, sink or each.handler, error, each.undelivered)
+                    NewDeadTransaction(
+                        events,
+                        sink or each.handler,
+                        error,
+                        each.undelivered,
+                        attempts=each.attempts,
+                    )
                 )
             else:
                 replayed.append(each.dead_transaction)

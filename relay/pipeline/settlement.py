@@ -132,13 +132,14 @@ class Settlement:
         One that was replayed keeps its number.
         """
         new: dict[int, NewDeadTransaction] = {}
-        again: list[tuple[int, str | None, BaseException]] = []
+        again: list[tuple[int, str | None, BaseException, int]] = []
         for index, each in enumerate(unsettled):
             failure = each.disposition
             if not isinstance(failure, DeadLetter):
                 continue
             if each.due is not None and each.due.dead_transaction is not None:
-                again.append((each.due.dead_transaction, failure.handler, failure.error))
+                number = each.due.dead_transaction
+                again.append((number, failure.handler, failure.error, failure.attempts))
             else:
                 new[index] = self._new_dead(each, failure)
         if again:
@@ -162,7 +163,9 @@ class Settlement:
             (due is not None and due.undelivered)
             or isinstance(error, NotRouted | Undecodable | NotReceived)
         )
-        return NewDeadTransaction(events, failure.handler, error, undelivered, left_out)
+        return NewDeadTransaction(
+            events, failure.handler, error, undelivered, left_out, failure.attempts
+        )
 
     def _small(self, events: Iterable[Event], left_out: set[int]) -> Iterator[Event]:
         """Yield events, those above `source.max_event_bytes` without payload and metadata; adds their c_offsets.

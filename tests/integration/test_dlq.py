@@ -279,3 +279,29 @@ def test_a_blocked_key_is_released_by_replay_or_discard(outbox: Outbox) -> None:
         "discarded",
         "replayed",
     ]
+
+
+def test_a_dead_letter_says_how_often_it_was_tried(outbox: Outbox) -> None:
+    retry = {"on": "any", "attempts": 4, "wait": 0.1, "jitter": 0, "defer_after": 0.05}
+    settings = outbox.settings(
+        handlers={
+            "python": {
+                "type": "python",
+                "callable": "tests.callables:always_later",
+                "retry": retry,
+            },
+            "function": {
+                "type": "function",
+                "callable": "tests.callables:refuse_always",
+                "retry": retry,
+            },
+        },
+        routes=[{"handlers": ["python", "function"]}],
+    )
+    outbox.publish(host(1), event(1))
+    tried = "select attempts from relay.dead_letter_queue order by handler"
+    dead_letters = DeadLetters(settings, outbox.conn)
+    with relaying(settings):
+        wait_until(lambda: outbox.column(tried) == [4, 4])
+        assert len(dead_letters.replay(dead_letters.find(DeadLetterSelection()), "again")) == 2
+        wait_until(lambda: outbox.column(tried) == [8, 8])

@@ -60,7 +60,7 @@ ColumnValues = tuple[str | None, ...]
 DeadLetterRow = dict[str, str | None]
 """The fields of a dead event by the names in `STORED`, as PostgreSQL prints them."""
 
-_FACTS = ("group_id", "dead_transaction", "sink", "undelivered", "handler")
+_FACTS = ("group_id", "dead_transaction", "sink", "undelivered", "handler", "attempts")
 """The columns that all dead letters of a transaction have alike, as `_rows` writes them, but for the exception."""
 _TYPES: list[LiteralString] = [
     "text" if field in ID_FIELDS else SQL_TYPES.get(field, "jsonb")
@@ -89,9 +89,9 @@ _REFUSALS = (
 class NewDeadTransaction:
     """A business transaction to be dead-lettered.
 
-    `handler` is the one that failed; None if no route matched. `undelivered` says of one that could not be applied to
-    the target that no sink has received its events either. `by_reference` has the c_offsets of events whose payload and
-    metadata only the outbox has; it may grow while `events` are read.
+    `handler` is the one that failed, at the `attempts`-th attempt; None if no route matched. `undelivered` says of one
+    that could not be applied to the target that no sink has received its events either. `by_reference` has the
+    c_offsets of events whose payload and metadata only the outbox has; it may grow while `events` are read.
     """
 
     events: Iterable[Event]
@@ -99,6 +99,7 @@ class NewDeadTransaction:
     error: BaseException
     undelivered: bool = False
     by_reference: Collection[int] = ()
+    attempts: int = 1
 
 
 class _NewDeadLetter(NamedTuple):
@@ -148,7 +149,8 @@ def _rows(
     group: str, sink: str, dead: Iterable[tuple[int, NewDeadTransaction]]
 ) -> Iterator[_NewDeadLetter]:
     for number, each in dead:
-        facts = (group, str(number), sink, "t" if each.undelivered else "f", each.handler)
+        undelivered = "t" if each.undelivered else "f"
+        facts = (group, str(number), sink, undelivered, each.handler, str(each.attempts))
         exception = exception_text(each.error)
         for event in each.events:
             values = tuple(event.text(field) for field in _FROM_EVENT.values())
@@ -421,21 +423,26 @@ def mark(
 
 
 def mark_dead_again(
-    conn: Connection, group: str, dead: Sequence[tuple[int, str | None, BaseException]]
+    conn: Connection, group: str, dead: Sequence[tuple[int, str | None, BaseException, int]]
 ) -> None:
-    """Set replayed transactions to dead again: the number of each, the handler that failed, and its error."""
-    numbers = [number for number, _, _ in dead]
-    exceptions = _writable(conn, [exception_text(error) for _, _, error in dead])
+    """Set replayed transactions to dead again.
+
+    `dead` has the number of each, the handler that failed, its error, and the attempts since the replay.
+    """
+    numbers, handlers, errors, attempts = zip(*dead, strict=True)
+    exceptions = _writable(conn, [exception_text(error) for error in errors])
     conn.execute(
         """
         update relay.dead_letter_queue as d
-           set status = 'dead', handler = again.handler, exception = again.exception, attempts = d.attempts + 1
-          from unnest(%s::bigint[], %s::text[], %s::text[]) as again (number, handler, exception)
+           set status = 'dead', handler = again.handler, exception = again.exception,
+               attempts = d.attempts + again.attempts
+          from unnest(%s::bigint[], %s::text[], %s::text[], %s::int[])
+               as again (number, handler, exception, attempts)
          where d.dead_transaction = again.number
         """,
-        (numbers, [handler for _, handler, _ in dead], exceptions),
+        ([*numbers], [*handlers], exceptions, [*attempts]),
     )
-    note(conn, group, numbers, "died again", None)
+    note(conn, group, [*numbers], "died again", None)
 
 
 def put_back(
