@@ -18,8 +18,14 @@ from contextlib import (
 )
 from typing import Any, Protocol
 
+from relay.client.adapters import own
 from relay.client.errors import WorkerError
-from relay.client.sessions import Statement, for_sqlalchemy
+from relay.client.sessions import (
+    Statement,
+    for_sqlalchemy,
+    require_sqlalchemy_transaction,
+)
+from relay.renewal import renew_sessions
 
 
 class Link(Protocol):
@@ -78,7 +84,7 @@ def _nested(session: Any) -> Any:
 def _psycopg_fetch(session: Any, statement: Statement, text: str) -> list[str]:
     from psycopg.rows import tuple_row
 
-    with session.cursor(row_factory=tuple_row) as cursor:
+    with own(session.cursor(row_factory=tuple_row)) as cursor:
         rows = cursor.execute(statement.with_parameter("%s", "%"), (text,)).fetchall()
     return [row[0] for row in rows]
 
@@ -86,7 +92,7 @@ def _psycopg_fetch(session: Any, statement: Statement, text: str) -> list[str]:
 async def _psycopg_fetch_async(session: Any, statement: Statement, text: str) -> list[str]:
     from psycopg.rows import tuple_row
 
-    async with session.cursor(row_factory=tuple_row) as cursor:
+    async with own(session.cursor(row_factory=tuple_row)) as cursor:
         await cursor.execute(statement.with_parameter("%s", "%"), (text,))
         return [row[0] for row in await cursor.fetchall()]
 
@@ -264,6 +270,7 @@ class _SQLAlchemy(_Pooled):
         with self._pool.begin() as session, _leaving(session.invalidate):
             from sqlalchemy import text as clause
 
+            require_sqlalchemy_transaction(session)
             session.execute(clause(_ISOLATED))
             yield session
 
@@ -282,6 +289,7 @@ class _AsyncSQLAlchemy(_AsyncPooled):
         async with self._pool.begin() as session, _leaving_async(session.invalidate):
             from sqlalchemy import text as clause
 
+            await session.run_sync(require_sqlalchemy_transaction)
             await session.execute(clause(_ISOLATED))
             yield session
 
@@ -302,8 +310,7 @@ class _Django(_Pooled):
         from django.db import connections, transaction
 
         conn = connections[self._pool.alias]
-        # As Django does between two requests: a lost connection is opened again.
-        conn.close_if_unusable_or_obsolete()
+        renew_sessions()
         with _leaving(conn.close), transaction.atomic(using=conn.alias):
             with conn.cursor() as cursor:
                 cursor.execute(_ISOLATED)

@@ -127,6 +127,8 @@ def _of_sqlstate(code: str, error: BaseException, table: str) -> OutboxError | N
 def worker_error(error: BaseException, queue: str) -> WorkerError | None:
     """Return the error of a worker for a driver's error that no retry repairs; None for any other."""
     for each in _chain(error):
+        if isinstance(each, NotInTransaction):
+            return WorkerError(f"queue {queue}: {each}: what handlers change could not be undone")
         code = _sqlstate(each)
         if code in _UNUSABLE:
             return WorkerError(f"queue {queue}: {_UNUSABLE[code]}")
@@ -139,7 +141,24 @@ def worker_error(error: BaseException, queue: str) -> WorkerError | None:
             ) == "aclcheck_error"
             cure = ": grant the role relay_worker" if by_server else ""
             return WorkerError(f"queue {queue}: {text}{cure}")
+        refused = _refusal(each, code)
+        if refused is not None:
+            return WorkerError(f"queue {queue}: {refused}")
     return None
+
+
+def _refusal(error: BaseException, code: str | None) -> str | None:
+    """Return what a server, or its driver, says of a statement of the client that it will refuse each time; else None.
+
+    No outage has class 22 or 42. Nor has one that psycopg raises for a value which no adapter of it takes.
+    """
+    names = [(kind.__module__, kind.__name__) for kind in type(error).__mro__]
+    if code is None and ("psycopg", "ProgrammingError") in names:
+        return f"psycopg refuses a statement of relay: {type(error).__name__}"
+    if code is None or not code.startswith(("22", "42")):
+        return None
+    text = getattr(getattr(error, "diag", None), "message_primary", None) or type(error).__name__
+    return f"the server refuses a statement of relay: {text} (SQLSTATE {code})"
 
 
 def outage_of(error: BaseException) -> str:
@@ -189,6 +208,9 @@ def reader_error(error: BaseException, name: str) -> ReaderError | None:
             hint = getattr(diag or each, "message_hint", None) or getattr(each, "hint", None)
             text = getattr(diag, "message_primary", None) or str(each)
             return ReaderError(f"reader {name}: {text}{f': {hint}' if hint else ''}")
+        refused = _refusal(each, code)
+        if refused is not None:
+            return ReaderError(f"reader {name}: {refused}")
     return None
 
 

@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from relay.client.adapters import own_adapters
 from relay.client.errors import ReaderError, reader_error
 
 if TYPE_CHECKING:
@@ -62,13 +63,13 @@ class ReaderSession:
             "keepalives_interval": 5,
             "keepalives_count": 3,
         }
-        conn = psycopg.connect(
+        self._conn = psycopg.connect(
             self._dsn,
             autocommit=True,
             client_encoding="UTF8",
+            context=own_adapters(),
             **{each: value for each, value in options.items() if each not in given},
         )
-        self._conn = conn
         milliseconds = str(round(self._lease * 1000))
         settings = {
             "DateStyle": "ISO",
@@ -81,12 +82,15 @@ class ReaderSession:
             "statement_timeout": str(_LONGEST_STATEMENT_SECONDS * 1000),
             "tcp_user_timeout": milliseconds,
         }
-        conn.execute(
+        self.execute(
             "select pg_catalog.set_config(s.name, s.value, false) "
             "from unnest(%s::text[], %s::text[]) as s (name, value)",
             (list(settings), list(settings.values())),
         )
-        if int(self.value("select pg_catalog.pg_backend_pid()") or 0) != conn.info.backend_pid:
+        if (
+            int(self.value("select pg_catalog.pg_backend_pid()") or 0)
+            != self._conn.info.backend_pid
+        ):
             raise ReaderError(
                 f"reader {self._name}: a pooler is between this process and the server, and a reader needs a session: "
                 "give the address of the server"

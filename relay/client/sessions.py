@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from relay.client.adapters import own
 from relay.client.errors import NotInTransaction, UnknownSession
 
 Read = Callable[[Any], Any]
@@ -193,26 +194,23 @@ def _refuse(what: str) -> None:
 
 def _psycopg(conn: Any, statement: Statement, text: str, read: Read = _rows) -> Any:
     _require_psycopg_transaction(conn)
-    return read(conn.execute(statement.with_parameter("%s", "%"), (text,)))
+    return read(own(conn.cursor()).execute(statement.with_parameter("%s", "%"), (text,)))
 
 
 def _psycopg_cursor(cursor: Any, statement: Statement, text: str, read: Read = _rows) -> Any:
-    _require_psycopg_transaction(cursor.connection)
-    return read(cursor.execute(statement.with_parameter("%s", "%"), (text,)))
+    return _psycopg(cursor.connection, statement, text, read)
 
 
 async def _psycopg_async(conn: Any, statement: Statement, text: str, read: Read = _rows) -> Any:
     _require_psycopg_transaction(conn)
-    found = read(await conn.execute(statement.with_parameter("%s", "%"), (text,)))
+    found = read(await own(conn.cursor()).execute(statement.with_parameter("%s", "%"), (text,)))
     return await found if hasattr(found, "__await__") else found
 
 
 async def _psycopg_async_cursor(
     cursor: Any, statement: Statement, text: str, read: Read = _rows
 ) -> Any:
-    _require_psycopg_transaction(cursor.connection)
-    found = read(await cursor.execute(statement.with_parameter("%s", "%"), (text,)))
-    return await found if hasattr(found, "__await__") else found
+    return await _psycopg_async(cursor.connection, statement, text, read)
 
 
 def _require_psycopg_transaction(conn: Any) -> None:
@@ -229,7 +227,7 @@ def _sqlalchemy_session(session: Any, statement: Statement, text: str, read: Rea
 def _sqlalchemy_connection(conn: Any, statement: Statement, text: str, read: Read = _rows) -> Any:
     from sqlalchemy import text as clause
 
-    _require_sqlalchemy_transaction(conn)
+    require_sqlalchemy_transaction(conn)
     return read(conn.execute(clause(for_sqlalchemy(statement)), {"events": text}))
 
 
@@ -313,7 +311,7 @@ async def _sqlalchemy_async_connection(
 ) -> Any:
     from sqlalchemy import text as clause
 
-    await conn.run_sync(_require_sqlalchemy_transaction)
+    await conn.run_sync(require_sqlalchemy_transaction)
     return read(await conn.execute(clause(for_sqlalchemy(statement)), {"events": text}))
 
 
@@ -326,7 +324,10 @@ def for_sqlalchemy(statement: Statement) -> str:
     return Statement(*escaped).with_parameter(":events")
 
 
-def _require_sqlalchemy_transaction(conn: Any) -> None:
+def require_sqlalchemy_transaction(session: Any) -> None:
+    """Raise NotInTransaction for a session or connection whose begin, commit and rollback do nothing."""
+    is_session = callable(session.connection)
+    conn = session.connection() if is_session else session
     if getattr(conn.connection.dbapi_connection, "autocommit", False):
         _refuse("the connection has the isolation level AUTOCOMMIT")
 

@@ -43,6 +43,7 @@ from relay.client.messages import (
 from relay.client.outbox import Outbox
 from relay.client.sessions import Statement
 from relay.outcomes import Drop, RetryLater
+from relay.renewal import renew_sessions, renew_sessions_async
 
 log = logging.getLogger("relay.worker")
 
@@ -255,6 +256,7 @@ class Slot:
 
     def _call(self, message: Message, *session: Any) -> None:
         handler = self._handling.choose(message)
+        renew_sessions()
         with ExitStack() as stack:
             stack.enter_context(handling(self._handling.causing(message)))
             for each in self._handling.around:
@@ -330,7 +332,7 @@ class AsyncSlot:
         """Call the handler in a savepoint; returns the statement that ends the attempt, and its parameter."""
         try:
             async with (
-                asyncio.timeout(self._handling.deadline),
+                asyncio.timeout(self._handling.deadline) as limit,
                 self._link.savepoint(session),
             ):
                 await self._call(message, session)
@@ -338,8 +340,16 @@ class AsyncSlot:
         except BaseException as error:
             if _is_stopping(error):
                 raise
-            return self._handling.ending(message, error)
+            return self._handling.ending(message, self._ended(error, limit))
         return COMPLETE, _parameter(message)
+
+    def _ended(self, error: BaseException, limit: asyncio.Timeout) -> BaseException:
+        """Return what has ended a call: the deadline, if that has passed."""
+        if not (isinstance(error, TimeoutError) and limit.expired()):
+            return error
+        return TimeoutError(
+            f"the call took longer than its deadline of {self._handling.deadline:g} s"
+        )
 
     async def _lease(self, taken: Taken) -> Left | None:
         async with self._link.transaction() as session:
@@ -369,7 +379,8 @@ class AsyncSlot:
                     await self.execute(RELEASE, _parameter(message))
                     raise
                 if not message.is_lost:
-                    await self.execute(*self._handling.ending(message, error))
+                    ended = self._ended(error, limit)
+                    await self.execute(*self._handling.ending(message, ended))
             finally:
                 del self._handling.leased[_attempt(message)]
             left = _left(message, message.lease.is_completed)
@@ -377,6 +388,7 @@ class AsyncSlot:
 
     async def _call(self, message: Message, *session: Any) -> None:
         handler = self._handling.choose(message)
+        await renew_sessions_async()
         async with AsyncExitStack() as stack:
             stack.enter_context(handling(self._handling.causing(message)))
             for each in self._handling.around:

@@ -10,6 +10,7 @@ import logging
 import random
 from typing import Any
 
+from relay.client.adapters import own_adapters
 from relay.client.errors import outage_of
 from relay.client.idle import Idle, either
 from relay.client.outages import OutageLog
@@ -38,6 +39,7 @@ async def listen(dsn: str, queue: str, idle: Idle) -> None:
                 dsn,
                 autocommit=True,
                 prepare_threshold=None,
+                context=own_adapters(),
                 application_name=f"relay listener {queue}"[:63],
             )
             async with conn:

@@ -19,6 +19,7 @@ from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 from relay.faults import ConfigurationError
+from relay.renewal import renew_sessions
 
 
 def require_path(value: Any) -> str:
@@ -96,6 +97,7 @@ def contained(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*arguments: Any) -> Any:
         try:
+            renew_sessions()
             returned = function(*arguments)
         except Exception:
             raise

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from relay.config.imports import as_exception
 from relay.faults import describe
+from relay.renewal import renew_sessions, renew_sessions_async
 from relay.runtime.shielding import shielded
 from relay.runtime.threads import Thread, position_of
 
@@ -218,6 +219,7 @@ class LoopCalls:
     async def _call(self, call: Call) -> None:
         returned, error = None, None
         try:
+            await renew_sessions_async()
             returned = await self._function(call.argument)
         except BaseException as raised:
             error = raised
@@ -350,6 +352,7 @@ class ThreadCalls:
         if not call.is_over:
             self._idents[call] = get_ident()
             try:
+                renew_sessions()
                 returned = call.context.run(self._function, call.argument)
             except BaseException as raised:
                 error = raised

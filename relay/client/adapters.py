@@ -1,0 +1,34 @@
+"""psycopg's own adapters for the client's statements, whatever the application has registered for all connections."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+
+@cache
+def own_adapters() -> Any:
+    """Return a context of psycopg with the adapters that it comes with."""
+    from psycopg.adapt import AdaptersMap
+    from psycopg.postgres import register_default_adapters, types
+    from psycopg.types.array import register_array
+
+    class Context:
+        adapters = AdaptersMap(types=types)
+        connection = None
+
+    context = Context()
+    register_default_adapters(context)
+    for info in types:
+        if info.array_oid:
+            register_array(info, context)
+    return context
+
+
+def own(cursor: Any) -> Any:
+    """Give a cursor of the application's connection, for a statement of the client, texts as psycopg has them."""
+    from psycopg.types.string import StrDumper, TextLoader
+
+    cursor.adapters.register_dumper(str, StrDumper)
+    cursor.adapters.register_loader("text", TextLoader)
+    return cursor

@@ -1,0 +1,113 @@
+"""relay's statements mean the same whatever adapters the application has registered for all its connections.
+
+Global adapters have broken the statements of others in svinota/pyroute2#750 (list and dict), and libraries have broken
+applications by their own in procrastinate-org/procrastinate#113; psycopg/psycopg#541 asks for such adapters.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from relay.client.errors import ReaderError, WorkerError, reader_error, worker_error
+from tests.integration.test_workers import fill, is_empty
+from tests.outbox import Outbox, event, host
+
+REGISTER = """
+import sys
+import psycopg
+from psycopg.types.json import JsonbDumper
+from psycopg.types.string import StrDumper, TextLoader
+
+class Shouting(TextLoader):
+    def load(self, data):
+        return super().load(data).upper()
+
+class Whispering(StrDumper):
+    def dump(self, obj):
+        return super().dump(obj.lower())
+
+psycopg.adapters.register_dumper(list, JsonbDumper)
+psycopg.adapters.register_dumper(dict, JsonbDumper)
+psycopg.adapters.register_dumper(str, Whispering)
+psycopg.adapters.register_loader("text", Shouting)
+"""
+READS = """
+from relay.client.reader import subscribe
+for transaction in subscribe(sys.argv[1], "mail", start="beginning"):
+    print(next(iter(transaction.events)).payload["amount"], flush=True)
+    break
+"""
+WORKS = """
+from relay.client.worker import Worker
+worker = Worker(sys.argv[1], "mail", concurrency=1)
+
+@worker.handles()
+def handle(message, conn):
+    print(message.payload, flush=True)
+    worker.stop()
+
+worker.run_forever()
+"""
+PUBLISHES = """
+from relay.client import Event, Outbox
+with psycopg.connect(sys.argv[1]) as conn:
+    for session in (conn, conn.cursor()):
+        given = Event("order.placed", ("Order", "1"), payload={"Amount": "Ä"})
+        Outbox().publish(session, given, host_id="00000000-0000-4000-8000-000000000001")
+"""
+
+
+def run(tmp_path: Path, program: str, dsn: str) -> str:
+    (tmp_path / "program.py").write_text(REGISTER + program)
+    ran = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py"), dsn],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
+
+
+def test_a_reader_reads(outbox: Outbox, tmp_path: Path) -> None:
+    outbox.publish(host(1), event(7))
+    assert run(tmp_path, READS, outbox.dsn) == "7"
+
+
+def test_a_worker_works(outbox: Outbox, tmp_path: Path) -> None:
+    fill(outbox, "Mixed")
+    assert run(tmp_path, WORKS, outbox.dsn) == "Mixed"
+    assert is_empty(outbox)
+
+
+def test_a_publisher_publishes(outbox: Outbox, tmp_path: Path) -> None:
+    run(tmp_path, PUBLISHES, outbox.dsn)
+    assert outbox.column("select payload ->> 'Amount' from outbox_message_t") == ["Ä", "Ä"]
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        psycopg.errors.UndefinedFunction("operator does not exist"),
+        psycopg.errors.InvalidTextRepresentation("invalid input syntax"),
+        psycopg.ProgrammingError("cannot adapt type 'list'"),
+    ],
+)
+def test_what_is_refused_for_good_is_no_outage(refused: psycopg.Error) -> None:
+    assert isinstance(reader_error(refused, "mail"), ReaderError)
+    assert isinstance(worker_error(refused, "mail"), WorkerError)
+
+
+@pytest.mark.parametrize(
+    "outage",
+    [psycopg.OperationalError("connection lost"), psycopg.errors.AdminShutdown("shutdown")],
+)
+def test_an_outage_is_waited_for(outage: psycopg.Error) -> None:
+    assert reader_error(outage, "mail") is None
+    assert worker_error(outage, "mail") is None
