@@ -79,7 +79,9 @@ class AwsService:
             "MessageAttributes": _attributes(message),
             **_fifo(message),
         }
-        return Outgoing(message.topic, entry, _size_of(message))
+        # Another destination keeps no order.
+        is_fifo = "MessageGroupId" in entry
+        return Outgoing(message.topic, entry, _size_of(message), ordered=is_fifo)
 
 
 def numbered(entries: Sequence[Entry]) -> list[Entry]:

@@ -21,20 +21,27 @@ OPEN_SECONDS = 30.0
 class RequestLimits(NamedTuple):
     """The most messages and bytes of a request, and the most requests in flight.
 
-    A larger message is sent alone; whether it is too large the service decides.
+    A larger message is sent alone; whether it is too large the service decides. `whole`: the service stores all entries
+    of a request or none, so that a request may have several messages of a key. Otherwise it has one: were that refused
+    and the next one stored, the first would come after it.
     """
 
     messages: int
     size: int
     requests: int
+    whole: bool = False
 
 
 class Outgoing(NamedTuple, Generic[Entry]):
-    """A message as an entry of a request, and its size in bytes. All entries of a request have one `group`."""
+    """A message as an entry of a request, and its size in bytes. All entries of a request have one `group`.
+
+    `ordered`: where the message goes, messages of a key, or of a delivery without keys, are kept in order.
+    """
 
     group: Hashable
     entry: Entry
     size: int
+    ordered: bool = True
 
 
 class BatchService(Protocol[Entry]):
@@ -105,15 +112,17 @@ class Batching(Generic[Entry]):
 
     def _portions(self, messages: Sequence[Message]) -> Iterator[_Portion[Entry]]:
         group: Hashable = None
-        entries, size = list[Entry](), 0
+        entries, size, keys = list[Entry](), 0, set[str | None]()
         for message in messages:
             outgoing = self._service.outgoing(message)
             fits = self._fits(len(entries) + 1, size + outgoing.size) and outgoing.group == group
-            if entries and not fits:
+            if entries and not (fits and message.key not in keys):
                 yield _Portion(group, entries, size)
-                entries, size = [], 0
+                entries, size, keys = [], 0, set()
             group, size = outgoing.group, size + outgoing.size
             entries.append(outgoing.entry)
+            if outgoing.ordered and not self._service.limits.whole:
+                keys.add(message.key)
         if entries:
             yield _Portion(group, entries, size)
 

@@ -52,7 +52,7 @@ class TopicAndKey(NamedTuple):
 class PubSub:
     """Publishes messages to topics; the service stores all messages of a request or none."""
 
-    limits = RequestLimits(messages=1_000, size=9_000_000, requests=64)
+    limits = RequestLimits(messages=1_000, size=9_000_000, requests=64, whole=True)
 
     def __init__(self, settings: Settings) -> None:
         self._endpoint = settings.endpoint

@@ -271,11 +271,12 @@ def test_a_request_has_at_most_256_kilobytes_and_a_larger_message_is_alone(
 
     async def deliver(sink: Sink) -> None:
         events = [
-            make_event(number, payload=f'"{"x" * size}"') for number, size in enumerate(sizes)
+            make_event(number, payload=f'"{"x" * size}"', aggregate_id=str(number))
+            for number, size in enumerate(sizes)
         ]
         await sink.deliver(transaction(*events))
 
-    using(of(aws, kind), deliver)
+    using(of(aws, kind, key="{aggregate_id}"), deliver)
     assert [len(each) for each in aws.requests] == [2, 1, 1, 10, 3]
 
 
