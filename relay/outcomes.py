@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+SHORTEST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.1, 86_400.0
+"""What `RetryLater(after=…)` may ask for: what is outside is moved to the nearer one."""
+
 
 class TransientFault(Exception):
     """An outage, and no fault of the event: the transaction is retried.
@@ -22,8 +25,8 @@ class TransientFault(Exception):
 class RetryLater(TransientFault):
     """Raise it in a handler to retry the transaction later: an outage, and no fault of the event.
 
-    `after` is the wait: seconds or a timedelta, from a tenth of a second to a day; None leaves it to the retry
-    settings. It counts as an attempt. Raises TypeError for what is no number.
+    `after` is the wait: seconds or a timedelta, from a tenth of a second to a day; None, or less than 0, leaves it to
+    the retry settings. It counts as an attempt. Raises TypeError for what is no number.
     """
 
     def __init__(self, *reasons: object, after: float | timedelta | None = None) -> None:
@@ -31,6 +34,15 @@ class RetryLater(TransientFault):
         if not isinstance(seconds, int | float | None):
             raise TypeError(f"after is a {type(after).__name__}: give seconds or a timedelta")
         super().__init__(*reasons, after=seconds)
+
+
+def named_wait(error: BaseException | None) -> float | None:
+    """Return the wait that a RetryLater asks for, in seconds; None if it leaves it to the settings, as below 0."""
+    after = error.after if isinstance(error, RetryLater) else None
+    if after is None or not after >= 0:
+        return None
+    # An integer may be too large for a float.
+    return float(max(SHORTEST_WAIT_SECONDS, min(after, LONGEST_WAIT_SECONDS)))
 
 
 class Drop(Exception):

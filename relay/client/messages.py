@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -14,12 +13,10 @@ from typing import Any
 from relay.client.errors import EventInvalid, WorkerError
 from relay.client.event import Event, caused_by
 from relay.client.sessions import Statement
-from relay.outcomes import Drop, Fail, RetryLater
+from relay.outcomes import Drop, Fail, named_wait
 
 _LONGEST_ERROR = 4_000
 """In characters: what is stored of an error."""
-_LONGEST_WAIT = 366 * 86_400.0
-"""In seconds: how long a retry may be put off."""
 
 
 def application_name(queue: str) -> str:
@@ -233,17 +230,7 @@ def end_of(attempt: Mapping[str, Any], error: BaseException) -> tuple[Statement,
     told = {**attempt, "error": text_of(error)}
     if isinstance(error, Fail):
         return FAIL, told
-    after = error.after if isinstance(error, RetryLater) else None
-    return RETRY, told | {"seconds": _wait(after)}
-
-
-def _wait(after: Any) -> float | None:
-    """Return the wait that a handler asks for, as PostgreSQL takes it; None where it is no number."""
-    try:
-        seconds = float(after)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return None if math.isnan(seconds) else min(max(seconds, 0.0), _LONGEST_WAIT)
+    return RETRY, told | {"seconds": named_wait(error)}
 
 
 def text_of(error: BaseException) -> str:

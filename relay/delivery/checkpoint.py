@@ -21,7 +21,7 @@ from relay.delivery.outbox_end import OutboxEnd
 from relay.delivery.progress import SinkProgress
 from relay.delivery.queues import Delivery
 from relay.model.batch import DeadLetterReport
-from relay.model.dispositions import Applied, Blocked, Disposition, is_deferred
+from relay.model.dispositions import Applied, Blocked, Disposition, RetryLater, is_deferred
 from relay.model.events import Lsn
 from relay.pipeline.failure_limit import FailureLimit
 from relay.pipeline.listeners import Meter
@@ -233,6 +233,11 @@ class Checkpoint:
             for delivery, _ in ended:
                 if delivery.due is not None:
                     self._end_retry(delivery.due.id)
+            loop = asyncio.get_running_loop()
+            for _, disposition in ended:
+                if isinstance(disposition, RetryLater):
+                    # Otherwise it is found when the row is looked at.
+                    loop.call_later(disposition.after, self.may_be_due.set)
             self._report([disposition for _, disposition in ended], dead)
             self._row.note(progress.entry)
             self._row.note_streak(streak, self._dispatcher.limit)

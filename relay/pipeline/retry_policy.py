@@ -11,7 +11,6 @@ from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from relay import faults
 from relay.config.handlers import RetrySettings
 from relay.config.imports import load
 from relay.faults import (
@@ -26,6 +25,7 @@ from relay.faults import (
 )
 from relay.logs import RepeatedLines
 from relay.model.dispositions import AttemptHistory, DeadLetter, Failed, RetryLater
+from relay.outcomes import named_wait
 from relay.runtime.retry import FIRST_WAIT_SECONDS
 from relay.runtime.threads import Thread
 
@@ -99,16 +99,17 @@ class RetryPolicy:
 
         That is what `RetryLater(after=…)` says, else the backoff or, if it is longer, what the destination asks for.
         """
+        named = named_wait(error)
+        if named is not None:
+            return named
         asked = asked_of(error)
-        if names_wait(error):
-            return max(asked, FIRST_WAIT_SECONDS)
         jitter = random.uniform(0, self._settings.jitter)  # noqa: S311 no secret
         return max(self._waits(max(1, attempts)) + jitter, asked)
 
     def wait_uncounted(self, error: BaseException, before: AttemptHistory) -> float:
         """`wait` after an attempt that does not count: it grows with the time since the first failure."""
         wait = self.wait(error, before.attempts)
-        if names_wait(error):
+        if named_wait(error) is not None:
             return wait
         return max(wait, min(self.longest, before.failing_seconds or 0.0))
 
@@ -124,11 +125,6 @@ class DropLog:
         """Count a transaction."""
         sample = {"transaction_id": transaction_id, "reason": first_line(drop, "none given")}
         self._lines.note(1, handler=handler, sample=sample)
-
-
-def names_wait(error: BaseException | None) -> bool:
-    """Whether a fault says itself how long the wait is, in place of the settings: a `RetryLater(after=…)` of users."""
-    return isinstance(error, faults.RetryLater) and error.after is not None and error.after >= 0
 
 
 def _waits(handler: str, settings: RetrySettings) -> Waits:
