@@ -303,8 +303,9 @@ def test_messages_of_a_group_keep_their_order(aws: Aws, kind: str) -> None:
     found = aws.events()
     for number in range(1, 33):
         assert amounts(found, number) == list(range(30))
-    # Deliveries share requests.
-    assert len(aws.requests) < 32 * 10
+    # Deliveries share requests, of which each has one message of a group.
+    assert all(len({each["group"] for each in some}) == len(some) for some in aws.requests)
+    assert len(aws.requests) < 32 * 30
 
 
 def test_a_standard_queue_gets_neither_group_nor_identity(kind: str) -> None:
