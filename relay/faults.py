@@ -18,7 +18,7 @@ How often and when a fault is retried is decided in `pipeline.retry_policy`, whe
             NotTried            the same, and it says nothing of the destination
             EndpointFailed      of one endpoint among many; the sink goes on
                 EndpointDown    the attempt does not count
-        StatementTimeout, Braked
+        StatementTimeout, HandlerTimeout, Braked
     Rejected                    dead-letter the transaction
         EndpointRejected        of one endpoint among many; does not stop the sink
             EndpointDisabled    the transaction holds no keys
@@ -246,6 +246,10 @@ class StatementTimeout(TransientFault):
     """A handler takes longer for a single transaction than `statement_timeout`. Its message is safe in a log."""
 
 
+class HandlerTimeout(TransientFault):
+    """A Python handler takes longer for a single transaction than its `timeout`. Its message is safe in a log."""
+
+
 class Braked(TransientFault):
     """A handler is stopped because it failed with too many transactions in a row. Its message is safe in a log.
 
@@ -428,8 +432,10 @@ def _is_transient_state(state: str) -> bool:
 
 
 def ends_session(error: BaseException) -> bool:
-    """Return whether the server has ended the session since its transaction took too long: no savepoint is left."""
-    return isinstance(error, psycopg.Error) and error.sqlstate in _ENDS_SESSION
+    """Return whether the session was ended since its transaction took too long: no savepoint is left."""
+    return isinstance(error, HandlerTimeout) or (
+        isinstance(error, psycopg.Error) and error.sqlstate in _ENDS_SESSION
+    )
 
 
 def may_be_of_one(error: BaseException) -> bool:
@@ -437,7 +443,7 @@ def may_be_of_one(error: BaseException) -> bool:
 
     A server that is away, ends, or has no connection or disk left is an outage, whatever it was doing.
     """
-    if isinstance(error, StatementTimeout):
+    if isinstance(error, StatementTimeout | HandlerTimeout):
         return True
     if not isinstance(error, psycopg.Error) or _database_action(error) is not FaultAction.RETRY:
         return False
@@ -620,7 +626,14 @@ def describe(error: BaseException) -> str:
         return str(error)
     name = type(error).__name__
     if isinstance(
-        error, Undelivered | Rejected | StatementTimeout | Braked | NotReceived | InvalidEvent
+        error,
+        Undelivered
+        | Rejected
+        | StatementTimeout
+        | HandlerTimeout
+        | Braked
+        | NotReceived
+        | InvalidEvent,
     ):
         text = _storable(" ".join(_message(error)[:_LONGEST_LINE].split()))
         return f"{name}: {text}" if text else name

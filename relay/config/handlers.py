@@ -78,7 +78,8 @@ class RetrySettings(Section):
 
     on: Literal["outages", "any"] = "outages"
     """`outages`: a transaction is retried after an outage or `RetryLater`, and dead-lettered after any other fault;
-    `any`: it is retried after every fault but `relay.Fail`; needs `attempts` or `max_elapsed`."""
+    `any`: it is retried after every fault but `relay.Fail`; needs `attempts` or `max_elapsed`, or `attempts: null`:
+    until it succeeds."""
     backoff: Annotated[str | list[float], BeforeValidator(_backoff)] = "exponential"
     """How the wait grows with each attempt: `exponential` (it doubles), `linear` (by `wait`) or `constant`; or a list
     of waits in seconds, of which the last one repeats; or `module:function`, called with the number of failed
@@ -108,9 +109,11 @@ class RetrySettings(Section):
 
     @model_validator(mode="after")
     def _ends(self) -> RetrySettings:
-        if self.on == "any" and self.attempts is None and self.max_elapsed is None:
+        limited = self.attempts is not None or self.max_elapsed is not None
+        if self.on == "any" and not limited and "attempts" not in self.model_fields_set:
             raise ValueError(
-                "on: any needs attempts or max_elapsed, since a fault of the event does not pass by itself"
+                "on: any needs attempts or max_elapsed, since a fault of the event does not pass by itself; to retry "
+                "until it succeeds, say attempts: null"
             )
         given = [key for key in ("wait", "max_wait") if key in self.model_fields_set]
         if isinstance(self.backoff, list) and given:
@@ -189,6 +192,9 @@ class PythonHandler(TransactionalHandler):
     type: Alike[Literal["python"]]
     callable: Alike[Annotated[str, BeforeValidator(require_path)]]
     """`module:function`, called with (transaction, cursor)."""
+    timeout: Own[Seconds | None] = 30.0
+    """The most seconds for one transaction, which is then deferred as `retry` says; null: no limit. Other events of the
+    batch wait meanwhile: what waits for others belongs into a `function` or a queue."""
     retry: Own[RetrySettings] = Field(default_factory=RetrySettings)
     """How a transaction is retried after RetryLater or, with `on: any`, after any fault."""
 

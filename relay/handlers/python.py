@@ -15,6 +15,7 @@ from relay.faults import TransactionAborted, transaction_ended
 from relay.handlers import causes
 from relay.model.events import Transaction
 from relay.model.transactions import Routed
+from relay.runtime.timed import step
 from relay.store.connections import Connection
 from relay.store.handler_sessions import is_open
 
@@ -52,6 +53,7 @@ class Python:
                 for transaction in routed:
                     if cursor.closed:
                         cursor = conn.cursor()
+                    step()
                     causing.begin(transaction.events)
                     if self._publishes:
                         causes.begin(conn, causing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident, get_native_id
@@ -69,17 +69,26 @@ class ActiveJobs:
             job.reads, job.at = False, time.monotonic()
 
     @contextmanager
-    def handler(self, name: str) -> Iterator[None]:
-        """Note that this thread runs a handler until the context ends, and add up its time."""
+    def handler(self, name: str) -> Iterator[Callable[[int], None]]:
+        """Note that this thread runs a handler until the context ends, and add up its time.
+
+        Yields what takes the native id of another thread that runs the handler for this one.
+        """
         job = self._jobs.get(get_ident())
         if job is None:
-            yield
+            yield lambda thread: None
             return
+        own = job.thread
+
+        def runs_in(thread: int) -> None:
+            job.thread = thread
+
         started = job.at = time.monotonic()
         job.handler = name
         try:
-            yield
+            yield runs_in
         finally:
+            job.thread = own
             job.handler, job.at = None, time.monotonic()
             job.seconds[name] = job.seconds.get(name, 0.0) + job.at - started
 

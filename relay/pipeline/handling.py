@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from functools import cached_property
+from functools import cached_property, partial
 from secrets import token_hex
 from typing import assert_never
 
@@ -24,6 +24,7 @@ from relay.event_types.upcasting import Upcasting
 from relay.faults import (
     Drop,
     FaultAction,
+    HandlerTimeout,
     ProcessDied,
     StatementTimeout,
     TransientFault,
@@ -53,8 +54,10 @@ from relay.pipeline.routing import Assignment, Parts
 from relay.queues.declared import DeclaredQueues
 from relay.queues.filling import QUEUES, Filling
 from relay.runtime.retry import LONGEST_WAIT_SECONDS
+from relay.runtime.timed import Overrun, TimedThreads
 from relay.store import suspects
 from relay.store.connections import Connection
+from relay.store.handler_sessions import end_session
 from relay.store.session_settings import users_path
 
 log = logging.getLogger(__name__)
@@ -139,6 +142,12 @@ class HandlerRunner:
             if name not in self._defers
         }
         self._succeeded_at: dict[str, float] = {}
+        self._seconds = {
+            name: each.timeout
+            for name, each in settings.handlers.items()
+            if isinstance(each, PythonHandler)
+        }
+        self._threads = TimedThreads("python handler")
         self._losses: Counter[str] = Counter()
         self._drops = DropLog(log)
         self.active_jobs = ActiveJobs()
@@ -154,7 +163,8 @@ class HandlerRunner:
             self._suspects.note_orderly_exit()
 
     def close(self) -> None:
-        """Close the connections that guarded tasks use."""
+        """Close the connections that guarded tasks use, and end the threads of Python handlers."""
+        self._threads.close()
         if "_suspects" in self.__dict__:
             self._suspects.close()
 
@@ -486,12 +496,28 @@ class HandlerRunner:
                     self._run_loosely(conn, handler, parts[name])
                     continue
                 try:
-                    with self.active_jobs.handler(name):
-                        handler.apply(conn, parts[name])
+                    self._apply(conn, handler, parts[name])
                     if check_constraints:
                         _check_constraints(conn)
                 except Exception as error:
                     raise HandlerFailed(handler) from _cause(conn, error)
+
+    def _apply(self, conn: Connection, handler: handlers.Handler, routed: Routed) -> None:
+        """Let a handler apply transactions. Raises its errors, and HandlerTimeout, which has ended the session."""
+        name = handler.name
+        with self.active_jobs.handler(name) as runs_in:
+            seconds = self._seconds.get(name)
+            if seconds is None:
+                handler.apply(conn, routed)
+                return
+            try:
+                self._threads.run(partial(handler.apply, conn, routed), seconds, runs_in)
+            except Overrun:
+                end_session(conn)
+                raise HandlerTimeout(
+                    f"handlers.{name}: the function takes longer for a transaction than its timeout of {seconds:g} s: "
+                    "make it faster, raise timeout, or use a handler of type function for what waits"
+                ) from None
 
     def _run_loosely(self, conn: Connection, handler: handlers.Handler, routed: Routed) -> None:
         """Run a handler that is not reliable: transactions that it fails on are skipped."""
@@ -508,8 +534,7 @@ class HandlerRunner:
         try:
             with conn.transaction(_savepoint()):
                 conn.execute("set constraints all deferred")
-                with self.active_jobs.handler(handler.name):
-                    handler.apply(conn, routed)
+                self._apply(conn, handler, routed)
                 _check_constraints(conn)
         except Exception as error:
             reason = _cause(conn, error)
@@ -555,8 +580,10 @@ def reason_of(error: BaseException) -> BaseException:
 
 def _cause(conn: Connection, error: Exception) -> Exception:
     """The cause of a handler's fault: how the connection was lost, if it is lost; otherwise `error`."""
-    if not conn.broken or (
-        isinstance(error, psycopg.Error) and action_for(error) is FaultAction.RETRY
+    if (
+        not conn.broken
+        or ends_session(error)
+        or (isinstance(error, psycopg.Error) and action_for(error) is FaultAction.RETRY)
     ):
         return error
     inner = error.__cause__ or error.__context__

@@ -16,9 +16,11 @@ documentation, "Concurrent operations".
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import psycopg
@@ -69,6 +71,7 @@ SIGN_SECONDS = 5.0
 IDLE_LIMIT = "30s"
 """The `idle_in_transaction_session_timeout` of such a session, unless the user has set another one."""
 
+_CANCEL_SECONDS = 1.0
 _WAITING = (TransactionStatus.INTRANS, TransactionStatus.INERROR)
 
 
@@ -214,6 +217,21 @@ def _close(conn: psycopg.Connection[Any]) -> None:
         "a handler left temporary tables or prepared statements in its session, which was closed: drop them, or create "
         "tables with `on commit drop`"
     )
+    conn.close()
+
+
+def end_session(conn: psycopg.Connection[Any]) -> None:
+    """End a session that code of the user still uses in another thread: what it does there from now on fails."""
+    with suppress(psycopg.Error, OSError):
+        conn.cancel_safe(timeout=_CANCEL_SECONDS)
+    with suppress(psycopg.Error, OSError), socket.socket(fileno=os.dup(conn.pgconn.socket)) as sock:
+        # Not closed: the other thread may be in libpq, which sees the end of the connection now.
+        sock.shutdown(socket.SHUT_RDWR)
+    if conn.lock.acquire(timeout=_CANCEL_SECONDS):
+        conn.lock.release()
+    else:
+        # An unfinished `cursor.stream` holds it for good.
+        conn.lock = threading.Lock()
     conn.close()
 
 
