@@ -145,19 +145,53 @@ class RepeatedLines:
 
 def configure(log_format: LogFormat, level: str) -> None:
     """Send every log line to standard error in one format. Raises ValueError for an unknown level."""
-    handler = logging.StreamHandler(sys.stderr)
+    global _own, _level
+    _own = handler = logging.StreamHandler(sys.stderr)
+    _level = level.upper()
     handler.setFormatter(_Json() if log_format is LogFormat.JSON else _Text())
     handler.addFilter(_GroupFilter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("relay").setLevel(level.upper())
+    relay = logging.getLogger("relay")
+    relay.setLevel(_level)
+    relay.propagate = True
+    relay.handlers[:] = []
     quiet_libraries()
+
+
+_own: logging.Handler | None = None
+"""The handler of `configure`."""
+_level = "INFO"
+
+
+def enable() -> None:
+    """Let relay's loggers log again, which `logging.config` disables with all that exist, unless it is told not to."""
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if name.partition(".")[0] == "relay" and isinstance(logger, logging.Logger):
+            logger.disabled = False
+
+
+def keep() -> None:
+    """Keep relay's lines after the import of a user's module, which may have configured logging for the process.
+
+    Their handler stays theirs, without the others' lines, unless the module has given the logger `relay` another one.
+    """
+    enable()
+    relay = logging.getLogger("relay")
+    if _own is None or _own in logging.getLogger().handlers or relay.handlers:
+        return
+    relay.addHandler(_own)
+    relay.setLevel(_level)
+    relay.propagate = False
+    relay.warning(
+        "a module of yours has configured logging: relay's lines keep their form, and all others are the module's"
+    )
 
 
 def is_json() -> bool:
     """Return whether `configure` has chosen JSON lines."""
-    return any(isinstance(each.formatter, _Json) for each in logging.getLogger().handlers)
+    return _own is not None and isinstance(_own.formatter, _Json)
 
 
 _LIBRARIES = (

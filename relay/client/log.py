@@ -25,6 +25,7 @@ from relay.client.log_pages import (
 )
 from relay.client.log_session import ReaderSession
 from relay.client.outages import OutageLog
+from relay.logs import enable
 from relay.model.events import Event
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class ClaimedReader:
         outage: OutageLog,
         session: ReaderSession | None = None,
     ) -> None:
+        enable()
         self.name = name
         self.kind, self.commit_kind = kind, commit_kind
         self.executor: Executor | None = None

@@ -28,6 +28,7 @@ from relay.client.outages import OutageLog
 from relay.client.outbox import Outbox
 from relay.client.slots import Around, AsyncSlot, Handling, Slot
 from relay.client.wakeups import listen
+from relay.logs import enable
 
 __all__ = ["LeaseLost", "LeasedMessage", "Message", "Queue", "Worker", "WorkerError"]
 
@@ -159,6 +160,7 @@ class Worker:
         if not self._handlers:
             raise WorkerError(f"queue {self.queue}: the worker has no handlers")
         self._database.check()
+        enable()
         self._loop = self._handling.loop = asyncio.get_running_loop()
         if not self._database.is_async:
             # One more prolongs the leases.

@@ -19,6 +19,7 @@ from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 from relay.faults import ConfigurationError
+from relay.logs import keep
 from relay.renewal import renew_sessions
 
 
@@ -146,6 +147,8 @@ def find(key: str, path: str) -> Any:
             f"{key}: importing {module_name!r} failed: {type(error).__name__}: {error}"
             + (_search_path_text() if isinstance(error, ModuleNotFoundError) else "")
         ) from None
+    finally:
+        keep()
     for part in attribute.split("."):
         if not hasattr(named, part):
             raise ConfigurationError(f"{key}: {module_name!r} has no {attribute!r}")
