@@ -81,6 +81,21 @@ class SinkContract(ABC):
         """Make it take what is sent and answer nothing, until `restore`. Without this method, that is not tested."""
         raise NotImplementedError
 
+    def overloaded(self) -> None:
+        """Make it refuse everything as busy, such as with HTTP 503, until `restore`. Without it, not tested."""
+        raise NotImplementedError
+
+    def partial(self) -> None:
+        """Make it refuse some messages of a request as busy and store the others, until `restore`.
+
+        Without it, that is not tested.
+        """
+        raise NotImplementedError
+
+    def opened(self) -> int | None:
+        """How many connections to the destination are open; None: not tested whether the sink closes them."""
+        return None
+
     def refused(self) -> Mapping[str, Any] | None:
         """The fields of an event that the destination never accepts, such as a payload; None if there is none."""
         return None
@@ -115,6 +130,43 @@ class SinkContract(ABC):
         """The same: relay has no deadline for a delivery, and one that waits for ever holds its key as long."""
         if type(self).silence is not SinkContract.silence:
             self._pass_outage(self.silence)
+
+    def test_a_destination_that_is_busy_is_an_outage(self) -> None:
+        """What it refuses as busy is retried, by no fault of the event, and arrives in order."""
+        if type(self).overloaded is not SinkContract.overloaded:
+            self._pass_outage(self.overloaded)
+
+    def test_what_is_stored_in_part_arrives_in_order(self) -> None:
+        """An event that is refused as busy is not overtaken by a later one of its host: relay delivers all again."""
+        if type(self).partial is SinkContract.partial:
+            return
+
+        async def deliver(sink: Sink) -> None:
+            async def of(host: int) -> None:
+                for first in range(0, 40, 20):
+                    await _eventually(sink, events(host, first, 20), pause=0.001)
+
+            await asyncio.to_thread(self.partial)
+            await asyncio.gather(*map(of, range(1, 9)))
+            await asyncio.to_thread(self.restore)
+
+        self._use(deliver)
+        received = self._received()
+        for host in range(1, 9):
+            assert received.get(host) == list(range(40)), (
+                f"host {host}: an event came before an earlier one: send one of a key in a request"
+            )
+
+    def test_what_a_sink_has_opened_is_closed(self) -> None:
+        """Its connections are closed with it."""
+        before = self.opened()
+        if before is None:
+            return
+        self._use(lambda sink: sink.deliver(events(1, 0, 3)))
+        ends = time.monotonic() + _CLOSING_SECONDS
+        while (self.opened() or 0) > before:
+            assert time.monotonic() < ends, f"{self.opened()} connections are open after close()"
+            time.sleep(0.01)
 
     def _pass_outage(self, begin: Callable[[], None]) -> None:
         async def deliver(sink: Sink) -> None:
@@ -280,7 +332,7 @@ def _is_outage(found: object) -> bool:
     return isinstance(found, Exception) and action_for(found) is FaultAction.RETRY
 
 
-async def _eventually(sink: Sink, sent: Transaction) -> None:
+async def _eventually(sink: Sink, sent: Transaction, pause: float = 0.1) -> None:
     """Deliver, as often as it takes."""
     async with asyncio.timeout(_EVENTUALLY_SECONDS):
         while True:
@@ -289,4 +341,4 @@ async def _eventually(sink: Sink, sent: Transaction) -> None:
             except Exception as error:
                 if not _is_outage(error):
                     raise
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(pause)

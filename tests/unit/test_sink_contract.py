@@ -31,6 +31,9 @@ class Destination:
     ids: list[str]
     is_up: bool
     answers: bool
+    busy: str
+    opened: int
+    tried: set[str]
 
 
 HERE = Destination()
@@ -48,6 +51,7 @@ class Memory:
         self._fault = fault
         self._lock = asyncio.Lock()
         self._seen: set[str] = set()
+        HERE.opened += 1
         if fault == "connects" and not HERE.is_up:
             raise Undelivered("away")
 
@@ -65,6 +69,16 @@ class Memory:
             if self._fault == "hangs" or (self._fault == "waits" and not HERE.answers):
                 await asyncio.sleep(60)
             raise ValueError if self._fault == "outage" else Undelivered("away")
+        if HERE.busy == "all":
+            raise Rejected("HTTP 503") if self._fault == "busy" else Undelivered("HTTP 503")
+        if HERE.busy == "some":
+            for number, each in enumerate(found):
+                if number % 7 == 3 and each not in HERE.tried:
+                    HERE.tried.add(each)
+                    HERE.ids += found[number + 1 :] if self._fault == "overtakes" else []
+                    raise Undelivered("busy")
+                HERE.ids.append(each)
+            return
         if any("refused" in each for each in payloads):
             raise Undelivered("no") if self._fault == "refusal" else Rejected("no")
         if self._fault == "order":
@@ -76,6 +90,7 @@ class Memory:
     async def close(self) -> None:
         if self._fault == "close":
             await asyncio.sleep(60)
+        HERE.opened -= self._fault != "leaks"
 
 
 class InMemory(SinkContract):
@@ -95,8 +110,18 @@ class InMemory(SinkContract):
     def silence(self) -> None:
         HERE.is_up = HERE.answers = False
 
+    def overloaded(self) -> None:
+        HERE.busy = "all"
+
+    def partial(self) -> None:
+        HERE.busy = "some"
+
+    def opened(self) -> int:
+        return HERE.opened
+
     def restore(self) -> None:
         HERE.is_up = HERE.answers = True
+        HERE.busy = ""
 
     def refused(self) -> dict[str, Any]:
         return {"payload": {"refused": True}}
@@ -108,6 +133,7 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
     HERE.ids, HERE.is_up, HERE.answers = [], True, True
+    HERE.busy, HERE.opened, HERE.tried = "", 0, set()
     yield
     sink_types.module_of.cache_clear()
 
@@ -156,6 +182,9 @@ class TestMemorySink(SinkContract):
         ("outage", "test_an_outage_is_retried_and_passes"),
         ("hangs", "test_an_outage_is_retried_and_passes"),
         ("waits", "test_a_destination_that_answers_nothing_is_an_outage"),
+        ("busy", "test_a_destination_that_is_busy_is_an_outage"),
+        ("overtakes", "test_what_is_stored_in_part_arrives_in_order"),
+        ("leaks", "test_what_a_sink_has_opened_is_closed"),
         ("refusal", "test_an_event_that_is_refused_concerns_no_other"),
         ("lock", "test_deliveries_that_are_cancelled_leave_nothing_broken"),
         ("resume", "test_what_is_delivered_again_is_there"),
