@@ -114,7 +114,7 @@ def kill(outbox: Outbox) -> None:
     wait_until(lambda: bool(outbox.value(killed, (ALIAS,))))
 
 
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "function": {"type": "function", "callable": f"{__name__}:deliver", "concurrency": 1},
     "async function": {"type": "function", "callable": f"{__name__}:deliver_async"},
     "python": {"type": "python", "callable": f"{__name__}:apply"},
