@@ -73,11 +73,16 @@ def queue_list(config: ConfigOption = None, as_json: JsonOption = False) -> None
         ),
     )
     for each in found:
-        _print_filling(each)
+        _print_state(each)
 
 
-def _print_filling(queue: QueueFigures) -> None:
-    """Say that a queue is being filled from the log, if it is."""
+def _print_state(queue: QueueFigures) -> None:
+    """Say that a queue is being filled from the log, or is stopped."""
+    if queue.stopped_at is not None:
+        print(
+            f"queue {queue.queue} is stopped since {moment(queue.stopped_at)}: {queue.fault}; declare it otherwise, or "
+            f"run `relay queue rebuild {queue.queue}`, which brings what it has missed, too"
+        )
     if queue.filled is None:
         return
     fails = f"; it cannot go on: {queue.fill_error}" if queue.fill_error else ""
@@ -107,7 +112,7 @@ def queue_show(
             json.dumps({**json_fields(figures), "items": list(map(json_fields, found))}, indent=2)
         )
         return
-    _print_filling(figures)
+    _print_state(figures)
     if not found:
         print("no such message", file=sys.stderr)
         return

@@ -12,6 +12,7 @@ import typer
 from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption
 from relay.cli.terminal import approve, print_facts, print_table
 from relay.config.files import load
+from relay.model import exact_json
 from relay.model.json_fields import json_fields
 from relay.observe.phrases import moment
 
@@ -79,9 +80,9 @@ def reader_show(
                     else []
                 ),
                 ("owner", each.owner),
-                ("match", json.dumps(each.match)),
+                ("match", exact_json.dumps(each.match, "match")),
                 ("where", each.where or "-"),
-                ("params", "-" if each.params is None else json.dumps(each.params)),
+                ("params", "-" if each.params is None else exact_json.dumps(each.params, "params")),
                 ("declared", moment(each.created_at)),
                 ("position", each.position),
                 ("moved", moment(each.moved_at)),

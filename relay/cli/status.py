@@ -225,6 +225,8 @@ def _queue_state(queue: Any) -> str:
     parts.append(counted(queue.workers, "worker", "workers"))
     if queue.paused_at is not None:
         parts.append(f"paused since {moment(queue.paused_at)}")
+    if queue.stopped_at is not None:
+        parts.append(f"stopped since {moment(queue.stopped_at)}: {queue.fault}")
     return ", ".join(parts)
 
 

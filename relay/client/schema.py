@@ -33,7 +33,10 @@ _REMOVE = """
                                          'lane_condition', 'event_satisfies', 'event_condition', 'condition_path',
                                          'match_condition', 'glob_expression', 'declare_subscriber', 'subscribers_of',
                                          'drop_subscriber', 'expire_subscribers', 'event_texts',
-                                         'next_transactions', 'read_log') loop
+                                         'next_transactions', 'read_log', 'require_bounded')
+                   -- The queues of a group in the same database have these, too.
+                   and not (p.proname in ('condition_path', 'require_bounded')
+                            and to_regclass('relay.queues') is not null) loop
             execute format('drop function %s', each);
         end loop;
     end

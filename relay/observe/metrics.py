@@ -294,6 +294,11 @@ SERIES: Sequence[MetricFamily] = (
     ),
     _gauge("relay_queue_paused", "1 while nobody can take from the queue.", "queue"),
     _gauge(
+        "relay_queue_stopped",
+        "1 while relay puts no events of the log into the queue, for it cannot evaluate match or where.",
+        "queue",
+    ),
+    _gauge(
         "relay_queue_filled_messages",
         "Messages that relay has put into the queue from the log so far, while it fills it; absent at other times.",
         "queue",

@@ -7,15 +7,20 @@ is applied by a task that knows it. The queues themselves are read again only wh
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, NamedTuple
 
 import psycopg
 
 from relay.config.settings import Route
 from relay.model.transactions import ColumnDecoder, Transactions
+from relay.store import queues
+
+log = logging.getLogger(__name__)
 
 REVISION = "relay.queues_revision(%s)"
 """The SQL expression of a group's revision, null for a group that never had a queue."""
@@ -28,7 +33,8 @@ Chooser = Callable[[Transactions, ColumnDecoder], Iterator[tuple[str, ...]]]
 class DeclaredQueue(NamedTuple):
     """A queue, what orders its messages, and whether the events that match must satisfy a condition, too.
 
-    `is_being_filled`: relay fills it from the log, also with what tasks apply meanwhile.
+    `is_being_filled`: relay fills it from the log, also with what tasks apply meanwhile. `is_stopped`: nothing of the
+    log goes into it, since its match or condition cannot be evaluated.
     """
 
     id: int
@@ -36,6 +42,7 @@ class DeclaredQueue(NamedTuple):
     key: str
     is_conditional: bool
     is_being_filled: bool = False
+    is_stopped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,8 @@ class Declared:
 
 _READ = """
     select id, name, key, condition is not null,
-           exists (select from relay.queue_fills as f where f.queue_id = q.id and f.ended_at is null), match
+           exists (select from relay.queue_fills as f where f.queue_id = q.id and f.ended_at is null),
+           stopped_at is not null, match
       from relay.queues as q where group_id = %s order by id
 """
 
@@ -88,11 +96,34 @@ class DeclaredQueues:
         return self.at(conn, row[0] if row else None)
 
     def _read(self, conn: psycopg.Connection[Any], revision: int) -> Declared:
-        queues, routes = {}, []
+        known: dict[str, DeclaredQueue] = {}
+        routes: list[Route] = []
         for *of, match in conn.execute(_READ, (self._group,)):
             queue = DeclaredQueue(*of)
-            queues[name := queue.name] = queue
-            if match is not None and not queue.is_being_filled:
-                route = {"match": match, "handlers": [name], "continue": True}
-                routes.append(Route.model_validate(route))
-        return Declared(revision, queues, self._chooser(routes))
+            known[queue.name] = queue
+            if match is None or queue.is_being_filled or queue.is_stopped:
+                continue
+            try:
+                routes.append(_route(queue, match))
+            except ValueError:
+                stop(conn, self._group, queue, "match: relay cannot read a value of it")
+                known[queue.name] = queue._replace(is_stopped=True)
+        return Declared(revision, known, self._chooser(routes))
+
+
+def _route(queue: DeclaredQueue, match: dict[str, Any]) -> Route:
+    """The route to a queue. Raises ValueError for a match that no declaration of this edition accepts."""
+    route = Route.model_validate({"match": match, "handlers": [queue.name], "continue": True})
+    patterns = [each for of_field in route.match.values() for each in of_field]
+    if not all(isfinite(each) for each in patterns if isinstance(each, float)):
+        raise ValueError
+    return route
+
+
+def stop(conn: psycopg.Connection[Any], group: str, queue: DeclaredQueue, why: str) -> None:
+    """Stop a queue in the transaction of `conn`, and say so. Raises psycopg.Error."""
+    queues.stop(conn, group, queue.id, why)
+    log.error(
+        "a queue is stopped: no more events of the log go into it until it is declared otherwise or rebuilt",
+        extra={"queue": queue.name, "fault": why},
+    )

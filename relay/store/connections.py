@@ -22,7 +22,7 @@ from typing import Any
 import psycopg
 from psycopg.adapt import Buffer, Dumper
 from psycopg.pq import ExecStatus
-from psycopg.types.json import JsonbDumper
+from psycopg.types.json import JsonbDumper, set_json_loads
 from psycopg_pool import ConnectionPool, PoolTimeout
 
 from relay.config.dsn import DatabaseAccess
@@ -33,6 +33,7 @@ from relay.faults import (
     first_line,
     spoils_session,
 )
+from relay.model import exact_json
 from relay.model.events import Lsn
 from relay.runtime import forks
 from relay.store import refusals, session_settings
@@ -149,6 +150,11 @@ class _LsnDumper(Dumper):
         return str(obj).encode()
 
 
+def _json(value: str | bytes) -> Any:
+    """Read JSON that others have declared, whose numbers may be longer than those that Python converts."""
+    return exact_json.loads_floats(value if isinstance(value, str) else value.decode())
+
+
 @contextmanager
 def sessions_with(settings: Mapping[str, str]) -> Iterator[None]:
     """Apply settings of PostgreSQL, such as statement_timeout, to sessions that `connect` opens in this block.
@@ -171,6 +177,7 @@ def opened(
     except SecretUnavailable as error:
         key = "" if isinstance(dsn, str) else f"{dsn.key}: "
         raise NoCredentials(f"{key}{error}") from None
+    set_json_loads(_json, conn)
     forks.keep(conn)
     return conn
 

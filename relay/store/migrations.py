@@ -64,12 +64,18 @@ FORMER = {
     "outbox/002_schedules.sql": frozenset(
         {
             "84138bb8655167dd18396949ae9b1674448fd95d943bce304b5cadbbd2185e19",  # no owners, no index
+            "88d9420a9eac1eb8ee5215c44db53d3c9c8456a26311c0cbf1aaa539381118fc",  # what is declared has no bounds
         }
     ),
     "outbox/003_readers.sql": frozenset(
         {
             "ee39e4f4b026e1609fb57fb438c278f667304a4fb471dd1e18bcce4ea338bc07",  # no sign of life, no conditions
-            "482df0493cde99c8bad6f5900aaf2fca317222ce0a31f25bf174097187505ea3",  # positions of any history
+            "482df0493cde99c8bad6f5900aaf2fca317222ce0a31f25bf174097187505ea3",  # positions of any history, no bounds
+        }
+    ),
+    "outbox/004_subscribers.sql": frozenset(
+        {
+            "1d55bbf552465fe7f01ce21f3b490628ee0301ba07503cdb80f4f01aa1b43c74",  # what is declared has no bounds
         }
     ),
     "target/004_queues.sql": frozenset(
@@ -77,6 +83,7 @@ FORMER = {
             "f8e9f79f7aed0cb35809b06731ef9a2c2f3156c97048f696f579448fe37dc3ed",  # other names of variables
             "7d8f5e36f29317dcb73a8717c0875c6dd9ba9c6ca2f7d55961d3da115993c508",  # no claims
             "7e36153ba0b19041dd5ddbbea579c95638b5af8d8b3d5204d1c0bf59b782ff81",  # plans by stale statistics
+            "d510da2f737a58e94f69f2779de435205655e42fb2368e28efd08052383d39ff",  # what is declared has no bounds
         }
     ),
     "target/005_scheduled.sql": frozenset(

@@ -22,6 +22,7 @@ class QueueFigures:
 
     `ready` can be taken now or are taken by transactions; `waiting` wait for their time or a retry. `filled` is how
     many messages relay has put into it from the log, None unless it is being filled; `fill_error` is why it is not.
+    `fault` is why relay has put no events of the log into it since `stopped_at`.
     """
 
     queue: str
@@ -34,6 +35,8 @@ class QueueFigures:
     workers: int
     filled: int | None = None
     fill_error: str | None = None
+    stopped_at: datetime | None = None
+    fault: str | None = None
 
     @property
     def undone(self) -> int:
@@ -112,8 +115,9 @@ def figures(
     """Read the figures of a group's queues, or of one, in the order of their names. Raises psycopg.Error."""
     with conn.cursor(row_factory=class_row(QueueFigures)) as cursor:
         return cursor.execute(
-            "select queue, paused_at, ready, waiting, leased, dead, oldest_seconds, workers, filled, fill_error"
-            " from relay.queue_figures where group_id = %s and (%s::text is null or queue = %s) order by queue",
+            "select queue, paused_at, ready, waiting, leased, dead, oldest_seconds, workers, filled, fill_error,"
+            " stopped_at, fault from relay.queue_figures where group_id = %s and (%s::text is null or queue = %s)"
+            " order by queue",
             (group, name, name),
         ).fetchall()
 
@@ -128,6 +132,16 @@ def items(
             " from relay.queue_items where queue = %s and state = any(%s) order by id limit %s",
             (name, list(states), limit),
         ).fetchall()
+
+
+def stop(conn: psycopg.Connection[Any], group: str, queue: int, why: str) -> None:
+    """Put no more events of the log into a queue, until it is declared otherwise or rebuilt. Raises psycopg.Error."""
+    stopped = conn.execute(
+        "update relay.queues set stopped_at = clock_timestamp(), fault = %s where id = %s and stopped_at is null",
+        (why, queue),
+    ).rowcount
+    if stopped:
+        conn.execute("select relay.note_queues(%s)", (group,))
 
 
 def pause(conn: psycopg.Connection[Any], name: str, paused: bool) -> bool:

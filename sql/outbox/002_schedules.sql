@@ -77,6 +77,24 @@ comment on column relay.schedules.fault is
 comment on column relay.schedules.version is
     'counts the changes of the row, so that of two instances one publishes';
 
+-- Raises an error, which names what is given, for JSON that is too much for what is evaluated again and again: longer than "most"
+-- characters, or with a number of more than 250 digits before or after its point.
+create or replace function relay.require_bounded(given jsonb, most int, named text) returns void
+language plpgsql immutable set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- Numbers first: a few bytes may be 131,072 digits of text.
+    if pg_column_size(given) <= 4 * most and exists (
+           select from jsonb_path_query(given, 'strict $.** ? (@.type() == "number")') as n (value)
+            where abs(n.value::numeric) >= 1e250 or scale(n.value::numeric) > 250) then
+        raise invalid_parameter_value using
+            message = format('%s: a number must have at most 250 digits before and after its point', named);
+    elsif pg_column_size(given) > 4 * most or length(given::text) > most then
+        raise invalid_parameter_value using message = format('%s must have at most %s characters', named, most);
+    end if;
+end
+$$;
+
 -- Raises an error where another role than relay's gives the group whose configuration has a schedule.
 create or replace function relay.require_configuring(configured_by text) returns void
 language plpgsql set search_path = pg_catalog, pg_temp
@@ -331,7 +349,7 @@ comment on function relay.declare_schedule(text, jsonb, text, interval, timestam
 revoke all on function relay.declare_schedule(text, jsonb, text, interval, timestamptz, text, text, interval, text),
     relay.drop_schedule(text, text), relay.pause_schedule(text, boolean), relay.run_schedule(text),
     relay.schedule_event(relay.schedules, uuid, jsonb), relay.require_configuring(text),
-    relay.require_owner(relay.schedules, text),
+    relay.require_owner(relay.schedules, text), relay.require_bounded(jsonb, int, text),
     relay.tick(text, uuid, bigint, timestamptz[], uuid[], timestamptz, timestamptz, timestamptz, bigint, text) from public;
 
 do $$
@@ -361,7 +379,7 @@ begin
     end if;
     grant select, insert, update, delete on relay.schedules to relay_owner;
     grant execute on function relay.schedule_event(relay.schedules, uuid, jsonb), relay.require_configuring(text),
-        relay.require_owner(relay.schedules, text) to relay_owner;
+        relay.require_owner(relay.schedules, text), relay.require_bounded(jsonb, int, text) to relay_owner;
     grant create on schema relay to relay_owner;
     foreach called in array array[
         'declare_schedule(text, jsonb, text, interval, timestamptz, text, text, interval, text)', 'drop_schedule(text, text)',

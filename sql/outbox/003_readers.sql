@@ -395,6 +395,7 @@ begin
     if declare_reader.name is null or declare_reader.name !~ '^[^[:cntrl:]]{1,100}$' then
         raise invalid_parameter_value using message = 'relay.declare_reader: name must have 1 to 100 characters';
     end if;
+    perform relay.require_bounded(declare_reader.match, 20000, 'relay.declare_reader: match');
     perform relay.match_condition(declare_reader.match);
     path := relay.condition_path(declare_reader."where", declare_reader.params, 'relay.declare_reader');
     -- Signs of life are given once a minute.

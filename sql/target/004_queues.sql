@@ -17,11 +17,14 @@ create table if not exists relay.queues (
     keep_done   interval,
     condition   jsonpath,
     params      jsonb,
-    configured  boolean     not null default false
+    configured  boolean     not null default false,
+    stopped_at  timestamptz,
+    fault       text
 );
 alter table relay.queues
     add column if not exists keep_done interval, add column if not exists condition jsonpath,
-    add column if not exists params jsonb, add column if not exists configured boolean not null default false;
+    add column if not exists params jsonb, add column if not exists configured boolean not null default false,
+    add column if not exists stopped_at timestamptz, add column if not exists fault text;
 
 comment on table relay.queues is
     'the declared queues: relay.declare_queue writes them';
@@ -39,6 +42,10 @@ comment on column relay.queues.params is
     'the variables of the path';
 comment on column relay.queues.configured is
     'relay declares the queue when it starts, as its configuration says';
+comment on column relay.queues.stopped_at is
+    'since when relay puts no events of the log into it, for it cannot evaluate match or where; null: it does';
+comment on column relay.queues.fault is
+    'why relay has stopped filling it';
 
 -- Counts the declarations of a group: each task reads it, and reads the queues again where it has changed.
 create table if not exists relay.queue_revisions (
@@ -1032,12 +1039,31 @@ begin
 end
 $$;
 
+-- Raises an error, which names what is given, for JSON that is too much for what is evaluated again and again: longer than "most"
+-- characters, or with a number of more than 250 digits before or after its point.
+create or replace function relay.require_bounded(given jsonb, most int, named text) returns void
+language plpgsql immutable set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- Numbers first: a few bytes may be 131,072 digits of text.
+    if pg_column_size(given) <= 4 * most and exists (
+           select from jsonb_path_query(given, 'strict $.** ? (@.type() == "number")') as n (value)
+            where abs(n.value::numeric) >= 1e250 or scale(n.value::numeric) > 250) then
+        raise invalid_parameter_value using
+            message = format('%s: a number must have at most 250 digits before and after its point', named);
+    elsif pg_column_size(given) > 4 * most or length(given::text) > most then
+        raise invalid_parameter_value using message = format('%s must have at most %s characters', named, most);
+    end if;
+end
+$$;
+
 -- Declares a queue: the events of the log that match go into it, from the first that is published after this transaction has
 -- committed; with `start`, from an earlier one on: beginning, which is the oldest that is there, a c_offset, or a time. `start` counts
 -- when the queue is made: relay.rebuild_queue fills one that is there again. Returns whether anything changed; a second call with the same arguments changes nothing, and writes nothing. It does not
 -- touch what is in the queue, nor whether it is paused. `where` is a path of SQL/JSON into a message, such as
 -- '$.payload.amount >= $least', with its variables in `params`; it is true where it yields anything but false or null first.
--- Whoever calls it with `configured` is relay.
+-- A queue that relay has stopped, for it could not evaluate its match or `where`, is filled again from a call that changes something
+-- on; relay.rebuild_queue brings what it has missed. Whoever calls it with `configured` is relay.
 create or replace function relay.declare_queue(
     name text, match jsonb default '{}', key text default 'none', attempts int default 5, backoff interval default '1 second',
     max_backoff interval default '5 minutes', workers text default null, paused boolean default false,
@@ -1065,6 +1091,7 @@ begin
         raise invalid_parameter_value using message = 'relay.declare_queue: match must be an object, such as '
             '{"event_type": "order.*"}, or null for a queue of direct messages only';
     end if;
+    perform relay.require_bounded(declare_queue.match, 20000, 'relay.declare_queue: match');
     for field, value in select m.key, m.value from jsonb_each(declare_queue.match) as m loop
         if not relay.is_event_field(field) then
             raise invalid_parameter_value using
@@ -1168,7 +1195,7 @@ begin
        set match = declare_queue.match, key = declare_queue.key, attempts = declare_queue.attempts,
            backoff = declare_queue.backoff, max_backoff = declare_queue.max_backoff, workers = owner,
            keep_done = declare_queue.keep_done, condition = path, params = declare_queue.params,
-           configured = declare_queue.configured
+           configured = declare_queue.configured, stopped_at = null, fault = null
      where q.id = former.id;
     perform relay.note_queues(whose);
     return true;
@@ -1268,6 +1295,7 @@ begin
     delete from relay.queue_fills as f where f.queue_id = q.id;
     delete from relay.queue_fill_deferred as f where f.queue_id = q.id;
     insert into relay.queue_fills (queue_id, start, purges) values (q.id, begins, true);
+    update relay.queues as d set stopped_at = null, fault = null where d.id = q.id and d.stopped_at is not null;
     perform relay.note_queues(whose);
 end
 $$;
@@ -1318,8 +1346,8 @@ comment on column relay.queue_items.state is
 
 -- A figure counts to 100,001 at most, so that reading it stays cheap. `workers` are the connections of relay.client.worker.
 create or replace view relay.queue_figures as
-select f.queue, f.group_id, f.paused_at, f.ready, f.waiting, f.leased, f.dead, f.oldest_seconds, f.workers, f.filled, f.fill_error
-  from (select q.name as queue, q.group_id, q.paused_at, open.messages as filled, open.error as fill_error, ready.messages + due.messages as ready, waiting.messages as waiting,
+select f.queue, f.group_id, f.paused_at, f.ready, f.waiting, f.leased, f.dead, f.oldest_seconds, f.workers, f.filled, f.fill_error, f.stopped_at, f.fault
+  from (select q.name as queue, q.group_id, q.paused_at, q.stopped_at, q.fault, open.messages as filled, open.error as fill_error, ready.messages + due.messages as ready, waiting.messages as waiting,
                leased.messages as leased, dead.messages as dead,
                coalesce(extract(epoch from clock_timestamp() - least(oldest.enqueued_at, due.since))::float8, 0) as oldest_seconds,
                (select count(*) from pg_stat_activity as a
@@ -1367,6 +1395,10 @@ comment on column relay.queue_figures.filled is
     'how many messages relay has put into it from the log, while it is being filled; null when that is over';
 comment on column relay.queue_figures.fill_error is
     'why that does not go on';
+comment on column relay.queue_figures.stopped_at is
+    'since when relay puts no events of the log into it; null: it does';
+comment on column relay.queue_figures.fault is
+    'why relay has stopped filling it';
 
 -- Least privilege. relay_worker may declare queues and take from those of its roles; what it calls runs with the rights of the owner.
 
@@ -1380,7 +1412,7 @@ begin
                                      'was_aborted', 'lock_messages', 'dead_letter_messages', 'keep_messages', 'take', 'claim',
                                      'lease', 'lock_message', 'complete', 'extend', 'release', 'retry', 'fail', 'requeue', 'enqueue',
                                      'declare_queue', 'wake_workers', 'watch_queue', 'queue_watchers', 'satisfies', 'is_event_field', 'note_queues', 'queues_revision',
-                                     'pause_queue', 'purge_queue', 'drop_queue', 'rebuild_queue', 'fill_start') loop
+                                     'pause_queue', 'purge_queue', 'drop_queue', 'rebuild_queue', 'fill_start', 'require_bounded') loop
         execute format('revoke all on function %s from public', each);
     end loop;
 end
@@ -1416,6 +1448,8 @@ begin
     end if;
     if to_regrole('relay') is not null then
         grant select on relay.queues, relay.queue_revisions, relay.queue_items, relay.queue_figures to relay;
+        -- To stop a queue whose match or condition cannot be evaluated.
+        grant update (stopped_at, fault) on relay.queues to relay;
         -- To fill a queue from the log, and to say that it is filled.
         grant select, insert, update, delete on relay.queue_fills, relay.queue_fill_deferred to relay;
         grant insert, update on relay.queue_revisions to relay;
@@ -1456,7 +1490,7 @@ begin
         relay.lock_messages(bigint, boolean, int, bigint, timestamptz, bigint, int),
         relay.dead_letter_messages(tid[], text), relay.keep_messages(tid[], int), relay.lock_message(bigint, bigint, int, boolean),
         relay.is_event_field(text), relay.wake_workers(bigint), relay.fill_start(text, text, text),
-        relay.note_queues(text) to relay_owner;
+        relay.require_bounded(jsonb, int, text), relay.note_queues(text) to relay_owner;
     grant create on schema relay to relay_owner;
     -- A function's new owner must have the right to create in its schema.
     for each in select p.oid from pg_proc as p where p.pronamespace = 'relay'::regnamespace and p.prosecdef

@@ -16,10 +16,11 @@ LANDED = {
     "source/001_source.sql": "c42b8e4ec290b92e1ae2319ee3830b0db56ceb636644674b73b5025d4e519d42",
     "source/002_retention.sql": "e6b35ad582ad24fe597d01fa7d5f2d1ac433fbcce9a0da6b1d02d91726e92332",
     "outbox/001_outbox.sql": "95dbb51979e5cf382756e0b61b2ad6416c73528f67d9ec170d46610884149d90",
-    "outbox/002_schedules.sql": "84138bb8655167dd18396949ae9b1674448fd95d943bce304b5cadbbd2185e19",
+    "outbox/002_schedules.sql": "88d9420a9eac1eb8ee5215c44db53d3c9c8456a26311c0cbf1aaa539381118fc",
     "outbox/003_readers.sql": "482df0493cde99c8bad6f5900aaf2fca317222ce0a31f25bf174097187505ea3",
+    "outbox/004_subscribers.sql": "1d55bbf552465fe7f01ce21f3b490628ee0301ba07503cdb80f4f01aa1b43c74",
     "target/001_target.sql": "f4812c7bc10f1d7437d3b79cdf1325df4d7bae94485a7c615aac189dc8ea1f0d",
-    "target/004_queues.sql": "7e36153ba0b19041dd5ddbbea579c95638b5af8d8b3d5204d1c0bf59b782ff81",
+    "target/004_queues.sql": "d510da2f737a58e94f69f2779de435205655e42fb2368e28efd08052383d39ff",
     "target/005_scheduled.sql": "9f62e2e8db6a6bce67c2d7ad277994a55f51c4af397bfd9ff23cbbdfafd1b314",
 }
 """The editions of the files in the relay that landed before, each of which has changed since."""
