@@ -29,7 +29,7 @@ from relay.runtime.memory import collect_rarely, return_large_blocks
 from relay.runtime.threads import Thread, switch_often
 from relay.service import Service
 from relay.spark.session import Session
-from relay.store.connections import connect, database_identity
+from relay.store.connections import cancel_running, connect, database_identity
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ _LEAST_END_SECONDS = 1.0
 """How long threads may take to end, at least."""
 _EXIT_NOTE_SECONDS = 2.0
 """Longest wait, before the process ends itself, for the record that this is no crash."""
+_CANCEL_SECONDS = 1.0
+"""Longest wait until the servers have cancelled what the process ran."""
 
 
 class GroupsFailed(RelayError):
@@ -111,6 +113,7 @@ class Services:
     def _end_without_threads(self) -> None:
         threads = sorted(each.name for each in all_threads() if each is not main_thread())
         log.warning("the process ends while threads go on", extra={"threads": threads})
+        cancel_running(_CANCEL_SECONDS)
         logging.shutdown()
         os._exit(self._failed[0].exit_status if self._failed else 0)
 
@@ -181,6 +184,7 @@ class Services:
                 "the end took longer than shutdown_timeout; what was in flight will be delivered again",
                 extra={**doing, **({"group": group.name} if several else {})},
             )
+        cancel_running(_CANCEL_SECONDS)
         # A target that does not answer must not keep the process.
         exiting = [Thread(service.note_orderly_exit) for _, service in self.running]
         for thread in exiting:

@@ -22,7 +22,7 @@ import numpy as np
 from psycopg import sql
 
 from relay.config.handlers import QueueHandler
-from relay.config.settings import Route, Settings
+from relay.config.settings import Settings
 from relay.event_types.registry import registered
 from relay.event_types.upcasting import Upcasting
 from relay.faults import (
@@ -39,8 +39,9 @@ from relay.model.snapshots import BEGINNING, Snapshot, Xids, full_xids
 from relay.model.transactions import Int64Array, Mask, Transactions
 from relay.pipeline.ranges import left_out
 from relay.pipeline.routing import BatchRouter, chooser
-from relay.queues.declared import Declared, DeclaredQueue
-from relay.queues.filling import QUEUES, Filling
+from relay.queues.conditions import Conditions
+from relay.queues.declared import Declared, DeclaredQueue, QueueFault, route_to, stop
+from relay.queues.filling import FIELDS, QUEUES, Filling
 from relay.retention import reader_positions
 from relay.runtime.parts import SOON_SECONDS, Condition, Recurring
 from relay.source.outbox.differences import Difference, array, condition, cut
@@ -193,6 +194,9 @@ class QueueFills(Recurring):
                 ended += self._filler.fill(each)
             except _Moved:
                 continue
+            except QueueFault as stopping:
+                # It goes on from there once the queue is declared otherwise.
+                stop(target, self._settings.group, stopping)
             except Exception as error:
                 if target.broken or self.stopping.is_set():
                     raise
@@ -220,6 +224,7 @@ class _Filler:
         self._rows = OutboxRows(settings)
         self._router = BatchRouter(settings)
         self._upcaster = Upcasting(registered(settings.events))
+        self._conditions = Conditions(FIELDS)
         # One connection has the plan of a difference, the other reads rows.
         self._source: Pool = open_pool(settings.source_dsn, 2, prepare_reading)
         target.execute("select set_config('lock_timeout', %s, false)", (LOCK_TIMEOUT,))
@@ -495,9 +500,10 @@ class _Filler:
                 raise fault
 
     def _copied(self, fill: QueueFill, transactions: Transactions) -> Iterator[int]:
-        declared = _declared(fill)
+        declared = _declared(self._group, fill)
         whole = self._router.whole(transactions)
-        yield Filling(QUEUES, lambda: declared, self._upcaster).put(self._target, whole)
+        filling = Filling(QUEUES, lambda: declared, self._upcaster, conditions=self._conditions)
+        yield filling.put(self._target, whole, stops=False)
         names = [
             name
             for name, each in self._settings.handlers.items()
@@ -510,7 +516,7 @@ class _Filler:
                 yield handler.put(self._target, parts[name])
 
     def _leave_out(self, fill: QueueFill, transactions: Transactions, error: Exception) -> None:
-        declared = _declared(fill)
+        declared = _declared(self._group, fill)
         decoder = self._router.decoder(transactions.columns)
         matches = [bool(names) for names in declared.choose(transactions, decoder)]
         (only,) = transactions
@@ -563,14 +569,11 @@ class _Locked:
         self._transaction.__exit__(*error)  # type: ignore[arg-type]
 
 
-def _declared(fill: QueueFill) -> Declared:
+def _declared(group: str, fill: QueueFill) -> Declared:
     """The queue alone, as one that is filled."""
     queue = DeclaredQueue(fill.queue_id, fill.queue, fill.key, fill.is_conditional)
-    routes = []
-    if fill.match is not None:
-        route = {"match": fill.match, "handlers": [fill.queue], "continue": True}
-        routes.append(Route.model_validate(route))
-    return Declared(0, {fill.queue: queue}, chooser(routes))
+    routes = [] if fill.match is None else [route_to(queue, fill.match)]
+    return Declared(group, 0, {fill.queue: queue}, chooser(routes))
 
 
 def _exactly(xids: Xids, now: Snapshot) -> Difference:

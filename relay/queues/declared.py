@@ -17,10 +17,13 @@ from typing import Any, NamedTuple
 import psycopg
 
 from relay.config.settings import Route
+from relay.faults import RelayError
 from relay.model.transactions import ColumnDecoder, Transactions
 from relay.store import queues
 
 log = logging.getLogger(__name__)
+
+_UNREADABLE = "match: relay cannot read a value of it"
 
 REVISION = "relay.queues_revision(%s)"
 """The SQL expression of a group's revision, null for a group that never had a queue."""
@@ -49,6 +52,7 @@ class DeclaredQueue(NamedTuple):
 class Declared:
     """The queues of a group at a revision, or at a later one, and what chooses among them."""
 
+    group: str
     revision: int
     queues: Mapping[str, DeclaredQueue]
     choose: Chooser
@@ -104,26 +108,37 @@ class DeclaredQueues:
             if match is None or queue.is_being_filled or queue.is_stopped:
                 continue
             try:
-                routes.append(_route(queue, match))
-            except ValueError:
-                stop(conn, self._group, queue, "match: relay cannot read a value of it")
+                routes.append(route_to(queue, match))
+            except QueueFault as fault:
+                stop(conn, self._group, fault)
                 known[queue.name] = queue._replace(is_stopped=True)
-        return Declared(revision, known, self._chooser(routes))
+        return Declared(self._group, revision, known, self._chooser(routes))
 
 
-def _route(queue: DeclaredQueue, match: dict[str, Any]) -> Route:
-    """The route to a queue. Raises ValueError for a match that no declaration of this edition accepts."""
-    route = Route.model_validate({"match": match, "handlers": [queue.name], "continue": True})
+class QueueFault(RelayError):
+    """A queue cannot be filled as it was declared. That stops this queue alone."""
+
+    def __init__(self, queue: DeclaredQueue, text: str) -> None:
+        super().__init__(text)
+        self.queue = queue
+
+
+def route_to(queue: DeclaredQueue, match: dict[str, Any]) -> Route:
+    """The route to a queue. Raises QueueFault for a match that no declaration of this edition accepts."""
+    try:
+        route = Route.model_validate({"match": match, "handlers": [queue.name], "continue": True})
+    except ValueError:
+        raise QueueFault(queue, _UNREADABLE) from None
     patterns = [each for of_field in route.match.values() for each in of_field]
     if not all(isfinite(each) for each in patterns if isinstance(each, float)):
-        raise ValueError
+        raise QueueFault(queue, _UNREADABLE)
     return route
 
 
-def stop(conn: psycopg.Connection[Any], group: str, queue: DeclaredQueue, why: str) -> None:
-    """Stop a queue in the transaction of `conn`, and say so. Raises psycopg.Error."""
-    queues.stop(conn, group, queue.id, why)
-    log.error(
-        "a queue is stopped: no more events of the log go into it until it is declared otherwise or rebuilt",
-        extra={"queue": queue.name, "fault": why},
-    )
+def stop(conn: psycopg.Connection[Any], group: str, fault: QueueFault) -> None:
+    """Stop a queue that is not stopped, and say so. Raises psycopg.Error."""
+    if queues.stop(conn, group, fault.queue.id, str(fault)):
+        log.error(
+            "a queue is stopped: no more events of the log go into it until it is declared otherwise or rebuilt",
+            extra={"queue": fault.queue.name, "fault": str(fault)},
+        )

@@ -19,14 +19,15 @@ from relay.handlers import copy_binary
 from relay.model import exact_json
 from relay.model.keys import of_host, of_values
 from relay.model.transactions import Int64Array, Routed, Values, text
-from relay.queues.declared import Declared, DeclaredQueue
+from relay.queues.conditions import Conditions, Message
+from relay.queues.declared import Declared, QueueFault, stop
 from relay.store import literals
 from relay.store.connections import Connection
 
 QUEUES = "relay.queues"
 """The name under which the declared queues are a handler: what routes lead to them is not in the configuration."""
 
-_FIELDS: Mapping[str, tuple[str, str]] = {
+FIELDS: Mapping[str, tuple[str, str]] = {
     "id": ("event_id", "text"),
     "event_type": ("event_type", "text"),
     "host_id": ("host_id", "text"),
@@ -40,7 +41,7 @@ _FIELDS: Mapping[str, tuple[str, str]] = {
     "metadata": ("metadata", "jsonb"),
 }
 """The column of a message, and its type, for each field of an event that it has."""
-_TYPES = {"key": "text", **dict(_FIELDS.values())}
+_TYPES = {"key": "text", **dict(FIELDS.values())}
 _KEY_FIELDS = {
     "host": ("host_id",),
     "user": ("host_id", "user_id"),
@@ -48,32 +49,7 @@ _KEY_FIELDS = {
 }
 _BEGIN = "select relay.begin_messages()"
 _WAKE = "select relay.wake_workers(n) from unnest(%s::bigint[]) as n"
-_SATISFYING = sql.SQL(
-    """
-    with event as materialized (
-        select e.index, jsonb_build_object({pairs}) as message
-          from unnest(%(indices)s::int[], {columns}) as e (index, {names}))
-    select m.number
-      from unnest(%(numbers)s::int[], %(events)s::int[], %(queues)s::bigint[]) as m (number, index, queue_id)
-      join event as e on e.index = m.index join relay.queues as q on q.id = m.queue_id
-     where q.condition is null or relay.satisfies(e.message, q.condition, q.params)
-    """
-).format(
-    pairs=sql.SQL(", ").join(
-        sql.SQL("{}, {}::{}").format(sql.Literal(field), sql.Identifier("e", field), sql.SQL(kind))
-        for field, (_, kind) in _FIELDS.items()
-    ),
-    columns=sql.SQL(", ").join(
-        sql.SQL("{}::text[]").format(sql.Placeholder(field)) for field in _FIELDS
-    ),
-    names=sql.SQL(", ").join(map(sql.Identifier, _FIELDS)),
-)
-"""Of messages, by their number, those that satisfy the condition of their queue. The fields of events are text."""
 _COPY = sql.SQL("copy relay.queue_messages (queue_id, {}) from stdin (format {})")
-
-
-Message = tuple[int, DeclaredQueue]
-"""The index of an event among some rows, and a queue that it goes into."""
 
 
 class Filling:
@@ -85,12 +61,15 @@ class Filling:
         known: Callable[[], Declared | None],
         upcaster: Upcasting,
         queue: str | None = None,
+        conditions: Conditions | None = None,
     ) -> None:
         """`known` returns the queues that the current task has read, or later ones."""
         self.name = name
         self._known = known
         self._upcaster = upcaster
         self._queue = queue
+        self._conditions = conditions or Conditions(FIELDS)
+        self._faults: dict[tuple[int, int], QueueFault] = {}
 
     def configure(self, conn: Connection) -> None:
         """Do nothing: the tables are relay's own."""
@@ -105,8 +84,11 @@ class Filling:
         """
         self.put(conn, routed)
 
-    def put(self, conn: Connection, routed: Routed) -> int:
-        """Do what `apply` does; returns the number of messages."""
+    def put(self, conn: Connection, routed: Routed, stops: bool = True) -> int:
+        """Do what `apply` does; returns the number of messages.
+
+        A queue whose condition takes too long is stopped. Raises QueueFault instead if `stops` is False.
+        """
         declared = self._known()
         chosen: Iterator[tuple[str, ...]]
         if self._queue is not None:
@@ -123,7 +105,7 @@ class Filling:
         else:
             return 0
         keyed = {field for each in declared.queues.values() for field in _fields_of(each.key)}
-        fields = tuple(dict.fromkeys((*_FIELDS, *keyed)))
+        fields = tuple(dict.fromkeys((*FIELDS, *keyed)))
         current = routed_as_current(routed, self._upcaster)
         filled: set[int] = set()
         count = 0
@@ -133,11 +115,18 @@ class Filling:
                 for index, names in enumerate(islice(chosen, len(rows)))
                 for name in names
             ]
+            if self._faults and self._queue is None:
+                messages = self._besides_stopped(conn, declared, messages)
             if not messages:
                 continue
             values = dict(zip(fields, current.decoder.columns(rows, fields), strict=True))
             if self._queue is None and any(queue.is_conditional for _, queue in messages):
-                messages = _satisfying(conn, messages, values)
+                messages, slow = self._conditions.satisfied(conn, messages, values)
+                for fault in slow:
+                    if not stops:
+                        raise fault
+                    self._faults[fault.queue.id, declared.revision] = fault
+                    stop(conn, declared.group, fault)
                 if not messages:
                     continue
             if not filled:
@@ -146,7 +135,7 @@ class Filling:
             count += len(messages)
             columns: dict[str, Values] = {
                 column: [values[field][index] for index, _ in messages]
-                for field, (column, _) in _FIELDS.items()
+                for field, (column, _) in FIELDS.items()
             }
             columns["key"] = [_key(queue.key, values, index) for index, queue in messages]
             _copy(conn, np.array([queue.id for _, queue in messages], np.int64), columns)
@@ -154,27 +143,18 @@ class Filling:
             conn.execute(_WAKE, (literals.of_numbers(filled),))
         return count
 
-
-def _satisfying(
-    conn: Connection, messages: Sequence[Message], values: Mapping[str, Values]
-) -> list[Message]:
-    """Leave out the messages that do not satisfy the condition of their queue, which may be another one meanwhile."""
-    asked = [number for number, (_, queue) in enumerate(messages) if queue.is_conditional]
-    events = list(dict.fromkeys(messages[number][0] for number in asked))
-    given = {
-        field: literals.of_values(
-            None if (value := values[field][index]) is None else text(value) for index in events
-        )
-        for field in _FIELDS
-    }
-    pairs = {
-        "numbers": literals.of_numbers(asked),
-        "events": literals.of_numbers(messages[number][0] for number in asked),
-        "queues": literals.of_numbers(messages[number][1].id for number in asked),
-        "indices": literals.of_numbers(events),
-    }
-    refused = set(asked) - {number for (number,) in conn.execute(_SATISFYING, given | pairs)}
-    return [message for number, message in enumerate(messages) if number not in refused]
+    def _besides_stopped(
+        self, conn: Connection, declared: Declared, messages: Sequence[Message]
+    ) -> list[Message]:
+        """Leave out the messages of queues that were stopped since they were read, perhaps in vain: a task may fail."""
+        found = {
+            queue.id: fault
+            for _, queue in messages
+            if (fault := self._faults.get((queue.id, declared.revision))) is not None
+        }
+        for number in sorted(found):
+            stop(conn, declared.group, found[number])
+        return [message for message in messages if message[1].id not in found]
 
 
 def _fields_of(key: str) -> tuple[str, ...]:

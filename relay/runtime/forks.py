@@ -29,6 +29,11 @@ def keep(connection: HasDescriptor) -> None:
     _kept.add(connection)
 
 
+def kept() -> list[HasDescriptor]:
+    """List what this process keeps."""
+    return list(_kept)
+
+
 def _let_go() -> None:
     # Not closed: the object in the child would close the next file with the same number.
     nothing = os.open(os.devnull, os.O_RDWR)

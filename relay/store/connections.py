@@ -13,15 +13,16 @@ import logging
 import select
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
 from secrets import token_hex
+from threading import Thread
 from types import MappingProxyType
 from typing import Any
 
 import psycopg
 from psycopg.adapt import Buffer, Dumper
-from psycopg.pq import ExecStatus
+from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.types.json import JsonbDumper, set_json_loads
 from psycopg_pool import ConnectionPool, PoolTimeout
 
@@ -195,6 +196,30 @@ def _opened_noting(
     if isinstance(dsn, DatabaseAccess):
         refusals.accepted(dsn)
     return conn
+
+
+def cancel_running(seconds: float) -> None:
+    """Ask the servers to end what the sessions of this process run, which would outlive it; waits so long at most.
+
+    Their threads get an error, so only a process that ends calls it.
+    """
+    running = [
+        each
+        for each in forks.kept()
+        if isinstance(each, psycopg.Connection)
+        and each.pgconn.transaction_status == TransactionStatus.ACTIVE
+    ]
+
+    def cancel(conn: Connection) -> None:
+        with suppress(psycopg.Error):
+            conn.cancel_safe(timeout=seconds)
+
+    threads = [Thread(target=cancel, args=(conn,), daemon=True) for conn in running]
+    for thread in threads:
+        thread.start()
+    ends = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, ends - time.monotonic()))
 
 
 def connect(

@@ -70,9 +70,13 @@ _PENDING = """
 
 
 def open_fills(conn: Connection, group: str) -> list[QueueFill]:
-    """List the queues of a group that are to be filled, those that were asked for first first. Raises psycopg.Error."""
+    """List the queues of a group that are to be filled and not stopped, those that were asked for first first.
+
+    Raises psycopg.Error.
+    """
     rows = conn.execute(
-        _READ + " where q.group_id = %s and f.ended_at is null order by f.asked_at, f.queue_id",
+        _READ + " where q.group_id = %s and f.ended_at is null and q.stopped_at is null"
+        " order by f.asked_at, f.queue_id",
         (group,),
     )
     return [_fill(*row) for row in rows]

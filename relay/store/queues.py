@@ -134,14 +134,18 @@ def items(
         ).fetchall()
 
 
-def stop(conn: psycopg.Connection[Any], group: str, queue: int, why: str) -> None:
-    """Put no more events of the log into a queue, until it is declared otherwise or rebuilt. Raises psycopg.Error."""
+def stop(conn: psycopg.Connection[Any], group: str, queue: int, why: str) -> bool:
+    """Put no more events of the log into a queue, until it is declared otherwise or rebuilt; returns whether any went.
+
+    Raises psycopg.Error.
+    """
     stopped = conn.execute(
         "update relay.queues set stopped_at = clock_timestamp(), fault = %s where id = %s and stopped_at is null",
         (why, queue),
     ).rowcount
     if stopped:
         conn.execute("select relay.note_queues(%s)", (group,))
+    return stopped > 0
 
 
 def pause(conn: psycopg.Connection[Any], name: str, paused: bool) -> bool:

@@ -207,7 +207,8 @@ as $$
                         'transaction_id', 'payload', 'metadata']) as f
 $$;
 
--- The path of a condition. Fails, in the name of a function, for text that is no path, and without a variable that it has.
+-- The path of a condition. Fails, in the name of a function, for text that is no path, without a variable that it has, and for what
+-- costs too much to be evaluated for each event: each .** visits all that is below a value.
 create or replace function relay.condition_path("where" text, params jsonb, called text) returns jsonpath
 language plpgsql stable set search_path = pg_catalog, pg_temp
 as $$
@@ -223,10 +224,15 @@ begin
     exception when others then
         raise invalid_parameter_value using message = format('%s: where is no path of SQL/JSON: %s', called, sqlerrm);
     end;
+    -- What PostgreSQL prints of a path has names and texts in quotes.
+    if (select count(*) from regexp_matches(regexp_replace(path::text, '"(?:[^"\\]|\\.)*"', '""', 'g'), '[.][*][*]', 'g')) > 2 then
+        raise invalid_parameter_value using message = format('%s: where must have at most two .**', called);
+    end if;
+    perform relay.require_bounded(params, 20000, called || ': params');
     if jsonb_typeof(params) <> 'object' then
         raise invalid_parameter_value using message = format('%s: params must be an object, such as {"least": 100}', called);
     end if;
-    -- What PostgreSQL prints of a path has its variables as $"least"; names and texts are in quotes, too.
+    -- Its variables are printed as $"least".
     select v.name into unset
       from regexp_matches(path::text, '([$]?)("(?:[^"\\]|\\.)*")', 'g') as token,
            lateral (select token[2]::jsonb #>> '{}') as v (name)

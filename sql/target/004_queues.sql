@@ -1057,6 +1057,43 @@ begin
 end
 $$;
 
+-- The path of a condition. Fails, in the name of a function, for text that is no path, without a variable that it has, and for what
+-- costs too much to be evaluated for each event: each .** visits all that is below a value.
+create or replace function relay.condition_path("where" text, params jsonb, called text) returns jsonpath
+language plpgsql stable set search_path = pg_catalog, pg_temp
+as $$
+declare
+    path  jsonpath;
+    unset text;
+begin
+    if length("where") > 10000 then
+        raise invalid_parameter_value using message = format('%s: where must have at most 10000 characters', called);
+    end if;
+    begin
+        path := "where"::jsonpath;
+    exception when others then
+        raise invalid_parameter_value using message = format('%s: where is no path of SQL/JSON: %s', called, sqlerrm);
+    end;
+    -- What PostgreSQL prints of a path has names and texts in quotes.
+    if (select count(*) from regexp_matches(regexp_replace(path::text, '"(?:[^"\\]|\\.)*"', '""', 'g'), '[.][*][*]', 'g')) > 2 then
+        raise invalid_parameter_value using message = format('%s: where must have at most two .**', called);
+    end if;
+    perform relay.require_bounded(params, 20000, called || ': params');
+    if jsonb_typeof(params) <> 'object' then
+        raise invalid_parameter_value using message = format('%s: params must be an object, such as {"least": 100}', called);
+    end if;
+    -- Its variables are printed as $"least".
+    select v.name into unset
+      from regexp_matches(path::text, '([$]?)("(?:[^"\\]|\\.)*")', 'g') as token,
+           lateral (select token[2]::jsonb #>> '{}') as v (name)
+     where token[1] = '$' and not coalesce(params ? v.name, false);
+    if found then
+        raise invalid_parameter_value using message = format('%s: params: the variable %s of where is missing', called, unset);
+    end if;
+    return path;
+end
+$$;
+
 -- Declares a queue: the events of the log that match go into it, from the first that is published after this transaction has
 -- committed; with `start`, from an earlier one on: beginning, which is the oldest that is there, a c_offset, or a time. `start` counts
 -- when the queue is made: relay.rebuild_queue fills one that is there again. Returns whether anything changed; a second call with the same arguments changes nothing, and writes nothing. It does not
@@ -1075,7 +1112,6 @@ as $$
 declare
     path   jsonpath;
     begins text;
-    unset  text;
     caller text := relay.calling_role();
     owner  text := coalesce(declare_queue.workers, caller);
     groups text[];
@@ -1120,25 +1156,9 @@ begin
         raise invalid_parameter_value using message = 'relay.declare_queue: keep_done must be longer than 0, or null, and neither it '
             'nor max_backoff longer than 36500 days';
     end if;
-    begin
-        path := declare_queue."where"::jsonpath;
-    exception when others then
-        raise invalid_parameter_value using message = 'relay.declare_queue: where is no path of SQL/JSON: ' || sqlerrm;
-    end;
+    path := relay.condition_path(declare_queue."where", declare_queue.params, 'relay.declare_queue');
     if path is not null and declare_queue.match is null then
         raise invalid_parameter_value using message = 'relay.declare_queue: where: without match, no events go into the queue';
-    end if;
-    if jsonb_typeof(declare_queue.params) <> 'object' then
-        raise invalid_parameter_value using message = 'relay.declare_queue: params must be an object, such as {"least": 100}';
-    end if;
-    -- What PostgreSQL prints of a path has its variables as $"least"; names and texts are in quotes, too.
-    select v.name into unset
-      from regexp_matches(path::text, '([$]?)("(?:[^"\\]|\\.)*")', 'g') as token,
-           lateral (select token[2]::jsonb #>> '{}') as v (name)
-     where token[1] = '$' and not coalesce(declare_queue.params ? v.name, false);
-    if found then
-        raise invalid_parameter_value using
-            message = format('relay.declare_queue: params: the variable %s of where is missing', unset);
     end if;
     if not exists (select from pg_roles where rolname = owner) then
         raise undefined_object using message = format('relay.declare_queue: workers: there is no role %L', owner);
@@ -1412,7 +1432,7 @@ begin
                                      'was_aborted', 'lock_messages', 'dead_letter_messages', 'keep_messages', 'take', 'claim',
                                      'lease', 'lock_message', 'complete', 'extend', 'release', 'retry', 'fail', 'requeue', 'enqueue',
                                      'declare_queue', 'wake_workers', 'watch_queue', 'queue_watchers', 'satisfies', 'is_event_field', 'note_queues', 'queues_revision',
-                                     'pause_queue', 'purge_queue', 'drop_queue', 'rebuild_queue', 'fill_start', 'require_bounded') loop
+                                     'pause_queue', 'purge_queue', 'drop_queue', 'rebuild_queue', 'fill_start', 'require_bounded', 'condition_path') loop
         execute format('revoke all on function %s from public', each);
     end loop;
 end
@@ -1490,7 +1510,7 @@ begin
         relay.lock_messages(bigint, boolean, int, bigint, timestamptz, bigint, int),
         relay.dead_letter_messages(tid[], text), relay.keep_messages(tid[], int), relay.lock_message(bigint, bigint, int, boolean),
         relay.is_event_field(text), relay.wake_workers(bigint), relay.fill_start(text, text, text),
-        relay.require_bounded(jsonb, int, text), relay.note_queues(text) to relay_owner;
+        relay.require_bounded(jsonb, int, text), relay.condition_path(text, jsonb, text), relay.note_queues(text) to relay_owner;
     grant create on schema relay to relay_owner;
     -- A function's new owner must have the right to create in its schema.
     for each in select p.oid from pg_proc as p where p.pronamespace = 'relay'::regnamespace and p.prosecdef

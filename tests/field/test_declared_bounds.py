@@ -6,6 +6,9 @@ Reports of users of comparable systems are named where they are tried. Declarati
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -14,7 +17,9 @@ from relay.admin.queues import listed as queues_listed
 from relay.admin.readers import listed as readers_listed
 from relay.model import exact_json
 from relay.model.json_fields import json_fields
-from tests.outbox import Outbox, event, host, relaying
+from relay.store import migrations
+from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.process import running
 
 HUGE = '{"payload.x": 1e5000}'
 """Of 18 characters, 5,001 digits: more than the 4,300 that Python converts."""
@@ -23,7 +28,8 @@ HUGE = '{"payload.x": 1e5000}'
 @pytest.mark.parametrize(
     ("match", "why"),
     [
-        # python/cpython#95778: int() of more than 4,300 digits raises, and who does not expect that ends.
+        # openvang/vanguarstew#1665, Liquid4All/ifstruct#3: json.loads raises a ValueError that nobody expects.
+        # flop-labs/technocore-chat#399: to bound integers where they come in is what helps.
         (HUGE, "250 digits"),
         ('{"payload.x": [1, 1e-300]}', "250 digits"),
         ('{"payload.x": "%s"}' % ("x" * 20_001), "20000 characters"),
@@ -46,7 +52,7 @@ def test_a_subscriber_is_bounded_as_its_reader_is(outbox: Outbox) -> None:
 def test_a_match_of_a_former_edition_that_cannot_be_read_stops_its_queue(
     outbox: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """python/cpython#95778: what a former edition let in ended relay at its first event, and at each start."""
+    """Liquid4All/ifstruct#3: one number ended a batch of 2,000. Here it ended relay, and each start after that."""
     outbox.conn.execute("select relay.declare_queue('q', '{\"payload.x\": 1}')")
     outbox.conn.execute("select relay.declare_queue('other')")
     outbox.conn.execute("update relay.queues set match = %s::jsonb where name = 'q'", (HUGE,))
@@ -78,9 +84,133 @@ def test_a_match_of_a_former_edition_that_cannot_be_read_stops_its_queue(
 
 
 def test_a_reader_of_a_former_edition_with_a_long_number_is_listed(outbox: Outbox) -> None:
-    """python/cpython#95778: `relay reader list` was a traceback for everybody."""
+    """openvang/vanguarstew#1665: a command was a traceback, and exited with 1."""
     outbox.conn.execute("select relay.declare_reader('r')")
     outbox.conn.execute("update relay.log_readers set match = %s::jsonb, params = match", (HUGE,))
     (found,) = readers_listed(outbox.settings())
     assert json_fields(found)["match"] == {"payload.x": "1" + "0" * 5000}
     assert exact_json.dumps(found.match, "match") == '{"payload.x": 1' + "0" * 5000 + "}"
+
+
+@pytest.mark.parametrize(
+    ("where", "params", "why"),
+    [
+        # Each .** visits all that is below: four of them, and 500 levels, are 2,600,000,000 visits.
+        ('$.**.**.**.** ? (@ == "zz")', None, "two .[*][*]"),
+        ("$.payload.x >= $least", '{"least": 1e131071}', "250 digits"),
+        ("$.payload.x >= $least", '{"least": "%s"}' % ("x" * 20_001), "20000 characters"),
+        ('$.payload.x == "%s"' % ("x" * 10_000), None, "10000 characters"),
+    ],
+)
+def test_a_condition_is_bounded_when_it_is_declared(
+    outbox: Outbox, where: str, params: str | None, why: str
+) -> None:
+    outbox.conn.execute("select relay.declare_reader('r')")
+    for call in ("declare_queue('q', ", "declare_reader('s', ", "declare_subscriber('r', 's', "):
+        with pytest.raises(psycopg.errors.InvalidParameterValue, match=why):
+            outbox.conn.execute(
+                f'select relay.{call}"where" => %s, params => %s::jsonb)'.encode(),
+                (where, params),
+            )
+
+
+def test_the_path_of_a_condition_is_read_alike_in_both_databases() -> None:
+    """The target may be another database than the outbox's: the functions that both have are the same text."""
+    folder = migrations.sql_directory()
+    target = (folder / "target" / "004_queues.sql").read_text()
+    outbox = "".join(file.read_text() for file in migrations.files("outbox"))
+    for name in ("require_bounded", "condition_path"):
+        (text,) = re.findall(
+            rf"create or replace function relay\.{name}\(.*?\n\$\$;\n", target, re.S
+        )
+        assert text in outbox
+
+
+SLOW = """
+    $.payload.a[*] ? (exists ($.payload.a[*] ? (exists ($.payload.a[*] ? (exists ($.payload.a[*] ? (@ == 0)))))))
+"""
+"""Without `.**`, but it visits the fourth power of the number of items."""
+MANY: dict[str, Any] = {"payload": {"a": list(range(1, 1001))}}
+
+
+def _declare_conditions(conn: psycopg.Connection[Any], *more: str) -> None:
+    for name, where in (("slow", SLOW), ("large", "$.payload.amount >= 2"), ("slow too", SLOW)):
+        conn.execute(
+            'select relay.declare_queue(%s, "where" => %s'
+            + "".join(f", {each}" for each in more)
+            + ")",
+            (name, where),
+        )
+
+
+def _in_queue(outbox: Outbox, name: str) -> list[Any]:
+    return outbox.column(
+        "select m.payload->>'amount' from relay.queue_messages as m join relay.queues as q on q.id = m.queue_id"
+        " where q.name = %s order by m.id",
+        (name,),
+    )
+
+
+def test_a_condition_that_takes_too_long_stops_its_queue_alone(outbox: Outbox) -> None:
+    """Of 21 events of other hosts, none was applied for 174 s.
+
+    json-path/JsonPath#874: a path of a customer blocked its thread, and nothing could end it. floci-io/floci#2697: an
+    expression without bounds of time and depth pinned a core, without a word. IBM/JSONata4Java#23: the same.
+    """
+    _declare_conditions(outbox.conn)
+    with outbox.limited_role() as (_, dsn):
+        settings = outbox.settings(target={"dsn": dsn})
+        with relaying(settings):
+            outbox.publish(host(1), event(0, **MANY))
+            for number in range(1, 22):
+                outbox.publish(host(number + 1), event(number))
+            outbox.wait_handled(120)
+            by_name = {each.queue: each for each in queues_listed(settings)}
+    outbox.assert_exact()
+    assert _in_queue(outbox, "large") == [str(number) for number in range(2, 22)]
+    for name in ("slow", "slow too"):
+        assert by_name[name].stopped_at is not None
+        assert by_name[name].fault == "where: it takes too long to evaluate: make it simpler"
+    assert by_name["large"].stopped_at is None
+    outbox.value("select relay.drop_queue('slow')::text")
+
+
+def test_a_fill_with_a_condition_that_takes_too_long_goes_on_when_that_is_another(
+    outbox: Outbox,
+) -> None:
+    """What a queue that is filled from the log has missed is not lost: the fill goes on where it was."""
+    settings = outbox.settings()
+    for number in range(1, 4):
+        outbox.publish(host(number), event(number))
+    outbox.publish(host(1), event(0, **MANY))
+    with relaying(settings):
+        outbox.wait_handled()
+        _declare_conditions(outbox.conn, "start => 'beginning'")
+        stopped = "select count(*) from relay.queues where stopped_at is not null"
+        wait_until(lambda: outbox.value(stopped) == 2, 120)
+        outbox.publish(host(1), event(4))
+        outbox.wait_handled()
+        outbox.conn.execute(
+            "select relay.declare_queue('slow', \"where\" => '$.payload.amount >= 1')"
+        )
+        wait_until(lambda: len(_in_queue(outbox, "slow")) == 4, 120)
+        wait_until(lambda: _in_queue(outbox, "large") == ["2", "3", "4"], 120)
+    assert sorted(_in_queue(outbox, "slow")) == ["1", "2", "3", "4"]
+
+
+def test_what_relay_runs_is_cancelled_when_it_ends(outbox: Outbox, tmp_path: Path) -> None:
+    """A statement that outlived relay kept its locks, for which the next instance waited."""
+    config = outbox.config_file(
+        tmp_path / "relay.yaml",
+        handlers={"projection": {"type": "sql", "statement": "select pg_sleep(600)"}},
+        shutdown_timeout=0.5,
+    )
+    sleeps = (
+        "select count(*) from pg_stat_activity where datname = current_database() and state = 'active'"
+        " and strpos(query, 'pg_sleep(600)') > 0 and pid <> pg_backend_pid()"
+    )
+    outbox.publish(host(1), event(1))
+    with running(config) as process:
+        wait_until(lambda: outbox.value(sleeps) == 1)
+        process.terminate()
+        wait_until(lambda: outbox.value(sleeps) == 0)
