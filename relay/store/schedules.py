@@ -112,12 +112,24 @@ _WAITS = """
            extract(epoch from (select min(due_at) from relay.schedules where paused_at is null and due_at < 'infinity')
                               - statement_timestamp())::float8
 """
-_DUE = f"""
-    ({_READ} where paused_at is null and due_at is null limit %(limit)s)
-    union all
-    ({_READ} where paused_at is null and due_at <= statement_timestamp() order by due_at limit %(limit)s)
-    limit %(limit)s
+# Owners take turns: the schedules of one, however many and large, do not delay those of another for long.
+_TURNS = """
+    with due as materialized (
+        select name as chosen, due_at as waits_from, owner, configured_by from relay.schedules
+         where paused_at is null and due_at is null
+        union all
+        select name, due_at, owner, configured_by from relay.schedules
+         where paused_at is null and due_at <= statement_timestamp()),
+    turns as (
+        select chosen, waits_from,
+               row_number() over (partition by owner, configured_by order by waits_from nulls first) as turn
+          from due)
 """
+_DUE = (
+    _TURNS
+    + _READ
+    + " join turns on chosen = name order by turn, waits_from nulls first limit %(limit)s"
+)
 _TICK = """
     select t.id, relay.tick(t.name, t.id, t.version, t.times::timestamptz[], t.ids::uuid[], t.passed_at, t.next_at,
                             coalesce(t.due_at, 'infinity'), t.missed, t.fault)
@@ -165,7 +177,7 @@ def named(conn: psycopg.Connection[Any], name: str) -> ScheduleRow | None:
 
 
 def due(conn: psycopg.Connection[Any], limit: int) -> list[ScheduleRow]:
-    """Read at most `limit` schedules whose next time is not known or has come, the earliest first.
+    """Read at most `limit` schedules whose next time is not known or has come: the earliest of each owner first.
 
     Raises psycopg.Error.
     """

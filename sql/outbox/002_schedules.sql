@@ -186,6 +186,7 @@ begin
     if fault is not null then
         raise invalid_parameter_value using message = 'relay.declare_schedule: ' || fault;
     end if;
+    perform relay.require_bounded(publish, 100000, 'relay.declare_schedule: publish');
     -- What PostgreSQL takes for a time zone beside these, such as CEST or UTC+3, has no changes of clocks, and relay does
     -- not know it. The list is read from files: not for a name that another schedule has.
     if timezone <> 'UTC' and not exists (select from relay.schedules as s where s.timezone = declare_schedule.timezone and s.fault is null)
@@ -302,7 +303,8 @@ end
 $$;
 
 -- Publishes a schedule's events of some times, with their ids, and moves it on; returns whether it did. It does nothing where
--- the row is another one, or has another version, than that for which that was computed, or another session has it now.
+-- the row is another one, or has another version, than that for which that was computed, or another session has it now. An event that
+-- relay.declare_schedule would refuse now is not published: the schedule stands still, by its fault.
 create or replace function relay.tick(
     name         text,
     id           uuid,
@@ -319,7 +321,9 @@ language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_variable
 declare
-    s relay.schedules;
+    s     relay.schedules;
+    given timestamptz[] := times;
+    gone  text          := fault;
 begin
     select * into s from relay.schedules as r
      where r.name = tick.name and r.id = tick.id and r.version = tick.version and r.paused_at is null
@@ -327,17 +331,25 @@ begin
     if not found then
         return false;
     end if;
-    for i in 1 .. cardinality(times) loop
+    begin
+        perform relay.require_bounded(s.publish, 100000, 'publish');
+    exception when invalid_parameter_value then
+        given := '{}';
+        gone := sqlerrm;
+    end;
+    for i in 1 .. cardinality(given) loop
         perform relay.publish(
             (s.publish ->> 'host_id')::uuid, (s.publish ->> 'user_id')::uuid,
             relay.schedule_event(s, ids[i], jsonb_build_object(
-                'scheduled_at', to_char(times[i] at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"'))));
+                'scheduled_at', to_char(given[i] at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"'))));
     end loop;
     update relay.schedules as r
-       set passed_at = greatest(r.passed_at, tick.passed_at), next_at = tick.next_at, due_at = tick.due_at,
-           published = r.published + cardinality(times), missed_ticks = r.missed_ticks + tick.missed_ticks,
-           last = (r.last || times)[greatest(cardinality(r.last) + cardinality(times) - 9, 1):],
-           last_event_id = coalesce(ids[cardinality(ids)], r.last_event_id), fault = tick.fault, version = r.version + 1
+       set passed_at = greatest(r.passed_at, tick.passed_at),
+           next_at = case when gone is null then tick.next_at end,
+           due_at = case when gone is null then tick.due_at else 'infinity' end,
+           published = r.published + cardinality(given), missed_ticks = r.missed_ticks + tick.missed_ticks,
+           last = (r.last || given)[greatest(cardinality(r.last) + cardinality(given) - 9, 1):],
+           last_event_id = coalesce(ids[cardinality(given)], r.last_event_id), fault = gone, version = r.version + 1
      where r.name = tick.name;
     return true;
 end

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
 
 from relay.admin.queues import listed as queues_listed
 from relay.admin.readers import listed as readers_listed
 from relay.model import exact_json
 from relay.model.json_fields import json_fields
-from relay.store import migrations
+from relay.store import migrations, schedules
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import running
 
@@ -214,3 +218,81 @@ def test_what_relay_runs_is_cancelled_when_it_ends(outbox: Outbox, tmp_path: Pat
         wait_until(lambda: outbox.value(sleeps) == 1)
         process.terminate()
         wait_until(lambda: outbox.value(sleeps) == 0)
+
+
+@contextmanager
+def _publishers(outbox: Outbox, *names: str) -> Iterator[list[psycopg.Connection[Any]]]:
+    """Sessions of new roles that may publish."""
+    roles = [sql.Identifier(f"{outbox.slot}_{name}") for name in names]
+    with ExitStack() as sessions:
+        for role in roles:
+            create = "create role {} login password 'p' in role relay_publisher"
+            outbox.conn.execute(sql.SQL(create).format(role))
+            sessions.callback(outbox.conn.execute, sql.SQL("drop role {}").format(role))
+        yield [
+            sessions.enter_context(
+                psycopg.connect(
+                    make_conninfo(outbox.dsn, user=f"{outbox.slot}_{name}", password="p"),
+                    autocommit=True,
+                )
+            )
+            for name in names
+        ]
+
+
+def _declare_schedule(conn: psycopg.Connection[Any], name: str, payload: str = "1") -> None:
+    conn.execute(
+        "select relay.declare_schedule(%s, jsonb_build_object('host_id', %s::text, 'event_type', 'tick',"
+        " 'payload', %s::jsonb), every => '1 s')",
+        (name, host(1), payload),
+    )
+
+
+@pytest.mark.parametrize("payload", ["[1e131071]", '"%s"' % ("x" * 100_000)])
+def test_the_event_of_a_schedule_is_bounded_when_it_is_declared(
+    outbox: Outbox, payload: str
+) -> None:
+    with (
+        _publishers(outbox, "first") as (first,),
+        pytest.raises(psycopg.errors.InvalidParameterValue, match=r"declare_schedule: publish"),
+    ):
+        _declare_schedule(first, "large", payload)
+
+
+def test_schedules_of_one_owner_do_not_starve_those_of_another(outbox: Outbox) -> None:
+    """timescale/timescaledb#9918: jobs were passed by for ever. citusdata/pg_cron#200: all waited for the longest one.
+
+    Here an owner's thirty took 3.6 s a tick, and another's came after 86 s.
+    """
+    with _publishers(outbox, "first", "second") as (first, second):
+        for number in range(50):
+            _declare_schedule(first, f"many {number}")
+        _declare_schedule(second, "one")
+        outbox.conn.execute(
+            "update relay.schedules set due_at = now() - interval '1 hour' where name <> 'one'"
+        )
+        outbox.conn.execute("update relay.schedules set due_at = now() where name = 'one'")
+        found = [each.name for each in schedules.due(outbox.conn, 10)]
+        assert len(found) == 10
+        assert "one" in found[:2]
+
+
+def test_an_event_that_a_former_edition_accepted_stands_still_by_itself(outbox: Outbox) -> None:
+    with _publishers(outbox, "first", "second") as (first, second), outbox.limited_role() as at:
+        _declare_schedule(first, "large")
+        _declare_schedule(second, "small")
+        outbox.conn.execute(
+            "update relay.schedules set publish = publish || jsonb_build_object('payload', array_fill(%s::numeric,"
+            " array[1500])) where name = 'large'",
+            ("1e131071",),
+        )
+        published = "select published from relay.schedules where name = 'small'"
+        with relaying(outbox.settings(source={**outbox.config()["source"], "dsn": at[1]})):
+            wait_until(lambda: outbox.value(published) >= 2)
+        assert outbox.conn.execute(
+            "select published, fault from relay.schedules where name = 'large'"
+        ).fetchall() == [
+            (0, "publish: a number must have at most 250 digits before and after its point")
+        ]
+        _declare_schedule(first, "large", "2")
+        assert outbox.value("select fault from relay.schedules where name = 'large'") is None
