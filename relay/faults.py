@@ -18,7 +18,7 @@ How often and when a fault is retried is decided in `pipeline.retry_policy`, whe
             NotTried            the same, and it says nothing of the destination
             EndpointFailed      of one endpoint among many; the sink goes on
                 EndpointDown    the attempt does not count
-        StatementTimeout, HandlerTimeout, Braked
+        StatementTimeout, HandlerTimeout, Braked, QueueMissing
     Rejected                    dead-letter the transaction
         EndpointRejected        of one endpoint among many; does not stop the sink
             EndpointDisabled    the transaction holds no keys
@@ -275,6 +275,10 @@ class Braked(TransientFault):
         self.transaction_id = transaction_id
         self.hosts = hosts
         self.exception = exception
+
+
+class QueueMissing(TransientFault):
+    """The queue of a handler does not exist: whoever works it may drop it. Its message is safe in a log."""
 
 
 class Interrupted(Exception):
@@ -632,6 +636,7 @@ def describe(error: BaseException) -> str:
         | StatementTimeout
         | HandlerTimeout
         | Braked
+        | QueueMissing
         | NotReceived
         | InvalidEvent,
     ):

@@ -384,7 +384,7 @@ def _queues(conn: Connection, settings: Settings) -> Iterator[Finding]:
             yield Finding(
                 Severity.WARNING,
                 "queues",
-                f"handlers.{name}.queue: there is no queue {queue_name!r}, and relay ends at the first event for it: "
+                f"handlers.{name}.queue: there is no queue {queue_name!r}, and transactions with events for it wait: "
                 "declare it under queues, or with relay.declare_queue",
             )
     for name in configured.no_longer_configured(conn, settings.group, settings.queues):

@@ -62,6 +62,9 @@ from relay.store.session_settings import users_path
 
 log = logging.getLogger(__name__)
 
+_OF_QUEUES = RetrySettings(max_wait=30.0)
+"""How a transaction waits for a queue that does not exist: for ever, and not long once it does."""
+
 Histories = Mapping[int, AttemptHistory]
 """The earlier attempts of transactions, by index."""
 
@@ -131,10 +134,13 @@ class HandlerRunner:
         self._deferral_rules = deferral_rules
         self._connections = connections
         self._transactional = build(settings, queues)
+        self._code = {
+            name for name, each in settings.handlers.items() if isinstance(each, PythonHandler)
+        }
         self._defers = {
-            name: RetryPolicy(name, each.retry)
+            name: RetryPolicy(name, each.retry if isinstance(each, PythonHandler) else _OF_QUEUES)
             for name, each in settings.handlers.items()
-            if isinstance(each, PythonHandler)
+            if isinstance(each, PythonHandler | QueueHandler)
         }
         self._unlimited = {
             name: RetryPolicy(name, RetrySettings())
@@ -486,7 +492,7 @@ class HandlerRunner:
         """
         if self._transactional.keys().isdisjoint(parts):
             return
-        with users_path(conn, code=not self._defers.keys().isdisjoint(parts)):
+        with users_path(conn, code=not self._code.isdisjoint(parts)):
             if check_constraints:
                 conn.execute("set constraints all deferred")
             for name, handler in self._transactional.items():

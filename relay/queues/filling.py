@@ -14,7 +14,7 @@ from psycopg import sql
 from relay.config.fields import dig, split
 from relay.event_types.current_version import routed_as_current
 from relay.event_types.upcasting import Upcasting
-from relay.faults import ConfigurationError
+from relay.faults import QueueMissing
 from relay.handlers import copy_binary
 from relay.model import exact_json
 from relay.model.keys import of_host, of_values
@@ -80,7 +80,7 @@ class Filling:
     def apply(self, conn: Connection, routed: Routed) -> None:
         """Copy each event, in the current version of its type, into the queues that it matches as it was published.
 
-        Raises ConfigurationError if the queue of the handler is not declared.
+        Raises QueueMissing if the queue of the handler is not declared: whoever works it may drop it.
         """
         self.put(conn, routed)
 
@@ -93,7 +93,7 @@ class Filling:
         chosen: Iterator[tuple[str, ...]]
         if self._queue is not None:
             if declared is None or self._queue not in declared.queues:
-                raise ConfigurationError(
+                raise QueueMissing(
                     f"handlers.{self.name}.queue: there is no queue {self._queue!r} that the group fills: declare it "
                     "with relay.declare_queue"
                 )

@@ -296,3 +296,32 @@ def test_an_event_that_a_former_edition_accepted_stands_still_by_itself(outbox: 
         ]
         _declare_schedule(first, "large", "2")
         assert outbox.value("select fault from relay.schedules where name = 'large'") is None
+
+
+def test_transactions_for_a_queue_that_somebody_has_dropped_wait_for_it(outbox: Outbox) -> None:
+    """timgit/pg-boss#463: without its queue a job ended nowhere, without a word. Here it ended relay."""
+    outbox.conn.execute("select relay.declare_queue('mail', null)")
+    config = outbox.config()
+    settings = outbox.settings(
+        handlers={**config["handlers"], "mail": {"type": "queue"}},
+        routes=[
+            {"match": {"event_type": "mail.*"}, "handlers": ["projection", "mail"]},
+            *config["routes"],
+        ],
+    )
+    with relaying(settings):
+        outbox.publish(host(1), event(1, "mail.due"))
+        outbox.wait_handled()
+        outbox.conn.execute("select relay.drop_queue('mail')")
+        outbox.publish(host(1), event(2, "mail.due"))
+        outbox.publish(host(2), event(3))
+        wait_until(lambda: outbox.column("select amount from projection order by 1") == [1, 3])
+        waiting = "select count(*) from relay.deferred where reason like %s and handler = 'mail'"
+        missing = "%handlers.mail.queue: there is no queue 'mail'%"
+        wait_until(lambda: outbox.value(waiting, (missing,)) == 1)
+        outbox.publish(host(2), event(4))
+        wait_until(lambda: outbox.column("select amount from projection order by 1") == [1, 3, 4])
+        outbox.conn.execute("select relay.declare_queue('mail', null)")
+        outbox.wait_handled(60)
+    outbox.assert_exact()
+    assert _in_queue(outbox, "mail") == ["2"]
