@@ -13,6 +13,7 @@ from typing import Any
 from relay.client.errors import EventInvalid, WorkerError
 from relay.client.event import Event, caused_by
 from relay.client.sessions import Statement
+from relay.model.moments import moment_of
 from relay.outcomes import Drop, Fail, named_wait
 
 _LONGEST_ERROR = 4_000
@@ -125,7 +126,8 @@ class Message:
 
     `attempt` counts from 1. `key` orders it: one message of a key is worked at a time. `enqueued_at` and
     `first_taken_at` are times of the database's clock. The other fields are those of the event; a direct message has
-    only some of them.
+    only some of them. An `event_ts` that Python has not, such as infinity or the year 12026, is the nearest that it
+    has.
     """
 
     queue: str
@@ -207,7 +209,7 @@ def values_of(row: str) -> dict[str, Any]:
     values: dict[str, Any] = json.loads(row)["message"]
     for name in _TIMES:
         if values[name] is not None:
-            values[name] = datetime.fromisoformat(values[name])
+            values[name] = moment_of(values[name])
     return values
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache, partial
 from itertools import chain, islice, repeat
@@ -17,6 +17,7 @@ from relay.config.settings import Route, Scalar, Settings
 from relay.faults import NotRouted, Undecodable, Unrouted
 from relay.model import exact_json
 from relay.model.events import COMMIT_FIELDS, NOTE, Event, Events, Tuples
+from relay.model.moments import moment_of
 from relay.model.transactions import (
     ColumnDecoder,
     Mask,
@@ -29,8 +30,6 @@ from relay.model.tuples import RowDecoder
 from relay.queues.declared import Chooser, Declared
 from relay.queues.filling import QUEUES
 
-_LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
-_NEVER = datetime(9999, 12, 31, tzinfo=UTC)
 _NOTES_SHOWN = 20
 
 _JSON_FIELDS = frozenset({"payload", "metadata"})
@@ -259,7 +258,7 @@ class BatchRouter:
         ends = np.cumsum(transactions.facts["events"])
         found: dict[int, datetime] = {}
         for row, value in self._present(transactions, "deliver_at"):
-            moment = _moment_of(value)
+            moment = moment_of(value)
             index = int(np.searchsorted(ends, row, side="right"))
             found[index] = max(moment, found.get(index, moment))
         return found
@@ -351,14 +350,6 @@ def _of_commits(transactions: Transactions) -> dict[str, Iterator[str | None]]:
         field: chain.from_iterable(map(repeat, values, events))
         for field, values in zip(COMMIT_FIELDS, columns, strict=True)
     }
-
-
-def _moment_of(value: str) -> datetime:
-    """Parse a time as PostgreSQL prints it in UTC; a time outside of Python's calendar becomes its nearest end."""
-    try:
-        return datetime.fromisoformat(value)
-    except ValueError:
-        return _LONG_AGO if value.startswith("-") or value.endswith("BC") else _NEVER
 
 
 def _few(notes: Sequence[str]) -> str:

@@ -195,7 +195,7 @@ def lagging(
         if each.given_up_at is None
         and each.unread_since is not None
         and (limit := each.max_lag or max_lag) is not None
-        and each.unread_since < present - limit
+        and present - each.unread_since > limit
     ]
 
 

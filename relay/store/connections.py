@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
+from datetime import UTC, datetime, timedelta
 from secrets import token_hex
 from threading import Thread
 from types import MappingProxyType
@@ -23,6 +24,7 @@ from typing import Any
 import psycopg
 from psycopg.adapt import Buffer, Dumper
 from psycopg.pq import ExecStatus, TransactionStatus
+from psycopg.types.datetime import IntervalLoader, TimestamptzLoader
 from psycopg.types.json import JsonbDumper, set_json_loads
 from psycopg_pool import ConnectionPool, PoolTimeout
 
@@ -36,6 +38,7 @@ from relay.faults import (
 )
 from relay.model import exact_json
 from relay.model.events import Lsn
+from relay.model.moments import nearest, nearest_interval
 from relay.runtime import forks
 from relay.store import refusals, session_settings
 from relay.store.session_settings import LOCK_TIMEOUT, SessionKind
@@ -151,6 +154,32 @@ class _LsnDumper(Dumper):
         return str(obj).encode()
 
 
+class _TimestamptzLoader(TimestamptzLoader):
+    def load(self, data: Buffer) -> datetime:
+        try:
+            moment = super().load(data)
+            moment.astimezone(UTC)
+        except (psycopg.DataError, OverflowError):
+            text = bytes(data).decode()
+            return nearest(is_early=text.endswith("BC") or text.startswith(("-", "0001")))
+        return moment
+
+
+class _IntervalLoader(IntervalLoader):
+    def load(self, data: Buffer) -> timedelta:
+        try:
+            return super().load(data)
+        except (psycopg.DataError, OverflowError):
+            return nearest_interval(is_negative=bytes(data).startswith(b"-"))
+
+
+def _adapt(conn: psycopg.Connection[Any]) -> None:
+    """Let a connection read what others may have written, and Python has not."""
+    set_json_loads(_json, conn)
+    conn.adapters.register_loader("timestamptz", _TimestamptzLoader)
+    conn.adapters.register_loader("interval", _IntervalLoader)
+
+
 def _json(value: str | bytes) -> Any:
     """Read JSON that others have declared, whose numbers may be longer than those that Python converts."""
     return exact_json.loads_floats(value if isinstance(value, str) else value.decode())
@@ -178,7 +207,7 @@ def opened(
     except SecretUnavailable as error:
         key = "" if isinstance(dsn, str) else f"{dsn.key}: "
         raise NoCredentials(f"{key}{error}") from None
-    set_json_loads(_json, conn)
+    _adapt(conn)
     forks.keep(conn)
     return conn
 

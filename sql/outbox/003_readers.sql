@@ -408,6 +408,9 @@ begin
     if declare_reader.expires < interval '5 minutes' or declare_reader.max_lag < interval '5 minutes' then
         raise invalid_parameter_value using message = 'relay.declare_reader: expires and max_lag must be at least five minutes';
     end if;
+    if declare_reader.expires > interval '36500 days' or declare_reader.max_lag > interval '36500 days' then
+        raise invalid_parameter_value using message = 'relay.declare_reader: expires and max_lag must be at most 36500 days';
+    end if;
     if declare_reader.lanes not between 1 and 256 then
         raise invalid_parameter_value using message = 'relay.declare_reader: lanes must be 1 to 256, or null';
     end if;
@@ -700,7 +703,7 @@ begin
             update relay.readers as n set given_up_at = now()
               from relay.log_readers as r
              where (n.group_id, n.target, n.reader) = ('', 'relay.declare_reader', r.name)
-               and n.given_up_at is null and n.noted_at < now() - r.expires
+               and n.given_up_at is null and n.noted_at < now() - least(r.expires, interval '36500 days')
          returning r.id, r.name)
         update relay.log_readers as r set expired_at = now() from given_up as g where g.id = r.id returning r.name;
 end

@@ -83,6 +83,9 @@ begin
     if declare_subscriber.expires < interval '5 minutes' then
         raise invalid_parameter_value using message = 'relay.declare_subscriber: expires must be at least five minutes';
     end if;
+    if declare_subscriber.expires > interval '36500 days' then
+        raise invalid_parameter_value using message = 'relay.declare_subscriber: expires must be at most 36500 days';
+    end if;
     perform relay.require_bounded(declare_subscriber.match, 20000, 'relay.declare_subscriber: match');
     perform relay.match_condition(declare_subscriber.match);
     select coalesce(array_agg(m.key order by m.key) filter (where e.is_exact), '{}'),

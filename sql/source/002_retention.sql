@@ -188,7 +188,7 @@ declare
 begin
     select * into found from relay.retained_outbox(outbox);
     step := found.every;
-    select max(p.upper), max(p.partition::oid) filter (where p.is_default)::regclass into last, spare
+    select max(p.upper) filter (where p.lower is null or p.lower < upto), max(p.partition::oid) filter (where p.is_default)::regclass into last, spare
       from relay.partitions(found.relation) as p;
     if last is null then
         return relay.add_partition(found.relation, null, date_bin(step, present, '2000-01-03') + step, step);
@@ -220,7 +220,7 @@ declare
     filled boolean;
 begin
     select * into found from relay.retained_outbox(outbox);
-    select max(p.upper), max(p.partition::oid) filter (where p.is_default)::regclass into last, spare
+    select max(p.upper) filter (where p.lower is null or p.lower < upto), max(p.partition::oid) filter (where p.is_default)::regclass into last, spare
       from relay.partitions(found.relation) as p;
     if spare is null then
         return false;
@@ -265,7 +265,7 @@ declare
 begin
     select * into found from relay.retained_outbox(outbox);
     execute format('lock table only %s in access exclusive mode', found.relation);
-    select max(p.upper), max(p.partition::oid) filter (where p.is_default)::regclass into last, spare
+    select max(p.upper) filter (where p.lower is null or p.lower < upto), max(p.partition::oid) filter (where p.is_default)::regclass into last, spare
       from relay.partitions(found.relation) as p;
     select relname into former from pg_class where oid = spare;
     called := relay.partition_name(found.relation, last, found.every);

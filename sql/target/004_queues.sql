@@ -1031,7 +1031,7 @@ begin
     exception when data_exception then
         null;
     end;
-    if moment is null or not isfinite(moment) then
+    if moment is null or moment not between '0001-01-02Z' and '9999-12-30Z' then
         raise invalid_parameter_value using
             message = format('%s: start: %L is neither beginning, a c_offset, nor a time such as 2026-03-01T12:00Z', named, asked);
     end if;

@@ -14,7 +14,7 @@ from tests.outbox import Outbox, event, host, relaying, wait_until
 
 LANDED = {
     "source/001_source.sql": "c42b8e4ec290b92e1ae2319ee3830b0db56ceb636644674b73b5025d4e519d42",
-    "source/002_retention.sql": "e6b35ad582ad24fe597d01fa7d5f2d1ac433fbcce9a0da6b1d02d91726e92332",
+    "source/002_retention.sql": "df0c04db814389251ec0b725d068628dc31939f2d8838edaf43cbf8632343066",
     "outbox/001_outbox.sql": "95dbb51979e5cf382756e0b61b2ad6416c73528f67d9ec170d46610884149d90",
     "outbox/002_schedules.sql": "88d9420a9eac1eb8ee5215c44db53d3c9c8456a26311c0cbf1aaa539381118fc",
     "outbox/003_readers.sql": "482df0493cde99c8bad6f5900aaf2fca317222ce0a31f25bf174097187505ea3",

@@ -1,0 +1,208 @@
+"""Values that PostgreSQL has and Python has not, in each column that others write and relay reads.
+
+Reports: psycopg/psycopg#315 and #1251 (infinity cannot be loaded), psycopg/psycopg2#1307 (years above 9999),
+FuzzyGrim/Yamtrack#1662 (the year 1 in a zone east of UTC: a container that never starts),
+ansible-collections/community.postgresql#714 (one role that is valid for ever fails the list of all),
+pgpartman/pg_partman#519 and #769 and pgEdge/coldfront#68 (bounds of partitions: maintenance of all tables ends).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import UTC, datetime
+from typing import Any
+
+import psycopg
+import pytest
+
+from relay.admin import queues, readers, schedules, status
+from relay.admin.check import examine
+from relay.admin.findings import Severity
+from relay.admin.retention import partition
+from relay.client.reader import subscribe
+from relay.client.worker import Worker
+from relay.config.settings import Settings
+from relay.model.json_fields import json_fields
+from relay.model.moments import EARLIEST, LATEST, moment_of
+from relay.retention import partitions
+from relay.retention.schedule import Schedule
+from relay.store.connections import connect
+from relay.store.dead_letters import selection as dead_letters
+from relay.store.dead_letters.selection import DeadLetterSelection, DeadTransaction
+from relay.store.deferred import selection as deferred
+from relay.store.deferred.selection import DeferredSelection
+from tests.outbox import DEFER, Outbox, event, host, relaying, wait_until
+from tests.workers import working
+
+TIMES = ["infinity", "-infinity", "12026-01-01 00:00Z", "0044-03-15 00:00Z BC"]
+
+COLUMNS = [
+    ("relay.queue_messages", "available_at"),
+    ("relay.queue_messages", "event_ts"),
+    ("relay.queue_dead_letters", "event_ts"),
+    ("relay.schedules", "due_at"),
+    ("relay.schedules", "next_at"),
+    ("relay.schedules", "passed_at"),
+    ("relay.schedules", "since"),
+    ("relay.deferred", "retry_at"),
+    ("relay.deferred", "first_failed_at"),
+    ("relay.dead_letter_queue", "event_ts"),
+    ("public.outbox_message_t", "event_ts"),
+    ("public.outbox_message_t", "deliver_at"),
+    ("relay.api_tokens", "expires_at"),
+]
+INTERVALS = [
+    ("relay.log_readers", "expires"),
+    ("relay.log_readers", "max_lag"),
+]
+
+
+@pytest.fixture
+def full(outbox: Outbox) -> Outbox:
+    """An outbox with a row in each of the tables."""
+    conn = outbox.conn
+    conn.execute("select relay.declare_queue('mail', null)")
+    conn.execute("select relay.enqueue('mail', '{}')")
+    conn.execute("select relay.enqueue('mail', '{}')")
+    conn.execute("select relay.fail('mail', id, attempt) from relay.lease('mail')")
+    conn.execute("select relay.declare_reader('r')")
+    conn.execute(
+        "select relay.declare_schedule('s', jsonb_build_object('host_id', %s::text, 'event_type', 'e'),"
+        " every => '1 hour')",
+        (str(host(1)),),
+    )
+    outbox.publish(host(1), event(1))
+    outbox.publish(host(2), event(-1))
+    with relaying(outbox.settings()):
+        outbox.wait_handled()
+    conn.execute(DEFER, ("default", [str(host(3))]))
+    return outbox
+
+
+def _lists(settings: Settings) -> Iterator[Callable[[], Any]]:
+    with connect(settings.target_dsn) as target, connect(settings.source_dsn) as source:
+        yield lambda: json_fields(queues.shown(settings, "mail", (), 10)[0])
+        yield lambda: [json_fields(each) for each in queues.shown(settings, "mail", (), 10)[1]]
+        yield lambda: [json_fields(each) for each in readers.listed(settings)]
+        yield lambda: readers.summed(readers.listed(settings))
+        yield lambda: [(each.when, each.state, each.begins) for each in schedules.listed(settings)]
+        yield lambda: deferred.listed(target, "default", DeferredSelection(), 10)
+        yield lambda: deferred.count(target, "default")
+        yield lambda: dead_letters.listed(
+            target, "default", DeadLetterSelection(), 10, DeadTransaction
+        )
+        yield lambda: status.read(settings).as_json()
+        yield lambda: source.execute("select * from relay.api_tokens").fetchall()
+
+
+@pytest.mark.parametrize(("table", "column"), COLUMNS)
+def test_a_time_that_python_has_not_hides_nothing(full: Outbox, table: str, column: str) -> None:
+    settings = full.settings()
+    for value in TIMES:
+        full.conn.execute(f"update {table} set {column} = %s::timestamptz".encode(), (value,))
+        for each in _lists(settings):
+            each()
+    faults = [each.text for each in examine(settings) if each.level is Severity.ERROR]
+    assert not faults
+
+
+@pytest.mark.parametrize(("table", "column"), INTERVALS)
+def test_an_interval_that_python_has_not_hides_nothing(
+    full: Outbox, table: str, column: str
+) -> None:
+    settings = full.settings()
+    full.conn.execute(f"update {table} set {column} = '170000000 years'".encode())
+    for each in _lists(settings):
+        each()
+    retention = Schedule(settings, lambda: None)
+    with psycopg.connect(full.dsn, autocommit=True) as conn:
+        retention.retain(conn, conn)
+
+
+@pytest.mark.parametrize("option", ["expires", "max_lag"])
+def test_the_interval_of_a_reader_is_bounded(outbox: Outbox, option: str) -> None:
+    """now() - expires is out of range for the server, too: no reader of anybody expired."""
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="36500 days"):
+        outbox.conn.execute(f"select relay.declare_reader('r', {option} => '40000 days')".encode())
+
+
+@pytest.mark.parametrize("value", TIMES)
+def test_events_of_such_a_time_reach_whoever_does_not_look_at_it(
+    outbox: Outbox, value: str
+) -> None:
+    """Readers, workers and handlers that never look at event_ts go on; for a worker it is the nearest of Python's."""
+    conn = outbox.conn
+    conn.execute("select relay.declare_queue('mail')")
+    conn.execute("select relay.declare_reader('r')")
+    with relaying(outbox.settings()):
+        outbox.publish(host(1), event(1, event_ts=value))
+        outbox.publish(host(1), event(2))
+        outbox.wait_handled()
+    outbox.assert_exact()
+    reader: Any = subscribe(outbox.dsn, "r", poll=0.02)
+    seen: list[Any] = []
+    with closing(iter(reader)) as transactions:
+        for transaction in transactions:
+            seen += [each.payload["amount"] for each in transaction.events]
+            transaction.done()
+            if len(seen) == 2:
+                break
+    assert seen == [1, 2]
+    worked: list[datetime | None] = []
+    worker = Worker(outbox.dsn, "mail", poll=0.02)
+
+    @worker.handles()
+    def work(message: Any, _: Any) -> None:
+        worked.append(message.event_ts)
+
+    with working(worker):
+        wait_until(lambda: len(worked) == 2)
+    early = value.startswith("-") or value.endswith("BC")
+    assert (EARLIEST if early else LATEST) in worked
+    assert outbox.value("select count(*) from relay.queue_items") == 0
+
+
+def test_times_are_the_nearest_that_python_has() -> None:
+    assert moment_of("2026-01-02 03:04:05+00") == datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    # FuzzyGrim/Yamtrack#1662: it can be read, and not be converted to UTC.
+    assert moment_of("0001-01-01 00:00:00+00:50:20") == EARLIEST
+    with pytest.raises(ValueError, match="Invalid isoformat"):
+        moment_of("tomorrow")
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper"),
+    [
+        ("minvalue", "'0044-03-15 BC'"),
+        ("'0044-03-15 BC'", "'2000-01-03'"),
+        ("'12026-01-01'", "'infinity'"),
+        ("'12026-01-01'", "maxvalue"),
+        ("'-infinity'", "'2000-01-03'"),
+    ],
+)
+def test_partitions_are_made_ahead_beside_one_with_such_a_bound(
+    outbox: Outbox, lower: str, upper: str
+) -> None:
+    """pgpartman/pg_partman#519, #769, pgEdge/coldfront#68: maintenance failed; here no partition was made ahead."""
+    settings = outbox.settings(retention={"keep": "7d"})
+    partition(settings, "1d")
+    outbox.conn.execute("drop table outbox_message_t_before")
+    outbox.conn.execute(
+        f"create table odd partition of outbox_message_t for values from ({lower}) to ({upper})".encode()
+    )
+    with connect(settings.source_dsn) as source:
+        before = {each.name for each in partitions.partitions(source, settings.source.table)}
+        assert "public.odd" in before
+        newest = [
+            each
+            for each in partitions.partitions(source, settings.source.table)
+            if not each.is_default and each.name != "public.odd"
+        ][-1]
+        source.execute(f"drop table {newest.name}".encode())
+        Schedule(settings, lambda: None).retain(source, source)
+        found = {each.name for each in partitions.partitions(source, settings.source.table)}
+        assert newest.name in found
+    faults = [each.text for each in examine(settings) if each.level is Severity.ERROR]
+    assert not faults
+    status.read(settings).as_json()
