@@ -58,13 +58,17 @@ class InTurn(Executor):
         self._runs = False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Queue a call. Raises RuntimeError after the threads have been shut down."""
+        """Queue a call. Raises RuntimeError after the threads have been shut down, and where there can be none."""
         future: Future[Any] = Future()
         with self._lock:
             self._calls.append((future, partial(fn, *args, **kwargs)))
             if self._runs:
                 return future
-            self._threads.submit(self._run_next)
+            try:
+                self._threads.submit(self._run_next)
+            except BaseException:
+                self._calls.pop()
+                raise
             self._runs = True
         return future
 

@@ -6,12 +6,14 @@ Sources: Python documentation, "contextvars — Context Variables": a thread sta
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import select
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,13 +38,44 @@ def switch_often() -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
 
 
+_START_SECONDS = 60.0
+"""How long a thread is tried to be started where the system refuses it."""
+_PAUSE_SECONDS = 0.2
+
+
 class Thread(threading.Thread):
-    """A daemon thread that runs in the context of its creator."""
+    """A daemon thread that runs in the context of its creator.
+
+    `start` waits where the system has no thread for it: it may have one in a moment. Where an event loop runs, it
+    raises RuntimeError at once.
+    """
 
     def __init__(
         self, target: Callable[..., object], name: str | None = None, args: Iterable[Any] = ()
     ) -> None:
         super().__init__(target=copy_context().run, name=name, args=(target, *args), daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. Raises RuntimeError where it has been started, or the system goes on refusing it."""
+        ends = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                return super().start()
+            except RuntimeError as error:
+                if self.is_alive() or _in_loop() or time.monotonic() >= ends:
+                    raise
+                log.warning(
+                    "a thread is not started", extra={"part": self.name, "fault": str(error)}
+                )
+                time.sleep(_PAUSE_SECONDS)
+
+
+def _in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextmanager
@@ -58,11 +91,25 @@ def beside(work: Callable[[threading.Event], object], name: str) -> Iterator[Non
         thread.join()
 
 
+class _Pool(ThreadPoolExecutor):
+    """A pool whose calls wait for the threads that there are where the system refuses another one."""
+
+    def _adjust_thread_count(self) -> None:
+        try:
+            super()._adjust_thread_count()
+        except RuntimeError:
+            if not self._threads:
+                # No thread has taken it, and a later one would run it although its caller got the error.
+                self._work_queue.get_nowait()
+                raise
+
+
 def pool(workers: int, prefix: str) -> ThreadPoolExecutor:
-    """Return a pool whose threads run in the context of its creator."""
-    return ThreadPoolExecutor(
-        workers, thread_name_prefix=prefix, initializer=_enter, initargs=(copy_context(),)
-    )
+    """Return a pool whose threads run in the context of its creator.
+
+    Its `submit` raises RuntimeError where the system refuses it the first thread; then it may be called again.
+    """
+    return _Pool(workers, thread_name_prefix=prefix, initializer=_enter, initargs=(copy_context(),))
 
 
 def position_of(ident: int | None, callers: tuple[str, ...] = ()) -> str:

@@ -116,8 +116,14 @@ class Suspects:
         """Take back a death that was counted in advance, since the attempt ended without one."""
         with self._pool.connection() as conn:
             conn.execute(
-                "update relay.suspects set attempts = attempts - 1 where group_id = %s and suspect = %s",
-                (self._group, name),
+                """
+                with forgotten as (
+                    delete from relay.suspects where group_id = %(group)s and suspect = %(name)s and attempts <= 1
+                )
+                update relay.suspects set attempts = attempts - 1
+                 where group_id = %(group)s and suspect = %(name)s and attempts > 1
+                """,
+                {"group": self._group, "name": name},
             )
         self._survived.discard(name)
 

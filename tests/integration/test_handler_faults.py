@@ -99,7 +99,8 @@ def test_a_stop_that_takes_longer_than_shutdown_timeout_is_no_death(
     with running(config) as service:
         wait_until(lambda: outbox.value(noted) == 1)
         assert service.terminate() == 1
-    assert outbox.value(noted) == 0
+    # Not with 0 attempts either.
+    assert outbox.column("select suspect from relay.suspects") == []
 
 
 def test_transactions_of_one_commit_are_told_apart_by_their_rows(
