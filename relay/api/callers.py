@@ -14,9 +14,9 @@ from threading import Lock
 from typing import Annotated
 
 import psycopg
+from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Security
 from fastapi.security import HTTPBearer
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -99,6 +99,8 @@ class Callers:
     def __init__(self, database: ApiDatabase) -> None:
         self._database = database
         self._lock = Lock()
+        self._reading = asyncio.Lock()
+        self._threads = CapacityLimiter(1)
         self._known: Mapping[bytes, TokenCaller] = {}
         self._read_at: float | None = None
         self._fault: tuple[Exception, float] | None = None
@@ -126,27 +128,33 @@ class Callers:
                 return caller
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                return await run_in_threadpool(self._find, digest, _deadline())
+                return await self._find(digest, _deadline())
         except TimeoutError:
             raise TransientFault(_NO_ANSWER) from None
 
-    def _find(self, digest: bytes, until: float) -> TokenCaller | None:
+    async def _find(self, digest: bytes, until: float) -> TokenCaller | None:
         asked_at = time.monotonic()
-        caller = self._found(digest, until, self._is_fresh)
+        caller = await self._found(digest, until, self._is_fresh)
         if caller is None:
-            # It may have been made since. Those who guess wait, too.
-            time.sleep(_UNKNOWN_SECONDS)
-            caller = self._found(digest, until, lambda: (self._read_at or 0.0) > asked_at)
+            # It may have been made since. Those who guess wait, too, and have no thread meanwhile.
+            await asyncio.sleep(_UNKNOWN_SECONDS)
+            caller = await self._found(digest, until, lambda: (self._read_at or 0.0) > asked_at)
         return self._used_by(caller)
 
-    def _found(
+    async def _found(
         self, digest: bytes, until: float, is_fresh: Callable[[], bool]
     ) -> TokenCaller | None:
         """Return the caller of a digest, after reading the tokens again if what is known is not fresh."""
+        if not is_fresh():
+            # One reads, in a thread of its own, and the others have what it has read.
+            async with self._reading:
+                if not is_fresh():
+                    await to_thread.run_sync(self._read_in_turn, until, limiter=self._threads)
+        return self._known.get(digest)
+
+    def _read_in_turn(self, until: float) -> None:
         with self._turn(until):
-            if not is_fresh():
-                self._read()
-            return self._known.get(digest)
+            self._read()
 
     def valid(self) -> frozenset[TokenCaller]:
         """Return the callers of all tokens that are valid now. Raises what `find` raises."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, field
+from fnmatch import translate
 from typing import Annotated
 from uuid import UUID
 
@@ -12,10 +14,22 @@ from fastapi import Query
 from pydantic import StringConstraints
 
 from relay.api.callers import Reading, TokenCaller
+from relay.runtime.threads import pool
 from relay.store.log_pages import LogEvent
 
 MOST_PATTERNS = 50
 Pattern = Annotated[str, StringConstraints(max_length=200)]
+
+_Match = Callable[[str], object]
+
+
+def _compiled(patterns: tuple[str, ...]) -> tuple[_Match, ...]:
+    """Compile globs as `fnmatchcase` does."""
+    return tuple(re.compile(translate(each)).match for each in patterns)
+
+
+_compiling = pool(1, "api patterns")
+"""One thread compiles at a time: it shares the interpreter with the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +41,24 @@ class ReadFilter:
     aggregate_type: str | None
     aggregate_id: str | None
     caller: TokenCaller
+    matches: tuple[_Match, ...] = field(default=(), compare=False)
+    """What `types` match, compiled; without it, they are compiled when the first event comes."""
+
+    @classmethod
+    async def of(
+        cls,
+        hosts: frozenset[str],
+        types: tuple[str, ...],
+        aggregate_type: str | None,
+        aggregate_id: str | None,
+        caller: TokenCaller,
+    ) -> ReadFilter:
+        """Return a filter whose patterns were compiled beside the event loop: many new ones take seconds."""
+        matches: tuple[_Match, ...] = ()
+        if types:
+            loop = asyncio.get_running_loop()
+            matches = await loop.run_in_executor(_compiling, _compiled, types)
+        return cls(hosts, types, aggregate_type, aggregate_id, caller, matches)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -60,7 +92,8 @@ class ReadFilter:
         return takes
 
     def _takes_type(self, event_type: str) -> bool:
-        asked = not self.types or any(fnmatchcase(event_type, each) for each in self.types)
+        matches = self.matches or _compiled(self.types)
+        asked = not self.types or any(each(event_type) for each in matches)
         return asked and self.caller.may_see_type(event_type)
 
 
@@ -86,7 +119,7 @@ async def asked(
     ] = None,
 ) -> ReadFilter:
     """Return the filter of a request, as a dependency of its route."""
-    return ReadFilter(
+    return await ReadFilter.of(
         frozenset(map(str, host or ())),
         tuple(sorted(set(type_ or ()))),
         aggregate_type,

@@ -241,7 +241,7 @@ async def publish(
                 return problem(
                     HttpRefusal(400, "wait: is for a single event, and the list has more")
                 )
-            wanted = ReadFilter(
+            wanted = await ReadFilter.of(
                 frozenset([submission.host_id]), tuple(reply_type or ()), None, None, caller
             )
             if (full := streams.refusal(wanted)) is not None:

@@ -42,6 +42,9 @@ _KNOWN = (
     "metadata",
 )
 """The keys of an event."""
+MOST_VALUES = 500_000
+"""The most values of a message, as counted before it is read: each takes some 100 bytes, however short its text is."""
+_BETWEEN_VALUES = (b",", b"[", b"{")
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}", re.ASCII)
 _BLANK: tuple[str | None, ...] = (None,) * len(EVENT_FIELDS)
@@ -72,7 +75,7 @@ class Invalid(Exception):
 
 
 class TooMany(Exception):
-    """A message has more than MOST_EVENTS events, or its numbers have more digits than a database may be given."""
+    """A message has more than MOST_EVENTS events or MOST_VALUES values, or too many digits for a database."""
 
 
 class NotPermitted(Exception):
@@ -126,6 +129,9 @@ class MessageReader:
 
         Raises Invalid, NotPermitted, TooMany, and what the user's code raises in an outage.
         """
+        values = sum(map(body.count, _BETWEEN_VALUES))
+        if values > MOST_VALUES:
+            raise TooMany(f"the message has about {values} values, and {MOST_VALUES} are allowed")
         try:
             document = exact_json.loads(body.decode("utf-8-sig"))
         except UnicodeDecodeError:

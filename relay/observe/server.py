@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 from threading import BoundedSemaphore, Lock, Thread, Timer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -29,7 +30,9 @@ CLIENT_SECONDS = 5.0
 ANSWER_SECONDS = 10.0
 """Longest time of a whole request, so that slow clients cannot keep a health check out."""
 MOST_CLIENTS = 16
-"""Largest number of concurrent requests; further ones are refused at once."""
+"""Largest number of concurrent requests; with a further one, the oldest that has not sent its head is ended."""
+_GIVE_WAY_SECONDS = 1.0
+"""How long the further one waits for that."""
 
 Check = Callable[[], Health]
 TEXT = "text/plain; charset=utf-8"
@@ -139,6 +142,10 @@ class _BoundedServer(ThreadingHTTPServer):
 
     def __init__(self, *arguments: Any) -> None:
         self._free = BoundedSemaphore(MOST_CLIENTS)
+        # In the order in which they came: those that have not sent their head, and those that are answered.
+        self._waiting: dict[socket.socket, None] = {}
+        self._answered: dict[socket.socket, None] = {}
+        self._clients_lock = Lock()
         super().__init__(*arguments)
 
     def server_bind(self) -> None:
@@ -151,9 +158,22 @@ class _BoundedServer(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+            with self._clients_lock:
+                oldest = next(chain(self._waiting, self._answered), None)
+            if oldest is not None:
+                _end(oldest)
+            if not self._free.acquire(timeout=_GIVE_WAY_SECONDS):
+                self.shutdown_request(request)
+                return
+        with self._clients_lock:
+            self._waiting[request] = None
         super().process_request(request, client_address)
+
+    def note_head(self, request: socket.socket) -> None:
+        """Note that a client has sent the head of its request: those that have not give way first."""
+        with self._clients_lock:
+            self._waiting.pop(request, None)
+            self._answered[request] = None
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         timeout = Timer(ANSWER_SECONDS, _end, (request,))
@@ -163,6 +183,9 @@ class _BoundedServer(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             timeout.cancel()
+            with self._clients_lock:
+                self._waiting.pop(request, None)
+                self._answered.pop(request, None)
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -181,6 +204,13 @@ class _Requests(BaseHTTPRequestHandler):
     timeout = CLIENT_SECONDS
     server_version = "relay"
     sys_version = ""
+
+    def parse_request(self) -> bool:
+        """Read the head."""
+        is_whole = super().parse_request()
+        if is_whole and isinstance(self.server, _BoundedServer):
+            self.server.note_head(self.connection)
+        return is_whole
 
     def do_GET(self) -> None:
         self._send(with_body=True)

@@ -24,13 +24,18 @@ USER_TIMEOUT_SECONDS = 60
 class IdleTimeoutProtocol(H11Protocol):
     """HTTP/1.1 on a connection that is closed if no request comes for HEAD_SECONDS.
 
+    Where a server has as many connections as it may have requests, the one that has waited the longest for a request
+    is closed for a new one: whoever only connects keeps nobody out.
+
     The scope of a request has the connection as `relay.transport`, to end that of a client that takes nothing.
     """
 
     _timer: asyncio.TimerHandle | None = None
+    _waits_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timeout when a client has connected."""
+        self._make_room()
         super().connection_made(transport)
         app = self.app
 
@@ -62,14 +67,34 @@ class IdleTimeoutProtocol(H11Protocol):
         super().on_response_complete()
         self._restart_timer()
 
+    def _make_room(self) -> None:
+        # One more is counted once this one is, and a request is refused at the limit.
+        if self.limit_concurrency is None or len(self.connections) + 2 < self.limit_concurrency:
+            return
+        waiting = [
+            each
+            for each in self.connections
+            if isinstance(each, IdleTimeoutProtocol) and each.is_waiting
+        ]
+        if waiting:
+            oldest = min(waiting, key=lambda each: each._waits_since)
+            self.connections.discard(oldest)
+            oldest.transport.abort()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no request is being handled."""
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is None or cycle.response_complete
+
     def _restart_timer(self) -> None:
+        self._waits_since = self.loop.time()
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self.loop.call_later(HEAD_SECONDS, self._close_if_idle)
 
     def _close_if_idle(self) -> None:
-        cycle: RequestResponseCycle | None = self.cycle
-        if (cycle is None or cycle.response_complete) and not self.transport.is_closing():
+        if self.is_waiting and not self.transport.is_closing():
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:

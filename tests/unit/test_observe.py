@@ -137,12 +137,11 @@ def test_a_slow_client_keeps_nobody_waiting(
     for each in slow:
         each.sendall(b"GET /met")
     assert ask(listener.port, "/livez").status == 200
-    # As many as are answered side by side: others are refused at once, and it ends all the same.
+    # As many as are answered side by side: the oldest gives way.
     more = [
         socket.create_connection(("127.0.0.1", listener.port)) for _ in range(server.MOST_CLIENTS)
     ]
-    with pytest.raises(OSError, match=r"closed|reset|refused|aborted"):
-        ask(listener.port, "/livez")
+    assert ask(listener.port, "/livez").status == 200
     for each in (*slow, *more):
         each.close()
 

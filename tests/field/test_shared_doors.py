@@ -1,0 +1,156 @@
+"""Whoever only connects, guesses or sends much keeps nobody else out: of observe.listen, the API and the console.
+
+xorbitsai/inference#5213: half-sent requests held uvicorn's connections for minutes. kite-org/kite#461 and
+ethereum/hive#880: the same of servers without a time for the head. userver-framework/userver#1303: idle connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from relay.api import callers, filters
+from relay.api import server as server_of_api
+from relay.config.settings import Address
+from relay.intake.messages import MOST_VALUES, MessageReader, TooMany
+from relay.observe import server as observe_server
+from relay.observe.server import MOST_CLIENTS, listen
+from tests.api import authorized, new_token, served, settings_of
+from tests.outbox import Outbox, wait_until
+
+
+@contextmanager
+def _connections(host: str, port: int, count: int, sent: bytes) -> Iterator[list[socket.socket]]:
+    """Connections that send a beginning of a request, or nothing, and then wait."""
+    with ExitStack() as opened:
+        found = []
+        for _ in range(count):
+            each = opened.enter_context(socket.create_connection((host, port), 10))
+            each.sendall(sent)
+            found.append(each)
+        yield found
+
+
+def test_half_sent_requests_keep_no_probe_out() -> None:
+    """40 of them failed 25 of 25 probes of /livez, so that the kubelet restarted relay."""
+    listener = listen(Address("127.0.0.1", 0))
+    try:
+        url = f"http://127.0.0.1:{listener.port}/livez"
+        begun = b"GET /metrics HTTP/1.1\r\nHost: x\r\n"
+        with _connections("127.0.0.1", listener.port, 40, begun):
+            for _ in range(25):
+                with urllib.request.urlopen(url, timeout=10) as answer:
+                    assert answer.status == 200
+    finally:
+        listener.close()
+
+
+def test_a_client_that_takes_no_answer_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has sent its head holds its place until others have waited."""
+    held = threading.Event()
+    answer = observe_server.HttpListener.answer
+
+    def slow(self: observe_server.HttpListener, target: str, accept: str | None) -> object:
+        if target == "/slow":
+            held.wait(60)
+        return answer(self, target, accept)
+
+    monkeypatch.setattr(observe_server.HttpListener, "answer", slow)
+    listener = listen(Address("127.0.0.1", 0))
+    try:
+        slow_ones = b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n"
+        with (
+            _connections("127.0.0.1", listener.port, MOST_CLIENTS - 1, slow_ones),
+            _connections("127.0.0.1", listener.port, 10, b""),
+            urllib.request.urlopen(f"http://127.0.0.1:{listener.port}/livez", timeout=10) as found,
+        ):
+            assert found.status == 200
+        held.set()
+    finally:
+        held.set()
+        listener.close()
+
+
+def test_idle_connections_keep_nobody_out_of_the_api(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,200 of them did, and 120 of the console."""
+    monkeypatch.setattr(server_of_api, "_REQUESTS", 15)
+    settings = settings_of(outbox, streams=5)
+    with served(settings) as address:
+        token = new_token(settings)
+        place = urlsplit(address)
+        assert place.hostname is not None
+        assert place.port is not None
+        for sent in (b"", b"GET /v1/events HTTP/1.1\r\nHost: x\r\n"):
+            with _connections(place.hostname, place.port, 60, sent):
+                for _ in range(5):
+                    found = httpx.get(f"{address}/v1/events", headers=authorized(token), timeout=30)
+                    assert found.status_code == 200, found.text
+
+
+def test_wrong_tokens_take_no_thread_from_a_right_one(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200 clients with wrong tokens slowed a right one from 0.02 to 1.5 s: each slept in one of forty threads."""
+    settings = settings_of(outbox)
+    with served(settings) as address:
+        token = new_token(settings)
+
+        async def ask(client: httpx.AsyncClient, sent: str) -> int:
+            found = await client.get(f"{address}/v1/events", headers=authorized(sent))
+            return found.status_code
+
+        async def work() -> None:
+            limits = httpx.Limits(max_connections=200)
+            async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+                assert await ask(client, token) == 200
+                monkeypatch.setattr(callers, "_UNKNOWN_SECONDS", 7.0)
+                monkeypatch.setattr(callers, "KNOWN_SECONDS", 0.0)
+                wrong = [asyncio.create_task(ask(client, f"wrong {n % 5}")) for n in range(80)]
+                await asyncio.sleep(0.5)
+                assert await ask(client, token) == 200
+                assert not any(each.done() and each.result() == 401 for each in wrong)
+                for each in wrong:
+                    each.cancel()
+
+        asyncio.run(work())
+
+
+def test_a_body_of_tiny_values_is_refused_before_it_is_read() -> None:
+    """Two of 15.9 MB took 1.1 GB of memory, and were not answered within 60 s."""
+    body = b'{"payload": [' + b"1," * 8_000_000 + b"1]}"
+    reader = MessageReader()
+    with pytest.raises(TooMany, match=f"{MOST_VALUES} are allowed"):
+        reader.read(body)
+
+
+def test_new_patterns_are_compiled_beside_the_event_loop(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """240 streams with 40 new globs each: every request waited for 17 s."""
+    compiled: list[str] = []
+    compiling = filters._compiled
+
+    def noting(patterns: tuple[str, ...]) -> object:
+        compiled.append(threading.current_thread().name)
+        return compiling(patterns)
+
+    monkeypatch.setattr(filters, "_compiled", noting)
+    settings = settings_of(outbox)
+    with served(settings) as address:
+        token = new_token(settings)
+        asked = "&".join(f"type=*{n}*[ab]?{time.monotonic_ns()}*" for n in range(40))
+        found = httpx.get(f"{address}/v1/events?{asked}", headers=authorized(token), timeout=30)
+        assert found.status_code == 200
+    wait_until(lambda: bool(compiled))
+    assert all(name.startswith("api patterns") for name in compiled)
