@@ -39,7 +39,7 @@ from relay.source.hybrid import Source, open_source
 from relay.source.wakeups import ReaderWakeups
 from relay.spark.engine import SparkEngine
 from relay.spark.session import Session
-from relay.store import groups
+from relay.store import groups, locks
 from relay.store.connections import connect, sessions_with
 from relay.store.positions.unflushed import Unflushed
 from relay.store.presence import Presence, instances
@@ -69,6 +69,7 @@ class Service:
         ending: Callable[[], None] = lambda: None,
     ) -> None:
         dsn, group = settings.target_dsn, settings.group
+        self._target_dsn = dsn
         self._relays = False
         self._ending = ending
         self._stopping = Event()
@@ -259,6 +260,11 @@ class Service:
     def flushed(self) -> Lsn:
         """The position up to which PostgreSQL may recycle the WAL."""
         return self._source.flushed
+
+    def lock_waits(self) -> list[str]:
+        """The locks of the target that relay's sessions wait for, and who holds them. Raises psycopg.Error."""
+        with connect(self._target_dsn) as conn:
+            return [str(each) for each in locks.lock_waits(conn)]
 
     def note_orderly_exit(self) -> None:
         """Record that the process ends itself, so that the batch in flight is not suspected of a crash."""

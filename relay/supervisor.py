@@ -179,7 +179,9 @@ class Services:
         hanging = [each for each in self._groups if each.service is not None and not each.has_ended]
         several = len(self._groups) > 1
         for group in hanging:
-            doing = {"waits_for": group.service.doing} if group.service is not None else {}
+            doing: dict[str, object] = {}
+            if group.service is not None:
+                doing = {"waits_for": group.service.doing, **_locks_of(group.service)}
             log.error(
                 "the end took longer than shutdown_timeout; what was in flight will be delivered again",
                 extra={**doing, **({"group": group.name} if several else {})},
@@ -198,6 +200,20 @@ class Services:
         logging.shutdown()
         # Safe: the target rolls back unfinished work, and relay has acknowledged none of it.
         os._exit(failed[0].exit_status if failed else 1)
+
+
+def _locks_of(service: Service) -> dict[str, object]:
+    """The locks that a service waits for, for its log; nothing without any, or if the target does not answer."""
+    found: list[str] = []
+
+    def read() -> None:
+        with suppress(psycopg.Error, RelayError):
+            found.extend(service.lock_waits())
+
+    thread = Thread(read)
+    thread.start()
+    thread.join(_EXIT_NOTE_SECONDS)
+    return {"locks": list(found)} if found else {}
 
 
 class _SharedState:

@@ -101,6 +101,33 @@ def test_an_error_ends_the_process_although_a_handler_hangs(outbox: Outbox, tmp_
     assert last["fault"].startswith("handlers.projection.callable: the function ended the database")
 
 
+def test_an_end_that_waits_for_a_lock_names_it(outbox: Outbox, tmp_path: Path) -> None:
+    """An end behind a lock on relay.sinks took shutdown_timeout, and said "closes Sinks" only."""
+    outbox.conn.execute(
+        "create table effects (id uuid, host_id uuid, c_offset bigint, attempt int)"
+    )
+    function = {"type": "function", "callable": "tests.callables:complete"}
+    config = outbox.config_file(
+        tmp_path / "relay.yaml",
+        shutdown_timeout=1,
+        handlers={"calls": function},
+        routes=[{"handlers": ["calls"]}],
+    )
+    with running(config) as relayed, psycopg.connect(outbox.dsn) as other:
+        outbox.publish(host(1), event(1))
+        wait_until(lambda: outbox.value("select count(*) from effects") == 1)
+        other.execute("lock table relay.sinks")
+        outbox.publish(host(1), event(2))
+        waits = (
+            "select count(*) from pg_locks where relation = 'relay.sinks'::regclass and not granted"
+        )
+        wait_until(lambda: outbox.value(waits) > 0)
+        assert relayed.terminate() == 1
+        (end,) = [each for each in relayed.lines() if "the end took longer" in each["message"]]
+        assert f"held by {other.info.backend_pid} " in str(end["locks"])
+        assert "relay.sinks" in str(end["locks"])
+
+
 def test_the_error_is_not_that_of_a_part_that_cannot_be_closed(
     outbox: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
