@@ -366,15 +366,13 @@ def _queues(conn: Connection, settings: Settings) -> Iterator[Finding]:
         yield finding_of(
             "queues", f"{name} can be declared", _require_declarable, conn, settings, name, queue
         )
-    for each in queues.figures(conn, settings.group):
-        if each.stopped_at is not None:
-            yield Finding(
-                Severity.WARNING,
-                "queues",
-                f"the queue {each.queue} is stopped, and lacks what was applied since "
-                f"{each.stopped_at:%Y-%m-%d %H:%M %Z}: {each.fault}: declare it otherwise, then run "
-                f"`relay queue rebuild {each.queue}`",
-            )
+    for name, since, fault in queues.stopped(conn, settings.group):
+        yield Finding(
+            Severity.WARNING,
+            "queues",
+            f"the queue {name} is stopped, and lacks what was applied since {since:%Y-%m-%d %H:%M %Z}: {fault}: "
+            f"declare it otherwise, then run `relay queue rebuild {name}`",
+        )
     declared = {*settings.queues, *queues.names(conn, settings.group)}
     for name, handler in settings.handlers.items():
         if (

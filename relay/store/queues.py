@@ -134,6 +134,14 @@ def items(
         ).fetchall()
 
 
+def stopped(conn: psycopg.Connection[Any], group: str) -> list[tuple[str, datetime, str]]:
+    """List a group's queues into which nothing of the log goes, by name: since when, and why. Raises psycopg.Error."""
+    return conn.execute(
+        "select name, stopped_at, fault from relay.queues where group_id = %s and stopped_at is not null order by name",
+        (group,),
+    ).fetchall()
+
+
 def stop(conn: psycopg.Connection[Any], group: str, queue: int, why: str) -> bool:
     """Put no more events of the log into a queue, until it is declared otherwise or rebuilt; returns whether any went.
 

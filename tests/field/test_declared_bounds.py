@@ -17,6 +17,7 @@ import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
+from relay.admin.check import examine
 from relay.admin.queues import listed as queues_listed
 from relay.admin.readers import listed as readers_listed
 from relay.model import exact_json
@@ -77,6 +78,7 @@ def test_a_match_of_a_former_edition_that_cannot_be_read_stops_its_queue(
     assert outbox.value("select count(*) from relay.queue_items where queue = 'other'") == 2
     by_name = {each.queue: each for each in queues_listed(settings)}
     assert by_name["q"].fault == "match: relay cannot read a value of it"
+    assert [each.text for each in examine(settings) if "the queue q is stopped" in each.text]
     assert by_name["other"].stopped_at is None
     # It goes on when it is declared otherwise.
     outbox.conn.execute("select relay.declare_queue('q')")
