@@ -71,7 +71,8 @@ FORMER = {
     "outbox/003_readers.sql": frozenset(
         {
             "ee39e4f4b026e1609fb57fb438c278f667304a4fb471dd1e18bcce4ea338bc07",  # no sign of life, no conditions
-            "482df0493cde99c8bad6f5900aaf2fca317222ce0a31f25bf174097187505ea3",  # positions of any history, no bounds
+            "482df0493cde99c8bad6f5900aaf2fca317222ce0a31f25bf174097187505ea3",  # positions of any history
+            "6249e86792f81e89c73ee8323035ee3e47831f6e8181e278d9b87a4c5dd3e36d",  # what is declared has no bounds
         }
     ),
     "outbox/004_subscribers.sql": frozenset(
