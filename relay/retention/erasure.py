@@ -12,7 +12,7 @@ from relay.faults import ConfigurationError
 from relay.retention import reader_positions
 from relay.runtime import reporting
 from relay.source.stream.slot import slot_state
-from relay.store import actions
+from relay.store import actions, locks
 from relay.store.connections import Connection
 from relay.store.positions import sinks
 from relay.store.streams import slots_of
@@ -56,6 +56,8 @@ def erase(
     transactions = _transactions_of(settings, source, target, host) if has_table else []
     # The target comes first: after an interruption, the outbox still has the ids of the host's transactions.
     with target.transaction():
+        # Retention leaves alone what is being erased.
+        locks.lock_in_transaction(target, locks.done(settings.group))
         _erase_from_target(target, settings.group, host, transactions, report)
     if has_table:
         report.removed["outbox"] = sum(_erase_from_outbox(settings, source, host, progress))

@@ -34,7 +34,7 @@ _REMOVE_DONE = """
           cross join lateral (
                select o.ctid from relay.queue_done as o
                 where o.queue_id = q.id and o.done_at <= now() - coalesce(q.keep_done, '0 s')
-                order by o.done_at limit %s for update skip locked) as d
+                order by o.done_at limit %s) as d
          where q.group_id = %s))
 """
 _REMOVE_CANCELLATIONS = """
@@ -271,9 +271,13 @@ class Schedule(Recurring):
 
     def _remove_done(self, target: Connection) -> None:
         """Remove the done messages of queues that are older than the queue's `keep_done`, in portions."""
-        removed = _PRUNE_PORTION
+        group, removed = self._settings.group, _PRUNE_PORTION
         while removed >= _PRUNE_PORTION and not self.stopping.is_set():
-            removed = target.execute(_REMOVE_DONE, (_PRUNE_PORTION, self._settings.group)).rowcount
+            with target.transaction():
+                # Row locks would need a right to update, which nobody has.
+                if not locks.try_lock_in_transaction(target, locks.done(group)):
+                    return
+                removed = target.execute(_REMOVE_DONE, (_PRUNE_PORTION, group)).rowcount
 
     def _remove_cancellations(self, target: Connection) -> None:
         """Remove cancellations of a week ago but those of events that are still deferred, a portion of them."""

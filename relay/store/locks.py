@@ -15,6 +15,7 @@ Every function raises psycopg.Error.
 | `queues` | target | the database transaction that declares the queues of a group's configuration |
 | `queue_fills` | target | the instance that fills queues of a group from the log |
 | that of `relay.lock_streaks` in `sql/` | target | the database transaction that changes `relay.brakes` |
+| `done` | target | the database transaction that removes done messages of a group's queues |
 | `intake` | source | the instance that takes messages from a broker |
 | `lock_events` | source | the database transaction that publishes events of others, which may come twice |
 | `retention` | source | the instance that creates and drops partitions of the outbox |
@@ -80,6 +81,11 @@ def queues(group: str) -> Key:
 def queue_fills(group: str) -> Key:
     """The key of the queues of a group that are filled from the log."""
     return Key(0x71756669, group)  # "qufi"
+
+
+def done(group: str) -> Key:
+    """The key of the done messages of a group's queues."""
+    return Key(0x646F6E65, group)  # "done"
 
 
 def schedules(group: str) -> Key:
