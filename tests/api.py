@@ -17,7 +17,7 @@ from relay.admin import tokens
 from relay.api.positions import parse
 from relay.api.server import api_server
 from relay.config.settings import Settings
-from tests.outbox import Outbox
+from tests.outbox import Outbox, initialise
 
 API: dict[str, Any] = {"listen": "127.0.0.1:0"}
 """The section `api` on a free port."""
@@ -43,7 +43,9 @@ def new_token(
     hosts: Sequence[str] = ("*",),
     types: Sequence[str] = ("*",),
 ) -> str:
-    """Make a token."""
+    """Make a token. With one that may publish, relay may, too: that right is given by the administrator."""
+    if "publish" in rights:
+        initialise(settings, handlers_publish=True)
     return tokens.create(settings, name, rights, hosts, types, None, None)
 
 

@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 
 import hypothesis
+import psycopg
 import pytest
 from pyspark import SparkContext
 from xdist.remote import Producer
@@ -18,6 +19,7 @@ from relay.config.settings import SparkSettings
 from relay.spark.session import Session
 from tests.outbox import Outbox
 from tests.postgres import CARELESS, Server, start_server
+from tests.roles import make_all
 from tests.spark_cluster import StandaloneCluster
 
 _numbers = count(1)
@@ -103,6 +105,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
 def server() -> Iterator[Server]:
     """The PostgreSQL server that all tests share; no test may stop it."""
     with start_server(CARELESS) as running:
+        with psycopg.connect(running.dsn(), autocommit=True) as conn:
+            make_all(conn)
         yield running
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any, Self
@@ -16,9 +16,12 @@ import pytest
 import yaml
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq import TransactionStatus
 from psycopg.types.json import Jsonb
 
-from relay.admin.install import initialise
+from relay.admin import install
+from relay.admin.uninstall import plan_removal, remove
+from relay.config.dsn import DatabaseAccess
 from relay.config.settings import Settings
 from relay.delivery.sinks import Sinks
 from relay.faults import RelayError
@@ -31,6 +34,7 @@ from relay.source.stream.receiver import Receiver
 from relay.source.stream.slot import create_slot
 from relay.spark.session import Session
 from relay.store.connections import connect
+from tests.roles import Role, dsn_of, join_roles, prepare
 
 APPEND = """
     insert into projection (id, host_id, c_offset, transaction_id, amount)
@@ -67,6 +71,24 @@ PROJECTION = """
     )
 """
 
+GIVE = """
+    do $$
+    declare
+        part regclass;
+        home regnamespace;
+    begin
+        for part in select to_regclass('{table}') union select relid from pg_partition_tree(to_regclass('{table}')) loop
+            if exists (select from pg_class where oid = part and relowner = current_user::regrole) then
+                execute format('alter table %s owner to app_owner', part);
+                execute format('revoke all on %s from app_relay', part);
+                home := (select relnamespace::regnamespace from pg_class where oid = part);
+                execute case when home = 'public'::regnamespace then 'grant usage, create on schema public to app_owner'
+                             else format('alter schema %s owner to app_owner', home) end;
+            end if;
+        end loop;
+    end $$
+"""
+"""Gives a table, with its partitions, to who installs relay."""
 BEGIN_AGAIN = """
     alter publication {former} rename to {name};
     grant temporary on database {name} to relay;
@@ -106,24 +128,87 @@ def host(number: int) -> uuid.UUID:
     return uuid.UUID(int=number, version=4)
 
 
+def initialise(
+    settings: Settings, source_dsn: str | None = None, target_dsn: str | None = None, **options: Any
+) -> list[str]:
+    """Do the work of `relay init` as who owns the databases, unless other DSNs are given."""
+    if source_dsn is None:
+        source_dsn = as_installer(settings.source_dsn)
+        target_dsn = None if settings.one_database else as_installer(settings.target_dsn)
+    done = install.initialise(settings, source_dsn, target_dsn, **options)
+    if source_dsn is not None:
+        # The roles that it may have made.
+        with psycopg.connect(source_dsn, autocommit=True) as conn, suppress(psycopg.Error):
+            join_roles(conn)
+    return done
+
+
+def uninstall(settings: Settings) -> list[str]:
+    """Do the work of `relay uninstall` as who owns the databases."""
+    source = as_installer(settings.source_dsn)
+    target = None if settings.one_database else as_installer(settings.target_dsn)
+    return remove(settings, plan_removal(settings, source, target), source, target)
+
+
+def as_installer(access: DatabaseAccess) -> str | None:
+    """The address for the role that installs; None where another role than the tests' relay is configured."""
+    conninfo = access.conninfo()
+    is_relay = conninfo_to_dict(conninfo).get("user") == Role.RELAY
+    return dsn_of(Role.INSTALLER, conninfo) if is_relay else None
+
+
 class Outbox:
-    """A database with relay's outbox, and a projection to which handlers append."""
+    """A database with relay's outbox, and a projection to which handlers append.
+
+    `dsn` and `conn` are a superuser's; relay and others log in as `dsn_of` their role.
+    """
 
     def __init__(self, dsn: str) -> None:
         self.dsn = dsn
         self.slot = str(conninfo_to_dict(dsn)["dbname"])
         self.conn = psycopg.connect(dsn, autocommit=True)
+        self._publisher: psycopg.Connection[Any] | None = None
+        prepare(self.conn)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._close_publisher()
         self.conn.close()
+
+    def _close_publisher(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+        self._publisher = None
+
+    @property
+    def publisher(self) -> psycopg.Connection[Any]:
+        """A session of a publisher; that of `conn` while this is in a transaction, which ends with it."""
+        if self.conn.info.transaction_status != TransactionStatus.IDLE:
+            return self.conn
+        if self._publisher is None or self._publisher.closed:
+            self._publisher = psycopg.connect(self.dsn_of(Role.PUBLISHER), autocommit=True)
+        return self._publisher
+
+    def dsn_of(self, role: Role) -> str:
+        """The DSN of the database for a role."""
+        return dsn_of(role, self.dsn)
+
+    @property
+    def installer_dsn(self) -> str:
+        """The DSN of who installs relay."""
+        return self.dsn_of(Role.INSTALLER)
+
+    @property
+    def relay_dsn(self) -> str:
+        """The DSN by which relay logs in."""
+        return self.dsn_of(Role.RELAY)
 
     def config(self, **overrides: Any) -> dict[str, Any]:
         """A configuration as a mapping; every event goes to the projection."""
         return {
-            "source": {"dsn": self.dsn, "slot": self.slot, "publication": self.slot},
+            "source": {"dsn": self.relay_dsn, "slot": self.slot, "publication": self.slot},
             "handlers": {"projection": {"type": "sql", "statement": APPEND}},
             "routes": [{"handlers": ["projection"]}],
             # No batch is too large for this process, so no JVM starts.
@@ -145,7 +230,7 @@ class Outbox:
     def install(self, **overrides: Any) -> None:
         """Do the work of `relay init`, and create the projection."""
         self.conn.execute(PROJECTION)
-        initialise(self.settings(**overrides))
+        self.install_again(self.settings(**overrides))
 
     def adopt(self, former: str) -> None:
         """Give a copy of an installed database a slot, and the name, times and positions that `relay init` would."""
@@ -161,17 +246,31 @@ class Outbox:
 
     def install_again(self, settings: Settings) -> None:
         """Do the work of `relay init` for other settings."""
+        of = settings.source
+        if not of.owns_table and of.message_prefix is None:
+            self.give(sql.Identifier(*of.table_name).as_string(self.conn))
         initialise(settings)
+        join_roles(self.conn)
+
+    def let_handlers_publish(self) -> None:
+        """Let the role relay publish, as `relay init --handlers-publish` does."""
+        initialise(self.settings(), handlers_publish=True)
+
+    def give(self, table: str) -> None:
+        """Give a table of the tests to who installs relay; relay keeps no right to it but those of `relay init`."""
+        self.conn.execute(GIVE.format(table=table).encode())
 
     def reconnect(self) -> None:
         """Connect again, after the server was down."""
+        self.conn.close()
         self.conn = psycopg.connect(self.dsn, autocommit=True)
+        self._close_publisher()
 
     def publish(
         self, host_id: uuid.UUID, *events: Event, transaction_id: uuid.UUID | None = None
     ) -> uuid.UUID:
-        """Publish one business transaction in its own commit."""
-        row = self.conn.execute(
+        """Publish one business transaction in its own commit, as a publisher."""
+        row = self.publisher.execute(
             "select relay.publish(%s, %s, %s, %s)",
             (host_id, host(999), Jsonb(list(events)), transaction_id),
         ).fetchone()

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import psutil
 
-from tests.outbox import wait_until
+from tests.outbox import Outbox, wait_until
 from tests.preloaded import Forked, can_fork
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +36,13 @@ def relay(
         finally:
             process.kill()
         return subprocess.CompletedProcess(process.args, status, _read(output), _read(errors))
+
+
+def administer(
+    outbox: Outbox, *arguments: str, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command that installs or changes relay's tables, as who installs relay."""
+    return relay(*arguments, cwd=cwd, stdin="", RELAY_ADMIN_DSN=outbox.installer_dsn, **environment)
 
 
 def _read(file: IO[bytes]) -> str:

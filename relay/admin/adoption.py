@@ -155,7 +155,15 @@ def _untrusted(conn: Connection) -> Iterator[str]:
 
 def _retained_owners(conn: Connection) -> list[int]:
     """List the owners of outboxes with retention; its functions run with their rights."""
-    if not _oids(conn, "select 1 where to_regclass('relay.retained') is not null"):
+    # Names are looked up in the catalog: who planted a schema does not let others use it.
+    if not _oids(
+        conn,
+        """
+        select oid from pg_class
+         where relnamespace = 'relay'::regnamespace and relname = 'retained'
+           and has_schema_privilege(relnamespace, 'usage') and has_table_privilege(oid, 'select')
+        """,
+    ):
         return []
     return _oids(
         conn,
@@ -184,7 +192,8 @@ def _content(conn: Connection) -> Iterator[str]:
         """
         select min(relname) from pg_class
          where relnamespace = 'relay'::regnamespace and relkind in ('r', 'p', 'v', 'm', 'f')
-           and to_regclass('relay.migrations') is null
+           and not exists (
+               select from pg_class where relnamespace = 'relay'::regnamespace and relname = 'migrations')
         """
     ).fetchone()
     if row and row[0]:

@@ -18,7 +18,14 @@ from relay import handlers
 from relay.admin import publishing
 from relay.admin.check_source import check_source
 from relay.admin.connections import reach, require_schema
-from relay.admin.findings import Finding, Severity, finding_of, finding_of_error, schema_finding
+from relay.admin.findings import (
+    Finding,
+    Severity,
+    finding_of,
+    finding_of_error,
+    rights_findings,
+    schema_finding,
+)
 from relay.config.effects import Effects
 from relay.config.files import Configuration, observed
 from relay.config.handlers import DeliveryHandler, HttpHandler, PythonHandler, QueueHandler
@@ -75,6 +82,13 @@ def examine(settings: Settings, accept_configuration: bool = False) -> Iterator[
             yield from check_source(source, settings)
             examined = True
             yield from _after_source(source, settings, accept_configuration)
+    except psycopg.errors.InsufficientPrivilege as error:
+        yield Finding(
+            Severity.ERROR,
+            "source",
+            f"source.dsn: {error.diag.message_primary}: run `relay init`, which gives the role relay its rights "
+            "again, and connect as a member of it",
+        )
     except ConfigurationError as error:
         yield finding_of_error("source", error)
         if not examined and not settings.one_database:
@@ -223,6 +237,8 @@ def _target(
         yield finding_of(
             "rights", "relay's own tables", own_rights.require, conn, ("target",), "target.dsn"
         )
+        if not settings.one_database:
+            yield from rights_findings(conn, ("target",), "target.dsn")
         yield finding_of(
             "group", f"{settings.partitions} partitions", require_group, conn, settings
         )

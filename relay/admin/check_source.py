@@ -11,7 +11,14 @@ from psycopg import sql
 
 from relay.admin import publishing
 from relay.admin.connections import source_sides
-from relay.admin.findings import Finding, Severity, finding_of, finding_of_error, schema_finding
+from relay.admin.findings import (
+    Finding,
+    Severity,
+    finding_of,
+    finding_of_error,
+    rights_findings,
+    schema_finding,
+)
 from relay.admin.readers import other_history
 from relay.config.settings import Settings
 from relay.config.source import SourceSettings
@@ -52,6 +59,7 @@ from relay.store import (
     streams,
 )
 from relay.store.connections import POOLER_HINT, Connection, connect, leads_to_pooler
+from relay.store.migrations import Side
 
 REQUIRED_FIELDS = ("id", "host_id", "event_type", "payload")
 """The fields for which an outbox must have a column. relay's own outbox has a column for each field."""
@@ -91,6 +99,11 @@ def _required_fields(settings: Settings) -> tuple[str, ...]:
     return REQUIRED_FIELDS
 
 
+def _sides(settings: Settings) -> tuple[Side, ...]:
+    """The parts of the schema that this database has."""
+    return (*source_sides(settings), "target") if settings.one_database else source_sides(settings)
+
+
 def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
     """Check everything that a run needs of the source."""
     source = settings.source
@@ -107,6 +120,7 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
         )
         # Only retention and the notes of slots need them.
         yield replace(found, level=Severity.WARNING) if found.level is Severity.ERROR else found
+        yield from rights_findings(conn, _sides(settings), "source.dsn")
         yield from _retention(conn, settings)
         if source.owns_table:
             yield from _readers(conn)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from relay.faults import ConfigurationError, RelayError, Unreachable
-from relay.store import migrations
+from relay.store import migrations, own_rights
 from relay.store.connections import Connection
 
 
@@ -58,3 +59,11 @@ def schema_finding(conn: Connection, side: migrations.Side, key: str) -> Finding
         side,
         key,
     )
+
+
+def rights_findings(
+    conn: Connection, sides: Sequence[migrations.Side], key: str
+) -> Iterator[Finding]:
+    """Find what others than relay lack: it runs without, and publishers, workers or readers are refused."""
+    for lack in own_rights.lacking(conn, sides, but=("relay",)):
+        yield Finding(Severity.WARNING, "rights", f"{key}: {lack.text}: {lack.hint}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import psycopg
 from psycopg import sql
@@ -14,7 +15,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random
 from relay.admin import publishing
 from relay.admin.adoption import claim_schema, require_adoptable
 from relay.admin.check_source import require_slot, require_table, unused_slots
-from relay.admin.connections import administrators, on_one_server
+from relay.admin.connections import administrators, on_one_server, source_sides
 from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX, SourceSettings
 from relay.faults import ConfigurationError, TransientFault, first_line
@@ -55,30 +56,26 @@ from relay.store import (
     index_builds,
     log_readers,
     migrations,
+    own_rights,
     streams,
 )
 from relay.store.connections import Connection, Dsn
 from relay.store.positions import offsets, sinks, snapshots
 
-ROLE = """
-    do $$
-    begin
-        if not exists (select from pg_roles where rolname = 'relay') then
-            create role relay nologin;
-        end if;
-    exception when insufficient_privilege then
-        null;
-    end
-    $$
-"""
-"""Creates the role. The schema files do the same, and say what to do if that is not allowed."""
 
-
-def grant_read(source: Connection, settings: Settings) -> None:
-    """Grant the service the right to read an outbox that is not relay's own."""
-    if has_role(source):
-        table = sql.Identifier(*settings.source.table_name)
-        source.execute(sql.SQL("grant select on {} to relay").format(table))
+def grant_read(source: Connection, settings: Settings) -> bool:
+    """Grant the service the right to read an outbox that is not relay's own; returns whether it may use its schema."""
+    if not has_role(source):
+        return True
+    schema, table = settings.source.table_name
+    may_use = "select has_schema_privilege('relay', %s, 'usage')"
+    (usable,) = source.execute(may_use, (schema,)).fetchone() or (False,)
+    if not usable:
+        # The server only warns of what its role may not grant.
+        source.execute(sql.SQL("grant usage on schema {} to relay").format(sql.Identifier(schema)))
+        (usable,) = source.execute(may_use, (schema,)).fetchone() or (False,)
+    source.execute(sql.SQL("grant select on {} to relay").format(sql.Identifier(schema, table)))
+    return bool(usable)
 
 
 def has_role(conn: Connection) -> bool:
@@ -178,9 +175,10 @@ def initialise(
 
     `handlers_publish` grants the role relay the right to publish, or revokes it; None leaves it as it is. `start` is
     where a new group begins: `beginning`, `now` (the default) or a c_offset. The DSNs, where given, belong to an
-    administrator; the configured roles need fewer rights. `warn` receives the reasons why relay cannot stream, `report`
-    the progress of long steps. All but the index and the slot is installed in one transaction of each database; if one
-    of these two fails, the objects that this call has created are removed. Raises ConfigurationError.
+    administrator; the configured roles need fewer rights. `warn` receives the reasons why relay cannot stream, and what
+    the server refuses, `report` the progress of long steps. All but the index and the slot is installed in one
+    transaction of each database; if one of these two fails, the objects that this call has created are removed. Raises
+    ConfigurationError.
     """
     with administrators(settings, source_dsn, target_dsn, warn) as (source, target):
         try:
@@ -190,7 +188,7 @@ def initialise(
             ).run(warn)
         except psycopg.errors.InsufficientPrivilege as error:
             raise ConfigurationError(
-                f"source.dsn or target.dsn: {first_line(error)}: connect as an administrator "
+                f"source.dsn or target.dsn: {first_line(error)}: {_whom_to_be(source, settings)} "
                 "(`relay init --admin-dsn …`), or grant the right"
             ) from None
         except psycopg.errors.ConfigurationLimitExceeded as error:
@@ -213,9 +211,43 @@ def initialise(
             ) from None
 
 
+def _whom_to_be(source: Connection, settings: Settings) -> str:
+    """What to do where a right is missing: only who owns an outbox may publish it and add columns to it."""
+    owner = None
+    if settings.source.message_prefix is None and not source.broken:
+        owner = source.execute(
+            """
+            select quote_ident(pg_get_userbyid(c.relowner))
+              from pg_class as c join pg_namespace as n on n.oid = c.relnamespace
+             where (n.nspname, c.relname) = (%s, %s) and not pg_has_role(c.relowner, 'usage')
+            """,
+            settings.source.table_name,
+        ).fetchone()
+    if owner is None:
+        not_member = (
+            source.broken
+            or source.execute(
+                "select where to_regrole('relay_owner') is not null and not pg_has_role('relay_owner', 'usage')"
+            ).rowcount
+        )
+        member = (
+            f"run `grant relay_owner to {source.info.user}` as a superuser, or "
+            if not_member
+            else ""
+        )
+        return f"{member}connect as an administrator"
+    return (
+        f"{settings.source.table} belongs to {owner[0]}: connect as {owner[0]}, as a member of it, or as an "
+        "administrator"
+    )
+
+
 @dataclass(slots=True)
 class _Installation:
-    """One run of `relay init`. `done` has a line for each object that it has created so far."""
+    """One run of `relay init`: `done` has a line for each object that it has created so far.
+
+    `refused` has one for each right that the server does not let it give.
+    """
 
     settings: Settings
     source: Connection
@@ -225,17 +257,20 @@ class _Installation:
     report: ProgressReport = silent
     handlers_publish: bool | None = None
     done: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
 
     def run(self, warn: Callable[[str], None]) -> list[str]:
         settings, source = self.settings, self.source
         require_numbered(source, settings.source)
         streaming = self._can_stream(warn)
         with ExitStack() as undo:
-            if _repeating(self._make_role):
-                undo.callback(_quietly, lambda: source.execute("drop role relay"))
+            for role in _repeating(self._make_roles):
+                undo.callback(_quietly, partial(own_rights.drop_role, source, role))
             removal = _repeating(self._install_whole)
             for remove in removal:
                 undo.callback(_quietly, remove)
+            for line in self.refused:
+                warn(line)
             if settings.source.mode != "wal" and not has_index(source, settings):
                 undo.callback(_quietly, lambda: drop_index(source, settings))
                 with index_builds.reported(source, "building the index: pages", self.report):
@@ -327,19 +362,16 @@ class _Installation:
         require_slot(self.source, self.settings)
         return True
 
-    def _make_role(self) -> bool:
-        """Create the service's role if source and target are two databases of one server; returns whether it did.
+    def _make_roles(self) -> list[str]:
+        """Create the roles if source and target are two databases of one server; returns those that are new.
 
         Roles belong to the server: otherwise the transactions in the two databases would wait for each other.
         """
         if self.target is self.source or not on_one_server(self.source, self.target):
-            return False
-        if has_role(self.source):
-            return False
+            return []
         with self.source.transaction():
             self.source.execute(_SET_LOCK_TIMEOUT, (LOCK_TIMEOUT,))
-            self.source.execute(ROLE)
-        return has_role(self.source)
+            return own_rights.make_roles(self.source)
 
     @contextmanager
     def _transactions(self) -> Iterator[None]:
@@ -350,6 +382,7 @@ class _Installation:
 
     def _install_whole(self) -> list[_Removal]:
         self.done.clear()
+        self.refused.clear()
         with self._transactions():
             for conn, _ in self._databases():
                 conn.execute(_SET_LOCK_TIMEOUT, (LOCK_TIMEOUT,))
@@ -364,6 +397,7 @@ class _Installation:
                 removal.append(_removal_of_schema(conn))
         removal += self._install_outbox()
         self._apply(self.target, "target", "target.dsn")
+        self._give_rights()
         removal += self._stream()
         removal += self._begin()
         self._begin_sinks()
@@ -374,6 +408,20 @@ class _Installation:
             self._set_gapless()
             self._set_notify()
         return removal
+
+    def _give_rights(self) -> None:
+        """Give again the rights that were lost since the files of the schema were applied."""
+        sides = source_sides(self.settings)
+        if self.target is self.source:
+            self._repair(self.source, "source.dsn", (*sides, "target"))
+        else:
+            self._repair(self.source, "source.dsn", sides)
+            self._repair(self.target, "target.dsn", ("target",))
+
+    def _repair(self, conn: Connection, key: str, sides: Sequence[migrations.Side]) -> None:
+        done, refused = own_rights.repair(conn, sides)
+        self.done += done
+        self.refused += [f"{key}: {line}" for line in refused]
 
     def _databases(self) -> list[tuple[Connection, str]]:
         source, target = (self.source, "source.dsn"), (self.target, "target.dsn")
@@ -395,7 +443,12 @@ class _Installation:
             require_table(source, settings)
             require_readable(source, settings.source)
             _attach(source, settings)
-            grant_read(source, settings)
+            if not grant_read(source, settings):
+                schema, _ = settings.source.table_name
+                self.refused.append(
+                    f"source.table: the role relay may not use the schema {schema}, and this role may not grant it: "
+                    f"run `grant usage on schema {schema} to relay` as its owner"
+                )
             return []
         existed = _has_own_outbox(source)
         adopting = not any(name.startswith("outbox/") for name in migrations.recorded(source))
@@ -425,8 +478,11 @@ class _Installation:
         removal: list[_Removal] = []
         if streams.record(source, of.slot, self.settings.group, of.publication if made else None):
             removal.append(lambda: streams.forget(source, of.slot))
-        if give_replication_right(source, "relay"):
-            self.done.append("right of the role relay to replicate")
+        try:
+            if give_replication_right(source, "relay"):
+                self.done.append("right of the role relay to replicate")
+        except ConfigurationError as error:
+            self.refused.append(f"source.dsn: {error}")
         if made:
             removal.append(lambda: drop_publication(source, of.publication))
             self.done.append(f"publication {of.publication} of {of.outbox}")

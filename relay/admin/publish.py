@@ -11,6 +11,7 @@ from typing import Any
 
 import psycopg
 
+from relay.admin import publishing
 from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
 from relay.faults import ConfigurationError, first_line
@@ -142,8 +143,9 @@ def publish(
     """Publish each call in its own database transaction; returns the numbers of transactions and events.
 
     `report` receives how many transactions of `total` are published. The connection must be in autocommit mode. Raises
-    ConfigurationError if the database refuses a transaction.
+    ConfigurationError if the database refuses a transaction, or its role may not publish.
     """
+    publishing.require(conn, "relay publish")
     published = events = 0
     for business in transactions:
         try:

@@ -258,7 +258,10 @@ def require_replication_right(conn: Connection) -> None:
 
 
 def give_replication_right(conn: Connection, role: str) -> bool:
-    """Let a role replicate, in the way of this server; returns whether that was new, and allowed."""
+    """Let a role replicate, in the way of this server; returns whether that was new.
+
+    Raises ConfigurationError if the server refuses it.
+    """
     (row,) = conn.execute(
         """
         select coalesce(pg_has_role(to_regrole(%(role)s), to_regrole(%(rds)s), 'member'), false),
@@ -271,6 +274,7 @@ def give_replication_right(conn: Connection, role: str) -> bool:
     if may or is_member:
         return False
     right = sql.Identifier(role)
+    hint = f"grant {_RDS_ROLE} to {role}" if grants else f"alter role {role} replication"
     statement = (
         sql.SQL("grant {} to {}").format(sql.Identifier(_RDS_ROLE), right)
         if grants
@@ -279,8 +283,11 @@ def give_replication_right(conn: Connection, role: str) -> bool:
     try:
         with conn.transaction():
             conn.execute(statement)
-    except psycopg.errors.InsufficientPrivilege:
-        return False
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise ConfigurationError(
+            f"the role {role} may not replicate ({error.diag.message_primary}): run "
+            f"`{hint}` as a superuser, or let relay log in as a role that may"
+        ) from None
     return True
 
 

@@ -60,6 +60,7 @@ FORMER = {
             "49c831b682c4b6cd0d373bb56e3767b54ae543b3f7622b26610eb87a5b44a555",  # events of any size
             "7640cc536759a5ac588db9e4769b7f0a155da31e4403b084994aec146b668ac5",  # any search_path
             "95dbb51979e5cf382756e0b61b2ad6416c73528f67d9ec170d46610884149d90",  # causes are not noted
+            "0d54b3cc6e18713e7e0589b2346fef9e7f6556509bb20117ad8a62be0a7bc3bf",  # the schema public of PUBLIC alone
         }
     ),
     "outbox/002_schedules.sql": frozenset(
@@ -145,8 +146,7 @@ def require(conn: psycopg.Connection[Any], side: Side, key: str) -> None:
         applied = recorded(conn)
     except psycopg.errors.InsufficientPrivilege as error:
         raise ConfigurationError(
-            f"{key}: {error.diag.message_primary}: connect as the role relay or a member of it, "
-            f"or run `grant relay to {conn.info.user}`"
+            f"{key}: {error.diag.message_primary}: {_hint_of_refusal(conn)}"
         ) from None
     _require_compatible(applied, side, key, conn.info.dbname)
     missing = _missing(applied, side)
@@ -161,6 +161,16 @@ def require(conn: psycopg.Connection[Any], side: Side, key: str) -> None:
         f"{key}: relay's schema in the database {conn.info.dbname!r} is older than this program, relay {__version__} "
         f"({_lacking(applied, missing[0])}): stop relay and run `relay init`"
     )
+
+
+def _hint_of_refusal(conn: psycopg.Connection[Any]) -> str:
+    """What to do where the session's role may not read the table of migrations, as after a dump without privileges."""
+    row = conn.execute(
+        "select coalesce(pg_has_role(to_regrole('relay'), 'usage'), false)"
+    ).fetchone()
+    if row and row[0]:
+        return "run `relay init`, which gives the role relay its rights again"
+    return f"connect as the role relay or a member of it, or run `grant relay to {conn.info.user}`"
 
 
 def tables(side: Side) -> list[str]:

@@ -165,8 +165,15 @@ begin
         grant insert (id, host_id, user_id, aggregate_id, aggregate_version, aggregate_type, event_type, event_ts, payload,
                       metadata, transaction_id, transaction_ordinal, transaction_count, deliver_at)
             on public.outbox_message_t to relay_publisher;
+        -- Which an administrator may have taken from PUBLIC.
+        if not has_schema_privilege('relay_publisher', 'public', 'usage') then
+            grant usage on schema public to relay_publisher;
+        end if;
     end if;
     if exists (select from pg_roles where rolname = 'relay') then
+        if not has_schema_privilege('relay', 'public', 'usage') then
+            grant usage on schema public to relay;
+        end if;
         grant select on public.outbox_message_t to relay;
     end if;
 end

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from relay.admin.install import initialise
 from relay.config.settings import Settings
 from tests.integration.test_emitted import AMOUNTS, config, emit, message, shop, webhook
-from tests.outbox import Outbox, wait_until
+from tests.outbox import Outbox, initialise, wait_until
 from tests.process import running
 from tests.webhook import Webhook
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.outbox import PROJECTION, Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
-from tests.process import relay, running
+from tests.process import administer, running
 
 pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("stays_live")]
 
@@ -54,7 +54,9 @@ def test_a_hundred_thousand_old_rows_are_read_by_the_executors(
         group="late",
         batch={"max_events": 5_000, "inline_max_events": 0},
     )
-    assert relay("init", "--from", "beginning", "--config", str(config)).returncode == 0
+    assert (
+        administer(outbox, "init", "--from", "beginning", "--config", str(config)).returncode == 0
+    )
     outbox.publish(host(1), event(1))
     # It dies on the way, and goes on where it was.
     with running(config) as service:

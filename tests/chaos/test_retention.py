@@ -51,7 +51,7 @@ def test_sixty_days(database: str) -> None:
         }
         outbox.install(**config)
         settings = outbox.settings(**config)
-        partition_new(settings, "1d")
+        partition_new(settings, "1d", outbox.installer_dsn)
         outbox.conn.execute(SKEW)
         stopping, published = Event(), [0]
 

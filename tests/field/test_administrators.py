@@ -10,8 +10,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 from psycopg.types.json import Jsonb
 
-from relay.admin.install import initialise
-from tests.outbox import Outbox, event, host
+from tests.outbox import Outbox, event, host, initialise
 from tests.postgres import start_server
 
 ROLES = ("relay_publisher", "relay", "relay_owner", "relay_worker", "relay_reader")

@@ -15,13 +15,13 @@ from uuid import uuid4
 
 import pytest
 
-from relay.admin.install import initialise
 from relay.api import positions
 from tests.api import API, Program, Source, new_token, served, settings_of
 from tests.chaos.test_failover import streaming_pair
 from tests.clusters import lead, next_id, pass_ids, restore, two_clusters
-from tests.outbox import Outbox, event, host, wait_until
+from tests.outbox import Outbox, event, host, initialise, wait_until
 from tests.postgres import EmbeddedServer, start_server
+from tests.roles import join_roles
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -137,7 +137,9 @@ def test_a_position_of_before_a_dump_is_refused() -> None:
                 end = program.get("/events")["next"]
                 end = program.get("/events", after=end)["next"]
             with Outbox(restore(old, new)) as after:
-                initialise(settings_of(after))
+                # Who restores the roles, too.
+                initialise(settings_of(after), after.dsn)
+                join_roles(after.conn)
                 with _program(after) as program:
                     for moved in (end, re.sub(r"@\d+", f"@{_identifier(after)}", end)):
                         _refused(program, moved)

@@ -30,7 +30,7 @@ def rotated(database: str) -> Iterator[Outbox]:
     """An outbox with partitions and events of January, whose partition is dropped once they are archived."""
     with Outbox(database) as made:
         made.install(**KEEP)
-        partition_new(made.settings(**KEEP), "1d")
+        partition_new(made.settings(**KEEP), "1d", made.installer_dsn)
         made.fill(4)
         made.conn.execute(
             "update outbox_message_t set event_ts = '2026-01-01 12:00+00',"
@@ -83,7 +83,9 @@ def test_an_event_that_the_archive_has_twice_comes_back_once(
     write(rows, tmp_path / "lake", "a")
     write(rows.slice(5), tmp_path / "lake", "b")
     content = dropped(rotated)
-    assert restore(settings_of(rotated, tmp_path / "lake"), BEGIN, END).events == len(content)
+    assert restore(
+        settings_of(rotated, tmp_path / "lake"), BEGIN, END, rotated.installer_dsn
+    ).events == len(content)
     assert rotated.conn.execute(CONTENT.encode()).fetchall() == content
 
 
@@ -93,7 +95,7 @@ def test_a_partition_of_a_text_that_looks_like_a_number_comes_back_as_the_text(
     write(archived(rotated), tmp_path / "lake", "a", "aggregate_id", "aggregate_version")
     content = dropped(rotated)
     assert content[0][FIELDS.index("aggregate_id")].startswith("0")
-    restore(settings_of(rotated, tmp_path / "lake"), BEGIN, END)
+    restore(settings_of(rotated, tmp_path / "lake"), BEGIN, END, rotated.installer_dsn)
     assert rotated.conn.execute(CONTENT.encode()).fetchall() == content
 
 
@@ -110,6 +112,8 @@ def test_headers_come_back_where_the_first_files_are_older_than_they(
     write(later.append_column("headers", regions), tmp_path / "lake", "b")
     dropped(rotated)
     source = {**rotated.config()["source"], "headers": ["region"]}
-    restore(settings_of(rotated, tmp_path / "lake", source=source), BEGIN, END)
+    restore(
+        settings_of(rotated, tmp_path / "lake", source=source), BEGIN, END, rotated.installer_dsn
+    )
     found = rotated.column("select region from outbox_message_t order by c_offset")
     assert found == [None] * half + ["eu"] * later.num_rows

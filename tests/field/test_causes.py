@@ -28,6 +28,13 @@ from tests.workers import working
 DEAD = "select count(*) from relay.dead_letter_queue"
 
 
+@pytest.fixture
+def outbox(outbox: Outbox) -> Outbox:
+    """An outbox into which relay's handlers may publish."""
+    outbox.let_handlers_publish()
+    return outbox
+
+
 def limited(outbox: Outbox, hops: int) -> dict[str, Any]:
     return {"source": {**outbox.config()["source"], "max_hops": hops}}
 

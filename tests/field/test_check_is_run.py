@@ -18,7 +18,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from relay.admin.check import examine, require
 from relay.admin.findings import Severity
-from relay.admin.install import initialise
 from relay.config.fields import Template
 from relay.config.handlers import HandlerSettings
 from relay.config.imports import load
@@ -29,12 +28,18 @@ from relay.sinks.brokers import Message, Publishing
 from relay.store import (
     connections,
     locks,
-    own_rights,
 )
-from relay.store.migrations import Side
 from relay.store.positions import sinks
 from relay.store.presence import instances
-from tests.outbox import Outbox, event, host, relaying, relaying_until_it_ends, wait_until
+from tests.outbox import (
+    Outbox,
+    event,
+    host,
+    initialise,
+    relaying,
+    relaying_until_it_ends,
+    wait_until,
+)
 from tests.pgbouncer import pooled
 from tests.process import relay
 from tests.sinks import make_event, transaction
@@ -421,22 +426,6 @@ def test_rights_on_relays_own_tables(outbox: Outbox, change: str, cure: str) -> 
         outbox.conn.execute(change.encode())
         with pytest.raises(ConfigurationError, match=cure):
             require(limited(outbox, dsn))
-
-
-def test_the_rights_that_are_checked_are_those_that_were_granted(outbox: Outbox) -> None:
-    granted = outbox.conn.execute(
-        """
-        select oid::regclass::text, lower(privilege_type) from pg_class, aclexplode(relacl)
-         where relnamespace = 'relay'::regnamespace and grantee = 'relay'::regrole
-        """
-    ).fetchall()
-    sides: tuple[Side, ...] = ("source", "outbox", "target")
-    checked = {
-        (name, privilege)
-        for kind, name, privilege in own_rights.granted(sides)
-        if kind in ("table", "sequence")
-    }
-    assert checked == set(granted)
 
 
 @pytest.mark.parametrize("kind", ["sql", "http"])

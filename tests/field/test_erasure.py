@@ -104,7 +104,7 @@ def test_a_planted_name_is_nowhere_after_the_erasure(outbox: Outbox, tmp_path: P
         *("public.outbox_message_t", "relay.dead_letter_queue", "relay.deferred"),
         *("relay.queue_messages", "relay.queue_dead_letters", "relay.log_subscribers"),
     } <= before
-    erase(settings, str(PERSON), True)
+    erase(settings, str(PERSON), True, outbox.installer_dsn)
     # The record of the erasure names the host; what handlers have written is told as not removed.
     assert tables_with(outbox.conn, NAME, str(PERSON)) - {"public.projection"} == {"relay.actions"}
     assert outbox.column("select name from relay.log_subscribers") == ["s3"]
@@ -122,11 +122,11 @@ def test_what_the_slot_still_brings_is_not_said_to_be_erased(outbox: Outbox) -> 
     settings = outbox.settings()
     publish(outbox, 2)
     with pytest.raises(ConfigurationError, match=r"still brings events of .* to the target"):
-        erase(settings, str(PERSON), True)
+        erase(settings, str(PERSON), True, outbox.installer_dsn)
     assert outbox.value("select count(*) from outbox_message_t") == 2
     # As the error says.
     seek(settings, plan_seek(settings, "end", None), None)
-    erase(settings, str(PERSON), True)
+    erase(settings, str(PERSON), True, outbox.installer_dsn)
     with relaying(settings):
         outbox.publish(host(1), event(1))
         outbox.wait_handled()
@@ -138,7 +138,7 @@ def test_a_group_that_polls_erases_what_it_has_not_applied(outbox: Outbox) -> No
     source = {**outbox.config()["source"], "mode": "poll"}
     settings = outbox.settings(source=source)
     publish(outbox, 2)
-    erase(settings, str(PERSON), True)
+    erase(settings, str(PERSON), True, outbox.installer_dsn)
     with relaying(settings):
         outbox.publish(host(1), event(1))
         outbox.wait_handled()

@@ -18,7 +18,6 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from relay import Delivery
-from relay.admin.install import initialise
 from relay.admin.offsets import plan_seek, seek
 from relay.admin.sinks import plan_seek as plan_sink
 from relay.admin.sinks import seek as seek_sink
@@ -36,6 +35,7 @@ from tests.outbox import (
     Outbox,
     event,
     host,
+    initialise,
     relaying,
     run_until_fault,
     wait_until,

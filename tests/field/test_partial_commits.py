@@ -48,7 +48,7 @@ def own(database: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outbox]:
 
 def settings_of(outbox: Outbox, mode: str = "auto", **more: Any) -> Settings:
     source = {
-        "dsn": outbox.dsn,
+        "dsn": outbox.relay_dsn,
         "slot": outbox.slot,
         "publication": outbox.slot,
         "table": "public.own",
@@ -359,6 +359,14 @@ def test_a_column_that_is_renamed_ends_relay_before_its_field_is_null(
     assert applied(own) == [1]
 
 
+def of_owner(outbox: Outbox) -> Settings:
+    """Settings of a relay that logs in as who owns the outbox: others may not make a publication again."""
+    outbox.conn.execute(
+        "grant insert on projection to app_owner; grant usage on sequence projection_seq_seq to app_owner"
+    )
+    return outbox.settings(source=outbox.config()["source"] | {"dsn": outbox.installer_dsn})
+
+
 @contextmanager
 def streaming_without_publication(
     outbox: Outbox, settings: Settings, monkeypatch: pytest.MonkeyPatch
@@ -392,7 +400,7 @@ def test_a_publication_is_not_made_again_under_a_stream(
 
     A standby made the publication again before it found that the slot is read. electric-sql/electric#3322.
     """
-    settings = outbox.settings()
+    settings = of_owner(outbox)
     with (
         streaming_without_publication(outbox, settings, monkeypatch),
         closing(open_replication(settings)) as standby,
@@ -406,7 +414,7 @@ def test_init_does_not_make_a_publication_again_under_a_stream(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above, by an operator."""
-    settings = outbox.settings()
+    settings = of_owner(outbox)
     with (
         streaming_without_publication(outbox, settings, monkeypatch),
         pytest.raises(ConfigurationError, match=r"is missing while process \d+ .* stop"),

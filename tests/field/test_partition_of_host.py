@@ -143,7 +143,7 @@ def test_what_the_stream_brought_is_not_polled_again_in_another_partition(
 
 def of_own_table(outbox: Outbox, **more: Any) -> Settings:
     source = {
-        "dsn": outbox.dsn,
+        "dsn": outbox.relay_dsn,
         "slot": outbox.slot,
         "publication": outbox.slot,
         "table": "public.own",

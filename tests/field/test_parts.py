@@ -65,7 +65,7 @@ def partitioned(database: str) -> Iterator[Outbox]:
     """An outbox with partitions of a day."""
     with Outbox(database) as outbox:
         outbox.install(retention=KEEP)
-        partition_new(outbox.settings(retention=KEEP), "1d")
+        partition_new(outbox.settings(retention=KEEP), "1d", outbox.installer_dsn)
         yield outbox
 
 

@@ -17,7 +17,6 @@ import pytest
 from pydantic import TypeAdapter
 from pydantic_core import from_json
 
-from relay.admin.install import initialise
 from relay.config.fields import Template
 from relay.config.handlers import HandlerSettings
 from relay.faults import Rejected
@@ -160,7 +159,7 @@ def test_an_outbox_with_a_payload_of_text(outbox: Outbox, payload: str) -> None:
             handlers={"hook": hook},
             routes=[{"handlers": ["hook"]}],
         )
-        initialise(settings)
+        outbox.install_again(settings)
         with relaying(settings):
             for number, text in enumerate(texts):
                 outbox.conn.execute(INSERT, (f"a{number}", text))

@@ -25,11 +25,10 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from relay.admin.check import examine
-from relay.admin.install import initialise
 from relay.client.reader import ReaderError, subscribe
 from tests.chaos.test_failover import Pair, streaming_pair
 from tests.clusters import lead, next_id, pass_ids, restore, two_clusters
-from tests.outbox import Outbox, event, host, wait_until
+from tests.outbox import Outbox, event, host, initialise, wait_until
 from tests.postgres import EmbeddedServer, start_server
 from tests.process import relay
 
@@ -118,7 +117,7 @@ def test_a_dump_in_another_cluster_is_refused_until_a_seek(
                 after.conn.execute("select relay.seek('r', 'now')")
             with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="`relay init`"):
                 after.conn.execute("select relay.declare_reader('other')")
-            initialise(settings)
+            initialise(settings, after.dsn)
             _publish(after, 10, 11)
             with pytest.raises(_REFUSED, match=_ANOTHER):
                 reader.take(after.dsn, 1)
@@ -160,7 +159,7 @@ def test_what_was_noted_in_another_cluster_says_nothing_in_this_one(clusters: An
         floor = "select relay.retention_floor(%s)::text"
         assert not before.value(floor, (outbox,)).startswith("(1,t")
         with Outbox(restore(old, new, "noted")) as after:
-            initialise(after.settings(retention={"keep": "1d"}))
+            initialise(after.settings(retention={"keep": "1d"}), after.dsn)
             assert after.column("select newest from relay.removed") == []
             assert after.value(floor, (outbox,)).startswith("(1,t")
             pass_ids(after, next_id(before))

@@ -18,7 +18,6 @@ from psycopg.conninfo import make_conninfo
 from psycopg.types.json import Jsonb
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
-from relay.admin.install import initialise
 from relay.admin.retention import erase, partition_new
 from relay.config.source import OWN_OUTBOX
 from relay.faults import RelayError
@@ -26,7 +25,7 @@ from relay.model.snapshots import Snapshot
 from relay.retention.partitions import ReadRows, create_ahead, drop_read
 from relay.spark.data_source import DifferenceReader, StreamReader
 from relay.spark.data_source_options import parse
-from tests.outbox import Outbox, event, host
+from tests.outbox import Outbox, event, host, initialise
 
 KEEP: dict[str, Any] = {"retention": {"keep": "7d", "ahead": "3d"}}
 DAY = timedelta(days=1)
@@ -239,7 +238,7 @@ def test_what_was_erased_is_not_missed(kept: Outbox) -> None:
     query.trigger()
     kept.publish(host(7), event(1))
     source = {**kept.config()["source"], "mode": "poll"}
-    erase(kept.settings(**KEEP, source=source), str(host(7)), force=True)
+    erase(kept.settings(**KEEP, source=source), str(host(7)), True, kept.installer_dsn)
     assert query.trigger() == 0
     query.stop()
 
@@ -481,7 +480,7 @@ class History:
 
 def run_history(outbox: Outbox, seed: int, partitioned: bool, steps: int) -> History:
     if partitioned:
-        partition_new(outbox.settings(**KEEP), "6h")
+        partition_new(outbox.settings(**KEEP), "6h", outbox.installer_dsn)
         create_ahead(outbox.conn, OWN_OUTBOX, datetime.now(UTC), 30 * DAY)
     history = History(outbox, random.Random(seed))
     history.run(steps)

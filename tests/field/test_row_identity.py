@@ -44,7 +44,7 @@ def own(database: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outbox]:
 
 def settings_of(outbox: Outbox, mode: str = "auto", **more: Any) -> Settings:
     source = {
-        "dsn": outbox.dsn,
+        "dsn": outbox.relay_dsn,
         "slot": outbox.slot,
         "publication": outbox.slot,
         "table": "public.own",

@@ -14,12 +14,11 @@ from typing import Any
 import psycopg
 import pytest
 
-from relay.admin.install import initialise
 from relay.model.events import Lsn
 from relay.runtime.threads import beside
 from relay.source.decode.assembler import OpenCommit
 from relay.source.stream.receiver import ReceiverSuspects
-from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.outbox import Outbox, event, host, initialise, relaying, wait_until
 from tests.postgres import EmbeddedServer, Server
 
 STOPS_SECONDS = 8.0

@@ -14,11 +14,10 @@ from psycopg.conninfo import make_conninfo
 
 from relay.admin.check import examine, require
 from relay.admin.findings import Severity
-from relay.admin.install import initialise
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.source.server import decodes
-from tests.outbox import PROJECTION, Outbox, event, host, relaying, wait_until
+from tests.outbox import PROJECTION, Outbox, event, host, initialise, relaying, wait_until
 from tests.pgbouncer import pooled
 from tests.postgres import start_server
 
@@ -61,7 +60,7 @@ def test_a_managed_server_gets_its_own_cures() -> None:
     ):
         outbox.conn.execute(PROJECTION)
         outbox.conn.execute(
-            f"create role {RDS} nologin;"
+            f"create role {RDS} nologin; grant {RDS} to app_owner with admin option;"
             "create role app login password 'p';"
             "alter database managed set \"rds.logical_replication\" = '0'".encode()
         )

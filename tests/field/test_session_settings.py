@@ -15,7 +15,6 @@ from psycopg.conninfo import make_conninfo
 
 from relay.admin import check, status
 from relay.admin.findings import Severity
-from relay.admin.install import initialise
 from relay.client import schema
 from relay.config.handlers import JdbcSettings
 from relay.config.settings import Settings
@@ -26,7 +25,7 @@ from relay.spark.writers.jdbc import JdbcWriter
 from relay.store import session_settings
 from relay.store.connections import connect
 from relay.store.session_settings import SessionKind
-from tests.outbox import APPEND, PROJECTION, Outbox, event, host, relaying, wait_until
+from tests.outbox import APPEND, PROJECTION, Outbox, event, host, initialise, relaying, wait_until
 from tests.postgres import Server
 from tests.webhook import Answer, Webhook
 

@@ -14,7 +14,6 @@ import pytest
 
 from relay.admin.check import require
 from relay.admin.dead_letters import DeadLetters
-from relay.admin.install import initialise
 from relay.config.settings import Settings
 from relay.config.source import SourceSettings
 from relay.faults import ConfigurationError
@@ -22,7 +21,7 @@ from relay.retention.erasure import erase
 from relay.spark.session import Session
 from relay.store.connections import connect
 from relay.store.dead_letters.selection import DeadLetterSelection
-from tests.outbox import Outbox, event, relaying, wait_until
+from tests.outbox import Outbox, event, initialise, relaying, wait_until
 from tests.postgres import Server
 from tests.process import relay
 from tests.webhook import Answer, Webhook
@@ -75,6 +74,7 @@ def shop(outbox: Outbox, ids: str, webhook: Webhook, mode: str, engine: str = "i
         f"create table seen (seq bigserial, {columns}, amount int check (amount >= 0));"
         f"create table batched (seq bigserial, {columns}, kinds text[])".encode()
     )
+    outbox.give("shop")
     fields = "%(id)s, %(host_id)s, %(user_id)s, %(transaction_id)s"
     types = (
         "array[pg_typeof(id), pg_typeof(host_id), pg_typeof(user_id), pg_typeof(transaction_id)]"
@@ -238,6 +238,7 @@ PROJECTS = {
 def test_the_table_of_another_project_is_relayed(outbox: Outbox, profile: str, mode: str) -> None:
     create, publish, published = PROJECTS[profile]
     outbox.conn.execute(create.encode())
+    outbox.give("outbox")
     outbox.conn.execute(
         "create table relayed (seq bigserial, id text, host text, aggregate_type text, aggregate_id text, kind text,"
         " payload jsonb)"
@@ -281,6 +282,7 @@ def test_the_table_of_another_project_is_relayed(outbox: Outbox, profile: str, m
 def test_a_row_that_is_deleted_at_once_is_relayed_from_the_wal(outbox: Outbox) -> None:
     create, publish, _ = PROJECTS["debezium"]
     outbox.conn.execute(create.encode())
+    outbox.give("outbox")
     outbox.conn.execute("create table relayed (id uuid)")
     name = f"{outbox.slot}_other"
     settings = outbox.settings(
@@ -389,6 +391,7 @@ def test_keys_that_the_target_cannot_spell_are_held_in_order(
     webhook.answers = lambda _, body: Answer(503 if failing else 204)
     create, publish, _ = PROJECTS["debezium"]
     outbox.conn.execute(create.encode())
+    outbox.give("outbox")
     name = f"{outbox.slot}_other"
     with closing(connect(narrow)) as target:
         target.execute("set search_path to default")

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from relay.admin import tokens
 from relay.admin.check import examine
 from relay.admin.findings import Severity
 from relay.admin.tokens import revoke
@@ -216,7 +217,8 @@ def test_a_role_that_may_not_publish(outbox: Outbox, caplog: pytest.LogCaptureFi
         settings = settings_of(outbox)
         of_source = {"dsn": dsn, "slot": outbox.slot, "publication": outbox.slot}
         limited = outbox.settings(api={**API}, source=of_source)
-        reader, writer = new_token(settings), new_token(settings, "shop", ["publish"])
+        reader = new_token(settings)
+        writer = tokens.create(settings, "shop", ["publish"], ["*"], ["*"], None, None)
         cure = f"the role {name} may not publish: run `relay init --handlers-publish`"
         (found,) = [each for each in examine(limited) if cure in each.text]
         assert (found.level, found.subject) == (Severity.WARNING, "api")

@@ -10,12 +10,11 @@ import httpx
 
 from relay.admin.check import examine
 from relay.admin.findings import Severity
-from relay.admin.install import initialise
 from relay.demo.embedded import free_port
 from tests.api import API, authorized, new_token, served, settings_of
 from tests.field.test_replies import HOST, Shop, shop_of
 from tests.observing import Scrape, is_good
-from tests.outbox import Outbox, event, relaying, wait_until
+from tests.outbox import Outbox, event, initialise, relaying, wait_until
 
 BOTH = ("publish", "read")
 ACCEPT = """

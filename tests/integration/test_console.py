@@ -269,7 +269,7 @@ def test_a_dead_letter_is_edited_and_replayed(
         "discarded",
     ]
     done = outbox.conn.execute(
-        "select action, reason, operator, acted_by = session_user from relay.dead_letter_actions order by id"
+        "select action, reason, operator, acted_by = 'app_relay' from relay.dead_letter_actions order by id"
     ).fetchall()
     assert done == [
         ("edit", "a digit", "anna", True),

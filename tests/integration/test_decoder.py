@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from relay.admin.install import initialise
 from relay.config.settings import Settings
 from relay.model.events import FIELDS, Event, Lsn
 from relay.model.transactions import Transactions, Undecoded
@@ -27,6 +26,7 @@ from relay.source.stream.receiver import Receiver
 from relay.source.stream.slot import ensure_publication, ensure_slot
 from relay.store.connections import connect
 from relay.testing.given import encode
+from tests.outbox import initialise
 from tests.postgres import Server
 
 UNLIMITED = 1 << 40

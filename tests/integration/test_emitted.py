@@ -12,7 +12,6 @@ import psycopg
 import pytest
 
 from relay.admin.check import require
-from relay.admin.install import initialise
 from relay.admin.offsets import positions
 from relay.admin.publish import require_own_outbox
 from relay.admin.retention import partition_new
@@ -26,8 +25,8 @@ from relay.faults import ConfigurationError
 from relay.retention.erasure import erase
 from relay.spark.session import Session
 from tests.client_sessions import DRIVERS, KINDS
-from tests.outbox import APPEND, Outbox, host, relaying, stream_and_crash, wait_until
-from tests.process import relay
+from tests.outbox import APPEND, Outbox, host, initialise, relaying, stream_and_crash, wait_until
+from tests.process import administer, relay
 from tests.webhook import Webhook
 
 PREFIX = "shop.outbox"
@@ -164,7 +163,7 @@ def test_a_commit_larger_than_memory_goes_through_a_file(shop: Outbox) -> None:
 @pytest.mark.rare
 def test_commands_know_an_outbox_without_a_table(shop: Outbox, tmp_path: Path) -> None:
     file = str(shop.config_file(tmp_path / "relay.yaml", **config(shop)))
-    made = relay("init", "--config", file)
+    made = administer(shop, "init", "--config", file)
     assert f"publication {shop.slot} of messages with the prefix 'shop.outbox'" in made.stdout
     settings = Settings(**config(shop))
     assert initialise(settings) == []
@@ -180,12 +179,12 @@ def test_commands_know_an_outbox_without_a_table(shop: Outbox, tmp_path: Path) -
     with pytest.raises(ConfigurationError, match=r"source\.message_prefix: `relay publish`"):
         require_own_outbox(settings)
     with pytest.raises(ConfigurationError, match=r"but this command needs a table$"):
-        partition_new(settings, "1d")
+        partition_new(settings, "1d", shop.installer_dsn)
     shop.conn.execute(f"drop publication {shop.slot}".encode())
     with pytest.raises(ConfigurationError, match="there is no publication"):
         require(settings)
     assert initialise(settings) == [f"publication {shop.slot} of {settings.source.outbox}"]
-    assert relay("uninstall", "--config", file, "--yes").returncode == 0
+    assert administer(shop, "uninstall", "--config", file, "--yes").returncode == 0
     slots = "select count(*) from pg_replication_slots where database = current_database()"
     assert shop.value(slots) == shop.value("select count(*) from pg_publication") == 0
 

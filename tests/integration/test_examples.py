@@ -26,7 +26,7 @@ from fastapi.testclient import TestClient
 from relay.spark import register
 from relay.spark.session import Session
 from tests.outbox import Outbox, event, host, wait_until
-from tests.process import ROOT, relay, running
+from tests.process import ROOT, administer, relay, running
 from tests.webhook import Answer, Webhook
 
 if TYPE_CHECKING:
@@ -107,10 +107,10 @@ def test_events_are_enriched_once_with_relay_killed(outbox: Outbox, tmp_path: Pa
     outbox.fill(600, events=3)
     begun = "select coalesce(max(number), 0) from relay.spark_batches"
     for number in (1, 3):
-        with running(file, OUTBOX_DSN=outbox.dsn) as service:
+        with running(file, OUTBOX_DSN=outbox.relay_dsn) as service:
             wait_until(lambda: outbox.value(begun) >= number, 120)  # noqa: B023
             service.kill()
-    with running(file, OUTBOX_DSN=outbox.dsn) as service:
+    with running(file, OUTBOX_DSN=outbox.relay_dsn) as service:
         outbox.wait_delivered("lake", 120)
         assert service.terminate() == 0
     columns = ["id", "customer", "country", "amount"]
@@ -148,9 +148,12 @@ def test_a_backfill_and_relay_meet_exactly(
             )
 
     publish_days(0, 365)
-    assert relay("init", "--config", str(file), OUTBOX_DSN=outbox.dsn).returncode == 0
+    assert (
+        administer(outbox, "init", "--config", str(file), OUTBOX_DSN=outbox.relay_dsn).returncode
+        == 0
+    )
     publish_days(300, 330)
-    shown = relay("offsets", "show", "--config", str(file), "--json", OUTBOX_DSN=outbox.dsn)
+    shown = relay("offsets", "show", "--config", str(file), "--json", OUTBOX_DSN=outbox.relay_dsn)
     (snapshot,) = {each["snapshot"] for each in json.loads(shown.stdout)}
     example = module("backfill/backfill.py")
     zone = spark.conf.get("spark.sql.session.timeZone")
@@ -160,7 +163,7 @@ def test_a_backfill_and_relay_meet_exactly(
             assert example.backfill(spark, snapshot, outbox.dsn) == 365 * 5
     finally:
         spark.conf.set("spark.sql.session.timeZone", str(zone))
-    with running(file, OUTBOX_DSN=outbox.dsn) as service:
+    with running(file, OUTBOX_DSN=outbox.relay_dsn) as service:
         publish_days(360, 370)
         wait_until(lambda: outbox.value("select sum(orders) from daily_sales") == 405 * 5)
         assert service.terminate() == 0
@@ -196,7 +199,7 @@ def test_notifications(outbox: Outbox, tmp_path: Path, monkeypatch: pytest.Monke
         provider.answers = answers
         for name in ("EMAIL_PROVIDER", "SMS_PROVIDER"):
             monkeypatch.setenv(name, provider.url)
-        assert relay("init", "--config", str(config)).returncode == 0
+        assert administer(outbox, "init", "--config", str(config)).returncode == 0
         monkeypatch.syspath_prepend(str(folder))
         stack.callback(sys.modules.pop, "app", None)
         client = stack.enter_context(TestClient(importlib.import_module("app").app))
@@ -249,7 +252,7 @@ def test_reminders(outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     config = tmp_path / "relay.yaml"
     config.write_text(yaml.safe_dump(configuration("reminders/relay.yaml", outbox)))
     monkeypatch.setenv("DATABASE_URL", outbox.dsn)
-    assert relay("init", "--config", str(config)).returncode == 0
+    assert administer(outbox, "init", "--config", str(config)).returncode == 0
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
     with ExitStack() as stack:
         stack.enter_context(running(config)).wait_said("streaming")

@@ -111,9 +111,10 @@ def test_transactions_of_one_commit_are_told_apart_by_their_rows(
         "create table adopted (id uuid default gen_random_uuid(), host_id uuid, user_id uuid, event_type text,"
         " payload jsonb)"
     )
+    outbox.give("adopted")
     names = dict.fromkeys(("slot", "publication"), f"{outbox.slot}_adopted")
     overrides: dict[str, Any] = {
-        "source": {"dsn": outbox.dsn, "table": "public.adopted", "mode": "wal", **names},
+        "source": {"dsn": outbox.relay_dsn, "table": "public.adopted", "mode": "wal", **names},
         "handlers": {"python": {"type": "python", "callable": "tests.callables:die_of_666"}},
         "routes": [{"handlers": ["python"]}],
         "group": "adopted",

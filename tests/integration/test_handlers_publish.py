@@ -13,12 +13,11 @@ import pytest
 
 from relay.admin.check import examine
 from relay.admin.findings import Severity
-from relay.admin.install import initialise
 from relay.client import Event
 from relay.client import Outbox as Client
 from relay.model.events import Transaction
 from relay.spark.session import Session
-from tests.outbox import LONG_SECONDS, Outbox, event, host, relaying, wait_until
+from tests.outbox import LONG_SECONDS, Outbox, event, host, initialise, relaying, wait_until
 from tests.process import running
 from tests.published import HANDLERS, chain, loop, next_step
 
@@ -93,7 +92,7 @@ def test_a_handler_of_another_database_publishes_into_the_outbox_there(
     source = {**outbox.config()["source"], "slot": f"{outbox.slot}_far"}
     with Outbox(database) as other:
         first = outbox.settings(
-            source=source, target={"dsn": database}, group="far", **chain("sql", "batch")
+            source=source, target={"dsn": other.relay_dsn}, group="far", **chain("sql", "batch")
         )
         initialise(first)
         assert [
@@ -102,7 +101,7 @@ def test_a_handler_of_another_database_publishes_into_the_outbox_there(
         ].count(True) == 2
         second = other.settings(**loop("batch"))
         other.conn.execute("create table projection ()")
-        initialise(second)
+        initialise(second, handlers_publish=True)
         assert errors(first) == []
         second = second.model_copy(
             update={"source": second.source.model_copy(update={"max_hops": 5})}
@@ -134,7 +133,7 @@ def test_what_is_published_is_read_in_every_mode(outbox: Outbox, overrides: dict
     chains = 40
     source = {**outbox.config()["source"], **overrides.pop("source")}
     settings = outbox.settings(source=source, **chain("python", "sql", "batch"), **overrides)
-    initialise(settings)
+    initialise(settings, handlers_publish=True)
     with relaying(settings):
         for number in range(chains):
             outbox.publish(host(number), event(number, "step.0"))
@@ -155,6 +154,7 @@ def test_each_call_of_publish_is_a_business_transaction(outbox: Outbox) -> None:
         ],
     )
     outbox.conn.execute("create table noted (transaction_id uuid, events int)")
+    outbox.let_handlers_publish()
     for number in range(30):
         outbox.publish(host(number), event(number, "step.0"))
     with relaying(settings):
@@ -199,6 +199,7 @@ ADOPTED = """
 def test_a_table_of_ones_own_gets_what_handlers_publish(outbox: Outbox) -> None:
     """The client inserts the cause; a statement writes it with relay.caused_by, whatever the type of the ids."""
     outbox.conn.execute(ADOPTED)
+    outbox.give("shop_outbox")
     columns = {"host_id": "tenant", "event_type": "kind", "payload": "body", "metadata": "meta"}
     absent = dict.fromkeys(
         (
@@ -318,6 +319,7 @@ def test_chains_of_handlers_on_spark(outbox: Outbox, spark_session: Session) -> 
     """Executors know the cause as relay's own process does."""
     chains = 30
     kinds = ("python", "sql", "batch")
+    outbox.let_handlers_publish()
     with relaying(outbox.settings("spark", **chain(*kinds)), spark_session):
         for number in range(chains):
             outbox.publish(host(number), event(number, "step.0"))
@@ -332,6 +334,7 @@ def test_chains_are_exact_and_complete_however_often_relay_is_killed(
 ) -> None:
     """Three hops, by a function, a statement for each event and one for many; killed when it has got a bit further."""
     chains, kills = 300, 3
+    outbox.let_handlers_publish()
     config = outbox.config_file(
         tmp_path / "relay.yaml",
         batch={"max_events": 50, "inline_max_events": 1_000_000_000},

@@ -263,7 +263,7 @@ def test_a_spark_sink_writes_headers_as_a_map(
 def test_an_archive_brings_headers_back(database: str, tmp_path: Path) -> None:
     with Outbox(database) as shop:
         shop.install(**KEEP)
-        partition_new(shop.settings(**KEEP), "1d")
+        partition_new(shop.settings(**KEEP), "1d", shop.installer_dsn)
         shop.conn.execute(EXTRA.encode())
         # PostgreSQL makes its values itself.
         shop.conn.execute(
@@ -294,5 +294,7 @@ def test_an_archive_brings_headers_back(database: str, tmp_path: Path) -> None:
         assert shop.value("select count(*) from outbox_message_t") == 0
         more = archiving(shop, path)
         source = {**shop.config()["source"], "headers": {**HEADERS, "kind": "kind"}}
-        assert restore(shop.settings(**more, source=source), BEGIN, END).events == len(before)
+        assert restore(
+            shop.settings(**more, source=source), BEGIN, END, shop.installer_dsn
+        ).events == len(before)
         assert shop.conn.execute(content.encode()).fetchall() == before

@@ -18,7 +18,7 @@ from relay.admin.status import lag_seconds, read
 from relay.faults import ConfigurationError
 from relay.observe.health import Limits, failures
 from tests.outbox import Outbox, event, host, relaying, wait_until
-from tests.process import relay, running
+from tests.process import administer, relay, running
 
 
 def failed(outbox: Outbox, limits: Limits | None = None, **overrides: Any) -> list[str]:
@@ -113,7 +113,7 @@ def test_a_sink_that_lags_is_reported_only_where_its_lag_is_limited(
     config = outbox.config_file(
         tmp_path / "relay.yaml", handlers={"hook": hook}, routes=[{"handlers": ["hook"]}]
     )
-    assert relay("init", "--config", str(config)).returncode == 0
+    assert administer(outbox, "init", "--config", str(config)).returncode == 0
     outbox.publish(host(1), event(1, event_ts="2026-01-01T00:00:00Z"))
     with running(config) as service:
         assert relay("sink", "pause", "hook", "--config", str(config)).returncode == 0

@@ -89,7 +89,7 @@ def test_rows_older_than_the_slot_are_read_first(
         group="late",
         poll={"batch_size": 9},
     )
-    from relay.admin.install import initialise
+    from tests.outbox import initialise
 
     done = initialise(settings, start="beginning")
     assert any("from beginning on" in line for line in done)
@@ -114,7 +114,7 @@ def test_rows_older_than_the_slot_come_although_nothing_is_published(outbox: Out
     settings = outbox.settings(
         source={**outbox.config()["source"], "slot": f"{outbox.slot}_late"}, group="late"
     )
-    from relay.admin.install import initialise
+    from tests.outbox import initialise
 
     initialise(settings, start="31")
     with relaying(settings):

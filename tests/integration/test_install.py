@@ -12,20 +12,29 @@ from pathlib import Path
 import psycopg
 import psycopg.conninfo
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from relay.admin import install
 from relay.admin.check import require
-from relay.admin.install import initialise
-from relay.admin.uninstall import plan_removal, remove
 from relay.cli.app import app
 from relay.config.loading import load
 from relay.faults import ConfigurationError
 from relay.model.events import FIELDS
 from relay.store import migrations
-from tests.outbox import PROJECTION, Outbox, event, host, relaying, wait_until
+from tests.outbox import (
+    PROJECTION,
+    Outbox,
+    as_installer,
+    event,
+    host,
+    initialise,
+    relaying,
+    uninstall,
+    wait_until,
+)
 from tests.postgres import EmbeddedServer, Server, start_server
 from tests.process import ROOT
+from tests.roles import join_roles
 
 COMMANDS = (
     ["status"],
@@ -38,9 +47,16 @@ COMMANDS = (
 )
 
 
+def invoked(config: Path, *command: str, said: str | None = None) -> Result:
+    """The result of a command, with the administrator whom `relay init` and `relay uninstall` need."""
+    environment = {"RELAY_ADMIN_DSN": as_installer(load(config).source_dsn)}
+    arguments = [*command, "--config", str(config)]
+    return CliRunner().invoke(app, arguments, input=said, env=environment)
+
+
 def refusal(config: Path, *command: str) -> str:
     """What a command that is refused for its configuration or surroundings says."""
-    result = CliRunner().invoke(app, [*command, "--config", str(config)])
+    result = invoked(config, *command)
     assert isinstance(result.exception, ConfigurationError), result.output
     return str(result.exception)
 
@@ -235,6 +251,7 @@ def test_an_outbox_with_code_of_somebody_else_is_not_adopted(
 ) -> None:
     with Outbox(database) as outbox:
         outbox.conn.execute((OUTBOX + change).encode())
+        outbox.give("outbox_message_t")
         with pytest.raises(ConfigurationError) as said:
             initialise(outbox.settings())
         assert words in str(said.value)
@@ -244,6 +261,7 @@ def test_an_outbox_with_code_of_somebody_else_is_not_adopted(
 def test_an_outbox_that_was_there_before_is_taken_over(database: str) -> None:
     with Outbox(database) as outbox:
         outbox.conn.execute(OUTBOX.encode())
+        outbox.give("outbox_message_t")
         outbox.install()
         outbox.publish(host(1), event(1))
         outbox.drain(outbox.settings())
@@ -371,16 +389,21 @@ def test_roles_have_what_the_mode_needs_and_installing_works_without_a_superuser
     with psycopg.connect(killable_server.dsn(), autocommit=True) as conn:
         conn.execute("create role installer login createrole password 'p'")
         conn.execute("create role humble login password 'p'")
-    killable_server.create_database("first", "owner installer")
-    killable_server.create_database("second", "owner humble")
+    killable_server.create_database("first")
+    killable_server.create_database("second")
 
     def install(database: str, user: str | None, mode: str) -> str:
         admin = killable_server.dsn(database)
         dsn = psycopg.conninfo.make_conninfo(admin, user=user, password="p") if user else admin
         with Outbox(admin) as outbox:
+            outbox.conn.execute(
+                f"alter database {database} owner to {user or 'current_user'}".encode()
+            )
             source = {"dsn": dsn, "slot": database, "publication": database, "mode": mode}
             initialise(outbox.settings(source=source))
-            outbox.publish(host(1), event(1))
+            with outbox.conn.transaction():
+                # Where nobody may make the roles, there are no publishers but the owner.
+                outbox.publish(host(1), event(1))
             assert outbox.column("select c_offset from outbox_message_t") == [1]
             (owner,) = outbox.column(
                 "select distinct pg_get_userbyid(proowner)::text from pg_proc"
@@ -408,6 +431,7 @@ def test_missing_columns_are_named_at_once_and_nothing_is_left(
 ) -> None:
     with Outbox(database) as outbox:
         outbox.conn.execute("create schema shop; create table shop.events (id uuid, payload jsonb)")
+        outbox.give("shop.events")
         source = {**outbox.config()["source"], "table": "shop.events"}
         config = outbox.config_file(tmp_path / "relay.yaml", source=source)
         said = refusal(config, "init").splitlines()
@@ -417,6 +441,7 @@ def test_missing_columns_are_named_at_once_and_nothing_is_left(
         ]
         assert not planted(outbox)
         outbox.conn.execute("create table outbox_message_t (id uuid, c_offset bigint)")
+        outbox.give("outbox_message_t")
         own = outbox.config_file(tmp_path / "relay.yaml")
         assert len(refusal(own, "init").splitlines()) == len(FIELDS) - 3
         assert not planted(outbox)
@@ -432,6 +457,7 @@ def test_a_sequence_that_does_not_give_the_order_of_insertion_is_refused(
             f" event_type text, payload jsonb, number {column})".encode()
         )
         outbox.conn.execute("alter sequence shop.events_number_seq cache 20")
+        outbox.give("shop.events")
         config = outbox.config_file(
             tmp_path / "relay.yaml",
             source={
@@ -499,7 +525,11 @@ def test_two_groups_cannot_share_a_slot(outbox: Outbox) -> None:
 def test_uninstalling_lists_every_group_and_orphans_no_slot(
     outbox: Outbox, tmp_path: Path, server: Server
 ) -> None:
-    second = {"dsn": outbox.dsn, "slot": f"{outbox.slot}_b", "publication": f"{outbox.slot}_b"}
+    second = {
+        "dsn": outbox.relay_dsn,
+        "slot": f"{outbox.slot}_b",
+        "publication": f"{outbox.slot}_b",
+    }
     initialise(outbox.settings(source=second, group="b"))
     elsewhere = f"{outbox.slot}_other"
     outbox.conn.execute(b"create publication bystander for table projection")
@@ -507,7 +537,7 @@ def test_uninstalling_lists_every_group_and_orphans_no_slot(
     with Outbox(server.create_database(elsewhere)) as other:
         try:
             other.install()
-            asked = CliRunner().invoke(app, ["uninstall", "--config", str(config)], input="n\n")
+            asked = invoked(config, "uninstall", said="n\n")
             assert asked.exit_code == 1
             assert asked.output.splitlines()[:7] == [
                 "will drop group b: 8 partitions, 0 dead letters",
@@ -525,10 +555,7 @@ def test_uninstalling_lists_every_group_and_orphans_no_slot(
             with relaying(outbox.settings()):
                 outbox.wait_drained()
                 assert "is running" in refusal(config, "uninstall", "--yes")
-            assert (
-                CliRunner().invoke(app, ["uninstall", "--config", str(config), "--yes"]).exit_code
-                == 0
-            )
+            assert invoked(config, "uninstall", "--yes").exit_code == 0
             assert outbox.column(slots, (outbox.slot,)) == [elsewhere]
             assert outbox.column("select pubname::text from pg_publication") == ["bystander"]
             assert "relay is not installed in" in refusal(config, "uninstall", "--yes")
@@ -566,7 +593,7 @@ def test_uninstalling_without_the_right_says_how(outbox: Outbox, tmp_path: Path)
 def test_offsets_go_on_after_uninstalling(outbox: Outbox) -> None:
     outbox.fill(3)
     settings = outbox.settings()
-    assert remove(settings, plan_removal(settings))
+    assert uninstall(settings)
     initialise(settings)
     outbox.publish(host(1), event(1))
     assert outbox.column("select c_offset from outbox_message_t order by 1") == list(range(1, 17))
@@ -579,17 +606,17 @@ def test_source_and_target_of_their_own_are_installed_and_uninstalled(
 ) -> None:
     with Outbox(database) as outbox, Outbox(server.create_database(f"{outbox.slot}_to")) as target:
         try:
-            settings = outbox.settings(target={"dsn": target.dsn})
+            settings = outbox.settings(target={"dsn": target.relay_dsn})
             initialise(settings)
             assert target.value("select to_regclass('relay.log_counter') is null")
-            assert remove(settings, plan_removal(settings))[-2:] == [
+            assert uninstall(settings)[-2:] == [
                 f"schema relay in the database {outbox.slot}",
                 f"schema relay in the database {target.slot}",
             ]
             assert not planted(outbox)
             assert not planted(target)
             # Two addresses of one database, which an installation must not take for two.
-            alias = outbox.dsn + ("&" if "?" in outbox.dsn else "?") + "connect_timeout=9"
+            alias = f"{outbox.relay_dsn}?connect_timeout=9"
             initialise(outbox.settings(target={"dsn": alias}))
         finally:
             server.drop_database(target.slot)
@@ -605,7 +632,8 @@ def test_a_low_wal_level_is_the_same_to_init_and_check(tmp_path: Path) -> None:
             source = {**outbox.config()["source"], "mode": mode}
             config = outbox.config_file(tmp_path / f"{mode}.yaml", source=source)
             for command in ("init", "check"):
-                result = CliRunner().invoke(app, [command, "--config", str(config)])
+                result = invoked(config, command)
+                join_roles(outbox.conn)
                 said = f"{result.output}{result.exception}"
                 assert status == (0 if result.exit_code == 0 else 2), said
                 warned = (
@@ -657,7 +685,7 @@ def test_uninstalling_what_polls_leaves_slots_and_publications_of_others(databas
             "select pg_create_logical_replication_slot(%s, 'pgoutput')", (outbox.slot,)
         )
         assert not {"slot", "publication"} & {
-            word for line in remove(settings, plan_removal(settings)) for word in line.split()
+            word for line in uninstall(settings) for word in line.split()
         }
         assert outbox.column(
             "select slot_name::text from pg_replication_slots where database = current_database()"
@@ -670,7 +698,7 @@ def test_an_unreleased_edition_is_uninstalled_with_the_slot_of_the_configuration
 ) -> None:
     outbox.conn.execute("drop table relay.streams; drop table relay.suspects")
     settings = outbox.settings()
-    assert remove(settings, plan_removal(settings))
+    assert uninstall(settings)
     assert not planted(outbox)
 
 
@@ -698,19 +726,26 @@ def test_several_databases_of_a_server_are_installed_at_once() -> None:
 
 def test_source_and_target_may_be_two_databases_of_a_fresh_server() -> None:
     """Neither transaction of the installation may wait for the other to make the role, and a failure leaves none."""
-    with start_server() as server, Outbox(server.create_database("source")) as outbox:
-        dsn = server.create_database("target")
-        settings = outbox.settings(target={"dsn": dsn})
-        with psycopg.connect(dsn, autocommit=True) as target:
-            target.execute("create schema relay; create view relay.groups as select 1 as group_id")
-            with pytest.raises(ConfigurationError):
-                initialise(settings)
-            target.execute("drop schema relay cascade")
-        roles = "select count(*) from pg_roles where rolname = 'relay'"
+    with (
+        start_server() as server,
+        Outbox(server.create_database("source")) as outbox,
+        Outbox(server.create_database("target")) as target,
+    ):
+        settings = outbox.settings(target={"dsn": target.relay_dsn})
+        target.conn.execute("create schema relay; create view relay.groups as select 1 as group_id")
+        with pytest.raises(ConfigurationError):
+            initialise(settings)
+        target.conn.execute("drop schema relay cascade")
+        roles = "select count(*) from pg_roles where rolname like 'relay%%'"
         assert outbox.column(roles) == [0]
         assert "schema file target/001_target.sql" in initialise(settings)
-        assert outbox.column(roles) == [1]
+        assert outbox.column(roles) == [5]
         assert initialise(settings) == []
+        for each in (outbox, target):
+            assert each.column(
+                "select distinct proowner::regrole::text from pg_proc"
+                " where pronamespace = 'relay'::regnamespace and prosecdef"
+            ) == ["relay_owner"]
 
 
 def test_what_is_undone_is_nothing_that_another_installation_has_built_on(database: str) -> None:
@@ -748,6 +783,7 @@ def test_publishers_do_not_wait_for_installing_again(
     published = "insert into events values (gen_random_uuid(), gen_random_uuid(), 'x', '{}')"
     with Outbox(database) as outbox, psycopg.connect(database) as publisher:
         outbox.conn.execute(ADOPTED)
+        outbox.give("events")
         settings = outbox.settings(
             source={**outbox.config()["source"], "table": "public.events", "mode": "poll"}
         )

@@ -12,7 +12,6 @@ from psycopg.types.json import Jsonb
 from relay.admin import install
 from relay.admin.check import examine
 from relay.admin.findings import Severity
-from relay.admin.install import initialise
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.source import hybrid
@@ -20,7 +19,7 @@ from relay.source.outbox import interval
 from relay.source.outbox.additions import NOTIFY_TRIGGER
 from relay.source.outbox.interval import LISTEN
 from relay.source.stream.receiver import Receiver
-from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.outbox import Outbox, event, host, initialise, relaying, wait_until
 from tests.postgres import Server, start_server
 
 ADOPTED = """
@@ -64,6 +63,7 @@ def notified(outbox: Outbox, table: str) -> int:
 @pytest.mark.parametrize("table", [OWN, OTHER])
 def test_init_installs_and_removes_the_trigger(outbox: Outbox, table: str) -> None:
     outbox.conn.execute(ADOPTED)
+    outbox.give("events")
     assert not triggers(outbox)
     assert not has_function(outbox)
     quiet = configured(outbox, "poll", table)
@@ -82,6 +82,7 @@ def test_init_installs_and_removes_the_trigger(outbox: Outbox, table: str) -> No
 
 def test_only_relays_trigger_of_this_outbox_is_removed(outbox: Outbox) -> None:
     outbox.conn.execute(ADOPTED)
+    outbox.give("events")
     outbox.conn.execute(
         f"""
         create schema shop;
@@ -91,6 +92,8 @@ def test_only_relays_trigger_of_this_outbox_is_removed(outbox: Outbox) -> None:
             for each statement execute function shop.notify_event()
         """.encode()
     )
+    outbox.give("events")
+    outbox.give("shop.events")
     for table in (OWN, OTHER):
         initialise(configured(outbox, "poll", table, listen=True))
     initialise(configured(outbox, "poll"))

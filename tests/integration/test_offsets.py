@@ -14,7 +14,6 @@ import psycopg
 import pytest
 
 from relay.admin import offsets as moves
-from relay.admin.install import initialise
 from relay.admin.offsets import repartition
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
@@ -29,6 +28,7 @@ from tests.outbox import (
     Outbox,
     event,
     host,
+    initialise,
     relaying,
     stream_and_crash,
     wait_until,
@@ -421,6 +421,7 @@ def test_what_has_no_xid_yet_keeps_a_group_from_polling(database: str) -> None:
             "create table shop (id uuid default gen_random_uuid(), host_id uuid, event_type text, payload jsonb,"
             " transaction_id uuid)"
         )
+        outbox.give("shop")
         source = {**outbox.config()["source"], "table": "public.shop", "mode": "wal"}
         streaming, polling = (
             outbox.settings(

@@ -20,7 +20,6 @@ from psycopg.types.json import Jsonb
 
 from relay.admin.check import examine
 from relay.admin.findings import Severity
-from relay.admin.install import initialise
 from relay.admin.offsets import plan_seek, seek
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError
@@ -36,7 +35,7 @@ from relay.source.server import current_position
 from relay.spark.engine import SparkEngine
 from relay.spark.session import Session
 from relay.store.positions.offsets import FIRST
-from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.outbox import Outbox, event, host, initialise, relaying, wait_until
 from tests.process import running
 
 CHANCE = random.Random(3)

@@ -29,6 +29,7 @@ def teller(output: Reports):  # type: ignore[no-untyped-def]
 
 @pytest.mark.rare
 def test_what_is_published_is_shown_with_rate_and_time_left(outbox: Outbox, tmp_path: Path) -> None:
+    outbox.let_handlers_publish()
     config = str(outbox.config_file(tmp_path / "relay.yaml"))
     command = ("publish", "--generate", "1500", "--config", config)
     printed = tmp_path / "printed"
@@ -53,7 +54,9 @@ def test_init_shows_what_the_slot_waits_for(database: str, tmp_path: Path) -> No
         config = str(outbox.config_file(tmp_path / "relay.yaml", handlers={}, routes=[]))
         with (
             psycopg.connect(database, application_name="report of March") as held,
-            at_terminal("init", "--config", config, columns=140) as shown,
+            at_terminal(
+                *("init", "--config", config, "--admin-dsn", outbox.installer_dsn), columns=140
+            ) as shown,
         ):
             held.execute("insert into held values (1)")
             # The schema is installed first, which does not wait.

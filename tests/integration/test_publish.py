@@ -14,12 +14,11 @@ from psycopg.types.json import Jsonb
 
 from relay.admin.check import examine, require
 from relay.admin.findings import Severity
-from relay.admin.install import initialise
 from relay.config.settings import Settings
 from relay.demo.embedded import wheel_binaries
 from relay.faults import ConfigurationError
 from relay.store import migrations
-from tests.outbox import Outbox, event, host, relaying
+from tests.outbox import Outbox, event, host, initialise, relaying
 
 
 def offsets(outbox: Outbox) -> list[int]:
@@ -187,6 +186,7 @@ def test_without_a_column_there_are_no_numbers_without_gaps(database: str) -> No
         outbox.conn.execute(
             "create table events (id uuid, host_id uuid, event_type text, payload jsonb, number bigint)"
         )
+        outbox.give("events")
         source = {**outbox.config()["source"], "table": "public.events", "mode": "wal"}
         wrong = outbox.settings(source={**source, "offsets": "gapless"})
         with pytest.raises(ConfigurationError) as refused:
@@ -211,6 +211,7 @@ def test_each_outbox_has_numbers_without_gaps_of_its_own(outbox: Outbox) -> None
         create table parts_b partition of parts for values in ('b');
         """
     )
+    outbox.give("parts")
     source = outbox.config()["source"]
     own = outbox.settings(source={**source, "offsets": "gapless"})
     parts = {**source, "table": "public.parts", "mode": "poll"}
@@ -375,6 +376,7 @@ def test_an_outbox_that_was_there_before_is_adopted(database: str, tmp_path: Pat
                                      amount numeric)
             """
         )
+        outbox.give("shop.events")
         columns = {
             "id": "event_id",
             "host_id": "tenant",

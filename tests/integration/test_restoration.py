@@ -13,7 +13,6 @@ import pyarrow.dataset
 import pyarrow.parquet
 import pytest
 
-from relay.admin.install import initialise
 from relay.admin.retention import partition_new, restore
 from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
@@ -22,8 +21,8 @@ from relay.model.events import FIELDS
 from relay.retention.partitions import partitions
 from relay.spark.session import Session
 from tests.integration.test_retention import KEEP, ranges, turn
-from tests.outbox import Outbox, relaying, wait_until
-from tests.process import relay
+from tests.outbox import Outbox, initialise, relaying, wait_until
+from tests.process import administer
 
 NOW = datetime.now(UTC)
 
@@ -33,7 +32,7 @@ def rotated(database: str) -> Iterator[Outbox]:
     """An outbox that is partitioned from the start."""
     with Outbox(database) as made:
         made.install(**KEEP)
-        partition_new(made.settings(**KEEP), "1d")
+        partition_new(made.settings(**KEEP), "1d", made.installer_dsn)
         yield made
 
 
@@ -97,7 +96,7 @@ def dropped(rotated: Outbox, tmp_path: Path) -> list[Any]:
 def test_they_come_back_as_they_were(rotated: Outbox, tmp_path: Path, dropped: list[Any]) -> None:
     """Nobody who has read them reads them again, and they stay for `keep` once more."""
     settings = settings_of(rotated, tmp_path / "lake")
-    done = restore(settings, BEGIN, END)
+    done = restore(settings, BEGIN, END, rotated.installer_dsn)
     assert done.events == 100
     assert rotated.conn.execute(CONTENT.encode()).fetchall() == dropped
     kind = "select relpersistence::text from pg_class where oid = to_regclass(%s)"
@@ -119,7 +118,7 @@ def test_they_come_back_as_they_were(rotated: Outbox, tmp_path: Path, dropped: l
 def test_a_new_projection_reads_archive_and_table_as_one(
     rotated: Outbox, tmp_path: Path, dropped: list[Any], mode: str
 ) -> None:
-    restore(settings_of(rotated, tmp_path / "lake"), BEGIN, END)
+    restore(settings_of(rotated, tmp_path / "lake"), BEGIN, END, rotated.installer_dsn)
     rotated.fill(20)
     rotated.conn.execute("truncate projection")
     source = {
@@ -154,7 +153,10 @@ def test_what_is_there_already_is_not_restored(rotated: Outbox, tmp_path: Path) 
     rotated.conn.execute("insert into outbox_message_t select * from kept")
     left = f"outbox_message_t_p{BEGIN.replace('-', '')}"
     rotated.conn.execute(f"create unlogged table {left} (a int)".encode())
-    assert restore(settings_of(rotated, tmp_path / "lake"), BEGIN, END).events == 5
+    assert (
+        restore(settings_of(rotated, tmp_path / "lake"), BEGIN, END, rotated.installer_dsn).events
+        == 5
+    )
     assert rotated.value("select count(*) from outbox_message_t") == 20
     assert rotated.value("select count(distinct id) from outbox_message_t") == 20
 
@@ -167,7 +169,7 @@ def test_what_cannot_be_restored_is_said(rotated: Outbox, tmp_path: Path) -> Non
         message: str, given: Settings = settings, begin: str = BEGIN, end: str = END
     ) -> None:
         with pytest.raises(ConfigurationError, match=message):
-            restore(given, begin, end)
+            restore(given, begin, end, rotated.installer_dsn)
 
     refused("retention.archive: names no sink", rotated.settings(**KEEP))
     refused(
@@ -207,7 +209,7 @@ def test_what_cannot_be_restored_is_said(rotated: Outbox, tmp_path: Path) -> Non
 
 def test_a_table_without_partitions_is_refused(outbox: Outbox, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="run `relay partition` first"):
-        restore(settings_of(outbox, tmp_path / "lake"), BEGIN, END)
+        restore(settings_of(outbox, tmp_path / "lake"), BEGIN, END, outbox.installer_dsn)
 
 
 @pytest.mark.rare
@@ -231,7 +233,7 @@ def test_a_sink_is_rebuilt_from_archive_and_table(
     assert rotated.value("select count(*) from outbox_message_t") == 0
     rotated.fill(20)
     file = rotated.config_file(tmp_path / "relay.yaml", **first)
-    done = relay("restore", "--config", str(file), "--from", BEGIN, "--to", END)
+    done = administer(rotated, "restore", "--config", str(file), "--from", BEGIN, "--to", END)
     assert done.stdout.startswith("restored 100 events into public.outbox_message_t_p"), done.stderr
     ids = rotated.column("select id::text from outbox_message_t order by id")
     assert len(ids) == 200

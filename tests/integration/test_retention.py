@@ -15,7 +15,6 @@ from pyspark.errors import StreamingQueryException
 
 from relay.admin.check import examine
 from relay.admin.findings import Severity
-from relay.admin.install import initialise
 from relay.admin.offsets import plan_seek, seek
 from relay.admin.retention import erase, partition, partition_new
 from relay.config.settings import Settings
@@ -30,9 +29,9 @@ from relay.spark.session import Session
 from relay.store import completeness, migrations
 from relay.store.completeness import Completeness
 from relay.store.connections import connect
-from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.outbox import Outbox, event, host, initialise, relaying, wait_until
 from tests.postgres import Server
-from tests.process import relay
+from tests.process import administer, relay
 
 KEEP: dict[str, Any] = {"retention": {"keep": "7d", "ahead": "3d"}}
 
@@ -80,7 +79,7 @@ def test_deletes_what_is_read_and_old(kept: Outbox) -> None:
 @pytest.fixture
 def rotated(kept: Outbox) -> Outbox:
     """An outbox that is partitioned from the start."""
-    partition_new(kept.settings(**KEEP), "1d")
+    partition_new(kept.settings(**KEEP), "1d", kept.installer_dsn)
     return kept
 
 
@@ -131,7 +130,7 @@ def test_a_live_table_is_converted(kept: Outbox, mode: str) -> None:
         publisher.start()
         try:
             wait_until(lambda: published > 50)
-            done = partition(settings, "1d")
+            done = partition(settings, "1d", kept.installer_dsn)
             after = published
             wait_until(lambda: published > after + 50)
         finally:
@@ -142,7 +141,7 @@ def test_a_live_table_is_converted(kept: Outbox, mode: str) -> None:
     kept.assert_exact()
     assert ranges(kept)[0] == "before"
     assert kept.value("select count(*) from outbox_message_t") == 1000 + published
-    assert partition(settings, "1d") == []
+    assert partition(settings, "1d", kept.installer_dsn) == []
 
 
 def test_a_lagging_sink_and_a_paused_one_hold_their_events(rotated: Outbox) -> None:
@@ -235,7 +234,7 @@ def test_publishers_cannot_choose_the_time(rotated: Outbox) -> None:
 def test_another_interval(rotated: Outbox) -> None:
     settings = relayed(rotated)
     assert (
-        partition(settings, "6h")[0]
+        partition(settings, "6h", rotated.installer_dsn)[0]
         == "interval of 6h for the next partitions of public.outbox_message_t"
     )
     turn(settings, days=3)
@@ -276,14 +275,16 @@ def test_a_host_is_erased(rotated: Outbox, tmp_path: Path) -> None:
     settings = relayed(rotated)
     rotated.publish(host(1), event(-1))
     with pytest.raises(ConfigurationError, match="not applied yet"):
-        erase(settings, str(host(1)), False)
+        erase(settings, str(host(1)), False, rotated.installer_dsn)
     with relaying(settings):
         rotated.wait_handled()
         rotated.wait_compared()
     assert rotated.value("select count(*) from relay.dead_letter_queue") == 1
     turn(settings)
     config = rotated.config_file(tmp_path / "relay.yaml", **KEEP)
-    shown = relay("erase", "--config", str(config), "--host", str(host(1)), "--yes").stdout
+    shown = administer(
+        rotated, "erase", "--config", str(config), "--host", str(host(1)), "--yes"
+    ).stdout
     assert "removed: 6 events in the outbox" in shown
     assert "removed: 1 dead letters" in shown
     assert "not removed: the WAL, until the server recycles it" in shown
@@ -329,7 +330,7 @@ def test_conversion_refuses_what_it_cannot_carry_over(
 ) -> None:
     kept.conn.execute(statement.encode())
     with pytest.raises(ConfigurationError, match=line):
-        partition(kept.settings(**KEEP), "1d")
+        partition(kept.settings(**KEEP), "1d", kept.installer_dsn)
     assert (
         kept.value("select relkind::text from pg_class where relname = 'outbox_message_t'") == "r"
     )
@@ -347,11 +348,12 @@ def test_conversion_carries_everything_over(kept: Outbox, server: Server) -> Non
         create trigger noted before insert on outbox_message_t for each row execute function note_event();
         create statistics kinds on host_id, event_type from outbox_message_t;
         create publication of_others for table outbox_message_t {published};
+        alter publication of_others owner to app_owner;
         """.encode()
     )
     kept.fill(3)
     before = described(kept)
-    partition(kept.settings(**KEEP), "1d")
+    partition(kept.settings(**KEEP), "1d", kept.installer_dsn)
     assert described(kept) == before
     assert kept.column("select pubviaroot from pg_publication") == [True, True]
     kept.fill(1)
@@ -410,7 +412,7 @@ def test_a_killed_conversion_is_reported_and_continued(kept: Outbox) -> None:
         "source.table: public.outbox_message_t refuses events from 2030-01-01 00:00:00+00 on, because a command was "
         "killed: run `relay partition` again"
     ]
-    partition(settings, "1d")
+    partition(settings, "1d", kept.installer_dsn)
     assert [finding for finding in examine(settings) if finding.subject == "retention"] == []
     assert kept.value("select count(*) from outbox_message_t") == 10
 
@@ -506,9 +508,9 @@ def test_an_archive_holds_everything_until_it_has_written_it(kept: Outbox, tmp_p
 def test_the_command_partitions_a_new_outbox(database: str, tmp_path: Path) -> None:
     with Outbox(database) as outbox:
         config = outbox.config_file(tmp_path / "relay.yaml", **KEEP)
-        said = relay("init", "--config", str(config), "--partition", "1d").stdout
+        said = administer(outbox, "init", "--config", str(config), "--partition", "1d").stdout
         assert "created partitions of public.outbox_message_t, one for each 1d" in said
-        again = relay("init", "--config", str(config), "--partition", "1d").stdout
+        again = administer(outbox, "init", "--config", str(config), "--partition", "1d").stdout
         assert "everything exists already" in again
         said = relay("status", "--config", str(config)).stdout
         assert "reader default" in said
@@ -529,6 +531,7 @@ def test_a_table_of_another_owner_has_retention_too(outbox: Outbox) -> None:
     outbox.conn.execute(
         f"""
         create role {owner};
+        grant {owner} to app_owner;
         create schema shop authorization {owner};
         set role {owner};
         grant usage on schema shop to relay;
@@ -542,7 +545,7 @@ def test_a_table_of_another_owner_has_retention_too(outbox: Outbox) -> None:
         settings = outbox.settings(group="shop", source=of, retention={"keep": "7d"})
         outbox.install_again(settings)
         outbox.install_again(settings)
-        partition(settings, "1d")
+        partition(settings, "1d", outbox.installer_dsn)
         outbox.conn.execute(
             "insert into shop.events (host_id, event_type, payload) select gen_random_uuid(), 'a', '{}'"
         )
@@ -567,7 +570,7 @@ def test_a_schema_that_is_migrated_still_removes_events(kept: Outbox) -> None:
     settings = relayed(kept)
     owner = f"{kept.slot}_Own-er"
     kept.conn.execute(
-        f'create role "{owner}"; grant create on schema public to "{owner}";'
+        f'create role "{owner}"; grant create on schema public to "{owner}"; grant "{owner}" to app_owner;'
         f'alter table outbox_message_t owner to "{owner}"; delete from relay.retained'.encode()
     )
     try:
@@ -597,6 +600,7 @@ def test_names_that_need_quotes(database: str) -> None:
             create table seen (id uuid)
             """
         )
+        shop.give('"Shop"."Orders"')
         settings = shop.settings(
             **KEEP,
             source={**shop.config()["source"], "table": "Shop.Orders"},
@@ -613,6 +617,6 @@ def test_names_that_need_quotes(database: str) -> None:
                 shop.wait_compared()
             turn(settings, days=30)
             assert shop.value('select count(*) from "Shop"."Orders"') == 0
-            partition(settings, "1d")
+            partition(settings, "1d", shop.installer_dsn)
         # It is published as before.
         assert shop.value("select count(*) from pg_publication_tables") == 1

@@ -14,14 +14,12 @@ import psycopg
 import pytest
 import yaml
 
-from relay.admin.install import initialise
-from relay.admin.uninstall import plan_removal, remove
 from relay.config.settings import Settings
 from relay.demo.embedded import free_port
 from relay.retention.schedule import Schedule
 from relay.store.connections import connect
 from tests.observing import Scrape, ask, is_good
-from tests.outbox import LONG_SECONDS, Outbox, relaying, wait_until
+from tests.outbox import LONG_SECONDS, Outbox, initialise, relaying, uninstall, wait_until
 from tests.postgres import Server
 from tests.process import Running, relay, running
 
@@ -242,7 +240,7 @@ def test_retention_of_a_table_does_not_wait_for_the_readers_of_another(
 def test_uninstalling_leaves_nothing_of_two_tables(outbox: Outbox, tmp_path: Path) -> None:
     shop = made(outbox, dict.fromkeys(("orders", "payments"), outbox.dsn), tmp_path)
     settings = Settings(**yaml.safe_load(shop.files["orders"].read_text()))
-    remove(settings, plan_removal(settings))
+    uninstall(settings)
     assert not outbox.column(
         "select slot_name from pg_replication_slots where database = current_database()"
     )

@@ -17,12 +17,11 @@ import yaml
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.types.json import Jsonb
 
-from relay.admin.install import initialise
 from relay.model.snapshots import Snapshot
 from relay.store import completeness
 from relay.store.completeness import Completeness
 from tests.console import TOKEN, console_of, served
-from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
+from tests.outbox import APPEND, Outbox, event, host, initialise, relaying, wait_until
 from tests.pages import DOCS, Block, blocks, pages
 from tests.process import ROOT
 from tests.shell import needs, run_block

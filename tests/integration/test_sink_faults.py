@@ -13,12 +13,11 @@ from typing import Any
 import psycopg
 import pytest
 
-from relay.admin.install import initialise
 from relay.config.loading import load
 from relay.delivery import polling
 from relay.store import deferred
 from tests.integration.test_sinks import assert_in_order, ids, posting, state
-from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.outbox import Outbox, event, host, initialise, relaying, wait_until
 from tests.postgres import Server
 from tests.process import running
 from tests.webhook import Answer, Webhook

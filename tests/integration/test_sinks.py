@@ -17,13 +17,22 @@ from typer.testing import CliRunner
 
 from relay.admin import sinks, status
 from relay.admin.check import require
-from relay.admin.install import initialise
 from relay.admin.offsets import plan_seek, seek
 from relay.cli.app import app
 from relay.delivery import session as delivery_session
 from relay.faults import ConfigurationError, Unreachable
-from tests.outbox import APPEND, Outbox, event, host, relaying, run_until_fault, wait_until
+from tests.outbox import (
+    APPEND,
+    Outbox,
+    event,
+    host,
+    initialise,
+    relaying,
+    run_until_fault,
+    wait_until,
+)
 from tests.process import running
+from tests.roles import Role
 from tests.webhook import Answer, Answers, Webhook
 
 SHORT_INTERVALS = {"wait": 0.2, "max_wait": 0.4, "jitter": 0.01, "defer_after": 0.1}
@@ -365,7 +374,7 @@ def test_a_paused_sink_keeps_its_position_and_costs_nothing(
         assert found["hook1"].unread is None
         (stored, _) = status.read(settings).as_json()["sinks"]
         assert (stored["paused_by"], stored["reason"]) == (found["hook0"].paused_by, "maintenance")
-        assert found["hook0"].why == f"by {outbox.value('select session_user')}: maintenance"
+        assert found["hook0"].why == f"by {Role.RELAY}: maintenance"
     with relaying(settings):
         assert sinks.set_paused(settings, "hook0", False, "done")
         wait_until(lambda: len(paused.accepted) == 21)

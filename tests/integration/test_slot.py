@@ -14,11 +14,10 @@ from psycopg.conninfo import make_conninfo
 
 from relay.admin.check import examine
 from relay.admin.findings import Severity
-from relay.admin.install import initialise
 from relay.admin.status import read
 from relay.observe.health import Limits, failures
 from relay.source.stream import slot
-from tests.outbox import PROJECTION, Outbox, event, host, relaying, wait_until
+from tests.outbox import PROJECTION, Outbox, event, host, initialise, relaying, wait_until
 from tests.postgres import Server, start_server
 from tests.process import relay
 
@@ -63,7 +62,7 @@ def test_init_reports_what_it_waits_for(preparing_server: Server) -> None:
             done = threads.submit(initialise, outbox.settings(), warn=output.append)
             wait_until(lambda: bool(output))
             outbox.conn.execute("rollback prepared 'later'")
-            wait_until(lambda: f"process {pid} (nightly report), open for" in output[-1])
+            wait_until(lambda: f"process {pid} (nightly report): end it" in output[-1])
             assert not done.done()
         assert any("replication slot" in line for line in done.result(30))
     assert output[0].startswith("source.slot: the slot 'told' is created when all")
@@ -85,7 +84,7 @@ def test_a_slot_that_is_being_made_is_shown_as_such(
     config = outbox.config_file(tmp_path / "relay.yaml")
     settings = outbox.settings()
     with writing(outbox) as writer, relaying(settings):
-        oldest = f"the transaction of process {writer.info.backend_pid} (nightly report), open for "
+        oldest = f"the transaction of process {writer.info.backend_pid} (nightly report)"
         wait_until(lambda: bool((slot := read(settings).slot) and slot.creating))
         maker = outbox.value(
             "select active_pid from pg_replication_slots where slot_name = %s", (outbox.slot,)

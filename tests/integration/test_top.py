@@ -13,7 +13,6 @@ import psycopg
 import pytest
 from rich.console import Console
 
-from relay.admin.install import initialise
 from relay.admin.sinks import listed
 from relay.admin.status import Watch
 from relay.demo.screen import Screen
@@ -21,7 +20,7 @@ from relay.observe import engines
 from relay.observe.top import Trends
 from relay.source import hybrid
 from relay.source.outbox.unread import MOST_ROWS
-from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.outbox import Outbox, event, host, initialise, relaying, wait_until
 from tests.process import relay
 from tests.terminal import at_terminal
 from tests.webhook import Answer, Webhook

@@ -18,7 +18,6 @@ from relay.admin.check import examine, require
 from relay.admin.connections import reach
 from relay.admin.dead_letters import DeadLetters
 from relay.admin.findings import Severity
-from relay.admin.install import initialise
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.events import NEEDED_FIELDS, SQL_TYPES
@@ -31,7 +30,7 @@ from relay.source.server import current_position
 from relay.spark.session import Session
 from relay.store.dead_letters.selection import DeadLetterSelection
 from relay.store.positions.offsets import FIRST
-from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.outbox import Outbox, event, host, initialise, relaying, wait_until
 from tests.postgres import Server
 from tests.process import relay
 
@@ -110,6 +109,7 @@ def adopted(outbox: Outbox, *changes: str, **source: Any) -> Settings:
     outbox.conn.execute(ADOPTED)
     for change in changes:
         outbox.conn.execute(change.encode())
+    outbox.give("adopted")
     name = f"{outbox.slot}_adopted"
     names = {"slot": name, "publication": name, "table": "public.adopted"}
     return outbox.settings(source={**outbox.config()["source"], **names, **source}, group="adopted")

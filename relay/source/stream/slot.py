@@ -393,16 +393,20 @@ class OpenTransaction:
 
 
 def oldest_open(conn: psycopg.Connection[Any]) -> OpenTransaction | None:
-    """Return the open transaction with the oldest xid. Raises psycopg.Error."""
+    """Return the open transaction with the oldest xid. Raises psycopg.Error.
+
+    By its lock, which every role may see: pg_stat_activity shows the xids of other roles to few.
+    """
     with conn.cursor(row_factory=class_row(OpenTransaction)) as cursor:
         return cursor.execute(
             """
-            select pid, application_name, gid, extract(epoch from clock_timestamp() - since)::float8 as seconds
-              from (select pid, application_name, null as gid, xact_start as since, backend_xid as xid
-                      from pg_stat_activity where backend_xid is not null
-                    union all
-                    select null, null, gid, prepared, transaction from pg_prepared_xacts) as open
-             order by age(xid) desc limit 1
+            select l.pid, a.application_name, p.gid,
+                   extract(epoch from clock_timestamp() - coalesce(a.xact_start, p.prepared))::float8 as seconds
+              from pg_locks as l
+              left join pg_stat_activity as a on a.pid = l.pid
+              left join pg_prepared_xacts as p on p.transaction = l.transactionid
+             where l.locktype = 'transactionid' and l.mode = 'ExclusiveLock' and l.granted
+             order by age(l.transactionid) desc limit 1
             """
         ).fetchone()
 
