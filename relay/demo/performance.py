@@ -18,6 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
+from psycopg.conninfo import make_conninfo
+
 from relay.config.loading import load
 from relay.config.settings import Settings
 from relay.demo.screen import Screen
@@ -32,6 +34,14 @@ TAIL_LINES = 15
 
 class DemoFailed(RelayError):
     """The demo cannot go on."""
+
+
+LOGIN = """
+    alter role relay login;
+    grant usage on schema shop to relay;
+    grant select, insert, update on all tables in schema shop to relay
+"""
+"""Lets relay log in as the role that `relay init` has made, with the rights that the demo's handlers need."""
 
 
 def configuration_file() -> Path:
@@ -207,8 +217,10 @@ def play(dsn: str, log: Log, screen: Screen, scale: Scale) -> Performance:
         conn.execute(SCHEMA.read_bytes())
         screen.step("relay init")
         initialise(dsn)
+        conn.execute(LOGIN)
+        service = make_conninfo(dsn, user="relay")
         screen.step("relay run")
-        with Relay(dsn, log) as relay, screen.watching(settings(dsn)):
+        with Relay(service, log) as relay, screen.watching(settings(service)):
             return _Stage(conn, dsn, relay, log, screen, scale).perform()
 
 
