@@ -52,7 +52,6 @@ FORMER = {
             "b207934c179cea88ec4441ab455bef5ad02cc18ed8210290de321190c02ed7df",  # positions updated in place, no turns
             "7c2557aef5538db0b8547381d0d499dc558f468f0a6fc84c9da0b9bf8669a3ed",  # no functions
             "f4812c7bc10f1d7437d3b79cdf1325df4d7bae94485a7c615aac189dc8ea1f0d",  # no witnesses
-            "a79aae0fce86519b492abd639377b626d0b7b742aa6655bf0937f8ea49d05ea0",  # last batches not noted
         }
     ),
     "outbox/001_outbox.sql": frozenset(
@@ -73,7 +72,6 @@ FORMER = {
         {
             "ee39e4f4b026e1609fb57fb438c278f667304a4fb471dd1e18bcce4ea338bc07",  # no sign of life, no conditions
             "482df0493cde99c8bad6f5900aaf2fca317222ce0a31f25bf174097187505ea3",  # positions of any history
-            "6249e86792f81e89c73ee8323035ee3e47831f6e8181e278d9b87a4c5dd3e36d",  # what is declared has no bounds
         }
     ),
     "outbox/004_subscribers.sql": frozenset(
