@@ -175,6 +175,7 @@ COLUMNS = {
     "relay.queue_items.available_at": "from when on it can be taken; null: now",
     "relay.queue_items.error": "why the last attempt failed, as the worker says",
     "relay.completeness.dead_letters": "how many of its events are dead letters now, or in replay",
+    "relay.completeness.witness": "the newest row of relay.witnesses in the source that proves what the group has",
     "relay.completeness.deferred": "how many of its transactions are deferred now",
     "relay.spark_batches.target": "the destination that the sink writes to",
     "relay.spark_batches.server": "the server of this database when the application was made up",

@@ -45,7 +45,7 @@ from relay.spark.writers import (
     require_last,
     writer,
 )
-from relay.store import completeness, dead_letters, deferred
+from relay.store import completeness, dead_letters, deferred, groups
 from relay.store.completeness import Completeness, Moments
 from relay.store.connections import Connection, connect
 from relay.store.deferred.due import DueTransaction
@@ -539,6 +539,7 @@ class SparkWorker(Recurring):
         Returns it with what tells that the destination has it.
         """
         contents = batch.contents
+        witness = groups.origin(self._claim.conn, self._settings.group).witness
         identity = BatchId(
             batch.application,
             batch.number,
@@ -547,6 +548,7 @@ class SparkWorker(Recurring):
             contents.complete_before,
             str(contents.before),
             is_first,
+            None if witness is None else witness.id,
         )
         files = batch.files
         if files is None:

@@ -895,7 +895,7 @@ comment on column relay.completeness.lost is
     'the destination was found without what the reader had written to it, and has not been found with it since';
 
 create or replace view relay.watermarks as
-select c.group_id, c.reader, c.complete_before, c.since, c.snapshot, c.noted_at, dead.dead_letters, later.deferred
+select c.group_id, c.reader, c.complete_before, c.since, c.snapshot, c.noted_at, dead.dead_letters, later.deferred, proof.witness
   from relay.completeness as c
  cross join lateral (
        select count(*) as dead_letters from relay.dead_letter_queue as d
@@ -903,7 +903,10 @@ select c.group_id, c.reader, c.complete_before, c.since, c.snapshot, c.noted_at,
           and (d.sink = c.reader or d.sink = '' and d.undelivered)) as dead
  cross join lateral (
        select count(*) as deferred from relay.deferred as d
-        where d.group_id = c.group_id and (d.sink = c.reader or d.sink = '' and d.undelivered)) as later;
+        where d.group_id = c.group_id and (d.sink = c.reader or d.sink = '' and d.undelivered)) as later
+  left join lateral (
+       select w.witness from relay.noted_witnesses as w
+        where w.group_id = c.group_id order by w.number desc limit 1) as proof on true;
 
 comment on view relay.watermarks is
     'for each reader: all events committed before complete_before, and not seen by since, are there, but for dead_letters events '
