@@ -512,10 +512,10 @@ def relaying_until_it_ends(settings: Settings, text: str) -> Iterator[Service]:
             running.close()
 
 
-def run_until_fault(settings: Settings) -> str:
+def run_until_fault(settings: Settings, session: Session | None = None) -> str:
     """Run relay until a fault ends it, and return the error's text."""
     running = ExitStack()
-    running.enter_context(relaying(settings))
+    running.enter_context(relaying(settings, session))
     return wait_for_fault(running)
 
 

@@ -39,6 +39,15 @@ class OutboxEnd:
         assert seen is not None  # noqa: S101
         return seen
 
+    async def require_history(self) -> None:
+        """Raise TransientFault where the source is not known to be of the history of the stored positions."""
+        await asyncio.get_running_loop().run_in_executor(
+            self._in_source,
+            self._covering.require,
+            self._source.connection,
+            self._target.connection,
+        )
+
     async def following(self, snapshot: Snapshot) -> SourcePosition | None:
         """Read a position that sees rows which `snapshot` does not see; None without such rows."""
         self._asked.add(snapshot)

@@ -186,6 +186,7 @@ class SinkSession:
             elif self._attached:
                 await self._take()
             elif context.polls and self._progress.reading is not None:
+                await context.outbox_end.require_history()
                 await self._polling.resume()
             elif await self._join() or (context.polls and await self._polling.poll()):
                 waits.reset()

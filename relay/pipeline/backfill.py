@@ -47,7 +47,7 @@ from relay.runtime.parts import SOON_SECONDS, Condition, Recurring
 from relay.source.outbox.differences import Difference, array, condition, cut
 from relay.source.outbox.rows import OutboxRows, Portion, Wanted, not_received, prepare_reading
 from relay.source.server import current_position, durable_position
-from relay.source.witnesses import cover
+from relay.source.witnesses import cover, require_history
 from relay.store import locks, queue_fills
 from relay.store.connections import Connection, Pool, connect, open_pool
 from relay.store.groups import APPLICATION_NAME
@@ -235,6 +235,8 @@ class _Filler:
 
     def fill(self, fill: QueueFill) -> bool:
         """Fill a queue as far as the target has applied; returns whether it is filled."""
+        with self._source.connection() as source:
+            require_history(source, self._target, self._group)
         while not self._is_stopping():
             if fill.before is None:
                 self._begin(fill)

@@ -143,10 +143,25 @@ class Covering:
                 groups.note_witness(conn, self._group, taken)
             self._newest = taken
 
+    def require(self, source: Opened, target: Opened) -> None:
+        """Raise TransientFault where the source does not hold the newest witness; psycopg.Error.
+
+        For what is read again by a position that is stored already.
+        """
+        with target() as conn:
+            origin, here = groups.origin(conn, self._group), running_database(conn)
+        with source() as conn:
+            require_held(conn, origin, here)
+
 
 def cover(source: Connection, target: Connection, group: str, snapshot: Snapshot) -> None:
     """Note a witness of what a snapshot sees once, as `Covering` does, with its errors."""
     Covering(group).cover(snapshot, lambda: nullcontext(source), lambda: nullcontext(target))
+
+
+def require_history(source: Connection, target: Connection, group: str) -> None:
+    """Raise TransientFault where the source does not hold the newest witness of a group, as `Covering` does."""
+    Covering(group).require(lambda: nullcontext(source), lambda: nullcontext(target))
 
 
 def require_held(source: Connection, origin: groups.SourceOrigin, target: str) -> None:

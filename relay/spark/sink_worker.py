@@ -29,6 +29,7 @@ from relay.runtime.parts import Condition, Due, Recurring
 from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 from relay.runtime.threads import processor_seconds
 from relay.source.outbox.rows import prepare_reading
+from relay.source.witnesses import require_history
 from relay.spark import frames, sink_batches, upkeep
 from relay.spark.descriptions import safe_description
 from relay.spark.engine import tasks_of
@@ -539,6 +540,7 @@ class SparkWorker(Recurring):
         Returns it with what tells that the destination has it.
         """
         contents = batch.contents
+        require_history(self._connected(), self._claim.conn, self._settings.group)
         witness = groups.origin(self._claim.conn, self._settings.group).witness
         identity = BatchId(
             batch.application,
