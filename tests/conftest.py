@@ -15,6 +15,7 @@ from pyspark import SparkContext
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling, Scheduling
 
+from relay import logs
 from relay.config.settings import SparkSettings
 from relay.spark.session import Session
 from tests.outbox import Outbox
@@ -99,6 +100,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
     """Schedule the tests of `--dist loadgroup`."""
     return _OneSpark(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+@pytest.fixture(autouse=True)
+def own_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the handler of a command that ran in this process: what a later test imports would bring it back."""
+    monkeypatch.setattr(logs, "_own", None)
 
 
 @pytest.fixture(scope="session")

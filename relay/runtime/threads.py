@@ -91,7 +91,7 @@ def beside(work: Callable[[threading.Event], object], name: str) -> Iterator[Non
         thread.join()
 
 
-class _Pool(ThreadPoolExecutor):
+class _Threads(ThreadPoolExecutor):
     """A pool whose calls wait for the threads that there are where the system refuses another one."""
 
     def _adjust_thread_count(self) -> None:
@@ -109,7 +109,7 @@ def pool(workers: int, prefix: str) -> ThreadPoolExecutor:
 
     Its `submit` raises RuntimeError where the system refuses it the first thread; then it may be called again.
     """
-    return _Pool(workers, thread_name_prefix=prefix, initializer=_enter, initargs=(copy_context(),))
+    return _Threads(workers, thread_name_prefix=prefix, initializer=_enter, initargs=(copy_context(),))
 
 
 def position_of(ident: int | None, callers: tuple[str, ...] = ()) -> str:

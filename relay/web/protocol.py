@@ -74,7 +74,7 @@ class IdleTimeoutProtocol(H11Protocol):
         waiting = [
             each
             for each in self.connections
-            if isinstance(each, IdleTimeoutProtocol) and each.is_waiting
+            if isinstance(each, IdleTimeoutProtocol) and each.is_idle
         ]
         if waiting:
             oldest = min(waiting, key=lambda each: each._waits_since)
@@ -82,7 +82,7 @@ class IdleTimeoutProtocol(H11Protocol):
             oldest.transport.abort()
 
     @property
-    def is_waiting(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether no request is being handled."""
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is None or cycle.response_complete
@@ -94,7 +94,7 @@ class IdleTimeoutProtocol(H11Protocol):
         self._timer = self.loop.call_later(HEAD_SECONDS, self._close_if_idle)
 
     def _close_if_idle(self) -> None:
-        if self.is_waiting and not self.transport.is_closing():
+        if self.is_idle and not self.transport.is_closing():
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -186,7 +186,7 @@ def test_partitions_are_made_ahead_beside_one_with_such_a_bound(
 ) -> None:
     """pgpartman/pg_partman#519, #769, pgEdge/coldfront#68: maintenance failed; here no partition was made ahead."""
     settings = outbox.settings(retention={"keep": "7d"})
-    partition(settings, "1d")
+    partition(settings, "1d", outbox.installer_dsn)
     outbox.conn.execute("drop table outbox_message_t_before")
     outbox.conn.execute(
         f"create table odd partition of outbox_message_t for values from ({lower}) to ({upper})".encode()
@@ -199,7 +199,7 @@ def test_partitions_are_made_ahead_beside_one_with_such_a_bound(
             for each in partitions.partitions(source, settings.source.table)
             if not each.is_default and each.name != "public.odd"
         ][-1]
-        source.execute(f"drop table {newest.name}".encode())
+        outbox.conn.execute(f"drop table {newest.name}".encode())
         Schedule(settings, lambda: None).retain(source, source)
         found = {each.name for each in partitions.partitions(source, settings.source.table)}
         assert newest.name in found

@@ -125,6 +125,7 @@ def test_a_sink_reads_the_columns_of_its_query(
     outbox.publish(host(1), event(aggregate_id="a", payload=large), event(aggregate_id="b"))
     outbox.publish(host(2), event(aggregate_id="b", payload=large))
     outbox.publish(host(2), event(aggregate_id="c", payload=large))
+    outbox.publisher.execute("select pg_stat_force_next_flush()")
     before = toast_reads(outbox)
     assert before > 0
     with relayed(outbox, "inline", spark_session, **config):
