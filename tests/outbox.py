@@ -184,8 +184,8 @@ class Outbox:
 
     @property
     def publisher(self) -> psycopg.Connection[Any]:
-        """A session of a publisher; that of `conn` while this is in a transaction, which ends with it."""
-        if self.conn.info.transaction_status != TransactionStatus.IDLE:
+        """A session of a publisher; that of `conn` where what is published is part of a transaction of it."""
+        if not self.conn.autocommit or self.conn.info.transaction_status != TransactionStatus.IDLE:
             return self.conn
         if self._publisher is None or self._publisher.closed:
             self._publisher = psycopg.connect(self.dsn_of(Role.PUBLISHER), autocommit=True)
