@@ -255,9 +255,11 @@ def test_a_serialization_failure_is_tried_again_and_dead_letters_nothing(
         """
     )
     outbox.publish(host(1), event(1))
-    outbox.drain(outbox.settings(engine), session)
+    with relaying(outbox.settings(engine), session):
+        outbox.wait_handled()
     assert outbox.value("select last_value from attempts") == 3
     assert not dead(outbox)
+    assert outbox.value("select count(*) from relay.deferred") == 0
     outbox.assert_exact()
 
 
