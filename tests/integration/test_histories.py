@@ -11,6 +11,7 @@ import pytest
 
 from relay.source import recognition
 from relay.source.stream import walsender
+from relay.store import groups
 from tests.outbox import Outbox, event, host, relaying, run_until_fault, wait_for_fault, wait_until
 from tests.process import relay
 
@@ -22,6 +23,16 @@ def advance_beyond_the_source(outbox: Outbox) -> None:
     outbox.conn.execute(
         "update relay.positions set applied_lsn = applied_lsn + 10000000000 where applied_lsn > '0/0'"
     )
+
+
+def forget_witnesses(outbox: Outbox) -> None:
+    """As where relay may take none: timelines and LSNs alone tell another history."""
+    groups.forget_witnesses(outbox.conn, "default")
+
+
+def copy_witnesses(outbox: Outbox) -> None:
+    """As a dump does: no row is as its transaction inserted it."""
+    outbox.conn.execute("update relay.witnesses set taken_at = taken_at")
 
 
 def test_an_instance_that_stands_by_does_not_touch_the_group(
@@ -84,6 +95,7 @@ def test_a_former_primary_is_refused(outbox: Outbox, mode: str) -> None:
     """The group's timeline is none that the server has ever been on."""
     outbox.fill(4)
     outbox.drain(outbox.settings())
+    forget_witnesses(outbox)
     outbox.conn.execute("update relay.groups set timeline = 2, timeline_history = E'1\\t0/1\\n'")
     outbox.publish(host(1), event(1))
     settings = outbox.settings(source={**outbox.config()["source"], "mode": mode})
@@ -97,6 +109,7 @@ def test_a_former_primary_is_refused(outbox: Outbox, mode: str) -> None:
 def test_a_timeline_that_was_left_after_all_that_was_applied_is_followed(outbox: Outbox) -> None:
     outbox.fill(4)
     outbox.drain(outbox.settings())
+    forget_witnesses(outbox)
     outbox.watch_positions()
     outbox.conn.execute(
         "update relay.groups set timeline = 2, timeline_history = E'1\\t' || pg_current_wal_insert_lsn()"
@@ -162,6 +175,7 @@ def test_rows_that_were_restored_in_another_cluster_stop_relay(outbox: Outbox, m
     """Its transaction ids have gone on beyond those of the dump before relay comes."""
     outbox.publish(host(1), event(1))
     outbox.drain(outbox.settings())
+    copy_witnesses(outbox)
     later = int(outbox.value("select pg_current_xact_id()::text")) + 10
     outbox.conn.execute("update outbox_message_t set c_xid = %s::text::xid8", (later,))
     for _ in range(20):
