@@ -301,8 +301,8 @@ class _Installation:
         bound = log_readers.bind(self.source)
         if bound:
             warn(
-                f"readers: the positions of {bound} are from before relay took witnesses, or of a dump of this server: "
-                "from now on it knows another history of the source, but it cannot prove that they are of this one"
+                f"readers: positions from before relay took witnesses, or of a dump of this server: {bound}: from now "
+                "on relay knows another history of the source, but it cannot prove that they are of this one"
             )
 
     def _take_witness(self, warn: Callable[[str], None]) -> None:

@@ -27,7 +27,8 @@ def other_history(reader: str) -> str:
     """Return what there is to say of a reader of the log whose position is of another history of the database."""
     return (
         f"the reader {reader!r} stands still: its position is of another history of the source's database, such as "
-        f"from before a dump was restored: move it with `relay reader seek {quote(reader)}`"
+        f"from before a dump was restored: run `relay init`, and if it stands still after that, too, "
+        f"`relay reader seek {quote(reader)} --to now` or `--to beginning`"
     )
 
 

@@ -339,7 +339,7 @@ begin
     raise object_not_in_prerequisite_state using
         message = format('relay: the position of the reader %L is of another history of this database, such as from before '
                          'a dump was restored: events that this one has could be skipped', declared.name),
-        hint = case when relay.history() is null then 'Run `relay init`, then say' else 'Say' end
+        hint = case when relay.history() is null then 'Run `relay init`. Where the reader is refused after it, too, say' else 'Say' end
                || ' with relay.seek where the reader goes on: now, or beginning.',
         constraint = 'relay_reader_history';
 end

@@ -188,8 +188,14 @@ def test_a_dump_of_the_same_cluster_goes_on(clusters: Any, reader: Reader) -> No
         assert sorted(reader.take(before.dsn, 8)) == list(range(8))
         _publish(before, 8, 9)
         with Outbox(restore(server, server, name, f"{name}_again")) as after:
-            with pytest.raises(_REFUSED, match="Run `relay init`"):
+            # To move the reader, as to now, would skip what it has not read.
+            with pytest.raises(_REFUSED, match="Where the reader is refused after it"):
                 reader.take(after.dsn, 1)
+            told = [each.text for each in examine(after.settings()) if "stands still" in each.text]
+            assert told
+            assert all(
+                "run `relay init`, and if it stands still after that" in each for each in told
+            )
             warned: list[str] = []
             initialise(after.settings(), warn=warned.append)
             assert [each for each in warned if "of a dump of this server" in each]
@@ -453,7 +459,7 @@ def test_positions_of_a_former_schema_get_the_present_history(outbox: Outbox) ->
     )
     warned: list[str] = []
     initialise(outbox.settings(), warn=warned.append)
-    assert [each for each in warned if "of 1 are" in each and "cannot prove" in each]
+    assert [each for each in warned if "of this server: 1:" in each and "cannot prove" in each]
     with pytest.raises(psycopg.errors.InvalidParameterValue, match="does not say which history"):
         outbox.conn.execute("select relay.advance('r', %s)", (held.split("@")[0],))
     assert InSql().take(outbox.dsn, 1) == [0]
