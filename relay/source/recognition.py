@@ -75,8 +75,7 @@ class SourceComparison:
             raise RelayError(
                 f"the source is another server, and rows of {self.table} were restored or replicated into it, so that "
                 "their c_xid is not that of their transaction. relay cannot know which events are new to group "
-                f"{self.group!r}: restore the target to a state from before, or set with `relay offsets seek` where "
-                "relay is to continue, such as --to end or a time"
+                f"{self.group!r}. {_DECIDE}"
             )
         if origin.identifier is None or self.foreign:
             self.require_witness()
@@ -143,8 +142,7 @@ class SourceComparison:
         )
         raise RelayError(
             f"the source does not have the witness {origin.witness.id} of what group {self.group!r} has applied: {how}"
-            f"; {earlier}. relay cannot know which events are new: restore the target to a state from before, or set "
-            "with `relay offsets seek` where relay is to continue, as --to end or a time"
+            f"; {earlier}. relay cannot know which events are new. {_DECIDE}"
         )
 
     def _require_newer(self) -> None:
@@ -159,9 +157,14 @@ class SourceComparison:
         raise RelayError(
             f"the source{other} has the next transaction id {self.system.next_xid}, but group {self.group!r}{former} "
             f"has applied transactions below {self.origin.xmax}: the source was restored from an older backup or a "
-            "dump, or failed over with a loss, and relay cannot know which events are new. Restore the target to a "
-            "state from before, or set with `relay offsets seek` where relay is to continue, as --to end or a time"
+            f"dump, or failed over with a loss, and relay cannot know which events are new. {_DECIDE}"
         )
+
+
+_DECIDE = (
+    "Restore the target to a state from before, or set with `relay offsets seek` where relay is to continue: --to the "
+    "time to which the source was restored, or --to end, which passes over what was published since"
+)
 
 
 def _known(origin: groups.SourceOrigin) -> TimelineHistory:

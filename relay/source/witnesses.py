@@ -114,7 +114,7 @@ class Covering:
     """Notes for a group a witness of what a snapshot sees, before a position with that snapshot is stored.
 
     A witness is noted only of a source that holds the one before, so that each proves the whole history of the group.
-    Where a session may take none, LSNs and timelines are all that tells another history.
+    Where a session may take none, the newest one of the source is noted; beyond it LSNs and timelines alone tell.
     """
 
     def __init__(self, group: str) -> None:

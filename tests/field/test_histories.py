@@ -369,7 +369,9 @@ def test_a_source_that_is_restored_into_its_server_is_refused(
         server.create_database("app")
         subprocess.run([binaries / "pg_restore", "-d", server.dsn("app"), dump], check=True)
         install(server, settings)
-        assert "does not have the witness" in run_until_fault(settings)
+        fault = run_until_fault(settings)
+        assert "does not have the witness" in fault
+        assert "--to end, which passes over what was published since" in fault
 
 
 def test_a_source_that_sinks_have_polled_meanwhile_is_followed(outbox: Outbox) -> None:
