@@ -234,7 +234,8 @@ def read_kept(
         return read_page(conn, history, after, events, until)
     except (AheadOfServer, EventsLost):
         raise _gone(
-            "the database server has been replaced, and may lack events before this position"
+            "the database server has been replaced, or restored from a backup or a dump, and may lack events before "
+            "this position"
         ) from None
     except EventsRemoved:
         raise _gone("retention has removed events after this position") from None
