@@ -14,6 +14,7 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError, describe
 from relay.retention import partitions, reader_positions
 from relay.runtime.parts import Condition, Recurring
+from relay.source.server import is_standby
 from relay.store import actions, clock, completeness, locks
 from relay.store.connections import Connection, connect
 from relay.store.groups import APPLICATION_NAME
@@ -103,7 +104,8 @@ class Schedule(Recurring):
                 self._connections = source, target
             self.retain(*self._connections)
         except psycopg.errors.ReadOnlySqlTransaction:
-            if self._connections is None or not _is_standby(self._connections[0]):
+            opened = self._connections
+            if opened is None or opened[0].broken or not is_standby(opened[0]):
                 self._disconnect()
                 raise
             self._disconnect()
@@ -282,13 +284,6 @@ class Schedule(Recurring):
     def _remove_cancellations(self, target: Connection) -> None:
         """Remove cancellations of a week ago but those of events that are still deferred, a portion of them."""
         target.execute(_REMOVE_CANCELLATIONS, (_PRUNE_PORTION,))
-
-
-def _is_standby(source: Connection) -> bool:
-    if source.broken:
-        return False
-    row = source.execute("select pg_is_in_recovery()").fetchone()
-    return bool(row and row[0])
 
 
 GIVEN_UP = "given up by retention: events may be gone; choose where to go on with `relay sink seek`"

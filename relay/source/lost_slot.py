@@ -15,7 +15,7 @@ from relay.faults import (
 )
 from relay.model.events import Lsn
 from relay.source.recognition import Unavailable
-from relay.source.server import require_logical_wal
+from relay.source.server import is_standby, require_logical_wal
 from relay.source.stream.slot import (
     create_slot,
     drop_slot,
@@ -100,8 +100,7 @@ class Recovery:
 
 
 def _require_capable(conn: Connection) -> None:
-    (row,) = conn.execute("select pg_is_in_recovery()")
-    if row[0]:
+    if is_standby(conn):
         raise Unavailable("the server is a standby")
     try:
         require_logical_wal(conn)

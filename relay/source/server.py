@@ -107,6 +107,12 @@ def _flush(conn: Connection) -> None:
         conn.execute("select pg_logical_emit_message(true, 'relay', '')")
 
 
+def is_standby(conn: Connection) -> bool:
+    """Whether the server only replays what another one writes. Raises psycopg.Error."""
+    ((standby,),) = conn.execute("select pg_is_in_recovery()")
+    return bool(standby)
+
+
 def server_of(conn: Connection) -> tuple[str, int, bool]:
     """Read the server's system identifier, its timeline, and whether it is a standby.
 

@@ -18,6 +18,7 @@ from psycopg import sql
 from relay.faults import ConfigurationError, TransientFault, first_line
 from relay.model.events import Lsn
 from relay.model.snapshots import Snapshot, Witness
+from relay.source.server import is_standby
 from relay.store import groups
 from relay.store.connections import Connection
 
@@ -61,7 +62,7 @@ def newest_of(conn: Connection, outbox: str) -> tuple[Witness | None, bool]:
 
 
 def _called(conn: Connection, statement: LiteralString) -> Witness | None:
-    (standby,) = conn.execute("select pg_is_in_recovery()").fetchone() or (False,)
+    standby = is_standby(conn)
     try:
         with conn.transaction():
             if not standby:

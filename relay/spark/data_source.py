@@ -55,7 +55,7 @@ from relay.model.snapshots import Snapshot
 from relay.retention.reader_positions import note_reader
 from relay.retention.removals import lost_after
 from relay.source.outbox.differences import Difference, cut
-from relay.source.server import durable_position
+from relay.source.server import durable_position, is_standby
 from relay.source.witnesses import holds
 from relay.spark.data_source_options import Options, parse
 from relay.spark.query_positions import (
@@ -73,7 +73,6 @@ from relay.spark.reading import (
     by_host,
     by_xid,
     columns,
-    is_standby,
     read,
     wait_until_visible,
     without_values,

@@ -18,9 +18,9 @@ from relay.faults import RelayError
 from relay.model.snapshots import Snapshot, Witness
 from relay.retention.removals import lost_after
 from relay.source.outbox.differences import Difference, cut
-from relay.source.server import SourcePosition, durable_position
+from relay.source.server import SourcePosition, durable_position, is_standby
 from relay.source.witnesses import holds, recent
-from relay.spark.reading import VISIBLE_SECONDS, MappedTable, is_standby, lost
+from relay.spark.reading import VISIBLE_SECONDS, MappedTable, lost
 from relay.store.connections import Connection
 
 log = logging.getLogger(__name__)

@@ -47,6 +47,7 @@ from relay.source.decode.translation import Encoding
 from relay.source.outbox.differences import XID, Difference, condition
 from relay.source.outbox.rows import require_visible
 from relay.source.outbox.table import partition_of
+from relay.source.server import is_standby
 from relay.source.witnesses import holds
 from relay.store.connections import Connection, Dsn, connect
 
@@ -225,12 +226,6 @@ def wait_until_visible(conn: Connection, snapshot: Snapshot, witness: UUID | Non
             f"position {snapshot}@{witness}: this server, a standby, does not have its witness: it lags, or follows "
             "another primary than that of the position"
         )
-
-
-def is_standby(conn: Connection) -> bool:
-    """Whether the server only replays what another one writes. Raises psycopg.Error."""
-    ((standby,),) = conn.execute("select pg_is_in_recovery()")
-    return bool(standby)
 
 
 def lost(
