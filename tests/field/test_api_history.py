@@ -95,7 +95,9 @@ def test_an_idle_api_writes_nothing(outbox: Outbox) -> None:
         assert _amounts(program.get("/events", after=page["next"])["events"]) == [2]
 
 
-def test_a_position_holds_where_its_witness_is_held(outbox: Outbox) -> None:
+def test_a_position_holds_where_its_witness_is_held(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As after pg_upgrade, which gives a server another identifier, and keeps transaction ids and rows."""
     _publish(outbox, 1)
     with _program(outbox) as program:
@@ -108,6 +110,8 @@ def test_a_position_holds_where_its_witness_is_held(outbox: Outbox) -> None:
         assert _amounts(program.get("/events", after=elsewhere)["events"]) == [2]
         # One that its witness does not cover, and one without any, as relay made them before.
         _refused(program, elsewhere.rpartition(".")[0])
+        # What comes now has no witness yet.
+        monkeypatch.setattr(positions, "_WITNESS_SECONDS", 3600.0)
         _publish(outbox, 3)
         beyond = program.get("/events", after=end, limit=1)["next"]
         _refused(program, re.sub(r"@\d+", "@7", re.sub(r"[.~]([0-9a-f]{32})$", r"~\1", beyond)))
