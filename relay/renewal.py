@@ -6,26 +6,42 @@ signals: relay says before each call of a worker's handler, a function or a call
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from typing import Any
+
+_renewing: set[asyncio.Task[None]] = set()
+"""Held here, since asyncio does not hold tasks."""
 
 
 def renew_sessions() -> None:
     """Close Django's connections of this thread that are lost or too old, but for those in a transaction."""
-    # Users' code that has Django has imported this module.
-    database: Any = sys.modules.get("django.db")
-    # An instance of relay may have users' code that imports Django and never configures it.
-    if database is None or not sys.modules["django.conf"].settings.configured:
+    if not _has_django():
         return
-    for conn in database.connections.all(initialized_only=True):
+    for conn in sys.modules["django.db"].connections.all(initialized_only=True):
         # Django's `close_old_connections` closes these too, since they are not in autocommit mode.
         if not conn.in_atomic_block:
             conn.close_if_unusable_or_obsolete()
 
 
 async def renew_sessions_async() -> None:
-    """Do the same where the ORM runs for coroutine functions, the thread of `sync_to_async`."""
-    if "django.db" in sys.modules:
-        from asgiref.sync import sync_to_async
+    """Let the same be done where the ORM runs for coroutine functions, the thread of `sync_to_async`.
 
-        await sync_to_async(renew_sessions)()
+    Before what the caller calls there next, and not awaited: other calls may keep that one thread busy for long, and
+    the caller may not need it.
+    """
+    if not _has_django():
+        return
+    from asgiref.sync import sync_to_async
+
+    task = asyncio.create_task(sync_to_async(renew_sessions)())
+    _renewing.add(task)
+    task.add_done_callback(_renewing.discard)
+    # The task begins meanwhile: its turn in the thread is before the caller's.
+    await asyncio.sleep(0)
+
+
+def _has_django() -> bool:
+    # Users' code that has Django has imported this module. It may import Django and never configure it.
+    conf: Any = sys.modules.get("django.conf")
+    return "django.db" in sys.modules and conf is not None and bool(conf.settings.configured)

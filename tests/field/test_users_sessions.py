@@ -7,7 +7,9 @@ that serves no requests: celery/celery#621, #2996 and #4674, dimagi/commcare-hq#
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
+from threading import Event
 from typing import Any
 
 import asyncpg
@@ -106,7 +108,14 @@ def effects(outbox: Outbox) -> Iterator[Callable[[], list[int]]]:
     configured |= {"OPTIONS": {"application_name": ALIAS}, "CONN_MAX_AGE": None}
     django.db.connections.settings[ALIAS] = configured
     yield lambda: outbox.column("select distinct amount from effects order by 1")
+    # Its thread lives as long as the process.
+    asyncio.run(sync_to_async(forget)())
     del django.db.connections.settings[ALIAS]
+
+
+def forget() -> None:
+    orm().close()
+    del django.db.connections[ALIAS]
 
 
 def kill(outbox: Outbox) -> None:
@@ -147,6 +156,43 @@ def test_other_connections_of_a_worker_are_opened_again_too(
     @worker.handles()
     def handle(message: Message | LeasedMessage, *session: Any) -> None:
         insert(message.payload)
+
+    with working(worker):
+        for number in range(1, 4):
+            outbox.conn.execute("select relay.enqueue('mail', to_jsonb(%s::int))", (number,))
+            wait_until(lambda number=number: effects() == [*range(1, number + 1)])  # type: ignore[misc]
+            kill(outbox)
+
+
+def test_no_handler_waits_for_what_others_do_in_the_thread_of_the_orm(outbox: Outbox) -> None:
+    fill(outbox, 1, 2)
+    worker = Worker(outbox.dsn, "mail", concurrency=2, poll=0.1, deadline=60)
+    called: list[Any] = []
+    both_run = Event()
+
+    @worker.handles()
+    async def handle(message: Message, *session: Any) -> None:
+        called.append(message.payload)
+        if len(called) == 2:
+            both_run.set()
+        assert await sync_to_async(both_run.wait)(30)
+
+    django_connection(outbox.dsn)
+    with working(worker):
+        wait_until(lambda: len(states(outbox)) == 0)
+    assert sorted(called) == [1, 2]
+
+
+@pytest.mark.parametrize("lease", [None, 30.0])
+def test_connections_of_coroutine_functions_are_opened_again(
+    outbox: Outbox, effects: Callable[[], list[int]], lease: float | None
+) -> None:
+    fill(outbox)
+    worker = Worker(outbox.dsn, "mail", concurrency=1, poll=0.1, lease=lease)
+
+    @worker.handles()
+    async def handle(message: Message | LeasedMessage, *session: Any) -> None:
+        await sync_to_async(insert)(message.payload)
 
     with working(worker):
         for number in range(1, 4):
