@@ -791,7 +791,8 @@ def test_a_slot_looks_again_for_what_the_end_of_its_message_lets_be_taken(
     outbox: Outbox, lease: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(idle, "_FIRST_PAUSE_SECONDS", 3600)
-    fill(outbox, *range(5), queue=Queue(name="mail", match=None, key="host"), key="Ada")
+    at_once = Queue(name="mail", match=None, key="host", backoff=0)
+    fill(outbox, *range(5), queue=at_once, key="Ada")
     worker = Worker(outbox.dsn, "mail", concurrency=2, lease=lease, listen=False)
     worker._idle = counted = Counted()
     failed: list[Any] = []
@@ -804,7 +805,7 @@ def test_a_slot_looks_again_for_what_the_end_of_its_message_lets_be_taken(
                 await asyncio.sleep(0.005)
         if message.payload == 3 and not failed:
             failed.append(message.attempt)
-            raise RetryLater("not yet", after=0)
+            raise RetryLater("not yet")
 
     with working(worker):
         wait_until(lambda: is_empty(outbox))
