@@ -293,7 +293,7 @@ def test_a_running_reader_is_told_that_its_database_is_a_dump(clusters: Any) -> 
         before.conn.execute("select relay.declare_reader('r', start => 'beginning')")
         _publish(before, *range(6))
         with Outbox(restore(old, new, "moved")) as after:
-            initialise(after.settings())
+            initialise(after.settings(), after.dsn)
             pass_ids(after, next_id(before))
             either = make_conninfo(
                 before.dsn,
