@@ -109,7 +109,9 @@ def pool(workers: int, prefix: str) -> ThreadPoolExecutor:
 
     Its `submit` raises RuntimeError where the system refuses it the first thread; then it may be called again.
     """
-    return _Threads(workers, thread_name_prefix=prefix, initializer=_enter, initargs=(copy_context(),))
+    return _Threads(
+        workers, thread_name_prefix=prefix, initializer=_enter, initargs=(copy_context(),)
+    )
 
 
 def position_of(ident: int | None, callers: tuple[str, ...] = ()) -> str:
