@@ -46,7 +46,7 @@ from relay.spark.writers import (
     require_last,
     writer,
 )
-from relay.store import completeness, dead_letters, deferred, groups
+from relay.store import completeness, dead_letters, deferred
 from relay.store.completeness import Completeness, Moments
 from relay.store.connections import Connection, connect
 from relay.store.deferred.due import DueTransaction
@@ -212,6 +212,7 @@ class SparkWorker(Recurring):
                 self._look(state.epoch, session)
         stored = None if state.paused else self._stored_batch(state)
         if stored is not None:
+            require_history(self._connected(), self._claim.conn, self._settings.group)
             self._write(stored)
             return
         due = None if state.paused else self._store_due_batch(state)
@@ -540,8 +541,6 @@ class SparkWorker(Recurring):
         Returns it with what tells that the destination has it.
         """
         contents = batch.contents
-        require_history(self._connected(), self._claim.conn, self._settings.group)
-        witness = groups.origin(self._claim.conn, self._settings.group).witness
         identity = BatchId(
             batch.application,
             batch.number,
@@ -550,7 +549,6 @@ class SparkWorker(Recurring):
             contents.complete_before,
             str(contents.before),
             is_first,
-            None if witness is None else witness.id,
         )
         files = batch.files
         if files is None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
-from uuid import UUID
 
 from relay.config.handlers import SparkHandler
 from relay.config.imports import load
@@ -29,8 +28,7 @@ class BatchId:
     batch that was dropped because an operator moved the sink leaves a gap. `id` is the batch's UUID, the value of
     `relay_batch` in its frame. `is_first`: the sink has left nothing there since it began, or was moved; only then the
     table may be created. A destination that has the batch has everything that the source's `snapshot` sees, which
-    is every event committed before `complete_before`; None where no such time is known. A source that holds `witness`
-    has all of that, too. What the snapshot `before`
+    is every event committed before `complete_before`; None where no such time is known. What the snapshot `before`
     does not see is new in the batch; the rest of it is replayed.
     """
 
@@ -41,17 +39,11 @@ class BatchId:
     complete_before: datetime | None = None
     before: str = ""
     is_first: bool = True
-    witness: UUID | None = None
 
     @property
     def completeness(self) -> dict[str, str]:
-        """What a table stores with the batch's commit.
-
-        That is `snapshot` and, where known, the witness that proves it, and `complete_before` in ISO 8601.
-        """
+        """What a table stores with the batch's commit: `snapshot` and, where known, `complete_before` in ISO 8601."""
         stored = {"relay.snapshot": self.snapshot} if self.snapshot else {}
-        if self.witness is not None:
-            stored["relay.witness"] = str(self.witness)
         if self.complete_before is not None:
             stored["relay.complete_before"] = self.complete_before.astimezone(UTC).isoformat()
         return stored
