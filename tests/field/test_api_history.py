@@ -104,14 +104,14 @@ def test_a_position_holds_where_its_witness_is_held(
         read = program.get("/events")
         end = program.get("/events", after=read["next"])["next"]
         assert _WITNESSED.search(end)
+        # What comes now has no witness yet.
+        monkeypatch.setattr(positions, "_WITNESS_SECONDS", 3600.0)
         pass_ids(outbox, next_id(outbox) + 50)
         _publish(outbox, 2)
         elsewhere = re.sub(r"@\d+", "@7", end)
         assert _amounts(program.get("/events", after=elsewhere)["events"]) == [2]
         # One that its witness does not cover, and one without any, as relay made them before.
         _refused(program, elsewhere.rpartition(".")[0])
-        # What comes now has no witness yet.
-        monkeypatch.setattr(positions, "_WITNESS_SECONDS", 3600.0)
         _publish(outbox, 3)
         beyond = program.get("/events", after=end, limit=1)["next"]
         _refused(program, re.sub(r"@\d+", "@7", re.sub(r"[.~]([0-9a-f]{32})$", r"~\1", beyond)))
