@@ -42,7 +42,7 @@ class ReadFilter:
     aggregate_id: str | None
     caller: TokenCaller
     matches: tuple[_Match, ...] = field(default=(), compare=False)
-    """What `types` match, compiled; without it, they are compiled when the first event comes."""
+    """What `types` match, compiled by `of`."""
 
     @classmethod
     async def of(
@@ -92,8 +92,7 @@ class ReadFilter:
         return takes
 
     def _takes_type(self, event_type: str) -> bool:
-        matches = self.matches or _compiled(self.types)
-        asked = not self.types or any(each(event_type) for each in matches)
+        asked = not self.types or any(each(event_type) for each in self.matches)
         return asked and self.caller.may_see_type(event_type)
 
 

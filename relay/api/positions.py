@@ -6,7 +6,6 @@ import re
 import time
 from dataclasses import replace
 from uuid import UUID
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import psycopg
@@ -19,15 +18,13 @@ from relay.model.snapshots import BEGINNING, Snapshot
 from relay.retention.removals import lost_after
 from relay.source.server import TimelineHistory, durable_position
 from relay.source.stream.walsender import identify, open_replication
-from relay.source.witnesses import holds, newest_of, recent
+from relay.source.witnesses import HeldWitnesses, newest_of, recent
 from relay.store import log_pages
 from relay.store.connections import Connection
 from relay.store.log_pages import AheadOfServer, KnownWitness, LogPosition, Origin, OutboxPage
 
 LONGEST = 30_000
 """The most characters of a position: it names the transactions that were in progress."""
-_MOST_HELD = 1000
-"""How many witnesses are remembered that the server of a connection holds."""
 _POSITION = re.compile(
     r"(\d{1,18}):(\d{1,18}):((?:\d{1,18}(?:,\d{1,18})*)?)(?:~(\d{1,18})\.(\d{1,18}))?"
     r"@(\d{1,20}\.\d{1,10}\.\d{1,20})(?:([.~])([0-9a-f]{32}))?",
@@ -97,8 +94,7 @@ class LogHistory:
         self.known: KnownWitness | None = None
         """The newest witness that this process knows."""
         self._looked = -_WITNESS_SECONDS
-        self._held: WeakKeyDictionary[Connection, set[UUID]] = WeakKeyDictionary()
-        """The witnesses that the servers of sessions hold: none loses one while it runs."""
+        self._held = HeldWitnesses()
 
     def covered(self, conn: Connection, end: LogPosition) -> LogPosition:
         """Return the end of the log as a position that a witness covers, where that is possible.
@@ -132,7 +128,7 @@ class LogHistory:
         if then.server != now.server:
             return False
         if then.timeline == now.timeline:
-            return witness is None or self._holds(conn, witness)
+            return witness is None or self._held.has(conn, witness)
         if self._read.timeline != now.timeline:
             self._read = self._history(now.timeline)
         former = TimelineHistory(then.timeline)
@@ -144,7 +140,7 @@ class LogHistory:
 
         Raises psycopg.Error.
         """
-        if position.witness is None or not self._holds(conn, position.witness):
+        if position.witness is None or not self._held.has(conn, position.witness):
             return None
         row = conn.execute(
             "select snapshot::text from relay.witnesses where id = %s", (position.witness,)
@@ -157,17 +153,6 @@ class LogHistory:
                 return None
             snapshot = seen
         return replace(position, snapshot=snapshot, origin=None)
-
-    def _holds(self, conn: Connection, witness: UUID) -> bool:
-        held = self._held.setdefault(conn, set())
-        if witness in held:
-            return True
-        if not holds(conn, witness):
-            return False
-        if len(held) >= _MOST_HELD:
-            held.clear()
-        held.add(witness)
-        return True
 
     def _history(self, timeline: int) -> TimelineHistory:
         """Read the history of a timeline; without the right to, it shares nothing with others."""

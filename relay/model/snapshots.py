@@ -77,6 +77,11 @@ class Witness:
     snapshot: Snapshot
     lsn: Lsn
 
+    @classmethod
+    def parse(cls, witness: UUID, snapshot: str, lsn: str) -> Witness:
+        """Parse the columns of a row, of which the last two are text."""
+        return cls(witness, Snapshot.parse(snapshot), Lsn.parse(lsn))
+
     def proves(self, snapshot: Snapshot) -> bool:
         """Whether a server that holds this witness has all that a snapshot sees."""
         return self.snapshot.covers(snapshot)

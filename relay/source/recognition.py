@@ -6,8 +6,7 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from uuid import UUID, uuid4
-from weakref import ref
+from uuid import uuid4
 
 import psycopg
 
@@ -23,7 +22,7 @@ from relay.model.snapshots import Witness
 from relay.source.outbox.table import OutboxTable
 from relay.source.server import TimelineHistory, current_position, server_of
 from relay.source.stream.walsender import System, identify, open_replication
-from relay.source.witnesses import holds, is_one, running_database
+from relay.source.witnesses import HeldWitnesses, is_one, running_database
 from relay.store import groups
 from relay.store.connections import Connection, connect
 
@@ -178,9 +177,7 @@ class Recognition:
         self._settings = settings
         self._process = uuid4()
         self._has_read = False
-        # The connection to the source that was last seen to hold a witness, and this: a server does not lose one while
-        # it runs. The process id of a session would not do, since another server gives the same ones.
-        self._holding: tuple[ref[Connection], UUID] | None = None
+        self._witnesses = HeldWitnesses()
 
     def inspect(self, conn: Connection) -> SourceComparison:
         """Compare the server of a replication connection with the source that the group has stored. Changes nothing.
@@ -208,18 +205,14 @@ class Recognition:
         """The newest of the group's witnesses that a server holds; when it was noted, if later ones are missing."""
         if origin.witness is None:
             return None, None
-        session = (ref(conn), origin.witness.id)
-        if self._holding == session:
-            return origin.witness, None
-        if holds(conn, origin.witness.id):
-            self._holding = session
+        if self._witnesses.has(conn, origin.witness.id):
             return origin.witness, None
         with connect(self._settings.target_dsn) as target:
             if is_one(conn, origin, running_database(target)):
                 return origin.witness, None
             noted = groups.witnesses(target, self._settings.group)
         for each in noted:
-            if holds(conn, each.witness.id):
+            if self._witnesses.has(conn, each.witness.id):
                 return each.witness, each.noted_at.astimezone(UTC)
         return None, None
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import LiteralString
 from uuid import UUID
+from weakref import WeakKeyDictionary
 
 import psycopg
 from psycopg import sql
 
 from relay.faults import ConfigurationError, TransientFault, first_line
-from relay.model.events import Lsn
 from relay.model.snapshots import Snapshot, Witness
 from relay.source.server import is_standby
 from relay.store import groups
@@ -58,7 +58,8 @@ def newest_of(conn: Connection, outbox: str) -> tuple[Witness | None, bool]:
     ).fetchone()
     if row is None:
         return None, False
-    return Witness(row[0], Snapshot.parse(row[1]), Lsn.parse(row[2])), row[3]
+    *found, sees_all = row
+    return Witness.parse(*found), sees_all
 
 
 def _called(conn: Connection, statement: LiteralString) -> Witness | None:
@@ -77,7 +78,7 @@ def _called(conn: Connection, statement: LiteralString) -> Witness | None:
         return None
     if row is None or row[0] is None:
         return None
-    return Witness(row[0], Snapshot.parse(row[1]), Lsn.parse(row[2]))
+    return Witness.parse(*row)
 
 
 def _may_take(conn: Connection) -> bool:
@@ -94,9 +95,10 @@ def _may_take(conn: Connection) -> bool:
 
 
 def _newer(conn: Connection, origin: groups.SourceOrigin, target: str) -> Witness | None:
-    """The newest witness of a server where a session may take none, if it is newer than the group's; psycopg.Error.
+    """The newest witness of a server, where a session may take none; None unless it is newer than the group's.
 
-    So the group's is not one that goes with retention. Where that has gone, nothing is noted, and nobody waits.
+    Otherwise the group would keep its first one until retention removes it. Once that has happened, no other one is
+    noted, and nobody waits for one. Raises psycopg.Error.
     """
     found, known = recent(conn), origin.witness
     if found is None or (known is not None and found.snapshot.xmax <= known.snapshot.xmax):
@@ -200,6 +202,30 @@ def running_database(conn: Connection) -> str:
         """
     ).fetchone()
     return str(row and row[0])
+
+
+class HeldWitnesses:
+    """Remembers which witnesses the servers of connections hold: none loses one while it runs.
+
+    By the connection itself, since another server gives its sessions the same process ids.
+    """
+
+    _MOST = 1000
+
+    def __init__(self) -> None:
+        self._of: WeakKeyDictionary[Connection, set[UUID]] = WeakKeyDictionary()
+
+    def has(self, conn: Connection, witness: UUID) -> bool:
+        """Whether the server holds a witness, as `holds` says, with its errors."""
+        known = self._of.setdefault(conn, set())
+        if witness in known:
+            return True
+        if not holds(conn, witness):
+            return False
+        if len(known) >= self._MOST:
+            known.clear()
+        known.add(witness)
+        return True
 
 
 def holds(conn: Connection, witness: UUID) -> bool:

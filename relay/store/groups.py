@@ -14,7 +14,7 @@ import psycopg
 from psycopg.rows import class_row, scalar_row
 
 from relay.model.events import Lsn
-from relay.model.snapshots import Snapshot, Witness
+from relay.model.snapshots import Witness
 from relay.store.positions import offsets, snapshots
 
 INSTANCE = f"{socket.gethostname()[:40]}:{os.getpid()}"
@@ -209,32 +209,44 @@ def origin(conn: psycopg.Connection[Any], group: str, locked: bool = False) -> S
         xmax,
         None if confirmed is None else Lsn.parse(confirmed),
         reading,
-        None if noted[0] is None else _witness(*noted),
+        None if noted[0] is None else Witness.parse(*noted),
     )
 
 
-_MOST_WITNESSES = 100
-"""How many noted witnesses are kept: the earlier ones tell how much of a source is left that has lost something."""
+_KEPT_WITNESSES = 100
+"""How many noted witnesses are kept at least: the earlier ones tell how much is left of a source with a loss.
+
+Twice as many are deleted down to that, so that rows go in batches.
+"""
 
 
 def note_witness(conn: psycopg.Connection[Any], group: str, witness: Witness) -> None:
     """Note a witness of snapshots that the group stores from now on."""
-    (row,) = conn.execute(
+    # Counted, not told by the number, which all groups share.
+    ((count,),) = conn.execute(
         """
+        with others as (select from relay.noted_witnesses where group_id = %(group)s limit %(most)s)
         insert into relay.noted_witnesses (group_id, witness, snapshot, lsn)
-        values (%s, %s, %s::pg_snapshot, %s) returning number
+        values (%(group)s, %(witness)s, %(snapshot)s::pg_snapshot, %(lsn)s)
+        returning (select count(*) from others)
         """,
-        (group, witness.id, str(witness.snapshot), str(witness.lsn)),
+        {
+            "group": group,
+            "witness": witness.id,
+            "snapshot": str(witness.snapshot),
+            "lsn": str(witness.lsn),
+            "most": 2 * _KEPT_WITNESSES,
+        },
     )
-    if row[0] % _MOST_WITNESSES == 0:
+    if count >= 2 * _KEPT_WITNESSES - 1:
         conn.execute(
             """
             delete from relay.noted_witnesses
              where group_id = %(group)s
                and number <= (select number from relay.noted_witnesses
-                               where group_id = %(group)s order by number desc offset %(most)s limit 1)
+                               where group_id = %(group)s order by number desc offset %(kept)s limit 1)
             """,
-            {"group": group, "most": _MOST_WITNESSES},
+            {"group": group, "kept": _KEPT_WITNESSES},
         )
 
 
@@ -255,11 +267,7 @@ def witnesses(conn: psycopg.Connection[Any], group: str) -> list[NotedWitness]:
         """,
         (group,),
     )
-    return [NotedWitness(_witness(*noted), at) for *noted, at in rows]
-
-
-def _witness(witness: UUID, snapshot: str, lsn: str) -> Witness:
-    return Witness(witness, Snapshot.parse(snapshot), Lsn.parse(lsn))
+    return [NotedWitness(Witness.parse(*noted), at) for *noted, at in rows]
 
 
 def forget_origin(conn: psycopg.Connection[Any], group: str) -> None:
