@@ -59,6 +59,15 @@ def restore(
     return dsn
 
 
+def replace_folder(server: EmbeddedServer, of: str, into: str) -> None:
+    """Stop a server, replace a folder beside its `data` by a copy of another one, and start it."""
+    server.stop()
+    folder = server.cluster.directory
+    subprocess.run(["rm", "-rf", folder / into], check=True)
+    subprocess.run(["cp", "-a", folder / of, folder / into], check=True)
+    server.start()
+
+
 def pass_ids(server: Outbox, beyond: int) -> None:
     """Use transaction ids of a server up to one."""
     server.conn.execute(

@@ -8,7 +8,6 @@ empty page is past the next event), yugabyte/yugabyte-db#3319 (a position that i
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from uuid import uuid4
@@ -18,7 +17,7 @@ import pytest
 from relay.api import positions
 from tests.api import API, Program, Source, new_token, served, settings_of
 from tests.chaos.test_failover import streaming_pair
-from tests.clusters import lead, next_id, pass_ids, restore, two_clusters
+from tests.clusters import lead, next_id, pass_ids, replace_folder, restore, two_clusters
 from tests.outbox import Outbox, event, host, initialise, wait_until
 from tests.postgres import EmbeddedServer, start_server
 from tests.roles import join_roles
@@ -168,7 +167,7 @@ def test_a_position_of_after_an_older_image_is_refused() -> None:
             with _program(outbox) as program:
                 kept = program.get("/events")["next"]
                 kept = program.get("/events", after=kept)["next"]
-            _image(server, "data", "image")
+            replace_folder(server, "data", "image")
             outbox.reconnect()
             _publish(outbox, 2, 3)
             with _program(outbox) as program:
@@ -176,7 +175,7 @@ def test_a_position_of_after_an_older_image_is_refused() -> None:
                 covered = program.get("/events", after=lost)["next"]
                 assert _WITNESSED.search(covered)
             beyond = next_id(outbox)
-            _image(server, "image", "data")
+            replace_folder(server, "image", "data")
             outbox.reconnect()
             for passes in (False, True):
                 if passes:
@@ -186,15 +185,6 @@ def test_a_position_of_after_an_older_image_is_refused() -> None:
                     _refused(program, covered)
                     found = program.get("/events", after=kept)["events"]
             assert _amounts(found) == [10, 10]
-
-
-def _image(server: EmbeddedServer, of: str, into: str) -> None:
-    """Stop a server, replace a folder by a copy of another one, and start it."""
-    server.stop()
-    folder = server.cluster.directory
-    subprocess.run(["rm", "-rf", folder / into], check=True)
-    subprocess.run(["cp", "-a", folder / of, folder / into], check=True)
-    server.start()
 
 
 @pytest.mark.chaos

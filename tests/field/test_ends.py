@@ -102,7 +102,7 @@ def test_an_error_ends_the_process_although_a_handler_hangs(outbox: Outbox, tmp_
 
 
 def test_an_end_that_waits_for_a_lock_names_it(outbox: Outbox, tmp_path: Path) -> None:
-    """An end behind a lock on relay.sinks took shutdown_timeout, and said "closes Sinks" only."""
+    """An end that waited for a lock on relay.sinks took shutdown_timeout, and said "closes Sinks" only."""
     outbox.conn.execute(
         "create table effects (id uuid, host_id uuid, c_offset bigint, attempt int)"
     )

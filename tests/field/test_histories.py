@@ -32,6 +32,7 @@ from relay.source.witnesses import Covering, cover, holds, recent, take
 from relay.spark.session import Session
 from relay.store import groups
 from relay.store.connections import connect
+from tests.clusters import replace_folder, restore, two_clusters
 from tests.outbox import (
     PROJECTION,
     Outbox,
@@ -43,6 +44,7 @@ from tests.outbox import (
     wait_until,
 )
 from tests.postgres import EmbeddedServer, Server, start_server
+from tests.roles import prepare
 
 MODES = ["auto", "poll"]
 POLL_IS_RARE = ["auto", pytest.param("poll", marks=pytest.mark.rare)]
@@ -129,20 +131,11 @@ def wait_stored(source: Outbox, target: Outbox) -> None:
 
 
 @contextmanager
-def put_back(server: EmbeddedServer, image: Path) -> Iterator[None]:
+def put_back(server: EmbeddedServer) -> Iterator[None]:
     """Take an image of a server's disk, put it back after the block, and publish more than was lost."""
-    data = server.cluster.data
-    server.stop()
-    shutil.copytree(data, image, symlinks=True)
-    server.start()
+    replace_folder(server, "data", "image")
     yield
-    server.stop()
-    owner = data.stat()
-    shutil.rmtree(data)
-    shutil.copytree(image, data, symlinks=True)
-    for path in (data, *data.rglob("*")):
-        shutil.chown(path, owner.st_uid, owner.st_gid)
-    server.start()
+    replace_folder(server, "image", "data")
     with Outbox(server.dsn("app")) as app:
         # More WAL and more ids than were lost.
         app.fill(60)
@@ -188,7 +181,7 @@ def test_spark_and_a_fill_take_nothing_of_an_older_image(
             )
         install(server, settings)
         drain()
-        with put_back(server, tmp_path / "image"):
+        with put_back(server):
             written = drain()
         with connect(settings.target_dsn) as conn:
             conn.execute("select relay.rebuild_queue('work', 'beginning')")
@@ -201,7 +194,7 @@ def test_spark_and_a_fill_take_nothing_of_an_older_image(
 
 @pytest.mark.parametrize("mode", AUTO_IS_RARE)
 def test_an_older_image_of_a_server_is_refused_when_its_ids_have_passed(
-    target: Outbox, tmp_path: Path, mode: str
+    target: Outbox, mode: str
 ) -> None:
     """A disk that was put back goes on on the same timeline: its WAL and its ids pass what was applied."""
     with embedded() as server:
@@ -209,7 +202,7 @@ def test_an_older_image_of_a_server_is_refused_when_its_ids_have_passed(
         settings = settings_of(server, target, mode)
         install(server, settings)
         apply_events(server, settings, target, 3)
-        with put_back(server, tmp_path / "image"):
+        with put_back(server):
             apply_events(server, settings, target, 10)
         applied = target.column("select id from projection order by seq")
         delivered, queued = (
@@ -234,15 +227,19 @@ def test_an_older_image_of_a_server_is_refused_when_its_ids_have_passed(
 
 @pytest.mark.parametrize("mode", POLL_IS_RARE)
 def test_a_dump_in_another_cluster_is_refused_when_its_ids_have_passed(
-    target: Outbox, tmp_path: Path, mode: str
+    target: Outbox, mode: str
 ) -> None:
-    with embedded() as server, embedded() as other:
+    with two_clusters() as (server, other):
         server.create_database("app")
         settings = settings_of(server, target, mode)
         install(server, settings)
         apply_events(server, settings, target, 10)
         applied = target.column("select id from projection order by seq")
-        restored = settings_of_dump(server, other, target, mode, tmp_path)
+        with psycopg.connect(other.dsn(), autocommit=True) as conn:
+            prepare(conn)
+        restore(server, other)
+        restored = settings_of(other, target, mode)
+        install(other, restored)
         with Outbox(other.dsn("app")) as app:
             app.fill(200)
             # Events that came with the dump have ids of the other cluster; without them nothing else tells.
@@ -251,29 +248,6 @@ def test_a_dump_in_another_cluster_is_refused_when_its_ids_have_passed(
         assert "does not have the witness" in said
         assert "another server" in said
         assert target.column("select id from projection order by seq") == applied
-
-
-def settings_of_dump(
-    server: EmbeddedServer, other: EmbeddedServer, target: Outbox, mode: str, folder: Path
-) -> Settings:
-    """Restore a dump of `app` in another cluster by the documented steps; returns the settings of relay there."""
-    binaries = server.cluster._bin
-    with psycopg.connect(other.dsn(), autocommit=True) as conn:
-        for role in ("relay", "relay_owner", "relay_publisher", "relay_worker", "relay_reader"):
-            with suppress(psycopg.errors.DuplicateObject):
-                conn.execute(f"create role {role} nologin".encode())
-    other.create_database("app")
-    with Outbox(other.dsn("app")):
-        pass
-    subprocess.run(
-        [binaries / "pg_dump", "-Fc", "-f", folder / "app.dump", server.dsn("app")], check=True
-    )
-    there = settings_of(other, target, mode)
-    subprocess.run(
-        [binaries / "pg_restore", "-d", other.dsn("app"), folder / "app.dump"], check=True
-    )
-    install(other, there)
-    return there
 
 
 @pytest.mark.parametrize("mode", POLL_IS_RARE)
@@ -592,6 +566,17 @@ def test_a_witness_is_noted_only_of_a_source_that_holds_the_one_before(
         with pytest.raises(TransientFault, match="does not hold the witness"):
             each.cover(seen, lambda: nullcontext(outbox.conn), lambda: nullcontext(target.conn))
     assert groups.origin(target.conn, "default").witness == noted
+
+
+def test_notes_of_groups_that_take_turns_are_deleted_too(outbox: Outbox) -> None:
+    """Their numbers come from one sequence, of which each group has every second one."""
+    with connect(outbox.settings().source_dsn) as conn:
+        taken = take(conn)
+    assert taken is not None
+    for number in range(450):
+        groups.note_witness(outbox.conn, ("one", "other")[number % 2], taken)
+    for group in ("one", "other"):
+        assert 100 <= len(groups.witnesses(outbox.conn, group)) <= 200
 
 
 def test_two_instances_note_theirs_in_any_order(outbox: Outbox) -> None:

@@ -7,8 +7,8 @@ consumer goes on elsewhere, and nothing tells that from its work), Aiven-Open/ti
 lag is 0 from then on), noctarius/timescaledb-event-streamer#316 and Nextdoor/pg-bifrost#63 (to go on at the present end
 or to say so), kurrent-io/KurrentDB#1301 (a failover reads a checkpoint past what was never handled),
 debezium/debezium#3620, apache/flink-cdc#1893 and risingwavelabs/risingwave#14060 (after a restart everything up to a
-number is skipped, and the position goes on), debezium/debezium#3970 (a silent loss where what keeps the place was made
-again), PostHog/posthog#85687 and toluaina/pgsync#126 (an xmin has no epoch, and a frozen row keeps it).
+number is skipped, and the position goes on), debezium/debezium#3970 (a silent loss where what keeps the position was
+made again), PostHog/posthog#85687 and toluaina/pgsync#126 (an xmin has no epoch, and a frozen row keeps it).
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def test_half_sent_requests_keep_no_probe_out() -> None:
 
 
 def test_a_client_that_takes_no_answer_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has sent its head holds its place until others have waited."""
+    """One that has sent its head keeps its connection until others have waited."""
     held = threading.Event()
     answer = observe_server.HttpListener.answer
 

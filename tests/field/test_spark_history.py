@@ -4,13 +4,12 @@ Reports of other sources: after a failover, a restore, or a topic or table that 
 and events are skipped without a word (debezium/debezium#1073 and #3970, airbytehq/airbyte#15077 and #85783,
 osmanahmadxai/SYNCLE#75, apache/spark#15102 and #31089, dibbhatt/kafka-spark-consumer#60, confluentinc/librdkafka#3255,
 streamnative/kop#530, delta-io/delta#6049, milvus-io/milvus#53581); a replica of the same source is refused
-(apache/flink-cdc#469) or looks caught up while it lags (aiven/inkless#774); what is wrong is said unclearly
+(apache/flink-cdc#469) or looks caught up while it lags (aiven/inkless#774); the error is unclear
 (apache/iceberg#6480); a restart asks for what only the query's first position needed (apache/iceberg#18000).
 """
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from relay.spark import query_positions, reading
 from relay.spark.data_source import DifferenceReader, StreamReader
 from relay.spark.data_source_options import parse
 from tests.chaos.test_failover import Pair, streaming_pair
+from tests.clusters import replace_folder
 from tests.outbox import Outbox, event, host, wait_until
 from tests.postgres import EmbeddedServer, start_server
 
@@ -365,20 +365,12 @@ def test_a_server_that_is_restored_from_a_backup() -> None:
             query = Query(outbox.dsn)
             outbox.fill(2, events=1)
             query.trigger()
-            server.stop()
-            data, backup = server.cluster.data, server.cluster.directory / "backup"
-            shutil.copytree(data, backup)
-            for path in (backup, *backup.rglob("*")):
-                shutil.chown(path, data.stat().st_uid, data.stat().st_gid)
-            server.start()
+            replace_folder(server, "data", "backup")
             outbox.reconnect()
             outbox.fill(20, events=1)
             query.restart()
             assert query.trigger() == 20
-            server.stop()
-            shutil.rmtree(data)
-            backup.rename(data)
-            server.start()
+            replace_folder(server, "backup", "data")
             outbox.reconnect()
             query.restart()
             assert "restored from a backup" in query.refusal()
