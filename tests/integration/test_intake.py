@@ -263,10 +263,11 @@ def test_an_outage_is_bounded_in_time_and_in_memory(killable_server: Server) -> 
             futures: list[Future[Accepted]] = []
             with pytest.raises(NotCommitted, match="too many"):
                 _fill(writer, futures)
+            # Where nobody waits for an answer any more, nothing fails any more.
+            wait_until(lambda: _fails(writer))
             for each in futures:
                 with pytest.raises(NotCommitted):
                     each.result(60)
-            assert _fails(writer)
             killable_server.start()
             wait_until(lambda: _is_accepted(writer))
             assert not _fails(writer)

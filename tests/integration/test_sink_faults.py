@@ -75,13 +75,12 @@ def test_a_source_that_restarts_costs_a_polling_sink_no_copy(
     killable_server: Server, outbox: Outbox
 ) -> None:
     """The target lives on, so what is under way can be stored."""
-    killable_server.create_database("source")
-    dsn = killable_server.dsn("source")
+    dsn = killable_server.create_database("source")
     with Webhook() as webhook, Outbox(dsn) as source:
         webhook.answers = lambda _, body: Answer(204, after=0.5)
         config = posting(webhook, concurrency=4)
-        config["source"] = {**outbox.config()["source"], "dsn": dsn, "mode": "poll"}
-        config["target"] = {"dsn": outbox.dsn}
+        config["source"] = {**source.config()["source"], "mode": "poll"}
+        config["target"] = {"dsn": outbox.relay_dsn}
         settings = outbox.settings(group="remote", **config, poll={"wait_period_ms": 100})
         initialise(settings)
         with relaying(settings):
