@@ -18,8 +18,18 @@ from relay.source import hybrid
 from relay.source.hybrid import StreamSource
 from relay.source.stream import receiver, replication, walsender
 from relay.source.stream.receiver import Receiver
-from tests.outbox import Outbox, event, host, relaying, stream_and_crash, wait_until
+from relay.source.stream.slot import has_publication
+from tests.outbox import (
+    Outbox,
+    event,
+    host,
+    initialise,
+    relaying,
+    stream_and_crash,
+    wait_until,
+)
 from tests.postgres import Server, start_server
+from tests.roles import Role
 
 
 @pytest.fixture(autouse=True)
@@ -89,8 +99,6 @@ def test_rows_older_than_the_slot_are_read_first(
         group="late",
         poll={"batch_size": 9},
     )
-    from tests.outbox import initialise
-
     done = initialise(settings, start="beginning")
     assert any("from beginning on" in line for line in done)
     outbox.publish(host(1), event(1))
@@ -114,8 +122,6 @@ def test_rows_older_than_the_slot_come_although_nothing_is_published(outbox: Out
     settings = outbox.settings(
         source={**outbox.config()["source"], "slot": f"{outbox.slot}_late"}, group="late"
     )
-    from tests.outbox import initialise
-
     initialise(settings, start="31")
     with relaying(settings):
         wait_until(lambda: outbox.handled() == 70)
@@ -127,14 +133,22 @@ def lose_slot(outbox: Outbox) -> None:
 
 
 def lose_publication(outbox: Outbox) -> None:
+    """Its role owns the outbox, so relay makes it again."""
+    outbox.conn.execute(f'grant create on database "{outbox.slot}" to {Role.RELAY}'.encode())
+    outbox.conn.execute(f"alter table outbox_message_t owner to {Role.RELAY}".encode())
+    drop_publication(outbox)
+    wait_until(lambda: has_publication(outbox.conn, outbox.settings().source))
+
+
+def lose_publication_of_another(outbox: Outbox) -> None:
+    drop_publication(outbox)
+    wait_until(lambda: mode(outbox) == "poll")
+    initialise(outbox.settings())
+
+
+def drop_publication(outbox: Outbox) -> None:
     outbox.conn.execute(f'drop publication "{outbox.slot}"'.encode())
     wait_more(outbox)
-    wait_until(
-        lambda: (
-            outbox.value("select count(*) from pg_publication where pubname = %s", (outbox.slot,))
-            > 0
-        )
-    )
 
 
 def lose_connection(outbox: Outbox) -> None:
@@ -176,7 +190,7 @@ def recreate_by_hand(outbox: Outbox) -> None:
         leave_to_another,
         *(
             pytest.param(each, marks=pytest.mark.rare)
-            for each in (lose_publication, recreate_by_hand)
+            for each in (lose_publication, lose_publication_of_another, recreate_by_hand)
         ),
     ],
     ids=lambda mishap: mishap.__name__,

@@ -24,6 +24,7 @@ from tests.console import TOKEN, console_of, served
 from tests.outbox import APPEND, Outbox, event, host, initialise, relaying, wait_until
 from tests.pages import DOCS, Block, blocks, pages
 from tests.process import ROOT
+from tests.roles import Role, dsn_of
 from tests.shell import needs, run_block
 from tests.webhook import Answer, Webhook
 
@@ -70,8 +71,9 @@ def with_backup(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
     outbox.publish(host(1), event(1))
     name = conninfo_to_dict(outbox.dsn)["dbname"]
     psql = "psql dbname=postgres -c"
-    create = f"{psql} 'drop database {name} with (force)'\n{psql} 'create database {name}'\n"
-    yield {"# later: drop and create the database, then\n": create}
+    drop = f"{psql} 'drop database {name} with (force)'\n"
+    create = f"{psql} 'create database {name} owner {Role.INSTALLER}'\n"
+    yield {"# later: drop and create the database, then\n": drop + create}
     with psycopg.connect(outbox.dsn) as conn:
         assert conn.execute("select count(*) from outbox_message_t").fetchone() == (1,)
 
@@ -244,6 +246,7 @@ def variables(dsn: str) -> dict[str, str]:
     names = {"host": "PGHOST", "port": "PGPORT", "user": "PGUSER", "password": "PGPASSWORD"}
     return {
         "SOURCE": dsn,
+        "RELAY_ADMIN_DSN": dsn_of(Role.INSTALLER, dsn),
         "PGDATABASE": found["dbname"],
         **{name: found[key] for key, name in names.items() if key in found},
     }
