@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet
@@ -152,7 +153,8 @@ def test_what_is_there_already_is_not_restored(rotated: Outbox, tmp_path: Path) 
     drop_first(rotated)
     rotated.conn.execute("insert into outbox_message_t select * from kept")
     left = f"outbox_message_t_p{BEGIN.replace('-', '')}"
-    rotated.conn.execute(f"create unlogged table {left} (a int)".encode())
+    with psycopg.connect(rotated.installer_dsn) as installer:
+        installer.execute(f"create unlogged table {left} (a int)".encode())
     assert (
         restore(settings_of(rotated, tmp_path / "lake"), BEGIN, END, rotated.installer_dsn).events
         == 5
