@@ -24,7 +24,7 @@ from tests.console import TOKEN, console_of, served
 from tests.outbox import APPEND, Outbox, event, host, initialise, relaying, wait_until
 from tests.pages import DOCS, Block, blocks, pages
 from tests.process import ROOT
-from tests.roles import Role, dsn_of
+from tests.roles import Role
 from tests.shell import needs, run_block
 from tests.webhook import Answer, Webhook
 
@@ -246,7 +246,6 @@ def variables(dsn: str) -> dict[str, str]:
     names = {"host": "PGHOST", "port": "PGPORT", "user": "PGUSER", "password": "PGPASSWORD"}
     return {
         "SOURCE": dsn,
-        "RELAY_ADMIN_DSN": dsn_of(Role.INSTALLER, dsn),
         "PGDATABASE": found["dbname"],
         **{name: found[key] for key, name in names.items() if key in found},
     }
@@ -268,7 +267,8 @@ def test_a_block_runs(
     with situation(outbox, folder) as replaced:
         for there, here in replaced.items():
             text = text.replace(there, here)
-        run_block(text, folder, **variables(outbox.dsn))
+        used = {**variables(outbox.dsn), "RELAY_ADMIN_DSN": outbox.installer_dsn}
+        run_block(text, folder, **used)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def drop_slot(outbox: Outbox) -> None:
 
 def test_init_reports_what_it_waits_for(preparing_server: Server) -> None:
     output: list[str] = []
+    of_slot = "source.slot: the slot 'told' is created when all"
     with (
         Outbox(preparing_server.create_database("told")) as outbox,
         ThreadPoolExecutor(1) as threads,
@@ -60,14 +61,14 @@ def test_init_reports_what_it_waits_for(preparing_server: Server) -> None:
         with writing(outbox) as writer:
             pid = writer.info.backend_pid
             done = threads.submit(initialise, outbox.settings(), warn=output.append)
-            wait_until(lambda: bool(output))
+            wait_until(lambda: any(line.startswith(of_slot) for line in output))
             outbox.conn.execute("rollback prepared 'later'")
             wait_until(lambda: f"process {pid} (nightly report): end it" in output[-1])
             assert not done.done()
         assert any("replication slot" in line for line in done.result(30))
-    assert output[0].startswith("source.slot: the slot 'told' is created when all")
-    assert "the oldest is the prepared transaction 'later', open for " in output[0]
-    assert output[0].endswith(": end it, or wait")
+    first = next(line for line in output if line.startswith(of_slot))
+    assert "the oldest is the prepared transaction 'later', open for " in first
+    assert first.endswith(": end it, or wait")
 
 
 def test_a_slot_that_is_made_at_once_waits_for_nobody(outbox: Outbox) -> None:
