@@ -160,11 +160,11 @@ def as_installer(access: DatabaseAccess) -> str | None:
 class Outbox:
     """A database with relay's outbox, and a projection to which handlers append.
 
-    `dsn` and `conn` are a superuser's; relay and others log in as `dsn_of` their role.
+    `superuser_dsn` and `conn` are a superuser's; relay and others log in as `dsn_of` their role.
     """
 
     def __init__(self, dsn: str) -> None:
-        self.dsn = dsn
+        self.superuser_dsn = dsn
         self.slot = str(conninfo_to_dict(dsn)["dbname"])
         self.conn = psycopg.connect(dsn, autocommit=True)
         self._publisher: psycopg.Connection[Any] | None = None
@@ -188,12 +188,12 @@ class Outbox:
         if not self.conn.autocommit or self.conn.info.transaction_status != TransactionStatus.IDLE:
             return self.conn
         if self._publisher is None or self._publisher.closed:
-            self._publisher = psycopg.connect(self.dsn_of(Role.PUBLISHER), autocommit=True)
+            self._publisher = psycopg.connect(self.publisher_dsn, autocommit=True)
         return self._publisher
 
     def dsn_of(self, role: Role) -> str:
         """The DSN of the database for a role."""
-        return dsn_of(role, self.dsn)
+        return dsn_of(role, self.superuser_dsn)
 
     @property
     def installer_dsn(self) -> str:
@@ -204,6 +204,21 @@ class Outbox:
     def relay_dsn(self) -> str:
         """The DSN by which relay logs in."""
         return self.dsn_of(Role.RELAY)
+
+    @property
+    def publisher_dsn(self) -> str:
+        """The DSN by which an application publishes."""
+        return self.dsn_of(Role.PUBLISHER)
+
+    @property
+    def worker_dsn(self) -> str:
+        """The DSN by which a worker logs in."""
+        return self.dsn_of(Role.WORKER)
+
+    @property
+    def reader_dsn(self) -> str:
+        """The DSN by which a reader logs in."""
+        return self.dsn_of(Role.READER)
 
     def config(self, **overrides: Any) -> dict[str, Any]:
         """A configuration as a mapping; every event goes to the projection."""
@@ -263,7 +278,7 @@ class Outbox:
     def reconnect(self) -> None:
         """Connect again, after the server was down."""
         self.conn.close()
-        self.conn = psycopg.connect(self.dsn, autocommit=True)
+        self.conn = psycopg.connect(self.superuser_dsn, autocommit=True)
         self._close_publisher()
 
     def publish(
@@ -326,7 +341,7 @@ class Outbox:
             f"grant usage on sequence projection_seq_seq to {name}".encode()
         )
         try:
-            yield name, make_conninfo(self.dsn, user=name, password="p")
+            yield name, make_conninfo(self.superuser_dsn, user=name, password="p")
         finally:
             self.conn.execute(f"drop owned by {name}; drop role {name}".encode())
 

@@ -69,7 +69,7 @@ def test_no_snapshot_sees_what_a_crash_of_the_source_can_take_back(
         with Outbox(server.create_database("app")) as outbox:
             target.conn.execute(PROJECTION)
             source = {**outbox.config()["source"], "mode": mode}
-            settings = outbox.settings(source=source, target={"dsn": target.dsn})
+            settings = outbox.settings(source=source, target={"dsn": target.relay_dsn})
             outbox.install_again(settings)
             for number in range(3):
                 outbox.publish(host(1), event(number))

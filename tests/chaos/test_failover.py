@@ -50,7 +50,7 @@ class Pair:
     def settings(self, target: Outbox, dsn: str | None = None, mode: str = "auto") -> Settings:
         """A relay that follows whichever of both may be written to, with its target elsewhere."""
         source = {"dsn": dsn or self.either(), "slot": "app", "publication": "app", "mode": mode}
-        return Settings(**self.source.config(source=source, target={"dsn": target.dsn}))
+        return Settings(**self.source.config(source=source, target={"dsn": target.relay_dsn}))
 
     def either(self, user: str = "postgres") -> str:
         """The DSN of whichever of both may be written to."""

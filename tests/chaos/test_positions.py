@@ -78,7 +78,9 @@ class World:
         self.destination = Destination()
         self.inserted: dict[uuid.UUID, int] = {}
         self.committed: dict[uuid.UUID, int] = {}
-        self.publishers = [Publisher(psycopg.connect(outbox.dsn)) for _ in range(PUBLISHERS)]
+        self.publishers = [
+            Publisher(psycopg.connect(outbox.superuser_dsn)) for _ in range(PUBLISHERS)
+        ]
         self.prepared: dict[str, list[uuid.UUID]] = {}
         self.knows_slot = True
         """Whether relay could say how far it has read the slot: not if it was killed."""

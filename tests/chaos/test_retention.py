@@ -56,7 +56,7 @@ def test_sixty_days(database: str) -> None:
         stopping, published = Event(), [0]
 
         def publish() -> None:
-            with psycopg.connect(outbox.dsn, autocommit=True) as conn:
+            with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
                 while not stopping.is_set():
                     conn.execute(
                         "select relay.publish(%s, null, %s)",
@@ -134,13 +134,13 @@ def _turn(outbox: Outbox, settings: Settings, day: int, dice: random.Random) -> 
 
     def attempt() -> None:
         with (
-            closing(connect(outbox.dsn, application_name="rotation")) as source,
-            closing(connect(outbox.dsn, application_name="rotation")) as target,
+            closing(connect(outbox.superuser_dsn, application_name="rotation")) as source,
+            closing(connect(outbox.superuser_dsn, application_name="rotation")) as target,
         ):
             Schedule(settings, lambda: None, lambda _: moment).retain(source, target)
 
     def kill() -> None:
-        with psycopg.connect(outbox.dsn, autocommit=True) as conn:
+        with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
             conn.execute(
                 "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'rotation'"
             )

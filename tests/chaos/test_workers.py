@@ -66,7 +66,7 @@ def test_each_message_has_its_effect_once(
     )
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, str(program), outbox.dsn, str(lease)]
+    command = [sys.executable, str(program), outbox.superuser_dsn, str(lease)]
     chance = random.Random(f"{key} {lease}")
 
     with ExitStack() as stack:

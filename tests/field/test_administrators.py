@@ -34,13 +34,13 @@ def test_publishers_publish_where_another_administrator_has_made_the_roles(attri
         )
         administrator = {"user": "installer", "password": "p"}
         initialise(
-            outbox.settings(target={"dsn": target.dsn}),
-            make_conninfo(outbox.dsn, **administrator),
-            make_conninfo(target.dsn, **administrator),
+            outbox.settings(target={"dsn": target.relay_dsn}),
+            make_conninfo(outbox.superuser_dsn, **administrator),
+            make_conninfo(target.superuser_dsn, **administrator),
         )
         owner = "select proowner::regrole::text from pg_proc where oid = 'relay.publish'::regproc"
         assert outbox.value(owner) == "relay_owner"
-        with psycopg.connect(outbox.dsn, user="shop", password="p") as shop:
+        with psycopg.connect(outbox.superuser_dsn, user="shop", password="p") as shop:
             shop.execute(
                 "select relay.publish(%s, %s, %s::jsonb)", (host(1), host(2), Jsonb([event()]))
             )

@@ -141,7 +141,7 @@ def test_a_position_of_before_a_dump_is_refused() -> None:
                 end = program.get("/events", after=end)["next"]
             with Outbox(restore(old, new)) as after:
                 # Who restores the roles, too.
-                initialise(settings_of(after), after.dsn)
+                initialise(settings_of(after), after.superuser_dsn)
                 join_roles(after.conn)
                 with _program(after) as program:
                     for moved in (end, re.sub(r"@\d+", f"@{_identifier(after)}", end)):

@@ -138,7 +138,7 @@ def test_a_locked_table_of_the_target_is_named(outbox: Outbox) -> None:
     settings = outbox.settings()
     with (
         relaying(settings),
-        psycopg.connect(outbox.dsn, application_name="report of March") as other,
+        psycopg.connect(outbox.superuser_dsn, application_name="report of March") as other,
     ):
         outbox.publish(host(1), event(1))
         outbox.wait_handled()
@@ -161,7 +161,7 @@ def test_a_locked_table_of_relay_hangs_no_command(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = outbox.settings()
-    with psycopg.connect(outbox.dsn) as other:
+    with psycopg.connect(outbox.superuser_dsn) as other:
         other.execute("lock table relay.positions in access exclusive mode")
         seen = status.read(settings)
         assert "locked by another session" in seen.faults["target.dsn"]
@@ -225,7 +225,7 @@ def test_a_lag_that_cannot_be_counted_is_not_zero(
 
     try:
         wait_until(lambda: lag() == 0)
-        with psycopg.connect(outbox.dsn) as other:
+        with psycopg.connect(outbox.superuser_dsn) as other:
             other.execute("lock table relay.positions in access exclusive mode")
             wait_until(lambda: lag() is None, 20)
     finally:
@@ -235,7 +235,7 @@ def test_a_lag_that_cannot_be_counted_is_not_zero(
 def test_a_locked_outbox_hides_no_slot(outbox: Outbox) -> None:
     settings = outbox.settings(retention={"keep": "7d"})
     outbox.install_again(settings)
-    with psycopg.connect(outbox.dsn) as other:
+    with psycopg.connect(outbox.superuser_dsn) as other:
         other.execute("lock table outbox_message_t in access exclusive mode")
         seen = status.read(settings)
     assert seen.faults == {}
@@ -273,9 +273,9 @@ def test_relay_waits_at_its_start_for_a_table_of_a_handler_that_is_locked(
 ) -> None:
     """A start beside a long `lock table` ended with "canceling statement due to lock timeout: grant what it needs"."""
     settings = outbox.settings(
-        target={"dsn": make_conninfo(outbox.dsn, options="-c lock_timeout=100ms")}
+        target={"dsn": make_conninfo(outbox.superuser_dsn, options="-c lock_timeout=100ms")}
     )
-    with psycopg.connect(outbox.dsn) as other:
+    with psycopg.connect(outbox.superuser_dsn) as other:
         other.execute("lock table projection in access exclusive mode")
         with pytest.raises(
             Unreachable, match=r"handlers\.projection: .* lock timeout: end the session"

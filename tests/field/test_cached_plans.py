@@ -122,7 +122,7 @@ def provoked(conn: psycopg.Connection[Any], *statements: str, **options: Any) ->
 def test_a_stale_plan_is_told_from_a_feature_that_is_not_supported(outbox: Outbox) -> None:
     outbox.conn.execute(SELECT_ALL.encode())
     outbox.conn.execute("select * from customers", prepare=True)
-    with psycopg.connect(outbox.dsn, autocommit=True) as other:
+    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as other:
         other.execute("alter table customers add column note text")
     stale = provoked(outbox.conn, "select * from customers")
     assert stale.sqlstate == "0A000"

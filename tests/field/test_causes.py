@@ -93,7 +93,7 @@ def test_the_count_of_a_loop_over_two_databases_goes_on(outbox: Outbox, database
     there, here = f"{__name__}:publish_there", f"{__name__}:publish_here"
     with Outbox(database) as other:
         other.install()
-        TARGETS.update(here=outbox.dsn, there=other.dsn)
+        TARGETS.update(here=outbox.superuser_dsn, there=other.superuser_dsn)
         routes = [{"handlers": ["pass"]}]
         first = outbox.settings(
             **limited(outbox, 6),
@@ -136,7 +136,9 @@ async def publish_here(delivery: Delivery) -> None:
 def test_a_worker_that_answers_itself_ends(outbox: Outbox) -> None:
     """OrchardCMS/OrchardCore#6455, Shuffle/Shuffle#99: a workflow whose last step is the event that starts it."""
     client = Client(max_hops=3)
-    worker = Worker(outbox.dsn, Queue(name="mail"), concurrency=1, outbox=client, poll=0.1)
+    worker = Worker(
+        outbox.superuser_dsn, Queue(name="mail"), concurrency=1, outbox=client, poll=0.1
+    )
 
     @worker.handles("order.*")
     def answer(message: Message, conn: Any) -> None:
@@ -353,7 +355,7 @@ def publishes_for_many(deliveries: Deliveries) -> None:
 def test_what_is_published_for_many_events_says_for_which(outbox: Outbox) -> None:
     """MassTransit/MassTransit#329: without the initiator in the message itself, a chain cannot be followed. Of a batch
     nobody else knows it."""
-    TARGETS["here"] = outbox.dsn
+    TARGETS["here"] = outbox.superuser_dsn
     handler = {"type": "function", "callable": f"{__name__}:publishes_for_many", "each": "batch"}
     retry = {"wait": 0.1, "max_wait": 0.1, "attempts": 1}
     settings = outbox.settings(

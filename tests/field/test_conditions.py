@@ -97,7 +97,9 @@ def test_a_reader_moves_past_what_does_not_match(
 ) -> None:
     """Eventuous/eventuous#559: the checkpoint of a filter without matches never moved: each start scanned all."""
     monkeypatch.setattr("relay.client.log._NOTE_SECONDS", 0.0)
-    reader = subscribe(outbox.dsn, "r", where="$.payload.n == 1", start="beginning", poll=0.02)
+    reader = subscribe(
+        outbox.superuser_dsn, "r", where="$.payload.n == 1", start="beginning", poll=0.02
+    )
 
     def work() -> None:
         for transaction in reader:
@@ -123,7 +125,7 @@ def test_a_reader_moves_past_what_does_not_match(
 def test_a_page_without_matches_hides_no_event_that_comes_later(outbox: Outbox) -> None:
     """kurrent-io/KurrentDB#4975: the checkpoint after an empty page was that of an event that had not been read."""
     _declare(outbox.conn, "$.payload.n == 1")
-    with psycopg.connect(outbox.dsn) as late:
+    with psycopg.connect(outbox.superuser_dsn) as late:
         _publish(late, {"n": 1})
         _publish(outbox.conn, {"n": 2})
         ((position, found),) = outbox.conn.execute(
@@ -216,7 +218,7 @@ def _work(
     outbox: Outbox, handle: Callable[[ReadTransaction], None], ended: list[Any], **options: Any
 ) -> Thread:
     reader: Any = subscribe(
-        outbox.dsn, "r", lanes=4, start="beginning", **{"poll": 0.05, **options}
+        outbox.superuser_dsn, "r", lanes=4, start="beginning", **{"poll": 0.05, **options}
     )
     ended.append(reader)
 
@@ -255,7 +257,7 @@ def test_what_is_in_flight_when_a_lane_is_taken_has_its_effect_once(outbox: Outb
 
     def handle(transaction: ReadTransaction) -> None:
         with (
-            psycopg.connect(outbox.dsn, autocommit=True) as conn,
+            psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn,
             suppress(ReaderMoved),
             conn.transaction(),
             transaction.commit(conn),
@@ -281,7 +283,7 @@ def test_a_batch_over_lanes_of_which_one_was_taken_fails_for_that_one_only(outbo
     """akka/alpakka-kafka#750: the commit of a batch failed, since one of its partitions had been revoked meanwhile."""
     _publish_to_hosts(outbox.conn, range(32))
     batch: list[ReadTransaction] = []
-    reader: Any = subscribe(outbox.dsn, "r", lanes=4, start="beginning", poll=0.05)
+    reader: Any = subscribe(outbox.superuser_dsn, "r", lanes=4, start="beginning", poll=0.05)
     with closing(iter(reader)) as transactions:
         while len({each.mark.log.name for each in batch}) < 4:
             batch.append(next(transactions))
@@ -310,14 +312,14 @@ def test_lanes_are_not_merged_in_silence(outbox: Outbox) -> None:
     with pytest.raises(
         ReaderError, match="the reader 'r' has 4 lanes by host: to change that, drop it"
     ):
-        next(iter(subscribe(outbox.dsn, "r", lanes=2)))
+        next(iter(subscribe(outbox.superuser_dsn, "r", lanes=2)))
 
 
 def test_a_lane_has_one_reader(outbox: Outbox) -> None:
     """JasperFx/marten#4007: several daemons worked one projection, although each should have held its lock."""
     outbox.conn.execute("select relay.declare_reader('r', lanes => 2)")
     assert outbox.value("select relay.claim_reader('r/1')") is not None
-    with psycopg.connect(outbox.dsn, autocommit=True) as other:
+    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as other:
         assert other.execute("select relay.claim_reader('r/1')").fetchone() == (None,)
         assert other.execute("select relay.claim_reader('r/2')").fetchone() != (None,)
         lanes = other.execute(

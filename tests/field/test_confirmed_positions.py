@@ -157,7 +157,7 @@ def publishing(outbox: Outbox, a_second: int) -> AbstractContextManager[None]:
 
     def run(ended: threading.Event) -> None:
         number = 0
-        with Outbox(outbox.dsn) as publisher:
+        with Outbox(outbox.superuser_dsn) as publisher:
             while not ended.wait(1 / a_second):
                 publisher.publish(host(number % HOSTS), event(number))
                 number += 1
@@ -217,7 +217,7 @@ def test_a_store_that_fails_is_not_followed_by_one_that_lacks_its_outcomes(
     settings = configured(outbox, webhook, mode)
     relay = Instance(settings)
     wait_until(lambda: outbox.column("select state from relay.sinks") == ["attached"])
-    with psycopg.connect(outbox.dsn) as other:
+    with psycopg.connect(outbox.superuser_dsn) as other:
         other.execute("select from relay.sinks for update")
         outbox.publish(host(1), event(1))
         wait_until(
@@ -279,7 +279,7 @@ def test_nothing_is_confirmed_for_a_sink_that_another_process_has(
     with relaying(settings):
         outbox.publish(host(1), event(0))
         wait_until(lambda: len(webhook.accepted) == 1)
-    with psycopg.connect(outbox.dsn, autocommit=True) as other:
+    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as other:
         assert locks.try_lock(other, locks.sink(settings.group, "hook"))
         relay = Instance(settings)
         outbox.publish(host(1), event(1))
@@ -375,7 +375,7 @@ def test_a_transaction_that_began_before_the_stored_position_comes_after_it(
 ) -> None:
     """risingwavelabs/risingwave#14060, apache/flink-cdc#1893, ClickHouse/walshadow#60: skipped after a restart."""
     settings = configured(outbox, webhook, mode)
-    with Outbox(outbox.dsn) as other:
+    with Outbox(outbox.superuser_dsn) as other:
         other.conn.autocommit = False
         other.publish(host(1), event(1))
         with relaying(settings):

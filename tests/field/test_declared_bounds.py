@@ -234,7 +234,7 @@ def _publishers(outbox: Outbox, *names: str) -> Iterator[list[psycopg.Connection
         yield [
             sessions.enter_context(
                 psycopg.connect(
-                    make_conninfo(outbox.dsn, user=f"{outbox.slot}_{name}", password="p"),
+                    make_conninfo(outbox.superuser_dsn, user=f"{outbox.slot}_{name}", password="p"),
                     autocommit=True,
                 )
             )

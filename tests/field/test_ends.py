@@ -47,7 +47,7 @@ def test_a_stop_ends_the_wait_for_the_groups_lock(
     """
     began: list[object] = []
     monkeypatch.setattr(StreamSource, "start", began.append)
-    with psycopg.connect(outbox.dsn, autocommit=True) as other:
+    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as other:
         assert locks.try_lock(other, locks.instance("default"))
         with relaying(outbox.settings()) as service:
             wait_until(lambda: any("waiting for a session" in each for each in caplog.messages), 20)
@@ -113,7 +113,7 @@ def test_an_end_that_waits_for_a_lock_names_it(outbox: Outbox, tmp_path: Path) -
         handlers={"calls": function},
         routes=[{"handlers": ["calls"]}],
     )
-    with running(config) as relayed, psycopg.connect(outbox.dsn) as other:
+    with running(config) as relayed, psycopg.connect(outbox.superuser_dsn) as other:
         outbox.publish(host(1), event(1))
         wait_until(lambda: outbox.value("select count(*) from effects") == 1)
         other.execute("lock table relay.sinks")
@@ -232,7 +232,7 @@ def test_an_instance_that_is_refused_leaves_what_died_under_its_name(
 
 def test_a_locked_table_does_not_keep_an_instance_from_ending(outbox: Outbox) -> None:
     """What is written at the end waited for the lock without a limit: supabase/etl#881."""
-    with psycopg.connect(outbox.dsn) as other:
+    with psycopg.connect(outbox.superuser_dsn) as other:
         with relaying(outbox.settings()) as service:
             outbox.publish(host(1), event(1))
             outbox.wait_drained()
@@ -252,7 +252,7 @@ def test_a_stop_is_heeded_while_the_outbox_is_locked(
     """
     monkeypatch.setattr(polling, "POLLING_LOCK_TIMEOUT", "200ms")
     source = {**outbox.config()["source"], "mode": "poll"}
-    with psycopg.connect(outbox.dsn) as other:
+    with psycopg.connect(outbox.superuser_dsn) as other:
         with relaying(outbox.settings(source=source)) as service:
             outbox.publish(host(1), event(1))
             outbox.wait_handled()
@@ -267,7 +267,7 @@ def test_a_stop_is_heeded_while_the_outbox_is_locked(
 def reading(outbox: Outbox, name: str) -> psycopg.Connection[Any]:
     """Another client that reads the slot."""
     conn = psycopg.connect(
-        outbox.dsn,
+        outbox.superuser_dsn,
         replication="database",
         autocommit=True,
         application_name=name,

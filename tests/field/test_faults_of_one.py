@@ -44,7 +44,7 @@ def settings(outbox: Outbox, engine: str = "inline", **retry: Any) -> Settings:
         engine,
         handlers={"python": handler},
         routes=[{"handlers": ["python"]}],
-        target={"dsn": make_conninfo(outbox.dsn, options=LIMITS)},
+        target={"dsn": make_conninfo(outbox.superuser_dsn, options=LIMITS)},
     )
 
 
@@ -61,7 +61,7 @@ def publish(outbox: Outbox, kind: str) -> Any:
 def locked(outbox: Outbox) -> Iterator[None]:
     """Hold the row that `lock` needs."""
     outbox.conn.execute("create table held as select 1 as id")
-    with psycopg.connect(outbox.dsn) as conn:
+    with psycopg.connect(outbox.superuser_dsn) as conn:
         conn.execute("select from held for update")
         yield
 
@@ -103,7 +103,7 @@ def test_without_a_limit_it_is_deferred_and_an_operator_gives_it_up(outbox: Outb
     config = outbox.settings(
         handlers={"slow": {"type": "sql", "statement": statement}},
         routes=[{"handlers": ["slow"]}],
-        target={"dsn": make_conninfo(outbox.dsn, options=LIMITS)},
+        target={"dsn": make_conninfo(outbox.superuser_dsn, options=LIMITS)},
     )
     publish(outbox, "slow")
     with relaying(config):
@@ -120,7 +120,7 @@ def test_a_lock_that_all_wait_for_dead_letters_nothing(outbox: Outbox, pause: in
     with relaying(settings(outbox, attempts=1, wait=0.1, jitter=0)):
         outbox.publish(host(1), event(1))
         outbox.wait_handled()
-        with psycopg.connect(outbox.dsn) as conn:
+        with psycopg.connect(outbox.superuser_dsn) as conn:
             conn.execute("select pg_sleep(%s)", (pause,))
             conn.execute("lock table projection in share mode")
             for number in range(15):

@@ -165,7 +165,7 @@ def test_a_target_takes_what_its_encoding_lacks(
     server.create_database(name, "template template0 encoding 'LATIN1' locale 'C'")
     try:
         with Outbox(server.dsn(name)) as target:
-            settings = outbox.settings(target={"dsn": target.dsn}, **config)
+            settings = outbox.settings(target={"dsn": target.relay_dsn}, **config)
             outbox.install_again(settings)
             with relaying(settings):
                 for number in range(3):

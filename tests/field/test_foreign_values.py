@@ -116,7 +116,7 @@ def test_an_interval_that_python_has_not_hides_nothing(
     for each in _lists(settings):
         each()
     retention = Schedule(settings, lambda: None)
-    with psycopg.connect(full.dsn, autocommit=True) as conn:
+    with psycopg.connect(full.superuser_dsn, autocommit=True) as conn:
         retention.retain(conn, conn)
 
 
@@ -140,7 +140,7 @@ def test_events_of_such_a_time_reach_whoever_does_not_look_at_it(
         outbox.publish(host(1), event(2))
         outbox.wait_handled()
     outbox.assert_exact()
-    reader: Any = subscribe(outbox.dsn, "r", poll=0.02)
+    reader: Any = subscribe(outbox.superuser_dsn, "r", poll=0.02)
     seen: list[Any] = []
     with closing(iter(reader)) as transactions:
         for transaction in transactions:
@@ -150,7 +150,7 @@ def test_events_of_such_a_time_reach_whoever_does_not_look_at_it(
                 break
     assert seen == [1, 2]
     worked: list[datetime | None] = []
-    worker = Worker(outbox.dsn, "mail", poll=0.02)
+    worker = Worker(outbox.superuser_dsn, "mail", poll=0.02)
 
     @worker.handles()
     def work(message: Any, _: Any) -> None:

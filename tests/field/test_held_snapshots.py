@@ -45,7 +45,7 @@ def held(outbox: Outbox) -> Iterator[Outbox]:
     )
     for table in tables:
         outbox.conn.execute(f"alter table {table} set (autovacuum_enabled = off)".encode())
-    with connect(outbox.dsn) as conn:
+    with connect(outbox.superuser_dsn) as conn:
         *_, last = snapshots.chain(conn, GROUP)
         offsets.move(conn, GROUP, range(8), last.id)
         snapshots.prune(conn, GROUP, since=0)
@@ -55,7 +55,7 @@ def held(outbox: Outbox) -> Iterator[Outbox]:
 
 @contextmanager
 def snapshot_held(outbox: Outbox) -> Iterator[None]:
-    with psycopg.connect(outbox.dsn) as holder:
+    with psycopg.connect(outbox.superuser_dsn) as holder:
         holder.execute("set transaction isolation level repeatable read")
         holder.execute("select count(*) from relay.groups")
         yield
@@ -63,7 +63,7 @@ def snapshot_held(outbox: Outbox) -> Iterator[None]:
 
 def in_session(outbox: Outbox, *acts: Callable[[Connection], object]) -> None:
     """Run statements in a session of their own, which reports what it has counted when it ends."""
-    with connect(outbox.dsn) as conn:
+    with connect(outbox.superuser_dsn) as conn:
         for act in acts:
             act(conn)
         pid = conn.info.backend_pid
@@ -256,7 +256,7 @@ def test_superseded_positions_are_deleted_while_relay_runs(
 def test_what_a_failed_deletion_has_not_deleted_is_deleted_later(held: Outbox) -> None:
     """Two instances delete the same rows, and a statement of one fails: oban-bg/oban#168."""
     stream = Stream()
-    with connect(held.dsn) as conn:
+    with connect(held.superuser_dsn) as conn:
         stream.run(conn, 200)
         held.conn.execute(FAIL_DELETION)
         with pytest.raises(psycopg.errors.DeadlockDetected):

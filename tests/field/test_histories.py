@@ -78,7 +78,7 @@ def settings_of(server: Server, target: Outbox, mode: str) -> Settings:
         with suppress(psycopg.errors.DuplicateObject):
             conn.execute(f"create role {role} login {may} password 'p' in role relay".encode())
     with Outbox(server.dsn("app")) as app:
-        dsn = make_conninfo(app.dsn, user=role, password="p")
+        dsn = make_conninfo(app.superuser_dsn, user=role, password="p")
         source = {"dsn": dsn, "slot": "app", "publication": "app", "mode": mode}
         handlers = {
             **app.config()["handlers"],
@@ -88,7 +88,7 @@ def settings_of(server: Server, target: Outbox, mode: str) -> Settings:
         return Settings(
             **app.config(
                 source=source,
-                target={"dsn": target.dsn},
+                target={"dsn": target.relay_dsn},
                 handlers=handlers,
                 routes=[{"handlers": list(handlers)}],
             )
@@ -171,7 +171,7 @@ def test_spark_and_a_fill_take_nothing_of_an_older_image(
             settings = app.settings(
                 engine="spark",
                 source=settings_of(server, target, "auto").source,
-                target={"dsn": target.dsn},
+                target={"dsn": target.relay_dsn},
                 handlers={
                     **app.config()["handlers"],
                     "lake": {"type": "spark", "path": str(lake), "format": "delta", "every": 0.2},
@@ -315,7 +315,7 @@ def test_one_database_that_is_restored_into_its_server_goes_on(
             app.conn.execute("select pg_drop_replication_slot(%s)", (app.slot,))
             binaries = server.cluster._bin
             dump = tmp_path / "app.dump"
-            subprocess.run([binaries / "pg_dump", "-Fc", "-f", dump, app.dsn], check=True)
+            subprocess.run([binaries / "pg_dump", "-Fc", "-f", dump, app.superuser_dsn], check=True)
         server.drop_database("app")
         server.create_database("app")
         subprocess.run([binaries / "pg_restore", "-d", server.dsn("app"), dump], check=True)
@@ -437,7 +437,7 @@ def test_nobody_forges_a_witness(outbox: Outbox) -> None:
     )
     try:
         for name in ("publishes", "reads", "looks"):
-            dsn = make_conninfo(outbox.dsn, user=f"{outbox.slot}_{name}", password="p")
+            dsn = make_conninfo(outbox.superuser_dsn, user=f"{outbox.slot}_{name}", password="p")
             with psycopg.connect(dsn, autocommit=True) as conn:
                 for statement in forged:
                     with pytest.raises(psycopg.errors.InsufficientPrivilege):
@@ -552,7 +552,7 @@ def test_a_witness_is_noted_only_of_a_source_that_holds_the_one_before(
     outbox: Outbox, target: Outbox
 ) -> None:
     """A sink that polls before relay has compared both histories would make the other one look proven."""
-    settings = outbox.settings(target={"dsn": target.dsn})
+    settings = outbox.settings(target={"dsn": target.relay_dsn})
     initialise(settings)
     covering = Covering("default")
     seen = current_position(outbox.conn).snapshot
@@ -602,7 +602,7 @@ def test_another_server_gives_the_same_process_ids(
     outbox: Outbox, target: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A session of a promoted standby may have the process id of the former one: in containers they are small."""
-    settings = outbox.settings(target={"dsn": target.dsn})
+    settings = outbox.settings(target={"dsn": target.relay_dsn})
     initialise(settings)
     monkeypatch.setattr(psycopg.ConnectionInfo, "backend_pid", property(lambda _: 73))
     recognition = Recognition(settings)
@@ -622,7 +622,7 @@ def test_a_server_that_lacks_nothing_but_the_newest_witness_is_read(
 ) -> None:
     """On the same timeline, too: relay went on, and stored no position any more."""
     source = {**outbox.config()["source"], "mode": mode}
-    settings = outbox.settings(target={"dsn": target.dsn}, source=source)
+    settings = outbox.settings(target={"dsn": target.relay_dsn}, source=source)
     initialise(settings)
 
     def relay_one(number: int) -> None:
@@ -645,7 +645,7 @@ def test_a_server_that_lacks_nothing_but_the_newest_witness_is_read(
 
 def test_a_slot_that_is_joined_again_has_a_witness(outbox: Outbox, target: Outbox) -> None:
     """What relay polls up to the new slot is told from another history as what it polls later is."""
-    settings = outbox.settings(target={"dsn": target.dsn})
+    settings = outbox.settings(target={"dsn": target.relay_dsn})
     initialise(settings)
     outbox.conn.execute("select pg_drop_replication_slot(%s)", (outbox.slot,))
     outbox.publish(host(1), event(1))
@@ -659,7 +659,7 @@ def test_a_slot_that_is_joined_again_has_a_witness(outbox: Outbox, target: Outbo
 def test_a_source_without_relay_is_refused(outbox: Outbox, target: Outbox, mode: str) -> None:
     """As a dump of the outbox alone is, and one where somebody has dropped the schema."""
     source = {**outbox.config()["source"], "mode": mode}
-    settings = outbox.settings(target={"dsn": target.dsn}, source=source)
+    settings = outbox.settings(target={"dsn": target.relay_dsn}, source=source)
     initialise(settings)
     outbox.publish(host(1), event(1))
     with relaying(settings):
@@ -685,7 +685,7 @@ def test_the_whole_group_is_moved_to_another_history_first(
         "deliver": {"type": "function", "callable": f"{__name__}:deliver"},
     }
     settings = outbox.settings(
-        target={"dsn": target.dsn}, handlers=handlers, routes=[{"handlers": list(handlers)}]
+        target={"dsn": target.relay_dsn}, handlers=handlers, routes=[{"handlers": list(handlers)}]
     )
     initialise(settings)
     outbox.publish(host(1), event(1))
@@ -716,12 +716,12 @@ def test_a_role_that_may_take_no_witness_notes_the_newest_there_is(
 ) -> None:
     """Otherwise its group kept the first one, went on until retention had removed this, and then stood still."""
     name = f"{outbox.slot}_polls"
-    initialise(outbox.settings(target={"dsn": target.dsn}))
+    initialise(outbox.settings(target={"dsn": target.relay_dsn}))
     outbox.conn.execute(
         f"create role {name} login password 'p'; grant select on outbox_message_t to {name}".encode()
     )
     try:
-        dsn = make_conninfo(outbox.dsn, user=name, password="p")
+        dsn = make_conninfo(outbox.superuser_dsn, user=name, password="p")
         with psycopg.connect(dsn, autocommit=True) as conn:
             first = groups.origin(target.conn, "default").witness
             assert first is not None

@@ -546,7 +546,7 @@ def test_a_merge_begins_no_table_in_the_middle(tmp_path: Path, kind: str) -> Non
 @pytest.fixture
 def jdbc(outbox: Outbox) -> Sink:
     outbox.conn.execute("create table lake (id text, amount bigint)")
-    return Sink({"jdbc": {"dsn": outbox.dsn, "table": "public.lake"}})
+    return Sink({"jdbc": {"dsn": outbox.superuser_dsn, "table": "public.lake"}})
 
 
 @pytest.mark.parametrize(
@@ -632,7 +632,7 @@ class Stored:
 
 @pytest.fixture
 def stored_batches(outbox: Outbox) -> Iterator[Stored]:
-    with connect(outbox.dsn) as target:
+    with connect(outbox.superuser_dsn) as target:
         yield Stored(target)
 
 
@@ -754,7 +754,10 @@ def work_of(kind: str, folder: Path, outbox: Outbox, spark: SparkSession) -> Wor
     if kind == "jdbc":
         outbox.conn.execute(f"create table {table} (id text, host_id text)".encode())
         return Work(
-            {"jdbc": {"dsn": outbox.dsn, "table": table}, "sql": "select id, host_id from events"},
+            {
+                "jdbc": {"dsn": outbox.superuser_dsn, "table": table},
+                "sql": "select id, host_id from events",
+            },
             lambda: outbox.conn.execute(f"alter table {table} rename to former".encode()),
             lambda: outbox.conn.execute(f"alter table former rename to {table}".encode()),
             lambda: outbox.column(f"select id from {table} order by id"),

@@ -163,7 +163,7 @@ def test_what_hangs_or_is_locked_holds_up_no_other_sink(outbox: Outbox) -> None:
         service = stack.enter_context(relaying(settings))
         stack.callback(let_go.set)
         wait_until(lambda: in_state(outbox, "attached") == len(urls))
-        with psycopg.connect(outbox.dsn) as other:
+        with psycopg.connect(outbox.superuser_dsn) as other:
             # Two sinks cannot store what they defer.
             other.execute("select from relay.sinks where sink in ('hook0', 'hook1') for update")
             ends = time.monotonic() + 8
@@ -326,7 +326,7 @@ def test_an_upcaster_that_blocks_holds_up_its_own_sink_only(
 
 def test_only_the_newest_claim_stores_anything(outbox: Outbox) -> None:
     """Whoever has lost a claim goes on for a while, in other sessions too: oban-bg/oban#1488."""
-    first, second = (Claims(outbox.dsn, "default") for _ in range(2))
+    first, second = (Claims(outbox.superuser_dsn, "default") for _ in range(2))
     assert first.take(["a", "b"]) == {"a", "b"}
     stale = first.load({"a": "now", "b": "now"})
     assert second.take(["a", "b"]) == set()
@@ -344,7 +344,7 @@ def test_only_the_newest_claim_stores_anything(outbox: Outbox) -> None:
     assert positions.move(outbox.conn, "default", "a", state.position)
     assert second.store([entry("a", state)]) == {}
     assert outbox.column("select sink from relay.sink_commits") == ["b"]
-    with psycopg.connect(outbox.dsn) as other:
+    with psycopg.connect(outbox.superuser_dsn) as other:
         other.execute("select from relay.sinks where sink = 'b' for update")
         # It waits for nobody.
         assert first.store([entry("b", stale["b"])]) == {}

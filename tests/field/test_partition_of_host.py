@@ -195,7 +195,7 @@ def test_a_host_that_changes_after_the_delivery_is_not_delivered_again(
             outbox.wait_compared()
     if then == "polled":
         # What was noted since the last snapshot is left out, whichever partition has it now.
-        source = {"dsn": outbox.dsn, "mode": "poll"}
+        source = {"dsn": outbox.superuser_dsn, "mode": "poll"}
         with relaying(outbox.settings(source=source)):
             outbox.publish(host(1), event(30))
             wait_until(lambda: outbox.handled() >= 31)
@@ -217,7 +217,7 @@ def test_a_host_that_changes_between_plan_and_read_is_not_left_out(outbox: Outbo
         outbox.publish(host(2), event(2))
     between = Difference(before, current_position(outbox.conn).snapshot)
     rows = OutboxRows(settings)
-    with psycopg.connect(outbox.dsn, autocommit=True) as planning:
+    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as planning:
         (portion,) = list(rows.plan(planning, between, -(2**63)))
     (share,) = portion.shares
     of_first = partition_of(int(hashes([str(host(1)).encode()])[0]), settings.partitions)

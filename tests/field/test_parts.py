@@ -117,7 +117,7 @@ def turned(outbox: Outbox, settings: Settings, later: datetime) -> Schedule:
         outbox.wait_drained()
         outbox.wait_compared()
     retention = Schedule(settings, lambda: None, lambda _: later)
-    with psycopg.connect(outbox.dsn, autocommit=True) as source:
+    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as source:
         retention.retain(source, source)
     return retention
 
@@ -159,7 +159,7 @@ def test_counts_of_engines_are_stored_after_a_defect(
 
     monkeypatch.setattr(activity, "add_batches", add)
     monkeypatch.setattr(engines, "STORE_SECONDS", 0.01)
-    counts = EngineCounts(outbox.dsn, "default")
+    counts = EngineCounts(outbox.superuser_dsn, "default")
     counts.start()
     batch = Batch(1, Transactions.none(), Lsn(0), 1, 1)
     counts.durable(batch, Outcome("inline", (), "small"), 0.1)
@@ -191,7 +191,7 @@ def test_an_audit_that_is_cancelled_again_and_again_is_shown(
         outbox.publish(host(1), event(1))
         outbox.wait_handled()
         assert failing(settings) == {}
-        with psycopg.connect(outbox.dsn) as other:
+        with psycopg.connect(outbox.superuser_dsn) as other:
             # Whoever compares waits here until the timeout; the stream needs no lock.
             other.execute("lock table outbox_message_t in access exclusive mode")
             wait_until(lambda: "audit" in failing(settings), 30)

@@ -154,7 +154,12 @@ def test_an_outbox_with_a_payload_of_text(outbox: Outbox, payload: str) -> None:
     with Webhook() as webhook:
         hook = {"type": "http", "url": webhook.url, "each": "transaction", "payload": payload}
         settings = outbox.settings(
-            source={"dsn": outbox.dsn, "slot": name, "publication": name, "profile": "debezium"},
+            source={
+                "dsn": outbox.superuser_dsn,
+                "slot": name,
+                "publication": name,
+                "profile": "debezium",
+            },
             group="other",
             handlers={"hook": hook},
             routes=[{"handlers": ["hook"]}],

@@ -70,7 +70,7 @@ def engines(outbox: Outbox, server: Server) -> Iterator[tuple[Engine, Engine]]:
     """The engines of the database with the outbox, and of another one with the same tables."""
     name = f"{outbox.slot}_other"
     dsn = server.create_database(name)
-    both = engine(outbox.dsn), engine(dsn)
+    both = engine(outbox.superuser_dsn), engine(dsn)
     for each in both:
         Base.metadata.create_all(each)
     with Outbox(dsn) as other:
@@ -175,7 +175,10 @@ def test_an_asynchronous_session_with_binds(outbox: Outbox, engines: tuple[Engin
                 async_creator=partial(psycopg.AsyncConnection.connect, dsn),
                 poolclass=NullPool,
             )
-            for dsn in (outbox.dsn, make_conninfo(outbox.dsn, dbname=f"{outbox.slot}_other"))
+            for dsn in (
+                outbox.superuser_dsn,
+                make_conninfo(outbox.superuser_dsn, dbname=f"{outbox.slot}_other"),
+            )
         )
         async with AsyncSession(binds={Order: ours, Bill: theirs}) as session:
             session.add(Order())
@@ -214,7 +217,7 @@ def test_autogenerate_leaves_the_outbox_alone(outbox: Outbox) -> None:
     outbox.conn.execute(
         "create table outbox_message_t_p1 (like outbox_message_t); create table lost (id int); drop table projection"
     )
-    with engine(outbox.dsn).connect() as conn:
+    with engine(outbox.superuser_dsn).connect() as conn:
         found: list[Any] = []
         for schemas in (False, True):
             context = MigrationContext.configure(
@@ -348,7 +351,7 @@ def test_migrations_of_several_databases_create_the_roles_once(killable_server: 
 def test_an_installation_beside_a_dump_does_not_queue_publishers(outbox: Outbox) -> None:
     """ALTER TABLE behind a nightly pg_dump: strelov1/freehire#1284, alphagov/notifications-api#3901."""
     waits: list[float] = []
-    with psycopg.connect(outbox.dsn) as dump:
+    with psycopg.connect(outbox.superuser_dsn) as dump:
         dump.execute("lock table outbox_message_t in access share mode")
         stopping = threading.Event()
 
@@ -401,7 +404,7 @@ def test_no_commit_waits_for_the_stream(killable_server: Server) -> None:
             outbox.publish(host(0), event(0))
             outbox.wait_handled()
             wait_for_standbys(outbox, "*")
-            with psycopg.connect(outbox.dsn, autocommit=True) as publisher:
+            with psycopg.connect(outbox.superuser_dsn, autocommit=True) as publisher:
                 waiting = threading.Thread(
                     target=publisher.execute,
                     args=("select relay.publish(gen_random_uuid(), null, %s)",),

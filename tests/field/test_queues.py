@@ -41,7 +41,7 @@ def enqueue(outbox: Outbox, *keys: str) -> list[int]:
 
 @contextmanager
 def session(outbox: Outbox) -> Iterator[psycopg.Connection[Any]]:
-    with closing(psycopg.connect(outbox.dsn, autocommit=True)) as conn:
+    with closing(psycopg.connect(outbox.superuser_dsn, autocommit=True)) as conn:
         yield conn
 
 
@@ -292,7 +292,7 @@ def test_claims_of_a_queue_with_keys_are_flat_under_a_held_snapshot(outbox: Outb
     declare(outbox, "user")
     outbox.conn.execute("alter table relay.queue_messages set (autovacuum_enabled = off)")
     figures = []
-    with session(outbox) as worker, psycopg.connect(outbox.dsn) as holder:
+    with session(outbox) as worker, psycopg.connect(outbox.superuser_dsn) as holder:
         holder.execute("set transaction isolation level repeatable read")
         holder.execute("select from relay.queues")
         # Planned while there is nothing, as in a worker's session that begins before its messages.

@@ -105,26 +105,26 @@ def test_a_dump_in_another_cluster_is_refused_until_a_seek(
         before.install()
         before.conn.execute(reader.declared.encode())
         _publish(before, *range(8))
-        assert sorted(reader.take(before.dsn, 8)) == list(range(8))
+        assert sorted(reader.take(before.superuser_dsn, 8)) == list(range(8))
         _publish(before, 8, 9)
         passed = next_id(before)
         with Outbox(restore(old, new, name)) as after:
             assert next_id(after) < passed
             settings = after.settings()
             with pytest.raises(_REFUSED, match="Run `relay init`"):
-                reader.take(after.dsn, 1)
+                reader.take(after.superuser_dsn, 1)
             with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="`relay init`"):
                 after.conn.execute("select relay.seek('r', 'now')")
             with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="`relay init`"):
                 after.conn.execute("select relay.declare_reader('other')")
-            initialise(settings, after.dsn)
+            initialise(settings, after.superuser_dsn)
             _publish(after, 10, 11)
             with pytest.raises(_REFUSED, match=_ANOTHER):
-                reader.take(after.dsn, 1)
+                reader.take(after.superuser_dsn, 1)
             pass_ids(after, passed)
             _publish(after, 12)
             with pytest.raises(_REFUSED, match=_ANOTHER) as raised:
-                reader.take(after.dsn, 1)
+                reader.take(after.superuser_dsn, 1)
             assert "relay.seek" in str(raised.value)
             told = [each.text for each in examine(settings)]
             assert any("the reader 'r' stands still" in each for each in told), told
@@ -137,9 +137,9 @@ def test_a_dump_in_another_cluster_is_refused_until_a_seek(
             assert "another: seek" in relay("reader", "list", "-c", config).stdout
             done = relay("reader", "seek", "r", "--to", "beginning", "--yes", "-c", config)
             assert done.returncode == 0, done.stderr
-            assert sorted(reader.take(after.dsn, 13)) == list(range(13))
+            assert sorted(reader.take(after.superuser_dsn, 13)) == list(range(13))
             _publish(after, 13)
-            assert reader.take(after.dsn, 1) == [13]
+            assert reader.take(after.superuser_dsn, 1) == [13]
             assert not any("stands still" in each.text for each in examine(settings))
 
 
@@ -159,7 +159,7 @@ def test_what_was_noted_in_another_cluster_says_nothing_in_this_one(clusters: An
         floor = "select relay.retention_floor(%s)::text"
         assert not before.value(floor, (outbox,)).startswith("(1,t")
         with Outbox(restore(old, new, "noted")) as after:
-            initialise(after.settings(retention={"keep": "1d"}), after.dsn)
+            initialise(after.settings(retention={"keep": "1d"}), after.superuser_dsn)
             assert after.column("select newest from relay.removed") == []
             assert after.value(floor, (outbox,)).startswith("(1,t")
             pass_ids(after, next_id(before))
@@ -185,12 +185,12 @@ def test_a_dump_of_the_same_cluster_goes_on(clusters: Any, reader: Reader) -> No
         before.install()
         before.conn.execute(reader.declared.encode())
         _publish(before, *range(8))
-        assert sorted(reader.take(before.dsn, 8)) == list(range(8))
+        assert sorted(reader.take(before.superuser_dsn, 8)) == list(range(8))
         _publish(before, 8, 9)
         with Outbox(restore(server, server, name, f"{name}_again")) as after:
             # To move the reader, as to now, would skip what it has not read.
             with pytest.raises(_REFUSED, match="Where the reader is refused after it"):
-                reader.take(after.dsn, 1)
+                reader.take(after.superuser_dsn, 1)
             told = [each.text for each in examine(after.settings()) if "stands still" in each.text]
             assert told
             assert all(
@@ -200,7 +200,7 @@ def test_a_dump_of_the_same_cluster_goes_on(clusters: Any, reader: Reader) -> No
             initialise(after.settings(), warn=warned.append)
             assert [each for each in warned if "of a dump of this server" in each]
             _publish(after, 10)
-            assert sorted(reader.take(after.dsn, 3)) == [8, 9, 10]
+            assert sorted(reader.take(after.superuser_dsn, 3)) == [8, 9, 10]
 
 
 @pytest.fixture
@@ -221,14 +221,17 @@ def _promote(pair: Pair) -> None:
 def test_a_failover_without_loss_stops_no_reader(pair: Pair, reader: Reader) -> None:
     pair.source.conn.execute(reader.declared.encode())
     _publish(pair.source, *range(4))
-    assert sorted(reader.take(pair.source.dsn, 4)) == list(range(4))
+    assert sorted(reader.take(pair.source.superuser_dsn, 4)) == list(range(4))
     pair.replicate()
     _promote(pair)
     _publish(pair.copy, 4, 5)
-    assert sorted(reader.take(pair.copy.dsn, 2)) == [4, 5]
-    assert initialise(pair.copy.settings(source={"dsn": pair.copy.dsn, "mode": "poll"})) == []
+    assert sorted(reader.take(pair.copy.superuser_dsn, 2)) == [4, 5]
+    assert (
+        initialise(pair.copy.settings(source={"dsn": pair.copy.superuser_dsn, "mode": "poll"}))
+        == []
+    )
     _publish(pair.copy, 6)
-    assert reader.take(pair.copy.dsn, 1) == [6]
+    assert reader.take(pair.copy.superuser_dsn, 1) == [6]
 
 
 @pytest.mark.chaos
@@ -242,16 +245,16 @@ def test_a_failover_with_a_loss_takes_the_position_with_it(
     source, copy = pair.source, pair.copy
     source.conn.execute(reader.declared.encode())
     _publish(source, *range(4))
-    assert sorted(reader.take(source.dsn, 4)) == list(range(4))
+    assert sorted(reader.take(source.superuser_dsn, 4)) == list(range(4))
     pair.cut()
     _publish(source, *range(4, 20))
-    assert sorted(reader.take(source.dsn, 16)) == list(range(4, 20))
+    assert sorted(reader.take(source.superuser_dsn, 16)) == list(range(4, 20))
     lost = next_id(source)
     _promote(pair)
     if passes:
         pass_ids(copy, lost)
     _publish(copy, *range(100, 110))
-    assert sorted(reader.take(copy.dsn, 10)) == list(range(100, 110))
+    assert sorted(reader.take(copy.superuser_dsn, 10)) == list(range(100, 110))
 
 
 @pytest.mark.chaos
@@ -279,7 +282,7 @@ def test_a_position_in_hand_of_what_a_failover_has_lost_is_refused(pair: Pair) -
     ):
         with pytest.raises(psycopg.errors.InvalidParameterValue, match="of another server"):
             copy.conn.execute(statement.encode(), (held,))
-    assert InSql().take(copy.dsn, 6) == [0, *range(100, 105)]
+    assert InSql().take(copy.superuser_dsn, 6) == [0, *range(100, 105)]
 
 
 @pytest.mark.chaos
@@ -293,10 +296,10 @@ def test_a_running_reader_is_told_that_its_database_is_a_dump(clusters: Any) -> 
         before.conn.execute("select relay.declare_reader('r', start => 'beginning')")
         _publish(before, *range(6))
         with Outbox(restore(old, new, "moved")) as after:
-            initialise(after.settings(), after.dsn)
+            initialise(after.settings(), after.superuser_dsn)
             pass_ids(after, next_id(before))
             either = make_conninfo(
-                before.dsn,
+                before.superuser_dsn,
                 host="127.0.0.1,127.0.0.1",
                 port=f"{old.cluster.port},{new.cluster.port}",
             )
@@ -329,11 +332,11 @@ def test_upkeep_of_the_witnesses_stops_no_reader(
 ) -> None:
     outbox.conn.execute(reader.declared.encode())
     _publish(outbox, 0, 1)
-    assert sorted(reader.take(outbox.dsn, 2)) == [0, 1]
+    assert sorted(reader.take(outbox.superuser_dsn, 2)) == [0, 1]
     for each in rewrite.split("; "):
         outbox.conn.execute(each.encode())
     _publish(outbox, 2)
-    assert reader.take(outbox.dsn, 1) == [2]
+    assert reader.take(outbox.superuser_dsn, 1) == [2]
 
 
 def test_a_wrapped_transaction_id_is_the_same_history() -> None:
@@ -345,7 +348,7 @@ def test_a_wrapped_transaction_id_is_the_same_history() -> None:
             outbox.install()
             outbox.conn.execute("select relay.declare_reader('r', start => 'beginning')")
             _publish(outbox, 0, 1)
-            assert InSql().take(outbox.dsn, 2) == [0, 1]
+            assert InSql().take(outbox.superuser_dsn, 2) == [0, 1]
             for epoch in (1, 2):
                 server.stop()
                 subprocess.run(
@@ -358,7 +361,7 @@ def test_a_wrapped_transaction_id_is_the_same_history() -> None:
                 outbox.reconnect()
                 assert next_id(outbox) > epoch << 32
                 _publish(outbox, 2, 3)
-                assert InSql().take(outbox.dsn, 2) == [2, 3]
+                assert InSql().take(outbox.superuser_dsn, 2) == [2, 3]
                 outbox.conn.execute("select relay.take_witness()")
                 assert outbox.value("select bool_and(relay.holds_witness(id)) from relay.witnesses")
 
@@ -376,7 +379,7 @@ def test_retention_of_witnesses_keeps_the_history(outbox: Outbox) -> None:
     )
     assert outbox.value("select relay.remove_witnesses()") > 0
     _publish(outbox, 0)
-    assert InSql().take(outbox.dsn, 1) == [0]
+    assert InSql().take(outbox.superuser_dsn, 1) == [0]
 
 
 def test_nobody_forges_a_history(outbox: Outbox) -> None:
@@ -387,7 +390,7 @@ def test_nobody_forges_a_history(outbox: Outbox) -> None:
     )
     try:
         with psycopg.connect(
-            make_conninfo(outbox.dsn, user=role, password="p"), autocommit=True
+            make_conninfo(outbox.superuser_dsn, user=role, password="p"), autocommit=True
         ) as conn:
             conn.execute("select relay.declare_reader('r', start => 'beginning')")
             for statement in (
@@ -407,7 +410,9 @@ def test_nobody_forges_a_history(outbox: Outbox) -> None:
                     conn.execute(statement.encode())
             # A position that says of itself that it is of here moves the reader of who says so, and no other.
             _publish(outbox, 0)
-            assert InSql().take(make_conninfo(outbox.dsn, user=role, password="p"), 1) == [0]
+            assert InSql().take(
+                make_conninfo(outbox.superuser_dsn, user=role, password="p"), 1
+            ) == [0]
     finally:
         outbox.conn.execute(f"drop role {role}".encode())
 
@@ -415,7 +420,7 @@ def test_nobody_forges_a_history(outbox: Outbox) -> None:
 def test_a_reader_that_waits_writes_nothing(outbox: Outbox) -> None:
     outbox.conn.execute("select relay.declare_reader('r', start => 'beginning')")
     _publish(outbox, 0)
-    assert InSql().take(outbox.dsn, 1) == [0]
+    assert InSql().take(outbox.superuser_dsn, 1) == [0]
     before = next_id(outbox), outbox.value("select count(*) from relay.witnesses")
     own = "select xact_commit from pg_stat_database where datname = current_database()"
     for _ in range(20):
@@ -439,7 +444,7 @@ def test_rows_that_were_written_again_are_no_history(outbox: Outbox) -> None:
         outbox.conn.execute("select relay.read('r')")
     initialise(outbox.settings())
     _publish(outbox, 0)
-    assert InSql().take(outbox.dsn, 1) == [0]
+    assert InSql().take(outbox.superuser_dsn, 1) == [0]
 
 
 def test_positions_of_a_former_schema_get_the_present_history(outbox: Outbox) -> None:
@@ -462,7 +467,7 @@ def test_positions_of_a_former_schema_get_the_present_history(outbox: Outbox) ->
     assert [each for each in warned if "of this server: 1:" in each and "cannot prove" in each]
     with pytest.raises(psycopg.errors.InvalidParameterValue, match="does not say which history"):
         outbox.conn.execute("select relay.advance('r', %s)", (held.split("@")[0],))
-    assert InSql().take(outbox.dsn, 1) == [0]
+    assert InSql().take(outbox.superuser_dsn, 1) == [0]
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match=_ANOTHER):
         outbox.conn.execute("select relay.read('ahead')")
     warned.clear()

@@ -57,7 +57,7 @@ def log(outbox: Outbox) -> Outbox:
 
 def test_a_lower_number_that_commits_later_is_read(log: Outbox) -> None:
     """Eventuous/eventuous#222, patchlevel/event-sourcing#615: the next call asked for greater numbers than the last."""
-    with psycopg.connect(log.dsn) as first:
+    with psycopg.connect(log.superuser_dsn) as first:
         _publish(first, 1)
         _publish(log.conn, 2)
         assert _drain(log.conn) == [2]
@@ -67,7 +67,7 @@ def test_a_lower_number_that_commits_later_is_read(log: Outbox) -> None:
 
 def test_two_writers_that_commit_in_another_order(log: Outbox) -> None:
     """PaulGrimshaw/dcb-event-store#89, eugene-khyst/postgresql-event-sourcing#2: of two writers one was dropped."""
-    with psycopg.connect(log.dsn) as first, psycopg.connect(log.dsn) as second:
+    with psycopg.connect(log.superuser_dsn) as first, psycopg.connect(log.superuser_dsn) as second:
         for number in range(5):
             _publish(first, number)
             _publish(second, 10 + number)
@@ -79,7 +79,7 @@ def test_two_writers_that_commit_in_another_order(log: Outbox) -> None:
 
 def test_a_rollback_leaves_no_gap_that_anybody_waits_for(log: Outbox) -> None:
     """JasperFx/marten#5108, #2681: gaps of rolled-back writers stopped the high-water mark for ever."""
-    with psycopg.connect(log.dsn) as idle, psycopg.connect(log.dsn) as failed:
+    with psycopg.connect(log.superuser_dsn) as idle, psycopg.connect(log.superuser_dsn) as failed:
         # A session that stays idle in its transaction, as that report has.
         idle.execute("select pg_current_xact_id()")
         for number in range(50):
@@ -91,7 +91,7 @@ def test_a_rollback_leaves_no_gap_that_anybody_waits_for(log: Outbox) -> None:
 
 def test_a_long_import_is_not_passed_over(log: Outbox) -> None:
     """JasperFx/marten#4952, #1629: progress went past events of an import that was still open."""
-    with psycopg.connect(log.dsn) as importing:
+    with psycopg.connect(log.superuser_dsn) as importing:
         for number in range(100):
             _publish(importing, number)
             if number % 10 == 0:
@@ -103,7 +103,7 @@ def test_a_long_import_is_not_passed_over(log: Outbox) -> None:
 
 def test_slow_commits_are_not_given_up(log: Outbox) -> None:
     """JasperFx/marten#3122: events were skipped after a threshold of time. Here there is none."""
-    with psycopg.connect(log.dsn) as slow:
+    with psycopg.connect(log.superuser_dsn) as slow:
         _publish(slow, 1)
         for _ in range(20):
             assert _drain(log.conn) == []
@@ -134,7 +134,7 @@ def test_a_filter_that_matches_nothing_moves_on(outbox: Outbox) -> None:
 def test_a_filtered_position_is_not_past_what_was_not_looked_at(outbox: Outbox) -> None:
     """kurrent-io/KurrentDB#4990, #4023: an empty page's checkpoint was the end of the log, and an event was missed."""
     outbox.conn.execute("""select relay.declare_reader('r', '{"event_type": "rare"}')""")
-    with psycopg.connect(outbox.dsn) as late:
+    with psycopg.connect(outbox.superuser_dsn) as late:
         _publish(late, 1, event_type="rare")
         _publish(outbox.conn, 2)
         _, position = _read(outbox.conn)
@@ -148,7 +148,7 @@ def test_a_reader_that_lost_its_place_cannot_commit(log: Outbox) -> None:
     """akka/alpakka-kafka#755, mailgun/kafka-pixy#62: a former owner's commit, and what is consumed twice after it."""
     _publish(log.conn, 1)
     _, former = _read(log.conn)
-    with psycopg.connect(log.dsn) as successor:
+    with psycopg.connect(log.superuser_dsn) as successor:
         assert _drain(successor) == [1]
         successor.commit()
     _publish(log.conn, 2)
@@ -170,7 +170,7 @@ def test_only_what_is_advanced_is_done(log: Outbox) -> None:
 def test_the_subscription_advances_by_what_it_has_seen(log: Outbox) -> None:
     """proteanhq/protean#1088, SQLStreamStore/SQLStreamStore#121: the tail is chased while many write."""
     found: list[int] = []
-    writers = [psycopg.connect(log.dsn) for _ in range(8)]
+    writers = [psycopg.connect(log.superuser_dsn) for _ in range(8)]
     try:
         for number in range(200):
             writer = writers[number * 5 % 8]

@@ -101,7 +101,7 @@ class Query:
 
 def test_a_stream_fails_where_retention_removed_what_it_had_to_read(kept: Outbox) -> None:
     kept.fill(3)
-    query = Query(kept.dsn)
+    query = Query(kept.superuser_dsn)
     assert query.trigger() == 15
     remove(kept)
     kept.fill(1, events=2)
@@ -125,7 +125,7 @@ def test_a_stream_fails_where_retention_removed_what_it_had_to_read(kept: Outbox
     kept.fill(1, events=1)
     assert query.trigger() == 1
     query.stop()
-    new = Query(kept.dsn)
+    new = Query(kept.superuser_dsn)
     assert new.trigger() == 1
     new.stop()
 
@@ -134,15 +134,15 @@ def test_a_batch_from_a_snapshot_fails_likewise(kept: Outbox) -> None:
     before = position(kept)
     kept.fill(1)
     remove(kept)
-    reader = DifferenceReader(parse({"dsn": kept.dsn, "fromSnapshot": before}, "batch"))
+    reader = DifferenceReader(parse({"dsn": kept.superuser_dsn, "fromSnapshot": before}, "batch"))
     with pytest.raises(RelayError, match="failOnDataLoss: retention has removed events up to"):
         reader.partitions()
     for more in ({"failOnDataLoss": "false", "fromSnapshot": before}, {}):
-        DifferenceReader(parse({"dsn": kept.dsn} | more, "batch")).partitions()
+        DifferenceReader(parse({"dsn": kept.superuser_dsn} | more, "batch")).partitions()
 
 
 def test_rows_that_are_removed_while_a_micro_batch_is_read_fail_its_tasks(kept: Outbox) -> None:
-    query = Query(kept.dsn)
+    query = Query(kept.superuser_dsn)
     kept.fill(1)
     query.trigger()
     kept.fill(1)
@@ -160,7 +160,7 @@ def test_rows_that_are_removed_while_a_micro_batch_is_read_fail_its_tasks(kept: 
 
 def test_told_to_go_on_a_query_reads_what_is_left_once(kept: Outbox) -> None:
     """Kafka's source failed in its tasks all the same (SPARK-18373), and then read records twice (SPARK-25214)."""
-    query = Query(kept.dsn, options={"failOnDataLoss": "false"})
+    query = Query(kept.superuser_dsn, options={"failOnDataLoss": "false"})
     kept.fill(1)
     query.trigger()
     kept.fill(1)
@@ -194,8 +194,11 @@ def test_a_transaction_that_was_open_then_and_is_older_than_the_newest_removed(
     kept: Outbox,
 ) -> None:
     """The newest transaction that was removed was read; an older one was open at the position, and has ended since."""
-    query = Query(kept.dsn)
-    with psycopg.connect(kept.dsn) as slow, psycopg.connect(kept.dsn) as aborted:
+    query = Query(kept.superuser_dsn)
+    with (
+        psycopg.connect(kept.superuser_dsn) as slow,
+        psycopg.connect(kept.superuser_dsn) as aborted,
+    ):
         slow.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb([event(1)])))
         aborted.execute("select pg_current_xact_id()")
         kept.fill(1, events=1)
@@ -218,8 +221,8 @@ def test_a_transaction_that_was_open_then_and_is_older_than_the_newest_removed(
 def test_a_quiet_stream_does_not_suspect_a_transaction_that_published_nothing(
     kept: Outbox,
 ) -> None:
-    query = Query(kept.dsn)
-    with psycopg.connect(kept.dsn) as slow:
+    query = Query(kept.superuser_dsn)
+    with psycopg.connect(kept.superuser_dsn) as slow:
         slow.execute("select pg_current_xact_id()")
         kept.fill(1, events=1)
         assert query.trigger() == 1
@@ -233,7 +236,7 @@ def test_a_quiet_stream_does_not_suspect_a_transaction_that_published_nothing(
 
 
 def test_what_was_erased_is_not_missed(kept: Outbox) -> None:
-    query = Query(kept.dsn)
+    query = Query(kept.superuser_dsn)
     kept.fill(1, events=1)
     query.trigger()
     kept.publish(host(7), event(1))
@@ -249,7 +252,7 @@ def test_a_removal_in_another_cluster_counts_nothing(kept: Outbox) -> None:
         "insert into relay.removed (outbox, newest, snapshot) values (%s, '9999999', '9999999:9999999:')",
         (OWN_OUTBOX,),
     )
-    query = Query(kept.dsn)
+    query = Query(kept.superuser_dsn)
     kept.fill(1, events=1)
     assert query.trigger() == 1
     remove(kept)
@@ -268,7 +271,7 @@ def test_a_removal_in_another_cluster_is_forgotten_before_this_one_comes_so_far(
         "insert into relay.removed (outbox, newest, snapshot) values (%s, %s::text::xid8, %s::pg_snapshot)",
         (OWN_OUTBOX, newest, f"{newest + 1}:{newest + 1}:"),
     )
-    query = Query(kept.dsn)
+    query = Query(kept.superuser_dsn)
     query.trigger()
     initialise(kept.settings(**KEEP))
     for _ in range(40):
@@ -283,7 +286,7 @@ def stranger(kept: Outbox) -> Any:
     name = f"s_{kept.slot}"
     kept.conn.execute(f"create role {name} login password 'p'".encode())
     kept.conn.execute(f"grant select on outbox_message_t to {name}".encode())
-    yield make_conninfo(kept.dsn, user=name, password="p")
+    yield make_conninfo(kept.superuser_dsn, user=name, password="p")
     kept.conn.execute(f"drop owned by {name}; drop role {name}".encode())
 
 
@@ -311,7 +314,7 @@ def test_a_role_needs_the_right_to_know_only_where_events_are_removed(
     outbox.conn.execute(f"grant select on outbox_message_t to {name}".encode())
     outbox.conn.execute("select relay.let_keep_positions('outbox_message_t')")
     outbox.fill(1, events=1)
-    dsn = make_conninfo(outbox.dsn, user=name, password="p")
+    dsn = make_conninfo(outbox.superuser_dsn, user=name, password="p")
     other = Query(dsn, {"snapshot": "3:3:"})
     assert other.trigger() == 1
     other.stop()
@@ -326,7 +329,7 @@ def test_a_role_with_rights_to_some_columns_may_know_it_too(kept: Outbox) -> Non
     kept.conn.execute("select relay.let_keep_positions('outbox_message_t')")
     before = position(kept)
     kept.fill(1, events=1)
-    dsn = make_conninfo(kept.dsn, user=name, password="p")
+    dsn = make_conninfo(kept.superuser_dsn, user=name, password="p")
     options = parse({"dsn": dsn, "fromSnapshot": before, "ordered": "false"}, "batch")
     reader = DifferenceReader(options, ["id"])
     assert sum(len(rows) for each in reader.partitions() for rows in reader.read(each)) == 1
@@ -335,7 +338,7 @@ def test_a_role_with_rights_to_some_columns_may_know_it_too(kept: Outbox) -> Non
 
 def test_a_former_schema_is_refused(kept: Outbox) -> None:
     kept.conn.execute("drop table relay.removed")
-    query = Query(kept.dsn, checkpoint(kept))
+    query = Query(kept.superuser_dsn, checkpoint(kept))
     with pytest.raises(RelayError, match="cannot be read: run `relay init`"):
         query.trigger()
     query.stop()
@@ -378,7 +381,9 @@ class History:
         outbox = self.outbox
         outbox.conn.execute(SKEW)
         actions = [self.begin] * 5 + [self.end] * 4 + [self.remove, self.pass_time, self.read]
-        self.queries = [Query(outbox.dsn, options={"startingPosition": "now"}) for _ in range(4)]
+        self.queries = [
+            Query(outbox.superuser_dsn, options={"startingPosition": "now"}) for _ in range(4)
+        ]
         for query in self.queries:
             query.trigger()
         for _ in range(steps):
@@ -390,7 +395,7 @@ class History:
 
     def begin(self) -> None:
         """Begin a transaction that publishes nothing, an event, or some, and perhaps stays open."""
-        conn = psycopg.connect(self.outbox.dsn)
+        conn = psycopg.connect(self.outbox.superuser_dsn)
         (xid,) = conn.execute("select pg_current_xact_id()::text::bigint").fetchall()[0]
         for _ in range(self.dice.choice([0, 1, 1, 3])):
             conn.execute(

@@ -175,7 +175,7 @@ def test_answers_of_one_commit(outbox: Outbox, shop: Shop) -> None:
 
 def test_an_answer_of_a_transaction_that_began_before_the_event(outbox: Outbox, shop: Shop) -> None:
     id_ = uuid.uuid4()
-    with psycopg.connect(outbox.dsn) as conn:
+    with psycopg.connect(outbox.superuser_dsn) as conn:
         conn.execute("select pg_current_xact_id()")
         assert shop.post(id_, wait=None).status_code == 202
         outbox.publish(HOST, event(1))
@@ -361,7 +361,7 @@ def test_the_database_is_away_while_a_request_waits(
     monkeypatch.setattr(publishing, "CommitWriter", lambda dsn: CommitWriter(dsn, wait_seconds=1.0))
     outbox.conn.execute(ACCEPT)
     id_ = uuid.uuid4()
-    with shop_of(outbox) as shop, psycopg.connect(outbox.dsn) as other:
+    with shop_of(outbox) as shop, psycopg.connect(outbox.superuser_dsn) as other:
         other.execute("lock table outbox_message_t in access exclusive mode")
         refused = shop.post(id_, wait=2)
         assert refused.status_code == 503

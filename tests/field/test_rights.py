@@ -237,7 +237,7 @@ def restored(server: Server, of: Outbox, options: Sequence[str]) -> Outbox:
     made = Outbox(server.create_database("restored"))
     # What the superuser has created in the schema public is for handlers.
     made.conn.execute("alter schema public owner to app_owner")
-    dumped = subprocess.run([dump, "-Fc", "-d", of.dsn], check=True, capture_output=True)
+    dumped = subprocess.run([dump, "-Fc", "-d", of.superuser_dsn], check=True, capture_output=True)
     subprocess.run(
         [restore, *options, "-d", made.installer_dsn],
         input=dumped.stdout,

@@ -54,7 +54,7 @@ class Login:
 
     def __init__(self, outbox: Outbox, role: str, file: Path) -> None:
         self.outbox, self.role, self.file = outbox, role, file
-        self.dsn = make_conninfo(outbox.dsn, user=role, password="")
+        self.dsn = make_conninfo(outbox.superuser_dsn, user=role, password="")
 
     def change(self, password: str) -> None:
         """Change the password in the database, and end the role's sessions."""
@@ -185,7 +185,7 @@ def test_a_whole_connection_string_is_read_again(login: Login, tmp_path: Path) -
     with relaying(outbox.settings(source=source)):
         outbox.publish(host(1), event(1))
         outbox.wait_handled()
-        file.write_text(outbox.dsn)
+        file.write_text(outbox.superuser_dsn)
         outbox.conn.execute(f"alter role {login.role} nologin".encode())
         login.cut()
         outbox.publish(host(1), event(2))

@@ -78,11 +78,11 @@ def test_a_fast_shutdown_does_not_wait_for_another_database(
     with Outbox(killable_server.create_database("source")) as source:
         config: dict[str, Any] = {
             "group": "two-servers",
-            "target": {"dsn": outbox.dsn},
+            "target": {"dsn": outbox.superuser_dsn},
             "source": {**source.config()["source"], "buffer_bytes": 1 << 20},
         }
         initialise(source.settings(**config))
-        blocker = psycopg.connect(outbox.dsn)
+        blocker = psycopg.connect(outbox.superuser_dsn)
         with relaying(source.settings(**config)) as service:
             source.publish(host(0), event())
             wait_until(lambda: outbox.handled() == 1)

@@ -86,7 +86,7 @@ def role_with(outbox: Outbox, settings: Mapping[str, str]) -> Iterator[str]:
             outbox.conn.execute(
                 sql.SQL("alter role {} set {} = {}").format(name, sql.Identifier(setting), values)
             )
-        yield make_conninfo(outbox.dsn, user=f"{outbox.slot}_set", password="p")
+        yield make_conninfo(outbox.superuser_dsn, user=f"{outbox.slot}_set", password="p")
     finally:
         outbox.conn.execute(
             sql.SQL("reassign owned by {0} to postgres; drop owned by {0}; drop role {0}").format(
@@ -284,7 +284,7 @@ def test_no_code_of_another_role_runs_as_relay(outbox: Outbox, path: str, mode: 
             outbox.conn.execute(statement.encode())
         outbox.conn.execute(f"alter database {outbox.slot} set search_path = {path}".encode())
         settings = job(outbox, webhook, dsn, mode)
-        initialise(settings, source_dsn=outbox.dsn, target_dsn=outbox.dsn)
+        initialise(settings, source_dsn=outbox.superuser_dsn, target_dsn=outbox.superuser_dsn)
         assert not [each for each in check.examine(settings) if each.level is Severity.ERROR]
         with relaying(settings):
             outbox.publish(host(1), event(1))
@@ -294,7 +294,10 @@ def test_no_code_of_another_role_runs_as_relay(outbox: Outbox, path: str, mode: 
             wait_until(lambda: len(set(webhook.ids())) == 3)
             status.read(settings)
         outbox.assert_exact()
-        with closing(connect(outbox.dsn)) as source, closing(connect(outbox.dsn)) as target:
+        with (
+            closing(connect(outbox.superuser_dsn)) as source,
+            closing(connect(outbox.superuser_dsn)) as target,
+        ):
             Schedule(settings, lambda: None).retain(source, target)
         found = outbox.conn.execute(
             "select distinct who::text, what from caught where application <> 'the test'"
@@ -309,7 +312,7 @@ def test_a_transaction_timeout_does_not_end_the_stream_of_a_large_commit(
     """ankane/strong_migrations#302, vitabaks/pg_auto_reindexer#19: the walsender decodes it in one transaction."""
     with role_with(outbox, {"transaction_timeout": "100ms"}) as dsn:
         source = {"dsn": dsn, "slot": outbox.slot, "publication": outbox.slot}
-        settings = outbox.settings(source=source, target={"dsn": outbox.dsn})
+        settings = outbox.settings(source=source, target={"dsn": outbox.superuser_dsn})
         with relaying(settings):
             outbox.fill(1, events=20_000)
             outbox.wait_handled()
@@ -328,7 +331,9 @@ def test_no_code_of_another_role_runs_in_a_services_migration(outbox: Outbox) ->
         )
         for statement in planted(planter):
             outbox.conn.execute(statement.encode())
-        with psycopg.connect(outbox.dsn, options="-c search_path=public,pg_catalog") as conn:
+        with psycopg.connect(
+            outbox.superuser_dsn, options="-c search_path=public,pg_catalog"
+        ) as conn:
             for script in [schema.remove(), *schema.install()]:
                 conn.execute(script.encode())
                 assert conn.execute("show search_path").fetchone() == ("public,pg_catalog",)
@@ -338,7 +343,7 @@ def test_no_code_of_another_role_runs_in_a_services_migration(outbox: Outbox) ->
 def test_a_migration_where_plpgsql_makes_errors_of_warnings(outbox: Outbox) -> None:
     """A role or database turns them on for its own functions."""
     options = "-c plpgsql.extra_errors=all"
-    with psycopg.connect(outbox.dsn, options=options) as conn:
+    with psycopg.connect(outbox.superuser_dsn, options=options) as conn:
         for script in [schema.remove(), *schema.install()]:
             conn.execute(script.encode())
             assert conn.execute("show plpgsql.extra_errors").fetchone() == ("all",)
@@ -420,7 +425,7 @@ def test_handlers_name_their_tables_as_the_user_does(outbox: Outbox, poison: boo
 def test_every_setting_of_a_kind_is_pinned_in_one_round_trip(
     outbox: Outbox, kind: SessionKind
 ) -> None:
-    with connect(outbox.dsn, kind) as conn:
+    with connect(outbox.superuser_dsn, kind) as conn:
         for name, value in session_settings.PINNED[kind].items():
             row = conn.execute("select current_setting(%s, true)", (name,)).fetchone()
             # One of PL/pgSQL does not exist before its first function is called.
@@ -459,7 +464,7 @@ def test_every_function_of_relay_has_a_path_of_its_own(outbox: Outbox) -> None:
 
 def test_a_table_of_the_jdbc_writer_is_found_as_the_user_names_it(outbox: Outbox) -> None:
     outbox.conn.execute("create schema lake; create table lake.events (id uuid)")
-    dsn = make_conninfo(outbox.dsn, options="-c search_path=lake")
+    dsn = make_conninfo(outbox.superuser_dsn, options="-c search_path=lake")
     writer = JdbcWriter("lake", JdbcSettings.model_validate({"dsn": dsn, "table": "events"}))
     with connect(dsn) as conn:
         assert writer._find(conn)[1:] == ("lake", "events")

@@ -55,7 +55,7 @@ def _numbers(transaction: relay.Transaction) -> list[int]:
 
 def _reading(outbox: Outbox, **options: Any) -> Iterator[ReadTransaction]:
     given: dict[str, Any] = {"poll": 0.05, "start": "beginning", **options}
-    return iter(subscribe(outbox.dsn, "r", **given))
+    return iter(subscribe(outbox.superuser_dsn, "r", **given))
 
 
 def _take(outbox: Outbox, count: int, **options: Any) -> list[list[int]]:
@@ -179,7 +179,7 @@ def test_what_commits_late_ends_the_quiet(outbox: Outbox) -> None:
     def present() -> str:
         return str(outbox.value("select pg_current_snapshot()::text"))
 
-    with psycopg.connect(outbox.dsn) as late:
+    with psycopg.connect(outbox.superuser_dsn) as late:
         _publish(late, 1)
         _publish(outbox.conn, 2)
         before = present()
@@ -332,7 +332,7 @@ def test_what_failed_to_commit_comes_again(outbox: Outbox) -> None:
     """spring-projects/spring-kafka#3703, corda/corda-runtime-os#6181: a commit failed, and the events were skipped."""
     for number in range(3):
         _publish(outbox.conn, number)
-    with closing(_reading(outbox)) as reader, psycopg.connect(outbox.dsn) as conn:  # type: ignore[type-var]
+    with closing(_reading(outbox)) as reader, psycopg.connect(outbox.superuser_dsn) as conn:  # type: ignore[type-var]
         next(reader).done()
         failed = next(reader)
         outbox.conn.execute("select relay.seek('r', 'beginning')")
@@ -345,7 +345,7 @@ def test_stopping_skips_nothing(outbox: Outbox) -> None:
     """JasperFx/marten#1857: the events that were in flight when the daemon stopped were skipped."""
     for number in range(10):
         _publish(outbox.conn, number)
-    reader = subscribe(outbox.dsn, "r", start="beginning", poll=0.05)
+    reader = subscribe(outbox.superuser_dsn, "r", start="beginning", poll=0.05)
     found = []
     for transaction in reader:
         found.append(_numbers(transaction))
@@ -387,14 +387,14 @@ def test_each_transaction_has_its_position(outbox: Outbox) -> None:
     with closing(_reading(outbox)) as reader:  # type: ignore[type-var]
         positions = [next(reader).position for _ in range(6)]
     for number, position in enumerate(positions[:-1]):
-        other = subscribe(outbox.dsn, f"from {number}", start=position, poll=0.05)
+        other = subscribe(outbox.superuser_dsn, f"from {number}", start=position, poll=0.05)
         with closing(iter(other)) as reader:  # type: ignore[type-var]
             assert _numbers(next(reader)) == [number + 1]
 
 
 def test_what_commits_late_is_read_between_pages(outbox: Outbox) -> None:
     """proteanhq/protean#1088, commanded/eventstore#327: the checkpoint passed events that came while it caught up."""
-    with psycopg.connect(outbox.dsn) as late:
+    with psycopg.connect(outbox.superuser_dsn) as late:
         _publish(late, 1000)
         for number in range(300):
             _publish(outbox.conn, number)
@@ -420,7 +420,7 @@ def test_a_cancelled_task_leaves_no_lock(outbox: Outbox) -> None:
 
     async def run() -> None:
         async def read() -> None:
-            async for _ in subscribe(outbox.dsn, "r", poll=0.05):
+            async for _ in subscribe(outbox.superuser_dsn, "r", poll=0.05):
                 pass
 
         for _ in range(3):
@@ -528,7 +528,7 @@ def test_a_handler_that_fails_ends_the_iteration(outbox: Outbox) -> None:
 
     async def run() -> list[list[int]]:
         found = []
-        async for transaction in subscribe(outbox.dsn, "r", start="beginning", poll=0.05):
+        async for transaction in subscribe(outbox.superuser_dsn, "r", start="beginning", poll=0.05):
             found.append(_numbers(transaction))
             if found[-1] == [1]:
                 raise ZeroDivisionError
@@ -574,7 +574,7 @@ def test_the_end_of_the_log_is_not_its_beginning(outbox: Outbox) -> None:
     for number in range(3):
         _publish(outbox.conn, number)
     found: list[list[int]] = []
-    reader = subscribe(outbox.dsn, "r", start="beginning", poll=0.01)
+    reader = subscribe(outbox.superuser_dsn, "r", start="beginning", poll=0.01)
     thread = Thread(target=lambda: found.extend(_numbers(each) for each in reader))
     thread.start()
     wait_until(lambda: len(found) == 3)
@@ -610,7 +610,7 @@ def test_nothing_comes_after_a_stop(outbox: Outbox) -> None:
     """kurrent-io/KurrentDB#929: a subscription that was dropped went on with the events that it had fetched."""
     for number in range(5):
         _publish(outbox.conn, number)
-    reader = subscribe(outbox.dsn, "r", start="beginning", poll=0.05)
+    reader = subscribe(outbox.superuser_dsn, "r", start="beginning", poll=0.05)
     found = []
     for transaction in reader:
         found.append(_numbers(transaction))
@@ -644,7 +644,7 @@ def test_a_second_iteration_begins_with_what_was_not_done(outbox: Outbox) -> Non
     """apache/pinot#18669: a batch that was fetched and not processed was skipped by the next call."""
     for number in range(5):
         _publish(outbox.conn, number)
-    reader = subscribe(outbox.dsn, "r", start="beginning", poll=0.05)
+    reader = subscribe(outbox.superuser_dsn, "r", start="beginning", poll=0.05)
     for expected in ([0], [1], [2]):
         for transaction in reader:
             assert _numbers(transaction) == expected
@@ -657,7 +657,7 @@ def test_a_task_that_is_cancelled_at_once_leaves_no_connection(outbox: Outbox) -
 
     async def run() -> None:
         async def read() -> None:
-            async for _ in subscribe(outbox.dsn, "r", poll=0.05):
+            async for _ in subscribe(outbox.superuser_dsn, "r", poll=0.05):
                 pass
 
         for turns in range(6):

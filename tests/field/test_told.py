@@ -30,7 +30,7 @@ def test_dead_letters_are_told_while_another_task_of_their_batch_waits(
         "select from relay.group_partitions"
         " where partition_id = (select mod(abs(hashtext(%s)::bigint), 8)) for update"
     )
-    with relaying(settings), psycopg.connect(outbox.dsn) as other:
+    with relaying(settings), psycopg.connect(outbox.superuser_dsn) as other:
         outbox.publish(host(1), event(1))
         outbox.wait_handled()
         assert other.execute(held, (str(host(2)),)).rowcount == 1

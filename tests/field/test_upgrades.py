@@ -52,7 +52,9 @@ def test_publishers_go_on_after_a_migration(outbox: Outbox, name: str) -> None:
     try:
         with (
             relaying(settings),
-            psycopg.connect(make_conninfo(outbox.dsn, user=role, password="p")) as publisher,
+            psycopg.connect(
+                make_conninfo(outbox.superuser_dsn, user=role, password="p")
+            ) as publisher,
         ):
             publisher.execute(
                 "select relay.publish(%s, %s, %s::jsonb)",
@@ -152,7 +154,7 @@ def test_a_running_instance_of_the_former_edition_keeps_positions_from_being_mig
     outbox.drain(settings)
     make_former(outbox)
     state = outbox.column(STATE)
-    with connect(outbox.dsn, application_name="relay elsewhere:7") as running:
+    with connect(outbox.superuser_dsn, application_name="relay elsewhere:7") as running:
         locks.lock_shared(running, locks.instance(settings.group))
         with pytest.raises(
             ConfigurationError, match=r"an instance of relay runs \(relay elsewhere:7\)"
@@ -161,7 +163,7 @@ def test_a_running_instance_of_the_former_edition_keeps_positions_from_being_mig
     assert outbox.column(STATE) == state
     wait_until(lambda: not outbox.column("select 1 from pg_locks where locktype = 'advisory'"))
     # One that nobody has found, since the session that shows it was lost: nothing of its tasks is stored.
-    with psycopg.connect(outbox.dsn) as former:
+    with psycopg.connect(outbox.superuser_dsn) as former:
         former.execute("select from relay.consumer_offsets")
         former.commit()
         initialise(settings)

@@ -60,7 +60,7 @@ def test_a_database_without_transactions_is_refused(
 ) -> None:
     fill(outbox, 1)
     open_database, is_async = DATABASES[database]
-    worker = Worker(open_database(outbox.dsn), "mail", concurrency=1, lease=lease)
+    worker = Worker(open_database(outbox.superuser_dsn), "mail", concurrency=1, lease=lease)
     called: list[object] = []
 
     def handle(message: Message | LeasedMessage, *session: Any) -> None:
@@ -104,7 +104,7 @@ def apply(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
 def effects(outbox: Outbox) -> Iterator[Callable[[], list[int]]]:
     """A table, and Django's connection to it, whose sessions have a name of their own."""
     outbox.conn.execute("create table effects (amount int)")
-    configured: Any = django_connection(outbox.dsn).settings_dict
+    configured: Any = django_connection(outbox.superuser_dsn).settings_dict
     configured |= {"OPTIONS": {"application_name": ALIAS}, "CONN_MAX_AGE": None}
     django.db.connections.settings[ALIAS] = configured
     yield lambda: outbox.column("select distinct amount from effects order by 1")
@@ -151,7 +151,7 @@ def test_other_connections_of_a_worker_are_opened_again_too(
     outbox: Outbox, effects: Callable[[], list[int]], lease: float | None
 ) -> None:
     fill(outbox)
-    worker = Worker(outbox.dsn, "mail", concurrency=1, poll=0.1, lease=lease)
+    worker = Worker(outbox.superuser_dsn, "mail", concurrency=1, poll=0.1, lease=lease)
 
     @worker.handles()
     def handle(message: Message | LeasedMessage, *session: Any) -> None:
@@ -166,7 +166,7 @@ def test_other_connections_of_a_worker_are_opened_again_too(
 
 def test_no_handler_waits_for_what_others_do_in_the_thread_of_the_orm(outbox: Outbox) -> None:
     fill(outbox, 1, 2)
-    worker = Worker(outbox.dsn, "mail", concurrency=2, poll=0.1, deadline=60)
+    worker = Worker(outbox.superuser_dsn, "mail", concurrency=2, poll=0.1, deadline=60)
     called: list[Any] = []
     both_run = Event()
 
@@ -177,7 +177,7 @@ def test_no_handler_waits_for_what_others_do_in_the_thread_of_the_orm(outbox: Ou
             both_run.set()
         assert await sync_to_async(both_run.wait)(30)
 
-    django_connection(outbox.dsn)
+    django_connection(outbox.superuser_dsn)
     with working(worker):
         wait_until(lambda: len(states(outbox)) == 0)
     assert sorted(called) == [1, 2]
@@ -188,7 +188,7 @@ def test_connections_of_coroutine_functions_are_opened_again(
     outbox: Outbox, effects: Callable[[], list[int]], lease: float | None
 ) -> None:
     fill(outbox)
-    worker = Worker(outbox.dsn, "mail", concurrency=1, poll=0.1, lease=lease)
+    worker = Worker(outbox.superuser_dsn, "mail", concurrency=1, poll=0.1, lease=lease)
 
     @worker.handles()
     async def handle(message: Message | LeasedMessage, *session: Any) -> None:

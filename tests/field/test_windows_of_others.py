@@ -40,7 +40,7 @@ def test_a_window_that_another_instance_holds_is_not_planned_again_and_again(
         outbox.publish(host(1), event(1))
         outbox.wait_handled(10)
     caplog.clear()
-    with psycopg.connect(outbox.dsn) as other:
+    with psycopg.connect(outbox.superuser_dsn) as other:
         other.execute("select from relay.group_partitions for update")
         for number in range(20):
             outbox.publish(host(number), event(number))
@@ -62,7 +62,7 @@ def test_a_task_that_waits_says_for_what(
     caplog.set_level(logging.INFO, "relay")
     monkeypatch.setattr(long_tasks, "LONG_SECONDS", 0.4)
     settings = outbox.settings(source={**outbox.config()["source"], "mode": "poll"})
-    with psycopg.connect(outbox.dsn, application_name="a report") as other:
+    with psycopg.connect(outbox.superuser_dsn, application_name="a report") as other:
         other.execute("lock table projection in exclusive mode")
         outbox.publish(host(1), event(1))
         with relaying(settings):

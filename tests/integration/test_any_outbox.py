@@ -246,7 +246,7 @@ def test_the_table_of_another_project_is_relayed(outbox: Outbox, profile: str, m
     name = f"{outbox.slot}_other"
     settings = outbox.settings(
         source={
-            **{"dsn": outbox.dsn, "slot": name, "publication": name},
+            **{"dsn": outbox.superuser_dsn, "slot": name, "publication": name},
             **{"profile": profile, "mode": mode},
         },
         group="other",
@@ -287,7 +287,7 @@ def test_a_row_that_is_deleted_at_once_is_relayed_from_the_wal(outbox: Outbox) -
     name = f"{outbox.slot}_other"
     settings = outbox.settings(
         source={
-            **{"dsn": outbox.dsn, "slot": name, "publication": name},
+            **{"dsn": outbox.superuser_dsn, "slot": name, "publication": name},
             **{"profile": "debezium", "mode": "wal"},
         },
         group="other",
@@ -411,7 +411,12 @@ def test_keys_that_the_target_cannot_spell_are_held_in_order(
             "on_exhausted": "block_key",
         }
         settings = outbox.settings(
-            source={"dsn": outbox.dsn, "slot": name, "publication": name, "profile": "debezium"},
+            source={
+                "dsn": outbox.superuser_dsn,
+                "slot": name,
+                "publication": name,
+                "profile": "debezium",
+            },
             target={"dsn": narrow},
             group="other",
             handlers={"relayed": relayed, "hook": hook},

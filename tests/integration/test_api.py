@@ -519,7 +519,7 @@ def test_a_client_that_is_cut_at_random_gets_each_event_once_and_in_order(
     token = new_token(settings)
     rng = random.Random(seed)
     found: list[int] = []
-    with _sessions(outbox.dsn, 4) as sessions:
+    with _sessions(outbox.superuser_dsn, 4) as sessions:
         history = _History(seed, sessions)
         with Source(address, token).ready() as source:
             last = source.last
@@ -561,7 +561,7 @@ def test_an_outage_is_logged_once(
     outbox: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clients are told 503; an operator reads why, however many ask. A fault that concerns nobody any more is none."""
-    away = make_conninfo(outbox.dsn, dbname=f"{outbox.slot}_away")
+    away = make_conninfo(outbox.superuser_dsn, dbname=f"{outbox.slot}_away")
     of_source = {"dsn": away, "slot": outbox.slot, "publication": outbox.slot}
     with served(outbox.settings(api={**API}, source=of_source)) as address:
         for _ in range(5):

@@ -158,7 +158,7 @@ def test_neither_payloads_nor_passwords_are_logged(outbox: Outbox, tmp_path: Pat
         "create role keeper login replication password 'hunter2-secret' in role app_relay"
     )
     try:
-        dsn = f"{outbox.dsn}{'&' if '?' in outbox.dsn else '?'}user=keeper&password=hunter2-secret"
+        dsn = f"{outbox.superuser_dsn}{'&' if '?' in outbox.superuser_dsn else '?'}user=keeper&password=hunter2-secret"
         source = {**outbox.config()["source"], "dsn": dsn}
         config = outbox.config_file(tmp_path / "relay.yaml", source=source)
         outbox.publish(host(1), event("payload-secret"))
@@ -330,7 +330,10 @@ def test_run_does_not_wait_for_what_only_another_dsn_mends(
     outbox: Outbox, tmp_path: Path, key: str, wrong: dict[str, str], words: str
 ) -> None:
     source = outbox.config()["source"]
-    section = {**(source if key == "source" else {}), "dsn": make_conninfo(outbox.dsn, **wrong)}
+    section = {
+        **(source if key == "source" else {}),
+        "dsn": make_conninfo(outbox.superuser_dsn, **wrong),
+    }
     config = outbox.config_file(tmp_path / "relay.yaml", **{key: section})
     line = refused(config)
     assert f"{key}.dsn: cannot connect" in line
@@ -454,7 +457,7 @@ def test_a_role_that_may_not_replicate(outbox: Outbox, tmp_path: Path) -> None:
     try:
         source = {
             **outbox.config()["source"],
-            "dsn": f"{outbox.dsn}?user=weak&password=x",
+            "dsn": f"{outbox.superuser_dsn}?user=weak&password=x",
             "mode": "wal",
         }
         config = outbox.config_file(tmp_path / "relay.yaml", source=source)

@@ -51,7 +51,7 @@ def scenario(outbox: Outbox, driver: str, act: Callable[[Opened], Awaitable[Any]
     """Act in a session of a driver."""
 
     async def run() -> Any:
-        async with DRIVERS[driver](outbox.dsn) as opened:
+        async with DRIVERS[driver](outbox.superuser_dsn) as opened:
             return await act(opened)
 
     return asyncio.run(run())
@@ -142,7 +142,7 @@ def role(outbox: Outbox, *grants: str) -> Iterator[str]:
     for grant in grants:
         outbox.conn.execute(f"grant {grant} to {name}".encode())
     try:
-        yield psycopg.conninfo.make_conninfo(outbox.dsn, user=name, password="p")
+        yield psycopg.conninfo.make_conninfo(outbox.superuser_dsn, user=name, password="p")
     finally:
         outbox.conn.execute(f"drop owned by {name}; drop role {name}".encode())
 
@@ -217,30 +217,30 @@ def order_row(number: int) -> dict[str, Any]:
 
 def test_what_commits_by_itself_is_refused(outbox: Outbox) -> None:
     """There the events would not stand or fall with what they tell of."""
-    with psycopg.connect(outbox.dsn, autocommit=True) as conn:
+    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
         with pytest.raises(NotInTransaction, match="autocommit"):
             CLIENT.publish(conn, order(1), host_id=HOST)
         with conn.transaction():
             CLIENT.publish(conn, order(2), host_id=HOST)
     engine = sqlalchemy.create_engine(
         "postgresql+psycopg://",
-        creator=lambda: psycopg.connect(outbox.dsn),
+        creator=lambda: psycopg.connect(outbox.superuser_dsn),
         isolation_level="AUTOCOMMIT",
     )
     with engine.connect() as session, pytest.raises(NotInTransaction, match="AUTOCOMMIT"):
         CLIENT.publish(session, order(1), host_id=HOST)
     engine.dispose()
-    connection = django_connection(outbox.dsn)
+    connection = django_connection(outbox.superuser_dsn)
     with pytest.raises(NotInTransaction, match="atomic"):
         CLIENT.publish(connection, order(1), host_id=HOST)
     connection.close()
 
     async def asynchronous() -> None:
-        conn = await asyncpg.connect(**parameters(outbox.dsn))
+        conn = await asyncpg.connect(**parameters(outbox.superuser_dsn))
         with pytest.raises(NotInTransaction):
             await CLIENT.publish_async(conn, order(1), host_id=HOST)
         await conn.close()
-        pool = await asyncpg.create_pool(**parameters(outbox.dsn), min_size=1, max_size=1)
+        pool = await asyncpg.create_pool(**parameters(outbox.superuser_dsn), min_size=1, max_size=1)
         async with pool.acquire() as pooled, pooled.transaction():
             await CLIENT.publish_async(pooled, order(3), host_id=HOST)
         await pool.close()
@@ -254,17 +254,20 @@ def test_the_wrong_kind_of_session_is_said(outbox: Outbox) -> None:
         CLIENT.publish(object(), order(1), host_id=HOST)
 
     async def asynchronous() -> None:
-        async with await psycopg.AsyncConnection.connect(outbox.dsn) as conn:
+        async with await psycopg.AsyncConnection.connect(outbox.superuser_dsn) as conn:
             with pytest.raises(UnknownSession, match="publish_async"):
                 CLIENT.publish(conn, order(1), host_id=HOST)
-        with psycopg.connect(outbox.dsn) as sync, pytest.raises(UnknownSession, match="publish"):
+        with (
+            psycopg.connect(outbox.superuser_dsn) as sync,
+            pytest.raises(UnknownSession, match="publish"),
+        ):
             await CLIENT.publish_async(sync, order(1), host_id=HOST)
 
     asyncio.run(asynchronous())
 
 
 def test_faults_that_are_not_the_outboxs_stay_the_drivers(outbox: Outbox) -> None:
-    with psycopg.connect(outbox.dsn) as conn:
+    with psycopg.connect(outbox.superuser_dsn) as conn:
         with pytest.raises(psycopg.errors.DivisionByZero):
             conn.execute("select 1 / 0")
         with pytest.raises(psycopg.errors.InFailedSqlTransaction):
@@ -301,7 +304,7 @@ def test_values_come_back_exactly(
     outbox: Outbox, payload: dict[str, Any], metadata: dict[str, Any]
 ) -> None:
     event = Event("any", payload=payload, metadata=metadata)
-    with psycopg.connect(outbox.dsn) as conn:
+    with psycopg.connect(outbox.superuser_dsn) as conn:
         CLIENT.publish(conn, event, host_id=HOST)
         row = conn.execute(
             "select payload::text, metadata::text from outbox_message_t where id = %s", (event.id,)
@@ -357,7 +360,7 @@ def test_what_was_published_is_relayed(outbox: Outbox) -> None:
         sku: str
         amount: Decimal
 
-    with psycopg.connect(outbox.dsn) as conn:
+    with psycopg.connect(outbox.superuser_dsn) as conn:
         for number in range(50):
             CLIENT.publish(
                 conn,

@@ -104,7 +104,11 @@ def test_fastapi(outbox: Outbox) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ASK, str(host(1))],
         cwd=EXAMPLES / "fastapi_shop",
-        env={**os.environ, "PYTHONPATH": str(ROOT), "DATABASE_URL": url_for_asyncpg(outbox.dsn)},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "DATABASE_URL": url_for_asyncpg(outbox.superuser_dsn),
+        },
         capture_output=True,
         text=True,
         timeout=60,
@@ -268,8 +272,8 @@ def test_the_blocks_of_the_document_run(outbox: Outbox) -> None:
         "create table orders (id bigint generated always as identity, amount numeric)"
     )
     names: dict[str, Any] = {
-        "DSN": outbox.dsn,
-        "parameters": parameters(outbox.dsn),
+        "DSN": outbox.superuser_dsn,
+        "parameters": parameters(outbox.superuser_dsn),
         "tenant": host(1),
     }
     for block in blocks:

@@ -91,7 +91,7 @@ def test_the_target_is_complete_up_to_a_time_that_goes_on(outbox: Outbox, mode: 
         outbox.wait_handled()
         first = now(outbox)
         wait_complete(outbox, "", first)
-        with psycopg.connect(outbox.dsn) as late:
+        with psycopg.connect(outbox.superuser_dsn) as late:
             late.execute(
                 "insert into outbox_message_t (id, host_id, event_type, payload) values (%s, %s, 'late', '{}')",
                 (host(77), host(2)),
@@ -122,7 +122,7 @@ def test_a_table_has_all_that_was_committed_before_its_time(
     rng, stopping = random.Random(32), Event()
 
     def publish(number: int) -> None:
-        with psycopg.connect(outbox.dsn, autocommit=True) as conn:
+        with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
             count = 0
             while not stopping.is_set():
                 count += 1
@@ -376,7 +376,7 @@ def test_the_airflow_example_polls_until_the_status_is_0(
     completeness.note(outbox.conn, "default", "lake", since, late)
     assert relay(*options[1:]).returncode == 0
     # An outage while the sensor polls: BashSensor fails the task for good with any other status.
-    away = {"dsn": make_conninfo(outbox.dsn, port=1), "slot": outbox.slot}
+    away = {"dsn": make_conninfo(outbox.superuser_dsn, port=1), "slot": outbox.slot}
     outbox.config_file(file, **lake(tmp_path / "lake"), source=away)
     assert relay(*options[1:]).returncode == 1
     # A sink that is none is no outage, although nothing can be asked.
@@ -392,7 +392,7 @@ def test_the_dagster_example_requests_each_day_once(
 ) -> None:
     stubs(monkeypatch)
     found = example("dagster_sensor.py")
-    monkeypatch.setenv("OUTBOX_DSN", outbox.dsn)
+    monkeypatch.setenv("OUTBOX_DSN", outbox.superuser_dsn)
     context = SimpleNamespace(cursor=None)
     context.update_cursor = lambda text: setattr(context, "cursor", text)
 

@@ -695,7 +695,7 @@ def test_it_stays_usable_when_there_is_much(outbox: Outbox) -> None:
         routes=[{"handlers": list(handlers)}],
         partitions=1000,
         group="large",
-        source={"dsn": outbox.dsn, "mode": "poll"},
+        source={"dsn": outbox.superuser_dsn, "mode": "poll"},
         observe=console_of(),
     )
     outbox.install_again(settings)
@@ -789,7 +789,11 @@ def test_several_groups_have_one_console(outbox: Outbox) -> None:
     first = outbox.settings(observe=console_of())
     second = outbox.settings(
         group="second other",
-        source={"dsn": outbox.dsn, "slot": f"{outbox.slot}_2", "publication": outbox.slot},
+        source={
+            "dsn": outbox.superuser_dsn,
+            "slot": f"{outbox.slot}_2",
+            "publication": outbox.slot,
+        },
     )
     outbox.install_again(second)
     with served(first, second) as address:

@@ -318,7 +318,7 @@ class Store(RuleBasedStateMachine):
 
 
 def test_every_transaction_has_its_turn_and_none_before_it(outbox: Outbox) -> None:
-    with psycopg.connect(outbox.dsn, autocommit=True) as other:
+    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as other:
         outbox.conn.execute("set synchronous_commit = off")
         Store.conn, Store.other = outbox.conn, other
         run_state_machine_as_test(

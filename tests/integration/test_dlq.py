@@ -136,7 +136,7 @@ def test_a_thousand_come_back_while_live_events_of_their_hosts_flow(outbox: Outb
     done = threading.Event()
 
     def publish() -> None:
-        with Outbox(outbox.dsn) as writer:
+        with Outbox(outbox.superuser_dsn) as writer:
             number = 0
             while not done.is_set():
                 number += 1

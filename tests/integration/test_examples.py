@@ -78,12 +78,12 @@ def test_revenue_goes_on_from_its_checkpoint(
         publish(outbox, 8, "10.10", "5.05")
         publish(outbox, 9, "1")
         outbox.publish(host(1), event(99, "order.paid", event_ts="2026-11-01T09:00:00+00:00"))
-        example.write(spark, outbox.dsn, path)
+        example.write(spark, outbox.superuser_dsn, path)
         publish(outbox, 9, "2.5")
         publish(outbox, 20, "7")
-        example.write(spark, outbox.dsn, path)
+        example.write(spark, outbox.superuser_dsn, path)
         publish(outbox, 23, "8")
-        example.write(spark, outbox.dsn, path)
+        example.write(spark, outbox.superuser_dsn, path)
         rows = spark.read.parquet(path).orderBy("start").collect()
     finally:
         spark.conf.set("spark.sql.shuffle.partitions", str(before))
@@ -160,7 +160,7 @@ def test_a_backfill_and_relay_meet_exactly(
     spark.conf.set("spark.sql.session.timeZone", "UTC")
     try:
         for _ in range(2):
-            assert example.backfill(spark, snapshot, outbox.dsn) == 365 * 5
+            assert example.backfill(spark, snapshot, outbox.superuser_dsn) == 365 * 5
     finally:
         spark.conf.set("spark.sql.session.timeZone", str(zone))
     with running(file, OUTBOX_DSN=outbox.relay_dsn) as service:
@@ -194,7 +194,7 @@ def test_notifications(outbox: Outbox, tmp_path: Path, monkeypatch: pytest.Monke
     outbox.conn.execute((folder / "tables.sql").read_bytes())
     config = tmp_path / "relay.yaml"
     config.write_text(yaml.safe_dump(configuration("notifications/relay.yaml", outbox)))
-    monkeypatch.setenv("DATABASE_URL", outbox.dsn)
+    monkeypatch.setenv("DATABASE_URL", outbox.superuser_dsn)
     with Webhook() as provider, ExitStack() as stack:
         provider.answers = answers
         for name in ("EMAIL_PROVIDER", "SMS_PROVIDER"):
@@ -251,7 +251,7 @@ def test_reminders(outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     config = tmp_path / "relay.yaml"
     config.write_text(yaml.safe_dump(configuration("reminders/relay.yaml", outbox)))
-    monkeypatch.setenv("DATABASE_URL", outbox.dsn)
+    monkeypatch.setenv("DATABASE_URL", outbox.superuser_dsn)
     assert administer(outbox, "init", "--config", str(config)).returncode == 0
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
     with ExitStack() as stack:

@@ -287,7 +287,9 @@ def slow(outbox: Outbox, seconds: str, each: str) -> dict[str, Any]:
     return {
         "handlers": {"slow": {"type": "sql", "each": each, "statement": statement}},
         "routes": [{"handlers": ["slow"]}],
-        "target": {"dsn": make_conninfo(outbox.dsn, options="-c statement_timeout=300ms")},
+        "target": {
+            "dsn": make_conninfo(outbox.superuser_dsn, options="-c statement_timeout=300ms")
+        },
     }
 
 

@@ -211,7 +211,11 @@ def test_spark_reads_headers_as_a_map(shop: Outbox, spark_session: Session) -> N
     assert spark is not None
     register(spark)
     publish(shop, 12)
-    frame = spark.read.format("outbox").options(dsn=shop.dsn, headers=json.dumps(HEADERS)).load()
+    frame = (
+        spark.read.format("outbox")
+        .options(dsn=shop.superuser_dsn, headers=json.dumps(HEADERS))
+        .load()
+    )
     assert frame.schema["headers"].dataType.simpleString() == "map<string,string>"
     chosen = frame.selectExpr("id", "headers['region'] as region", "headers['priority'] as p")
     everything = PUBLISHED.replace("where priority > 0", "")

@@ -32,7 +32,7 @@ def failed(outbox: Outbox, limits: Limits | None = None, **overrides: Any) -> li
 @contextmanager
 def other_role(outbox: Outbox) -> Iterator[None]:
     """Another program that reads the slot."""
-    dsn = make_conninfo(outbox.dsn, application_name="pg_recvlogical")
+    dsn = make_conninfo(outbox.superuser_dsn, application_name="pg_recvlogical")
     connection = psycopg.connect(
         dsn, autocommit=True, replication="database", cursor_factory=psycopg.ClientCursor
     )

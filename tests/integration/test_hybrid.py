@@ -44,7 +44,7 @@ def publishing(outbox: Outbox) -> Iterator[None]:
     done = Event()
 
     def run() -> None:
-        with Outbox(outbox.dsn) as writer:
+        with Outbox(outbox.superuser_dsn) as writer:
             while not done.wait(0.01):
                 writer.publish(host(0), event(1), event(2))
 
@@ -327,7 +327,7 @@ def test_a_role_that_may_not_replicate_polls(outbox: Outbox, server: Server) -> 
     try:
         source = {
             **outbox.config()["source"],
-            "dsn": make_conninfo(outbox.dsn, user=role, password="p"),
+            "dsn": make_conninfo(outbox.superuser_dsn, user=role, password="p"),
         }
         with relaying(outbox.settings(source=source)):
             outbox.publish(host(1), event(1))
@@ -376,7 +376,7 @@ def test_no_walsender_is_free_and_the_slot_is_invalidated_and_wal_level_is_lower
     }
     with start_server(settings) as server, Outbox(server.create_database("source")) as outbox:
         outbox.install()
-        thief = psycopg.connect(outbox.dsn, replication="database", autocommit=True)
+        thief = psycopg.connect(outbox.superuser_dsn, replication="database", autocommit=True)
         with relaying(outbox.settings()):
             outbox.publish(host(1), event(1))
             outbox.wait_handled()

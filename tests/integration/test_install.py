@@ -152,7 +152,7 @@ def test_an_unreleased_schema_is_not_migrated(config: Path, outbox: Outbox) -> N
 
 def test_a_role_that_may_not_see_the_schema_is_told_so(outbox: Outbox, tmp_path: Path) -> None:
     outbox.conn.execute(f"create role {outbox.slot}_weak login password 'x'".encode())
-    dsn = f"{outbox.dsn}?user={outbox.slot}_weak&password=x"
+    dsn = f"{outbox.superuser_dsn}?user={outbox.slot}_weak&password=x"
     config = outbox.config_file(
         tmp_path / "relay.yaml", source={**outbox.config()["source"], "dsn": dsn}
     )
@@ -349,7 +349,7 @@ def test_functions_run_as_a_role_that_can_do_just_what_they_do(outbox: Outbox) -
     assert not outbox.value(
         "select rolcanlogin or rolsuper or rolreplication from pg_roles where rolname = 'relay_owner'"
     )
-    with psycopg.connect(outbox.dsn, autocommit=True) as conn:
+    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
         conn.execute("set role relay_owner")
         for forbidden in (
             "update outbox_message_t set payload = '{}'",
@@ -582,7 +582,10 @@ def test_uninstalling_where_relay_never_was_drops_nothing_of_another_database(
 def test_uninstalling_without_the_right_says_how(outbox: Outbox, tmp_path: Path) -> None:
     outbox.conn.execute("create role weak login password 'x'")
     try:
-        source = {**outbox.config()["source"], "dsn": f"{outbox.dsn}?user=weak&password=x"}
+        source = {
+            **outbox.config()["source"],
+            "dsn": f"{outbox.superuser_dsn}?user=weak&password=x",
+        }
         config = outbox.config_file(tmp_path / "relay.yaml", source=source)
         said = refusal(config, "uninstall", "--yes")
         assert "permission denied for schema relay: connect as an administrator (`relay un" in said

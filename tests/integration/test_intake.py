@@ -43,13 +43,13 @@ def sent(*events: dict[str, Any], key: str | None = None) -> IncomingEvents:
 
 @pytest.fixture
 def publisher(outbox: Outbox) -> Iterator[Publisher]:
-    with closing(Publisher(outbox.dsn)) as found:
+    with closing(Publisher(outbox.superuser_dsn)) as found:
         yield found
 
 
 @pytest.fixture
 def writer(outbox: Outbox) -> Iterator[CommitWriter]:
-    found = CommitWriter(outbox.dsn)
+    found = CommitWriter(outbox.superuser_dsn)
     found.start()
     yield found
     found.close()
@@ -204,7 +204,7 @@ def test_requests_share_commits(outbox: Outbox, writer: CommitWriter) -> None:
 
 
 def test_two_writers_publish_an_id_once(outbox: Outbox, writer: CommitWriter) -> None:
-    other = CommitWriter(outbox.dsn)
+    other = CommitWriter(outbox.superuser_dsn)
     other.start()
     try:
         futures: list[Future[Accepted]] = []
@@ -220,7 +220,7 @@ def test_two_writers_publish_an_id_once(outbox: Outbox, writer: CommitWriter) ->
 
 def test_another_publishers_id(outbox: Outbox, writer: CommitWriter) -> None:
     taken = str(uuid.uuid4())
-    with psycopg.connect(outbox.dsn) as rival:
+    with psycopg.connect(outbox.superuser_dsn) as rival:
         rival.execute(
             "insert into outbox_message_t (id, host_id, event_type, payload) values (%s, %s, 'x', '{}')",
             (taken, host(1)),
@@ -255,7 +255,7 @@ def test_a_lost_session_costs_nobody_an_answer(outbox: Outbox, writer: CommitWri
 def test_an_outage_is_bounded_in_time_and_in_memory(killable_server: Server) -> None:
     with Outbox(killable_server.create_database("relay")) as outbox:
         outbox.install(source={**outbox.config()["source"], "mode": "poll"})
-        writer = CommitWriter(outbox.dsn, wait_seconds=3.0)
+        writer = CommitWriter(outbox.superuser_dsn, wait_seconds=3.0)
         writer.start()
         try:
             writer.submit(sent(placed())).result(30)

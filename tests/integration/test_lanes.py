@@ -137,7 +137,7 @@ def _numbers(transaction: Any) -> list[int]:
 
 def _subscribe(outbox: Outbox, **options: Any) -> Any:
     given: dict[str, Any] = {"lanes": 4, "poll": 0.05, "start": "beginning", **options}
-    return subscribe(outbox.dsn, "r", **given)
+    return subscribe(outbox.superuser_dsn, "r", **given)
 
 
 def test_one_process_reads_all_lanes(outbox: Outbox) -> None:
@@ -284,7 +284,7 @@ def test_stop_ends_done_in_an_outage(outbox: Outbox) -> None:
     with closing(iter(subscription)) as reader:
         transaction = next(reader)
         name = outbox.conn.info.dbname
-        with psycopg.connect(outbox.dsn, dbname="postgres", autocommit=True) as admin:
+        with psycopg.connect(outbox.superuser_dsn, dbname="postgres", autocommit=True) as admin:
             admin.execute(f"alter database {name} allow_connections false".encode())
             admin.execute(
                 "select pg_terminate_backend(pid) from pg_stat_activity where datname = %s", (name,)
@@ -314,7 +314,7 @@ def test_an_outage_of_all_lanes_is_logged_once(
     reading.start()
     wait_until(lambda: int(outbox.value(_CLAIMS)) == 4)
     name = outbox.conn.info.dbname
-    with psycopg.connect(outbox.dsn, dbname="postgres", autocommit=True) as admin:
+    with psycopg.connect(outbox.superuser_dsn, dbname="postgres", autocommit=True) as admin:
         admin.execute(f"alter database {name} allow_connections false".encode())
         admin.execute(
             "select pg_terminate_backend(pid) from pg_stat_activity"
@@ -379,7 +379,10 @@ def test_each_event_has_its_effect_once(outbox: Outbox, seed: int) -> None:
 
     def work(chance: random.Random) -> None:
         while not ended.is_set():
-            with suppress(psycopg.Error), psycopg.connect(outbox.dsn, autocommit=True) as own:
+            with (
+                suppress(psycopg.Error),
+                psycopg.connect(outbox.superuser_dsn, autocommit=True) as own,
+            ):
                 reader = _subscribe(outbox)
                 with closing(iter(reader)) as transactions:
                     Thread(target=_stop_after, args=(ended, reader), daemon=True).start()

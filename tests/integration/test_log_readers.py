@@ -160,7 +160,7 @@ def test_each_event_is_read_once_and_in_order(outbox: Outbox, seed: int) -> None
     for name in ("late", "later"):
         outbox.conn.execute("select relay.declare_reader(%s)", (name,))
     read: list[int] = []
-    with _sessions(outbox.dsn, 6) as sessions:
+    with _sessions(outbox.superuser_dsn, 6) as sessions:
         history = _History(seed, sessions)
         for number in range(2000):
             history.step()
@@ -198,7 +198,7 @@ def test_a_page_is_full(outbox: Outbox, size: int) -> None:
 def test_a_backlog_is_read_in_order_of_insertion(outbox: Outbox) -> None:
     """A transaction that began first and inserted after all others is read after them, also from a large backlog."""
     _declare(outbox.conn)
-    with psycopg.connect(outbox.dsn) as long:
+    with psycopg.connect(outbox.superuser_dsn) as long:
         long.execute("select pg_current_xact_id()")
         for number in range(600):
             _publish(outbox.conn, number)
@@ -210,7 +210,7 @@ def test_a_backlog_is_read_in_order_of_insertion(outbox: Outbox) -> None:
 def test_what_commits_late_is_not_missed(outbox: Outbox) -> None:
     """A transaction that inserted before the position and committed after it is read then, and once."""
     _declare(outbox.conn)
-    with psycopg.connect(outbox.dsn) as long:
+    with psycopg.connect(outbox.superuser_dsn) as long:
         _publish(long, 1)
         _publish(outbox.conn, 2)
         assert _drain(outbox.conn) == [2]
@@ -260,7 +260,7 @@ def test_reading_changes_nothing(outbox: Outbox) -> None:
     """Two reads return the same, in a transaction that may not write, and a rollback undoes an advance."""
     _declare(outbox.conn)
     _publish(outbox.conn, 1, 2)
-    with psycopg.connect(outbox.dsn) as conn:
+    with psycopg.connect(outbox.superuser_dsn) as conn:
         conn.read_only = True
         first = _read(conn)
         assert _read(conn) == first
@@ -283,7 +283,10 @@ def test_of_two_that_advance_one_is_refused(outbox: Outbox) -> None:
         outbox.conn.execute("select relay.advance('r', %s)", (position,))
     _publish(outbox.conn, 2)
     _, position = _read(outbox.conn)
-    with psycopg.connect(outbox.dsn) as other, psycopg.connect(outbox.dsn) as late:
+    with (
+        psycopg.connect(outbox.superuser_dsn) as other,
+        psycopg.connect(outbox.superuser_dsn) as late,
+    ):
         other.execute("select relay.advance('r', %s)", (position,))
         late.execute("set lock_timeout = '100ms'")
         with pytest.raises(psycopg.errors.LockNotAvailable):
@@ -413,7 +416,9 @@ def test_each_role_has_its_own_readers(outbox: Outbox) -> None:
         outbox.conn.execute(f"create role {role} login password 'p' in role relay_reader".encode())
     try:
         first, second = (
-            psycopg.connect(make_conninfo(outbox.dsn, user=role, password="p"), autocommit=True)
+            psycopg.connect(
+                make_conninfo(outbox.superuser_dsn, user=role, password="p"), autocommit=True
+            )
             for role in roles
         )
         with first, second:
@@ -513,7 +518,7 @@ def test_a_reader_has_its_own_max_lag(outbox: Outbox) -> None:
 def test_commands_list_move_and_drop_readers(outbox: Outbox, tmp_path: Path) -> None:
     """Whoever has declared them; each act is recorded."""
     config = str(outbox.config_file(tmp_path / "relay.yaml"))
-    with psycopg.connect(outbox.dsn, autocommit=True) as conn:
+    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
         conn.execute(
             "select relay.declare_reader('r', '{\"event_type\": \"a\"}', expires => '1 day')"
         )

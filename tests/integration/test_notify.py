@@ -48,7 +48,7 @@ def has_function(outbox: Outbox) -> bool:
 
 def notified(outbox: Outbox, table: str) -> int:
     """How many notifications a statement that inserts sends."""
-    with psycopg.connect(outbox.dsn, autocommit=True) as conn:
+    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
         conn.execute(LISTEN)
         outbox.conn.execute(INSERT.format(table).encode())
         outbox.conn.execute("notify event_channel, 'end'")
@@ -110,7 +110,7 @@ def test_a_table_in_use_is_not_waited_for_to_remove_the_trigger(
 ) -> None:
     monkeypatch.setattr(install, "LOCK_SECONDS", 0.5)
     initialise(configured(outbox, listen=True))
-    with psycopg.connect(outbox.dsn) as publisher:
+    with psycopg.connect(outbox.superuser_dsn) as publisher:
         publisher.execute(INSERT.format(OWN).encode())
         with pytest.raises(ConfigurationError, match=r"run `relay init` again when it has ended"):
             initialise(configured(outbox))
@@ -159,7 +159,7 @@ def test_a_publisher_may_prepare_its_transaction(preparing_server: Server, mode:
         with relaying(settings):
             outbox.publish(host(1), event(1))
             outbox.wait_handled()
-            with psycopg.connect(outbox.dsn) as publisher:
+            with psycopg.connect(outbox.superuser_dsn) as publisher:
                 publisher.execute(
                     "select relay.publish(%s, null, %s)", (host(1), Jsonb([event(2), event(3)]))
                 )
@@ -204,7 +204,7 @@ def queue_is_empty(outbox: Outbox) -> bool:
 def test_notifications_are_read_while_polling_is_busy(outbox: Outbox) -> None:
     settings = configured(outbox, "poll", listen=True)
     initialise(settings)
-    with relaying(settings), psycopg.connect(outbox.dsn) as blocker:
+    with relaying(settings), psycopg.connect(outbox.superuser_dsn) as blocker:
         wait_until(lambda: listening_sessions(outbox) == 1)
         blocker.execute("lock table projection")
         outbox.publish(host(1), event(1))

@@ -158,7 +158,7 @@ def test_what_commits_while_a_seek_reads_the_wal_is_delivered_once(
     outbox.publish(host(1), event(1))
     outbox.drain(settings)
     lsn = outbox.wal_end()
-    with Outbox(outbox.dsn) as early, Outbox(outbox.dsn) as late:
+    with Outbox(outbox.superuser_dsn) as early, Outbox(outbox.superuser_dsn) as late:
         before, after = ExitStack(), ExitStack()
         if in_progress:
             before.enter_context(early.conn.transaction())
@@ -194,7 +194,7 @@ def test_a_seek_to_a_position_in_the_wal_does_not_mind_publishers(
     done = Event()
 
     def publish(number: int) -> None:
-        with Outbox(outbox.dsn) as publisher:
+        with Outbox(outbox.superuser_dsn) as publisher:
             while not done.is_set():
                 publisher.publish(host(number), event(1), event(2))
 
@@ -361,8 +361,8 @@ def test_who_waits_for_a_partition_sees_what_was_deferred_meanwhile(outbox: Outb
     hosts = [deferred_rows, str(host(2))]
     with (
         ThreadPoolExecutor(1) as thread,
-        psycopg.connect(outbox.dsn) as second,
-        psycopg.connect(outbox.dsn) as first,
+        psycopg.connect(outbox.superuser_dsn) as second,
+        psycopg.connect(outbox.superuser_dsn) as first,
     ):
         locked = offsets.lock(first, group, [1, 0], hosts)
         assert list(locked.positions) == [0, 1]

@@ -312,7 +312,7 @@ def test_a_dead_letter_is_kept_even_where_the_target_cannot_hold_its_text(
     try:
         with Outbox(server.dsn(name)) as target:
             target.conn.execute(PROJECTION)
-            settings = outbox.settings(engine, target={"dsn": target.dsn})
+            settings = outbox.settings(engine, target={"dsn": target.relay_dsn})
             outbox.install_again(settings)
             bad = outbox.publish(host(1), event("🚚", aggregate_id="né 🚚"))
             outbox.publish(host(1), event(1))

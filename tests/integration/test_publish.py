@@ -72,7 +72,7 @@ def test_an_event_above_the_limit_is_refused(outbox: Outbox) -> None:
 
 def test_publish_works_inside_the_callers_transaction(outbox: Outbox) -> None:
     outbox.publish(host(1), event(1))
-    with psycopg.connect(outbox.dsn) as publisher:
+    with psycopg.connect(outbox.superuser_dsn) as publisher:
         publisher.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb([event(2)])))
         assert offsets(outbox) == [1]
         publisher.rollback()
@@ -90,8 +90,8 @@ def test_publishers_do_not_wait_for_each_other(
 ) -> None:
     publish = "select relay.publish(%s, null, %s)"
     with (
-        psycopg.connect(outbox.dsn) as one,
-        psycopg.connect(outbox.dsn) as other,
+        psycopg.connect(outbox.superuser_dsn) as one,
+        psycopg.connect(outbox.superuser_dsn) as other,
         relaying(outbox.settings()),
     ):
         one.isolation_level = other.isolation_level = isolation
@@ -222,7 +222,7 @@ def test_each_outbox_has_numbers_without_gaps_of_its_own(outbox: Outbox) -> None
         "insert into parts_b (host_id, event_type, payload) values (%(host)s, 'b', '3')"
     )
     outbox.conn.execute("set lock_timeout = '5s'")
-    with psycopg.connect(outbox.dsn, cursor_factory=psycopg.ClientCursor) as publisher:
+    with psycopg.connect(outbox.superuser_dsn, cursor_factory=psycopg.ClientCursor) as publisher:
         for _ in range(2):
             outbox.publish(host(1), event(1), event(2))
             # Publishers of the other outbox are not waited for.
@@ -327,7 +327,7 @@ def test_the_files_are_plain_sql_for_psql(database: str) -> None:
 
 
 def test_a_publisher_may_publish_and_nothing_else(outbox: Outbox) -> None:
-    with psycopg.connect(outbox.dsn, autocommit=True) as conn:
+    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
         conn.execute("set role relay_publisher")
         conn.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb([event(1)])))
         conn.execute(
@@ -355,7 +355,7 @@ def test_the_service_runs_with_least_privilege(outbox: Outbox) -> None:
     outbox.conn.execute(
         f'revoke temporary on database "{outbox.conn.info.dbname}" from public'.encode()
     )
-    dsn = psycopg.conninfo.make_conninfo(outbox.dsn, user="relay", password="p")
+    dsn = psycopg.conninfo.make_conninfo(outbox.superuser_dsn, user="relay", password="p")
     outbox.publish(host(1), event(1))
     bad = outbox.publish(host(1), event(-1))
     outbox.drain(outbox.settings(source={**outbox.config()["source"], "dsn": dsn}))

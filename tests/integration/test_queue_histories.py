@@ -76,7 +76,7 @@ class History:
         self.sessions = [self.connect() for _ in range(5)]
 
     def connect(self) -> psycopg.Connection[Any]:
-        conn = psycopg.connect(self.outbox.dsn)
+        conn = psycopg.connect(self.outbox.superuser_dsn)
         # Nobody waits for another.
         conn.execute("set lock_timeout = '2s'")
         conn.commit()

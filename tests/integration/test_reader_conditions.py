@@ -206,7 +206,7 @@ def test_a_costly_condition_harms_its_reader_only(outbox: Outbox) -> None:
 
 def _first(outbox: Outbox, **options: Any) -> Any:
     found: list[Any] = []
-    reader = subscribe(outbox.dsn, "p", poll=0.05, start="beginning", **options)
+    reader = subscribe(outbox.superuser_dsn, "p", poll=0.05, start="beginning", **options)
     for transaction in reader:
         found += [event.payload for event in transaction.events]
         reader.stop()

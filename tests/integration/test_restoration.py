@@ -123,7 +123,7 @@ def test_a_new_projection_reads_archive_and_table_as_one(
     rotated.fill(20)
     rotated.conn.execute("truncate projection")
     source = {
-        "dsn": rotated.dsn,
+        "dsn": rotated.relay_dsn,
         "slot": f"{rotated.slot}_new",
         "publication": rotated.slot,
         "mode": mode,

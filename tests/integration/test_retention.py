@@ -117,7 +117,7 @@ def test_a_live_table_is_converted(kept: Outbox, mode: str) -> None:
 
     def publish() -> None:
         nonlocal published
-        with psycopg.connect(kept.dsn, autocommit=True) as conn:
+        with psycopg.connect(kept.superuser_dsn, autocommit=True) as conn:
             while not stopping.is_set():
                 conn.execute(
                     "select relay.publish(%s, null, %s)", (host(published % 7), Jsonb([event()]))
@@ -446,7 +446,7 @@ def test_a_spark_query_that_has_a_name_holds_its_events(
     def trigger() -> None:
         query = (
             spark.readStream.format("outbox")
-            .option("dsn", kept.dsn)
+            .option("dsn", kept.superuser_dsn)
             .option("reader", "lake")
             .load()
             .writeStream.format("parquet")

@@ -60,7 +60,7 @@ def several(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
         if block.file is not None:
             (folder / Path(block.file).name).write_text(block.text)
     prepare = 'psql "$SOURCE" -q -f tables.sql\nrelay init -c orders.yaml -c payments.yaml'
-    run_block(prepare, folder, **variables(outbox.dsn))
+    run_block(prepare, folder, **variables(outbox.superuser_dsn))
     yield {}
 
 
@@ -69,12 +69,12 @@ def with_backup(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
     """Where a comment says so, the database is dropped and created."""
     outbox.config_file(folder / "relay.yaml")
     outbox.publish(host(1), event(1))
-    name = conninfo_to_dict(outbox.dsn)["dbname"]
+    name = conninfo_to_dict(outbox.superuser_dsn)["dbname"]
     psql = "psql dbname=postgres -c"
     drop = f"{psql} 'drop database {name} with (force)'\n"
     create = f"{psql} 'create database {name} owner {Role.INSTALLER}'\n"
     yield {"# later: drop and create the database, then\n": drop + create}
-    with psycopg.connect(outbox.dsn) as conn:
+    with psycopg.connect(outbox.superuser_dsn) as conn:
         assert conn.execute("select count(*) from outbox_message_t").fetchone() == (1,)
 
 
@@ -267,7 +267,7 @@ def test_a_block_runs(
     with situation(outbox, folder) as replaced:
         for there, here in replaced.items():
             text = text.replace(there, here)
-        used = {**variables(outbox.dsn), "RELAY_ADMIN_DSN": outbox.installer_dsn}
+        used = {**variables(outbox.superuser_dsn), "RELAY_ADMIN_DSN": outbox.installer_dsn}
         run_block(text, folder, **used)
 
 

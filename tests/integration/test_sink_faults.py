@@ -220,7 +220,7 @@ def test_a_sink_whose_progress_cannot_be_stored_holds_no_wal(
         with running(config) as service:
             outbox.publish(host(1), event(1))
             wait_until(lambda: state(outbox) == state(outbox, "hook1") == "attached")
-            with psycopg.connect(outbox.dsn) as other:
+            with psycopg.connect(outbox.superuser_dsn) as other:
                 other.execute("select from relay.sinks where sink = 'hook0' for update")
                 for number in range(10):
                     outbox.publish(host(number), event(number))

@@ -302,7 +302,7 @@ def test_a_target_that_stands_still_does_not_stop_a_sink(
     with relaying(settings):
         outbox.publish(host(0), event(0))
         outbox.wait_handled()
-        with psycopg.connect(outbox.dsn) as other:
+        with psycopg.connect(outbox.superuser_dsn) as other:
             other.execute("lock projection")
             for number in range(1, 20):
                 outbox.publish(host(number % 4), event(number))

@@ -37,7 +37,7 @@ def preparing_server() -> Iterator[Server]:
 @contextmanager
 def writing(outbox: Outbox) -> Iterator[psycopg.Connection]:
     """A transaction that is open, of an application with a name."""
-    dsn = make_conninfo(outbox.dsn, application_name="nightly report")
+    dsn = make_conninfo(outbox.superuser_dsn, application_name="nightly report")
     with psycopg.connect(dsn) as writer:
         writer.execute("select pg_current_xact_id()")
         yield writer

@@ -76,7 +76,7 @@ def _take(subscription: Subscription, count: int) -> Iterator[ReadTransaction]:
 
 def _reader(outbox: Outbox, **options: Any) -> Subscription:
     given: dict[str, Any] = {"poll": 0.05, "start": "beginning", **options}
-    return subscribe(outbox.dsn, "r", **given)
+    return subscribe(outbox.superuser_dsn, "r", **given)
 
 
 def test_a_reader_goes_on_after_what_is_done(outbox: Outbox) -> None:
@@ -199,7 +199,7 @@ def test_effects_and_position_commit_together(outbox: Outbox) -> None:
     """A rollback undoes both, and the transaction comes again; a second commit of one transaction is refused."""
     for number in range(3):
         _publish(outbox, number)
-    with psycopg.connect(outbox.dsn) as conn:
+    with psycopg.connect(outbox.superuser_dsn) as conn:
         conn.execute("create table effects (number int)")
         conn.commit()
 
@@ -242,18 +242,18 @@ def test_an_asynchronous_session_moves_the_reader(outbox: Outbox) -> None:
     async def run() -> None:
         iterator = aiter(_reader(outbox))
         async with (
-            await psycopg.AsyncConnection.connect(outbox.dsn) as conn,
+            await psycopg.AsyncConnection.connect(outbox.superuser_dsn) as conn,
             (await anext(iterator)).commit(conn),
         ):
             await conn.execute("create table effects (number int)")
-        plain = await asyncpg.connect(**parameters(outbox.dsn))
+        plain = await asyncpg.connect(**parameters(outbox.superuser_dsn))
         with pytest.raises(ReaderMoved):
             async with plain.transaction(), (second := await anext(iterator)).commit(plain):
                 outbox.conn.execute("select relay.seek('r', %s)", (second.position,))
         await plain.close()
         engine = create_async_engine(
             "postgresql+asyncpg://",
-            async_creator=lambda: asyncpg.connect(**parameters(outbox.dsn)),
+            async_creator=lambda: asyncpg.connect(**parameters(outbox.superuser_dsn)),
         )
         async with engine.begin() as session, (await anext(iterator)).commit(session):
             pass
@@ -334,7 +334,7 @@ def test_a_frozen_process_is_replaced_and_cannot_advance(outbox: Outbox) -> None
     """Its session is ended by the server; when it wakes it finds that it no longer reads."""
     _publish(outbox, 1)
     process = subprocess.Popen(
-        [sys.executable, "-c", _FROZEN, outbox.dsn],
+        [sys.executable, "-c", _FROZEN, outbox.superuser_dsn],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -365,7 +365,7 @@ def test_a_zombie_is_fenced_before_its_successor_moves(outbox: Outbox) -> None:
     zombie = iter(_reader(outbox))
     transaction = next(zombie)
     outbox.conn.execute(_END_READERS.encode())
-    with psycopg.connect(outbox.dsn) as conn, closing(iter(_reader(outbox))) as successor:  # type: ignore[type-var]
+    with psycopg.connect(outbox.superuser_dsn) as conn, closing(iter(_reader(outbox))) as successor:  # type: ignore[type-var]
         begun = transaction.commit(conn)
         assert _numbers(next(successor)) == [1]
         with pytest.raises(ReaderMoved), begun:
@@ -477,8 +477,8 @@ def test_the_next_page_is_read_while_a_handler_works(
     for number in range(6):
         _publish(outbox, number)
     with (
-        psycopg.connect(outbox.dsn) as late,
-        psycopg.connect(outbox.dsn) as effects,
+        psycopg.connect(outbox.superuser_dsn) as late,
+        psycopg.connect(outbox.superuser_dsn) as effects,
         closing(iter(_reader(outbox, page=2))) as iterator,  # type: ignore[type-var]
     ):
         _insert(late, 100)
@@ -526,7 +526,7 @@ def test_a_handler_that_takes_long_keeps_its_reader_in_use(
         _publish(outbox, number)
     options = {"expires": timedelta(minutes=5), "lease": 1.5}
     with (
-        psycopg.connect(outbox.dsn) as conn,
+        psycopg.connect(outbox.superuser_dsn) as conn,
         closing(iter(_reader(outbox, **options))) as iterator,  # type: ignore[type-var]
     ):
         transaction = next(iterator)
@@ -545,7 +545,7 @@ def test_an_outage_is_logged_with_its_cause(
     outbox: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a server that refuses the connection only the text tells why."""
-    reader = subscribe(make_conninfo(outbox.dsn, dbname="nowhere"), "r", poll=0.05)
+    reader = subscribe(make_conninfo(outbox.superuser_dsn, dbname="nowhere"), "r", poll=0.05)
     reading = Thread(target=list, args=(reader,))
     reading.start()
     try:
@@ -575,7 +575,7 @@ def test_an_outage_is_logged_when_it_ends(
         reading.start()
         wait_until(lambda: "reading" in caplog.messages)
         name = outbox.conn.info.dbname
-        with psycopg.connect(outbox.dsn, dbname="postgres", autocommit=True) as admin:
+        with psycopg.connect(outbox.superuser_dsn, dbname="postgres", autocommit=True) as admin:
             admin.execute(f"alter database {name} allow_connections false".encode())
             outbox.conn.execute(_END_READERS.encode())
             wait_until(lambda: len(failed) >= 3)
@@ -599,7 +599,7 @@ def test_a_connection_string_that_is_none_ends_the_reader_without_quoting_it() -
 @pytest.mark.parametrize("mode", ["session", "transaction"])
 def test_a_pooler_is_refused(outbox: Outbox, mode: str) -> None:
     """In one line, whatever its mode: nothing but the server itself tells what a session of it still has."""
-    with pooled(outbox.dsn, mode) as dsn, pytest.raises(ReaderError) as refused:
+    with pooled(outbox.superuser_dsn, mode) as dsn, pytest.raises(ReaderError) as refused:
         next(iter(subscribe(dsn, "r", poll=0.05)))
     assert str(refused.value) == (
         "reader r: a pooler is between this process and the server, and a reader needs a session: "
@@ -614,7 +614,7 @@ def test_random_histories(outbox: Outbox, seed: int) -> None:
     choose = random.Random(seed)
     outbox.conn.execute("select relay.declare_reader('r', start => 'beginning')")
     read: list[int] = []
-    with _sessions(outbox.dsn, 6) as sessions:
+    with _sessions(outbox.superuser_dsn, 6) as sessions:
         history = _History(seed, sessions)
         for _ in range(20):
             for _ in range(choose.randrange(60)):
@@ -736,14 +736,15 @@ def _read_at_random(
     """Publish and read, kill sessions, and delete what everybody has read, until everybody has read everything."""
     readers = [
         *(
-            Thread(target=each, args=(outbox.dsn, ended))
+            Thread(target=each, args=(outbox.superuser_dsn, ended))
             for each in (_subscribe_and_commit, _read_in_sql)
             for _ in range(2)
         ),
-        Thread(target=client.read, args=(outbox.dsn, ended)),
+        Thread(target=client.read, args=(outbox.superuser_dsn, ended)),
     ]
     publishers = [
-        Thread(target=_publish_at_random, args=(outbox.dsn, number)) for number in range(1, 4)
+        Thread(target=_publish_at_random, args=(outbox.superuser_dsn, number))
+        for number in range(1, 4)
     ]
     for thread in (*readers, *publishers):
         thread.start()

@@ -156,7 +156,7 @@ def test_subscribers_are_of_who_may_read_the_reader(outbox: Outbox) -> None:
     try:
         outbox.conn.execute("select relay.declare_reader('r')")
         with psycopg.connect(
-            make_conninfo(outbox.dsn, user=role, password="p"), autocommit=True
+            make_conninfo(outbox.superuser_dsn, user=role, password="p"), autocommit=True
         ) as conn:
             for statement in (
                 "select relay.declare_subscriber('r', 's')",

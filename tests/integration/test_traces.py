@@ -48,7 +48,7 @@ def webhook() -> Iterator[Webhook]:
 
 @pytest.fixture
 def shop(outbox: Outbox) -> Shop:
-    return Shop(outbox.dsn)
+    return Shop(outbox.superuser_dsn)
 
 
 def posting(webhook: Webhook, **more: Any) -> dict[str, Any]:

@@ -47,7 +47,9 @@ def odd_sessions(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> str:
     )
     monkeypatch.setenv("PGDATESTYLE", "SQL, DMY")
     monkeypatch.setenv("PGTZ", "Asia/Kathmandu")
-    return make_conninfo(outbox.dsn, options="-c datestyle=SQL,MDY -c timezone=Asia/Tokyo")
+    return make_conninfo(
+        outbox.superuser_dsn, options="-c datestyle=SQL,MDY -c timezone=Asia/Tokyo"
+    )
 
 
 @pytest.mark.parametrize("mode", ["poll", "wal"])
@@ -443,7 +445,7 @@ def undecodable(outbox: Outbox, settings: Settings, session: Session | None = No
         b' \'{"amount": %d, "note": "%s"}\', \'2025-01-02 03:04:05+00\')'
     )
     with psycopg.connect(
-        make_conninfo(outbox.dsn, client_encoding=name), autocommit=True
+        make_conninfo(outbox.superuser_dsn, client_encoding=name), autocommit=True
     ) as writer:
         writer.execute(insert % (1, 1, good, 1, good))
         with writer.transaction():
@@ -664,7 +666,7 @@ def test_undecodable_ids_stop_nothing(encoded: Outbox, mode: str) -> None:
         (b"%032d", b"%032d", b"%031d\xff"),
     ]
     with psycopg.connect(
-        make_conninfo(encoded.dsn, client_encoding="SQL_ASCII"), autocommit=True
+        make_conninfo(encoded.superuser_dsn, client_encoding="SQL_ASCII"), autocommit=True
     ) as writer:
         for number, ids in enumerate(rows):
             first, second, third = (each % number for each in ids)

@@ -64,7 +64,7 @@ def declare(outbox: Outbox, name: str = "mail", **more: Any) -> bool:
 
 @contextmanager
 def worker(outbox: Outbox) -> Iterator[psycopg.Connection[Any]]:
-    with closing(psycopg.connect(outbox.dsn, autocommit=True)) as conn:
+    with closing(psycopg.connect(outbox.superuser_dsn, autocommit=True)) as conn:
         yield conn
 
 
@@ -437,7 +437,8 @@ def test_only_members_of_its_role_take_from_a_queue(outbox: Outbox) -> None:
     try:
         sessions = [
             psycopg.connect(
-                make_conninfo(outbox.dsn, user=f"{name}_{each}", password="p"), autocommit=True
+                make_conninfo(outbox.superuser_dsn, user=f"{name}_{each}", password="p"),
+                autocommit=True,
             )
             for each in "ab"
         ]
@@ -663,7 +664,7 @@ def test_connections_of_workers_are_counted_whatever_the_name_of_the_queue(outbo
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(
-                psycopg.connect(outbox.dsn, application_name=application_name(name))
+                psycopg.connect(outbox.superuser_dsn, application_name=application_name(name))
             )
         found = outbox.conn.execute("select queue, workers from relay.queue_figures").fetchall()
     assert sorted(found) == sorted((name, 1) for name in names)
