@@ -157,6 +157,19 @@ def as_installer(access: DatabaseAccess) -> str | None:
     return dsn_of(Role.INSTALLER, conninfo) if is_relay else None
 
 
+class Login(psycopg.Connection[Any]):
+    """A session of a role."""
+
+    def column(self, query: str, parameters: Sequence[Any] = ()) -> list[Any]:
+        """The first column of a query."""
+        return [row[0] for row in self.execute(query.encode(), parameters)]
+
+    def value(self, query: str, parameters: Sequence[Any] = ()) -> Any:
+        """The value of a query with one row."""
+        (value,) = self.column(query, parameters)
+        return value
+
+
 class Outbox:
     """A database with relay's outbox, and a projection to which handlers append.
 
@@ -166,30 +179,45 @@ class Outbox:
     def __init__(self, dsn: str) -> None:
         self.superuser_dsn = dsn
         self.slot = str(conninfo_to_dict(dsn)["dbname"])
-        self.conn = psycopg.connect(dsn, autocommit=True)
-        self._publisher: psycopg.Connection[Any] | None = None
+        self.conn = Login.connect(dsn, autocommit=True)
+        self._logins: dict[Role, Login] = {}
         prepare(self.conn)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close_publisher()
+        self.close_logins()
         self.conn.close()
 
-    def _close_publisher(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()
-        self._publisher = None
+    def close_logins(self) -> None:
+        """Close the sessions of roles, as after they were ended: what comes next logs in again."""
+        for each in self._logins.values():
+            each.close()
+        self._logins.clear()
+
+    def login(self, role: Role) -> Login:
+        """A session of a role."""
+        if role not in self._logins or self._logins[role].closed:
+            self._logins[role] = Login.connect(self.dsn_of(role), autocommit=True)
+        return self._logins[role]
 
     @property
-    def publisher(self) -> psycopg.Connection[Any]:
+    def publisher(self) -> Login:
         """A session of a publisher; that of `conn` where what is published is part of a transaction of it."""
         if not self.conn.autocommit or self.conn.info.transaction_status != TransactionStatus.IDLE:
             return self.conn
-        if self._publisher is None or self._publisher.closed:
-            self._publisher = psycopg.connect(self.publisher_dsn, autocommit=True)
-        return self._publisher
+        return self.login(Role.PUBLISHER)
+
+    @property
+    def worker(self) -> Login:
+        """A session of a worker of queues, which owns those that it declares."""
+        return self.login(Role.WORKER)
+
+    @property
+    def reader(self) -> Login:
+        """A session of a reader, which owns those that it declares."""
+        return self.login(Role.READER)
 
     def dsn_of(self, role: Role) -> str:
         """The DSN of the database for a role."""
@@ -278,8 +306,8 @@ class Outbox:
     def reconnect(self) -> None:
         """Connect again, after the server was down."""
         self.conn.close()
-        self.conn = psycopg.connect(self.superuser_dsn, autocommit=True)
-        self._close_publisher()
+        self.conn = Login.connect(self.superuser_dsn, autocommit=True)
+        self.close_logins()
 
     def publish(
         self, host_id: uuid.UUID, *events: Event, transaction_id: uuid.UUID | None = None
@@ -315,13 +343,12 @@ class Outbox:
         )
 
     def column(self, query: str, parameters: Sequence[Any] = ()) -> list[Any]:
-        """The first column of a query."""
-        return [row[0] for row in self.conn.execute(query.encode(), parameters)]
+        """The first column of a query, for the superuser."""
+        return self.conn.column(query, parameters)
 
     def value(self, query: str, parameters: Sequence[Any] = ()) -> Any:
-        """The value of a query with one row."""
-        (value,) = self.column(query, parameters)
-        return value
+        """The value of a query with one row, for the superuser."""
+        return self.conn.value(query, parameters)
 
     def watch_positions(self) -> None:
         """Install a trigger that notes when the position of a partition moves back."""
@@ -342,6 +369,18 @@ class Outbox:
         )
         try:
             yield name, make_conninfo(self.superuser_dsn, user=name, password="p")
+        finally:
+            self.conn.execute(f"drop owned by {name}; drop role {name}".encode())
+
+    @contextmanager
+    def member(self, *groups: str) -> Iterator[str]:
+        """The DSN of a role with the rights of some, and of nothing else."""
+        name = f"{self.slot}_{'_'.join(groups)}"[:63]
+        self.conn.execute(
+            f"create role {name} login password 'p' in role {', '.join(groups)}".encode()
+        )
+        try:
+            yield make_conninfo(self.superuser_dsn, user=name, password="p")
         finally:
             self.conn.execute(f"drop owned by {name}; drop role {name}".encode())
 

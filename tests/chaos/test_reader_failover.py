@@ -174,7 +174,7 @@ def test_each_event_is_read_as_promised_across_a_failover() -> None:
             "create table effects (seq bigserial, reader text, number int); create table published (number int)"
         )
         for name in ("once", "sql", "least", "stream"):
-            pair.source.conn.execute("select relay.declare_reader(%s)", (name,))
+            pair.source.reader.execute("select relay.declare_reader(%s)", (name,))
         settings = pair.source.settings(source={"dsn": pair.either(), **_OF_APP}, api=API)
         token = new_token(settings)
         pair.replicate()
@@ -231,7 +231,7 @@ def test_what_a_failover_has_lost_is_not_skipped_in_what_follows() -> None:
     """A reader has read more than the standby has, and new transactions get the ids of those that were lost."""
     with streaming_pair() as pair:
         pair.source.install()
-        pair.source.conn.execute("select relay.declare_reader('r', start => 'beginning')")
+        pair.source.reader.execute("select relay.declare_reader('r', start => 'beginning')")
         pair.source.fill(2, events=1)
         pair.cut()
         pair.source.fill(40, events=1)

@@ -56,17 +56,17 @@ def test_each_message_has_its_effect_once(
         name="mail", match=None, key=key, attempts=1000, backoff=0.01, max_backoff=0.05
     )
     statement, text = declared.declaration()
-    outbox.conn.execute(statement.with_parameter("%s").encode(), (text,))
+    outbox.worker.execute(statement.with_parameter("%s").encode(), (text,))
     outbox.conn.execute(
         "create table done (id bigint generated always as identity, number int, key text, pid int)"
     )
-    outbox.conn.execute(
+    outbox.worker.execute(
         "select relay.enqueue('mail', to_jsonb(n), host_id => (n %% 40)::text) from generate_series(1, %s) as n",
         (MESSAGES,),
     )
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, str(program), outbox.superuser_dsn, str(lease)]
+    command = [sys.executable, str(program), outbox.worker_dsn, str(lease)]
     chance = random.Random(f"{key} {lease}")
 
     with ExitStack() as stack:

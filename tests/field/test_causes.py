@@ -136,19 +136,19 @@ async def publish_here(delivery: Delivery) -> None:
 def test_a_worker_that_answers_itself_ends(outbox: Outbox) -> None:
     """OrchardCMS/OrchardCore#6455, Shuffle/Shuffle#99: a workflow whose last step is the event that starts it."""
     client = Client(max_hops=3)
-    worker = Worker(
-        outbox.superuser_dsn, Queue(name="mail"), concurrency=1, outbox=client, poll=0.1
-    )
 
-    @worker.handles("order.*")
     def answer(message: Message, conn: Any) -> None:
         message.reply(Event("order.placed", ("Order", 1), payload={}))
 
-    with working(worker), relaying(outbox.settings()):
-        wait_until(lambda: bool(outbox.column("select 1 from relay.queues where name = 'mail'")))
-        outbox.publish(host(1), event(1))
-        dead = "select count(*) from relay.queue_items where queue = 'mail' and state = 'dead'"
-        wait_until(lambda: outbox.value(dead) == 1)
+    with outbox.member("relay_worker", "relay_publisher") as dsn:
+        worker = Worker(dsn, Queue(name="mail"), concurrency=1, outbox=client, poll=0.1)
+        worker.handles("order.*")(answer)
+        with working(worker), relaying(outbox.settings()):
+            declared = "select 1 from relay.queues where name = 'mail'"
+            wait_until(lambda: bool(outbox.column(declared)))
+            outbox.publish(host(1), event(1))
+            dead = "select count(*) from relay.queue_items where queue = 'mail' and state = 'dead'"
+            wait_until(lambda: outbox.value(dead) == 1)
     assert [hops for _, hops, *_ in outbox.conn.execute(STEPS.encode())] == [0, 1, 2, 3]
     (error,) = outbox.column("select error from relay.queue_items where state = 'dead'")
     assert error.startswith("TooManyHops: ")

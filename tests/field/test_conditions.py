@@ -48,7 +48,7 @@ def _satisfying(
         _publish(outbox.conn, *payloads)
     return [
         payload
-        for number, payload in outbox.conn.execute(
+        for number, payload in outbox.reader.execute(
             "select id, payload from relay.read('r')"
         ).fetchall()
         if number is not None
@@ -98,7 +98,7 @@ def test_a_reader_moves_past_what_does_not_match(
     """Eventuous/eventuous#559: the checkpoint of a filter without matches never moved: each start scanned all."""
     monkeypatch.setattr("relay.client.log._NOTE_SECONDS", 0.0)
     reader = subscribe(
-        outbox.superuser_dsn, "r", where="$.payload.n == 1", start="beginning", poll=0.02
+        outbox.reader_dsn, "r", where="$.payload.n == 1", start="beginning", poll=0.02
     )
 
     def work() -> None:
@@ -128,13 +128,13 @@ def test_a_page_without_matches_hides_no_event_that_comes_later(outbox: Outbox) 
     with psycopg.connect(outbox.superuser_dsn) as late:
         _publish(late, {"n": 1})
         _publish(outbox.conn, {"n": 2})
-        ((position, found),) = outbox.conn.execute(
+        ((position, found),) = outbox.reader.execute(
             "select position, id from relay.read('r')"
         ).fetchall()
         assert found is None
-        outbox.conn.execute("select relay.advance('r', %s)", (position,))
+        outbox.reader.execute("select relay.advance('r', %s)", (position,))
         late.commit()
-    assert outbox.column("select payload->>'n' from relay.read('r')") == ["1"]
+    assert outbox.reader.column("select payload->>'n' from relay.read('r')") == ["1"]
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ def test_a_filter_that_would_have_no_effect_is_refused(
 ) -> None:
     with pytest.raises(psycopg.errors.InvalidParameterValue, match=r"^relay\.declare_reader: "):
         _declare(outbox.conn, where, params, match=match)
-    outbox.conn.execute("select relay.declare_reader('other')")
+    outbox.reader.execute("select relay.declare_reader('other')")
     with pytest.raises(psycopg.errors.InvalidParameterValue, match=r"^relay\.declare_"):
-        outbox.conn.execute(
+        outbox.reader.execute(
             "select relay.declare_subscriber('other', 's', %s, %s, %s)",
             (Jsonb(match), where, None if params is None else Jsonb(params)),
         )
@@ -210,7 +210,7 @@ def test_dropping_a_subscriber_does_not_look_at_the_others(outbox: Outbox) -> No
         outbox.column("explain delete from relay.log_subscribers where reader = 1 and name = 's1'")
     )
     assert "log_subscribers_pkey" in plan
-    assert outbox.value("select relay.drop_subscriber('r', 's17')")
+    assert outbox.reader.value("select relay.drop_subscriber('r', 's17')")
     assert outbox.value("select count(*) from relay.log_subscribers") == 1999
 
 
@@ -218,7 +218,7 @@ def _work(
     outbox: Outbox, handle: Callable[[ReadTransaction], None], ended: list[Any], **options: Any
 ) -> Thread:
     reader: Any = subscribe(
-        outbox.superuser_dsn, "r", lanes=4, start="beginning", **{"poll": 0.05, **options}
+        outbox.reader_dsn, "r", lanes=4, start="beginning", **{"poll": 0.05, **options}
     )
     ended.append(reader)
 
@@ -283,13 +283,13 @@ def test_a_batch_over_lanes_of_which_one_was_taken_fails_for_that_one_only(outbo
     """akka/alpakka-kafka#750: the commit of a batch failed, since one of its partitions had been revoked meanwhile."""
     _publish_to_hosts(outbox.conn, range(32))
     batch: list[ReadTransaction] = []
-    reader: Any = subscribe(outbox.superuser_dsn, "r", lanes=4, start="beginning", poll=0.05)
+    reader: Any = subscribe(outbox.reader_dsn, "r", lanes=4, start="beginning", poll=0.05)
     with closing(iter(reader)) as transactions:
         while len({each.mark.log.name for each in batch}) < 4:
             batch.append(next(transactions))
         # As another process does once the lease has passed.
         taken = batch[0].mark.log.name
-        outbox.conn.execute("select relay.seek(%s, 'beginning')", (taken,))
+        outbox.reader.execute("select relay.seek(%s, 'beginning')", (taken,))
         last = {each.mark.log.name: each for each in batch}
         for lane, transaction in last.items():
             if lane == taken:
@@ -308,17 +308,17 @@ def test_a_batch_over_lanes_of_which_one_was_taken_fails_for_that_one_only(outbo
 
 def test_lanes_are_not_merged_in_silence(outbox: Outbox) -> None:
     """AxonIQ/AxonFramework#4808: merged segments delivered again what the further one had handled; nobody said so."""
-    outbox.conn.execute("select relay.declare_reader('r', lanes => 4)")
+    outbox.reader.execute("select relay.declare_reader('r', lanes => 4)")
     with pytest.raises(
         ReaderError, match="the reader 'r' has 4 lanes by host: to change that, drop it"
     ):
-        next(iter(subscribe(outbox.superuser_dsn, "r", lanes=2)))
+        next(iter(subscribe(outbox.reader_dsn, "r", lanes=2)))
 
 
 def test_a_lane_has_one_reader(outbox: Outbox) -> None:
     """JasperFx/marten#4007: several daemons worked one projection, although each should have held its lock."""
-    outbox.conn.execute("select relay.declare_reader('r', lanes => 2)")
-    assert outbox.value("select relay.claim_reader('r/1')") is not None
+    outbox.reader.execute("select relay.declare_reader('r', lanes => 2)")
+    assert outbox.reader.value("select relay.claim_reader('r/1')") is not None
     with psycopg.connect(outbox.superuser_dsn, autocommit=True) as other:
         assert other.execute("select relay.claim_reader('r/1')").fetchone() == (None,)
         assert other.execute("select relay.claim_reader('r/2')").fetchone() != (None,)

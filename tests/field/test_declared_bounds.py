@@ -49,17 +49,17 @@ def test_a_match_is_bounded_when_it_is_declared(
 
 
 def test_a_subscriber_is_bounded_as_its_reader_is(outbox: Outbox) -> None:
-    outbox.conn.execute("select relay.declare_reader('r')")
+    outbox.reader.execute("select relay.declare_reader('r')")
     with pytest.raises(psycopg.errors.InvalidParameterValue, match="250 digits"):
-        outbox.conn.execute("select relay.declare_subscriber('r', 's', %s::jsonb)", (HUGE,))
+        outbox.reader.execute("select relay.declare_subscriber('r', 's', %s::jsonb)", (HUGE,))
 
 
 def test_a_match_of_a_former_edition_that_cannot_be_read_stops_its_queue(
     outbox: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Liquid4All/ifstruct#3: one number ended a batch of 2,000. Here it ended relay, and each start after that."""
-    outbox.conn.execute("select relay.declare_queue('q', '{\"payload.x\": 1}')")
-    outbox.conn.execute("select relay.declare_queue('other')")
+    outbox.worker.execute("select relay.declare_queue('q', '{\"payload.x\": 1}')")
+    outbox.worker.execute("select relay.declare_queue('other')")
     outbox.conn.execute("update relay.queues set match = %s::jsonb where name = 'q'", (HUGE,))
     outbox.conn.execute("update relay.queue_revisions set revision = revision + 1")
     with (
@@ -81,7 +81,7 @@ def test_a_match_of_a_former_edition_that_cannot_be_read_stops_its_queue(
     assert [each.text for each in examine(settings) if "the queue q is stopped" in each.text]
     assert by_name["other"].stopped_at is None
     # It goes on when it is declared otherwise.
-    outbox.conn.execute("select relay.declare_queue('q')")
+    outbox.worker.execute("select relay.declare_queue('q')")
     with relaying(settings):
         outbox.publish(host(1), event(1))
         outbox.wait_handled()
@@ -91,7 +91,7 @@ def test_a_match_of_a_former_edition_that_cannot_be_read_stops_its_queue(
 
 def test_a_reader_of_a_former_edition_with_a_long_number_is_listed(outbox: Outbox) -> None:
     """openvang/vanguarstew#1665: a command was a traceback, and exited with 1."""
-    outbox.conn.execute("select relay.declare_reader('r')")
+    outbox.reader.execute("select relay.declare_reader('r')")
     outbox.conn.execute("update relay.log_readers set match = %s::jsonb, params = match", (HUGE,))
     (found,) = readers_listed(outbox.settings())
     assert json_fields(found)["match"] == {"payload.x": "1" + "0" * 5000}
@@ -111,7 +111,7 @@ def test_a_reader_of_a_former_edition_with_a_long_number_is_listed(outbox: Outbo
 def test_a_condition_is_bounded_when_it_is_declared(
     outbox: Outbox, where: str, params: str | None, why: str
 ) -> None:
-    outbox.conn.execute("select relay.declare_reader('r')")
+    outbox.reader.execute("select relay.declare_reader('r')")
     for call in ("declare_queue('q', ", "declare_reader('s', ", "declare_subscriber('r', 's', "):
         with pytest.raises(psycopg.errors.InvalidParameterValue, match=why):
             outbox.conn.execute(
@@ -178,7 +178,7 @@ def test_a_condition_that_takes_too_long_stops_its_queue_alone(outbox: Outbox) -
         assert by_name[name].stopped_at is not None
         assert by_name[name].fault == "where: it takes too long to evaluate: make it simpler"
     assert by_name["large"].stopped_at is None
-    outbox.value("select relay.drop_queue('slow')::text")
+    outbox.worker.value("select relay.drop_queue('slow')::text")
 
 
 def test_a_fill_with_a_condition_that_takes_too_long_goes_on_when_that_is_another(
@@ -196,7 +196,7 @@ def test_a_fill_with_a_condition_that_takes_too_long_goes_on_when_that_is_anothe
         wait_until(lambda: outbox.value(stopped) == 2, 120)
         outbox.publish(host(1), event(4))
         outbox.wait_handled()
-        outbox.conn.execute(
+        outbox.worker.execute(
             "select relay.declare_queue('slow', \"where\" => '$.payload.amount >= 1')"
         )
         wait_until(lambda: len(_in_queue(outbox, "slow")) == 4, 120)
@@ -302,7 +302,7 @@ def test_an_event_that_a_former_edition_accepted_stands_still_by_itself(outbox: 
 
 def test_transactions_for_a_queue_that_somebody_has_dropped_wait_for_it(outbox: Outbox) -> None:
     """timgit/pg-boss#463: without its queue a job ended nowhere, without a word. Here it ended relay."""
-    outbox.conn.execute("select relay.declare_queue('mail', null)")
+    outbox.worker.execute("select relay.declare_queue('mail', null)")
     config = outbox.config()
     settings = outbox.settings(
         handlers={**config["handlers"], "mail": {"type": "queue"}},
@@ -314,7 +314,7 @@ def test_transactions_for_a_queue_that_somebody_has_dropped_wait_for_it(outbox: 
     with relaying(settings):
         outbox.publish(host(1), event(1, "mail.due"))
         outbox.wait_handled()
-        outbox.conn.execute("select relay.drop_queue('mail')")
+        outbox.worker.execute("select relay.drop_queue('mail')")
         outbox.publish(host(1), event(2, "mail.due"))
         outbox.publish(host(2), event(3))
         wait_until(lambda: outbox.column("select amount from projection order by 1") == [1, 3])
@@ -323,7 +323,7 @@ def test_transactions_for_a_queue_that_somebody_has_dropped_wait_for_it(outbox: 
         wait_until(lambda: outbox.value(waiting, (missing,)) == 1)
         outbox.publish(host(2), event(4))
         wait_until(lambda: outbox.column("select amount from projection order by 1") == [1, 3, 4])
-        outbox.conn.execute("select relay.declare_queue('mail', null)")
+        outbox.worker.execute("select relay.declare_queue('mail', null)")
         outbox.wait_handled(60)
     outbox.assert_exact()
     assert _in_queue(outbox, "mail") == ["2"]

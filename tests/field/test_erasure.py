@@ -118,7 +118,7 @@ def test_a_planted_name_is_nowhere_after_the_erasure(outbox: Outbox, tmp_path: P
 
 def test_what_the_slot_still_brings_is_not_said_to_be_erased(outbox: Outbox) -> None:
     """With --force the rows went, `never applied`; the slot brought them all, to the handler and to the queue."""
-    outbox.conn.execute("select relay.declare_queue('mail', '{}')")
+    outbox.worker.execute("select relay.declare_queue('mail', '{}')")
     settings = outbox.settings()
     publish(outbox, 2)
     with pytest.raises(ConfigurationError, match=r"still brings events of .* to the target"):

@@ -124,7 +124,9 @@ def test_an_interval_that_python_has_not_hides_nothing(
 def test_the_interval_of_a_reader_is_bounded(outbox: Outbox, option: str) -> None:
     """now() - expires is out of range for the server, too: no reader of anybody expired."""
     with pytest.raises(psycopg.errors.InvalidParameterValue, match="36500 days"):
-        outbox.conn.execute(f"select relay.declare_reader('r', {option} => '40000 days')".encode())
+        outbox.reader.execute(
+            f"select relay.declare_reader('r', {option} => '40000 days')".encode()
+        )
 
 
 @pytest.mark.parametrize("value", TIMES)
@@ -132,15 +134,14 @@ def test_events_of_such_a_time_reach_whoever_does_not_look_at_it(
     outbox: Outbox, value: str
 ) -> None:
     """Readers, workers and handlers that never look at event_ts go on; for a worker it is the nearest of Python's."""
-    conn = outbox.conn
-    conn.execute("select relay.declare_queue('mail')")
-    conn.execute("select relay.declare_reader('r')")
+    outbox.worker.execute("select relay.declare_queue('mail')")
+    outbox.reader.execute("select relay.declare_reader('r')")
     with relaying(outbox.settings()):
         outbox.publish(host(1), event(1, event_ts=value))
         outbox.publish(host(1), event(2))
         outbox.wait_handled()
     outbox.assert_exact()
-    reader: Any = subscribe(outbox.superuser_dsn, "r", poll=0.02)
+    reader: Any = subscribe(outbox.reader_dsn, "r", poll=0.02)
     seen: list[Any] = []
     with closing(iter(reader)) as transactions:
         for transaction in transactions:
@@ -150,7 +151,7 @@ def test_events_of_such_a_time_reach_whoever_does_not_look_at_it(
                 break
     assert seen == [1, 2]
     worked: list[datetime | None] = []
-    worker = Worker(outbox.superuser_dsn, "mail", poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", poll=0.02)
 
     @worker.handles()
     def work(message: Any, _: Any) -> None:

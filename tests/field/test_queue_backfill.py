@@ -32,7 +32,7 @@ def filler(outbox: Outbox) -> Iterator[_Filler]:
 
 def declare(outbox: Outbox, name: str, start: str = "beginning", **more: Any) -> None:
     arguments = "".join(f', "{key}" => %s' for key in more)
-    outbox.conn.execute(
+    outbox.worker.execute(
         f"select relay.declare_queue(%s, start => %s{arguments})".encode(),
         [name, start, *more.values()],
     )
@@ -75,12 +75,12 @@ def test_rebuilds_repeat_and_leave_other_queues_alone(outbox: Outbox, filler: _F
     declare(outbox, "mail")
     declare(outbox, "other")
     fill(outbox, filler)
-    ((leased, attempt),) = outbox.conn.execute("select id, attempt from relay.lease('other')")
+    ((leased, attempt),) = outbox.worker.execute("select id, attempt from relay.lease('other')")
     for _ in range(2):
-        outbox.conn.execute("select relay.rebuild_queue('mail')")
+        outbox.worker.execute("select relay.rebuild_queue('mail')")
         fill(outbox, filler)
         assert enqueued(outbox, "mail") == enqueued(outbox, "other") == [1, 2, 3]
-    assert outbox.value("select relay.complete('other', %s, %s)", (leased, attempt))
+    assert outbox.worker.value("select relay.complete('other', %s, %s)", (leased, attempt))
     publish(outbox, 4)
     outbox.drain(outbox.settings())
     assert enqueued(outbox, "mail") == [1, 2, 3, 4]

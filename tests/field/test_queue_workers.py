@@ -32,10 +32,10 @@ every_database = pytest.mark.parametrize("database", DATABASES)
 def fill(outbox: Outbox, *payloads: str, queue: Queue = QUICK) -> None:
     """Declare a queue of direct messages, and enqueue JSON texts."""
     statement, text = queue.declaration()
-    outbox.conn.execute(statement.with_parameter("%s").encode(), (text,))
+    outbox.worker.execute(statement.with_parameter("%s").encode(), (text,))
     outbox.conn.execute("create table if not exists done (payload jsonb)")
     for payload in payloads:
-        outbox.conn.execute("select relay.enqueue('mail', %s::text::jsonb)", (payload,))
+        outbox.worker.execute("select relay.enqueue('mail', %s::text::jsonb)", (payload,))
 
 
 def states(outbox: Outbox) -> list[tuple[str, int, str | None]]:
@@ -64,7 +64,7 @@ async def work(
 ) -> None:
     """Run a worker on a kind of database until a condition holds; `handle` gets what runs a statement in a session."""
     opened, is_async, execute = DATABASES[database]
-    async with opened(outbox.superuser_dsn) as given:
+    async with opened(outbox.worker_dsn) as given:
         worker = Worker(given, "mail", concurrency=concurrency, poll=0.05)
 
         async def handle_async(message: Message, session: Any) -> None:
@@ -91,7 +91,7 @@ def test_a_message_that_python_cannot_read_is_a_dead_letter(
 ) -> None:
     """celery/celery#4308, #5044, symfony/symfony#58510, vgv/kolbasa#79: one stopped all workers, again and again."""
     fill(outbox, payload, "1")
-    worker = Worker(outbox.superuser_dsn, "mail", lease=lease, concurrency=1, poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", lease=lease, concurrency=1, poll=0.02)
     handled: list[Any] = []
 
     @worker.handles()
@@ -128,7 +128,7 @@ def test_whatever_a_handler_raises_is_noted(
 ) -> None:
     """fazer-ai/agents#243, fractal-server#3390, procrastinate#1446: the note of the failure failed."""
     fill(outbox, "1", queue=SLOW)
-    worker = Worker(outbox.superuser_dsn, "mail", lease=lease, concurrency=1, poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", lease=lease, concurrency=1, poll=0.02)
 
     @worker.handles()
     async def handle(message: Message, *_: object) -> None:
@@ -190,6 +190,7 @@ def test_a_worker_outlives_its_connections(outbox: Outbox, database: str) -> Non
             "select pg_terminate_backend(pid) from pg_stat_activity where datname = current_database()"
             " and pid <> pg_backend_pid() and backend_type = 'client backend'"
         )
+        outbox.close_logins()
         fill(outbox, "2")
 
     cuts = iter(range(2))
@@ -211,7 +212,7 @@ def test_a_crash_of_the_server_is_an_outage(killable_server: Server, lease: floa
     with Outbox(killable_server.create_database("crashed")) as outbox:
         outbox.install()
         fill(outbox, "1", "2", "3")
-        worker = Worker(outbox.superuser_dsn, "mail", lease=lease and 2.0, concurrency=2, poll=0.05)
+        worker = Worker(outbox.worker_dsn, "mail", lease=lease and 2.0, concurrency=2, poll=0.05)
         begun = threading.Event()
 
         @worker.handles()
@@ -233,7 +234,7 @@ def test_a_handler_that_blocks_the_event_loop_keeps_its_lease(outbox: Outbox) ->
     calls: list[int] = []
 
     def worker() -> Worker:
-        made = Worker(outbox.superuser_dsn, "mail", lease=0.6, concurrency=1, poll=0.02)
+        made = Worker(outbox.worker_dsn, "mail", lease=0.6, concurrency=1, poll=0.02)
 
         @made.handles()
         async def handle(message: LeasedMessage) -> None:
@@ -250,7 +251,7 @@ def test_a_handler_that_blocks_the_event_loop_keeps_its_lease(outbox: Outbox) ->
 def test_a_blocked_event_loop_does_not_keep_a_lease_past_the_deadline(outbox: Outbox) -> None:
     """hatchet-dev/hatchet#4254, riverqueue/river#682: a heart beat for work that no longer went on."""
     fill(outbox, "1")
-    worker = Worker(outbox.superuser_dsn, "mail", lease=0.4, deadline=0.4, concurrency=1, poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", lease=0.4, deadline=0.4, concurrency=1, poll=0.02)
     begun, freed = threading.Event(), threading.Event()
 
     @worker.handles()
@@ -270,8 +271,10 @@ def test_a_stop_gives_the_key_of_its_message_back(outbox: Outbox) -> None:
     """janbjorge/pgqueuer#630, googleapis/python-pubsub#150, #276: what it interrupted stalled others."""
     fill(outbox, queue=Queue(name="mail", match=None, key="user"))
     for number in (1, 2):
-        outbox.conn.execute("select relay.enqueue('mail', %s::text::jsonb, key => 'a')", (number,))
-    worker = Worker(outbox.superuser_dsn, "mail", lease=60, grace=0.1, poll=0.02)
+        outbox.worker.execute(
+            "select relay.enqueue('mail', %s::text::jsonb, key => 'a')", (number,)
+        )
+    worker = Worker(outbox.worker_dsn, "mail", lease=60, grace=0.1, poll=0.02)
     begun = threading.Event()
 
     @worker.handles()
@@ -282,7 +285,7 @@ def test_a_stop_gives_the_key_of_its_message_back(outbox: Outbox) -> None:
     with working(worker):
         assert begun.wait(20)
     for number in (1, 2):
-        assert outbox.column("select payload from relay.take('mail', 5)") == [number]
+        assert outbox.worker.column("select payload from relay.take('mail', 5)") == [number]
 
 
 @pytest.mark.parametrize("is_pool", [False, True], ids=["psycopg", "asyncpg"])
@@ -317,7 +320,7 @@ def test_a_role_without_rights_is_told_which_one_to_get(outbox: Outbox, is_pool:
 def test_a_worker_does_not_end_in_silence(outbox: Outbox) -> None:
     """JasperFx/wolverine#3111, eswolinsky3241/hatchet-rust-sdk#48: it ended or stood still as if well."""
     fill(outbox, "1")
-    worker = Worker(outbox.superuser_dsn, "mail", concurrency=2, poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=2, poll=0.02)
 
     @worker.handles()
     async def handle(message: Message, conn: object) -> None:
@@ -403,7 +406,7 @@ def test_asyncpg_through_a_pooler_of_transactions(outbox: Outbox) -> None:
             worker.stop()
             await task
 
-    with pooled(outbox.superuser_dsn, sessions=2) as dsn:
+    with pooled(outbox.worker_dsn, sessions=2) as dsn:
         asyncio.run(asyncio.wait_for(scenario(dsn), 30))
     assert sorted(outbox.column("select payload from done")) == list(range(20))
 
@@ -413,7 +416,7 @@ def test_a_role_with_timeouts_ends_what_exceeds_them(outbox: Outbox) -> None:
     fill(outbox, "1", "2")
     set_default(outbox, "set idle_in_transaction_session_timeout = '200ms'")
     set_default(outbox, "set statement_timeout = '200ms'")
-    worker = Worker(outbox.superuser_dsn, "mail", concurrency=1, poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=1, poll=0.02)
 
     @worker.handles()
     async def handle(message: Message, conn: psycopg.AsyncConnection[Any]) -> None:
@@ -432,7 +435,7 @@ def test_a_role_with_timeouts_ends_what_exceeds_them(outbox: Outbox) -> None:
 def test_a_large_message_and_many_attempts(outbox: Outbox) -> None:
     """contribsys/faktory#190, beanstalkd/beanstalkd#18, collectiveidea/delayed_job#595: large jobs came cut."""
     fill(outbox, json.dumps("x" * 20_000_000), queue=QUICK)
-    worker = Worker(outbox.superuser_dsn, "mail", concurrency=1, poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=1, poll=0.02)
     sizes: list[int] = []
 
     @worker.handles()
@@ -448,7 +451,7 @@ def test_a_large_message_and_many_attempts(outbox: Outbox) -> None:
 def test_what_a_handler_has_said_counts_also_where_its_connection_is_lost(outbox: Outbox) -> None:
     """jobrunr/jobrunr#1264, activepieces/activepieces#15130: the end of a job was forgotten with its connection."""
     fill(outbox, "1", queue=SLOW)
-    worker = Worker(outbox.superuser_dsn, "mail", concurrency=1, poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=1, poll=0.02)
 
     @worker.handles()
     async def handle(message: Message, conn: psycopg.AsyncConnection[Any]) -> None:

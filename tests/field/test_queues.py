@@ -12,6 +12,7 @@ import pytest
 
 from tests.outbox import Outbox, wait_until
 from tests.postgres import Server
+from tests.roles import Role
 
 ID = "select id from relay."
 FILL = "select relay.enqueue('mail', '{}', key => n::text) from generate_series(1, %s) as n"
@@ -25,7 +26,7 @@ def queue(outbox: Outbox) -> Outbox:
 
 
 def declare(outbox: Outbox, key: str = "none", attempts: int = 5, backoff: str = "1 s") -> None:
-    outbox.conn.execute(
+    outbox.worker.execute(
         "select relay.declare_queue('mail', null, key => %s, attempts => %s, backoff => %s::interval)",
         (key, attempts, backoff),
     )
@@ -34,14 +35,14 @@ def declare(outbox: Outbox, key: str = "none", attempts: int = 5, backoff: str =
 def enqueue(outbox: Outbox, *keys: str) -> list[int]:
     """Enqueue a message for each key; returns their ids."""
     return [
-        outbox.value("select relay.enqueue('mail', '{}', host_id => 'h', key => %s)", (key,))
+        outbox.worker.value("select relay.enqueue('mail', '{}', host_id => 'h', key => %s)", (key,))
         for key in keys
     ]
 
 
 @contextmanager
 def session(outbox: Outbox) -> Iterator[psycopg.Connection[Any]]:
-    with closing(psycopg.connect(outbox.superuser_dsn, autocommit=True)) as conn:
+    with closing(psycopg.connect(outbox.worker_dsn, autocommit=True)) as conn:
         yield conn
 
 
@@ -97,8 +98,10 @@ def test_a_wait_that_is_over_already_hides_no_message(queue: Outbox) -> None:
     numbers = enqueue(queue, "", "")
     assert ids(queue.conn, "lease('mail', 2, '1 hour')") == numbers
     mark_ahead(queue, "0 s")
-    assert queue.value("select relay.retry('mail', %s, 1, '-1 hour')", (numbers[0],)) == "retry"
-    assert queue.value("select relay.extend('mail', %s, 1, '-1 hour')", (numbers[1],))
+    assert (
+        queue.worker.value("select relay.retry('mail', %s, 1, '-1 hour')", (numbers[0],)) == "retry"
+    )
+    assert queue.worker.value("select relay.extend('mail', %s, 1, '-1 hour')", (numbers[1],))
     assert sorted(ids(queue.conn, "take('mail', 2)")) == numbers
 
 
@@ -131,12 +134,11 @@ def test_a_retry_and_a_given_back_message_are_no_interruptions(outbox: Outbox) -
     declare(outbox, attempts=100, backoff="0 s")
     (number,) = enqueue(outbox, "")
     for attempt in range(1, 6):
-        outbox.conn.execute("begin")
-        assert ids(outbox.conn, "claim('mail')") == [number]
-        with session(outbox) as other:
-            assert ids(other, "claim('mail')") == []
-        outbox.conn.execute("select relay.retry('mail', %s, %s, '0 s')", (number, attempt))
-        outbox.conn.execute("commit")
+        with outbox.worker.transaction():
+            assert ids(outbox.worker, "claim('mail')") == [number]
+            with session(outbox) as other:
+                assert ids(other, "claim('mail')") == []
+            outbox.worker.execute("select relay.retry('mail', %s, %s, '0 s')", (number, attempt))
     assert outbox.value("select interruptions from relay.queue_messages") == 0
 
 
@@ -147,7 +149,7 @@ def test_a_worker_whose_lease_is_over_ends_nothing_of_another(queue: Outbox) -> 
     # Late, but nobody has taken it: it is done, and nothing brings it back.
     with session(queue) as other:
         queue.conn.execute("begin")
-        assert queue.value("select relay.complete('mail', %s, 1)", (number,))
+        assert queue.worker.value("select relay.complete('mail', %s, 1)", (number,))
         assert ids(other, "lease('mail')") == []
         queue.conn.execute("commit")
         assert ids(other, "lease('mail')") == []
@@ -167,7 +169,7 @@ def test_a_lease_of_hours_needs_no_long_deadline(queue: Outbox) -> None:
     (number,) = enqueue(queue, "")
     assert ids(queue.conn, "lease('mail', 1, '1 s')") == [number]
     for _ in range(10):
-        assert queue.value("select relay.extend('mail', %s, 1, '1 s')", (number,))
+        assert queue.worker.value("select relay.extend('mail', %s, 1, '1 s')", (number,))
         with session(queue) as other:
             assert ids(other, "lease('mail')") == []
             other.execute("select pg_sleep(0.15)")
@@ -177,8 +179,8 @@ def test_an_exhausted_message_lets_its_key_go_on(outbox: Outbox) -> None:
     """graphile/worker#254, triggerdotdev/trigger.dev#163: the last attempt left the queue locked."""
     declare(outbox, "user", attempts=1)
     first, second = enqueue(outbox, "a", "a")
-    assert ids(outbox.conn, "lease('mail', 1, '0 s')") == [first]
-    wait_until(lambda: ids(outbox.conn, "lease('mail', 1, '1 hour')") == [second], 10)
+    assert ids(outbox.worker, "lease('mail', 1, '0 s')") == [first]
+    wait_until(lambda: ids(outbox.worker, "lease('mail', 1, '1 hour')") == [second], 10)
     assert items(outbox)[0] == (first, "dead", 1)
 
 
@@ -199,19 +201,21 @@ def test_a_scheduled_message_blocks_nobody(outbox: Outbox) -> None:
     """procrastinate-org/procrastinate#1599: a job for later stalled the ready jobs of its lock."""
     declare(outbox)
     with session(outbox) as conn:
-        later = outbox.value("select relay.enqueue('mail', '{}', deliver_at => now() + '1 hour')")
+        later = outbox.worker.value(
+            "select relay.enqueue('mail', '{}', deliver_at => now() + '1 hour')"
+        )
         (ready,) = enqueue(outbox, "")
         assert ids(conn, "take('mail', 10)") == [ready]
     assert items(outbox) == [(later, "scheduled", 0)]
     declare(outbox, "user")
     with pytest.raises(psycopg.errors.FeatureNotSupported, match="ordered by a key"):
-        outbox.conn.execute("select relay.enqueue('mail', '{}', deliver_at => now() + '1 hour')")
+        outbox.worker.execute("select relay.enqueue('mail', '{}', deliver_at => now() + '1 hour')")
 
 
 def test_thousands_of_retries_that_are_due_at_once_are_shared(queue: Outbox) -> None:
     """bensheldon/good_job#720, riverqueue/river#785: each fetch sorted all that was due."""
-    queue.conn.execute("select relay.enqueue('mail', '{}') from generate_series(1, 10000)")
-    queue.conn.execute(
+    queue.worker.execute("select relay.enqueue('mail', '{}') from generate_series(1, 10000)")
+    queue.worker.execute(
         "select relay.retry('mail', id, attempt, '0 s') from relay.lease('mail', 10000, '1 hour')"
     )
     taken: list[list[int]] = [[] for _ in range(4)]
@@ -233,22 +237,22 @@ def test_thousands_of_retries_that_are_due_at_once_are_shared(queue: Outbox) -> 
 def test_dead_letters_do_not_come_back_with_a_queue_of_the_same_name(queue: Outbox) -> None:
     """oban-bg/oban#1289, NikolayS/PgQue#208: what was left under a name belonged to whoever took the name."""
     (number,) = enqueue(queue, "")
-    queue.conn.execute("select relay.fail('mail', id, attempt) from relay.claim('mail')")
+    queue.worker.execute("select relay.fail('mail', id, attempt) from relay.claim('mail')")
     assert items(queue) == [(number, "dead", 1)]
-    queue.conn.execute("select relay.drop_queue('mail')")
+    queue.worker.execute("select relay.drop_queue('mail')")
     declare(queue)
     assert items(queue) == []
-    assert queue.value("select relay.requeue('mail')") == 0
+    assert queue.worker.value("select relay.requeue('mail')") == 0
 
 
 def test_names_differ_in_case_length_and_quotes(outbox: Outbox) -> None:
     """pgmq/pgmq#33, #114, NikolayS/PgQue#109, hibiken/asynq#294: names became identifiers, and were cut."""
     names = ["mail", "Mail", "größe", "x" * 99, "x" * 100, "a'b\"c;--", "$1 %s"]
     for name in names:
-        outbox.conn.execute("select relay.declare_queue(%s, null)", (name,))
-        outbox.conn.execute("select relay.enqueue(%s, to_jsonb(%s::text))", (name, name))
+        outbox.worker.execute("select relay.declare_queue(%s, null)", (name,))
+        outbox.worker.execute("select relay.enqueue(%s, to_jsonb(%s::text))", (name, name))
     for name in names:
-        assert outbox.column("select payload from relay.take(%s, 10)", (name,)) == [name]
+        assert outbox.worker.column("select payload from relay.take(%s, 10)", (name,)) == [name]
 
 
 def test_who_locked_a_row_is_known_after_a_crash_of_the_server(killable_server: Server) -> None:
@@ -260,7 +264,7 @@ def test_who_locked_a_row_is_known_after_a_crash_of_the_server(killable_server: 
         outbox.install()
         declare(outbox, attempts=1)
         (leased,) = enqueue(outbox, "")
-        assert ids(outbox.conn, "lease('mail', 1, '1 hour')") == [leased]
+        assert ids(outbox.worker, "lease('mail', 1, '1 hour')") == [leased]
         (number,) = enqueue(outbox, "")
         with session(outbox) as conn:
             conn.execute("begin")
@@ -270,11 +274,11 @@ def test_who_locked_a_row_is_known_after_a_crash_of_the_server(killable_server: 
             killable_server.stop("immediate")
             killable_server.start()
     with Outbox(killable_server.dsn("crashed")) as outbox:
-        assert ids(outbox.conn, "claim('mail')") == []
+        assert ids(outbox.worker, "claim('mail')") == []
         counted = outbox.column("select interruptions from relay.queue_messages order by id")
         assert counted == [0, 1]
-        assert ids(outbox.conn, "claim('mail', 10)") == [number]
-        assert outbox.value("select relay.complete('mail', %s, 1)", (leased,)) is True
+        assert ids(outbox.worker, "claim('mail', 10)") == [number]
+        assert outbox.worker.value("select relay.complete('mail', %s, 1)", (leased,)) is True
 
 
 def pages_of_a_claim(conn: psycopg.Connection[Any]) -> int:
@@ -300,7 +304,7 @@ def test_claims_of_a_queue_with_keys_are_flat_under_a_held_snapshot(outbox: Outb
         pages_of_a_claim(worker)
         for _ in range(3):
             outbox.conn.execute(FILL, (6000,))
-            while ids(outbox.conn, "take('mail', 300)"):
+            while ids(worker, "take('mail', 300)"):
                 pass
             outbox.conn.execute(FILL, (10,))
             outbox.conn.execute(
@@ -308,7 +312,7 @@ def test_claims_of_a_queue_with_keys_are_flat_under_a_held_snapshot(outbox: Outb
                 " from relay.queues as q, relay.queue_state(q.name) as s"
             )
             figures.append(pages_of_a_claim(worker))
-            outbox.conn.execute("select relay.purge_queue('mail')")
+            outbox.worker.execute("select relay.purge_queue('mail')")
     assert figures[-1] <= figures[0] * 1.1, figures
 
 
@@ -327,7 +331,7 @@ def test_messages_that_wait_cost_those_of_other_keys_nothing(
         if is_analyzed:
             outbox.conn.execute("vacuum analyze relay.queue_messages")
         before = pages_of_a_claim(worker)
-        outbox.conn.execute(
+        outbox.worker.execute(
             "select relay.retry('mail', id, attempt, '1 hour') from relay.lease('mail', 5001, '1 hour')"
         )
         enqueue(outbox, "another")
@@ -340,11 +344,11 @@ def test_failing_keys_with_messages_behind_them_cost_others_little(outbox: Outbo
     with session(outbox) as worker:
         for _ in range(2):
             outbox.conn.execute(FILL, (300,))
-        outbox.conn.execute(
+        outbox.worker.execute(
             "select relay.retry('mail', id, attempt, '1 hour') from relay.lease('mail', 300, '1 hour')"
         )
         assert ids(worker, "claim('mail')") == []
-        outbox.conn.execute(
+        outbox.worker.execute(
             "select relay.enqueue('mail', '{}', key => 'other ' || n) from generate_series(1, 500) as n"
         )
         first, second = enqueue(outbox, "a", "a")
@@ -358,10 +362,10 @@ def test_failing_keys_with_messages_behind_them_cost_others_little(outbox: Outbo
 
 def test_a_message_whose_worker_has_died_can_be_purged_and_cancelled(outbox: Outbox) -> None:
     """What a worker had leased before it died stayed after a purge, while no worker took from the queue."""
-    outbox.conn.execute("select relay.declare_queue('mail', null, key => 'host')")
+    outbox.worker.execute("select relay.declare_queue('mail', null, key => 'host')")
     for call in ("cancel_messages('mail', event_id => %s)", "purge_queue('mail')"):
         enqueue(outbox, "")
-        ((event_id,),) = outbox.conn.execute(
+        ((event_id,),) = outbox.worker.execute(
             "select event_id from relay.lease('mail', 1, '1 hour')"
         ).fetchall()
         given = (event_id,) if "%s" in call else ()
@@ -372,38 +376,41 @@ def test_a_message_whose_worker_has_died_can_be_purged_and_cancelled(outbox: Out
 
 
 def test_a_queue_whose_role_was_dropped_is_declared_again(outbox: Outbox) -> None:
-    """Every call failed with: role "gone" does not exist. Nobody could drop the queue."""
+    """Every call failed with: role "gone" does not exist. Nobody could drop the queue; a member of relay may."""
     role = f"gone_{outbox.value('select oid from pg_database where datname = current_database()')}"
     outbox.conn.execute(f'create role "{role}"'.encode())
-    outbox.conn.execute("select relay.declare_queue('mail', null, workers => %s)", (role,))
+    outbox.worker.execute("select relay.declare_queue('mail', null, workers => %s)", (role,))
     outbox.conn.execute(f'drop role "{role}"'.encode())
+    with pytest.raises(psycopg.errors.InsufficientPrivilege, match=role):
+        enqueue(outbox, "a")
+    declare_again = "select relay.declare_queue('mail', null, workers => 'relay_worker')"
+    assert outbox.login(Role.RELAY).value(declare_again)
     assert len(enqueue(outbox, "a")) == 1
-    assert outbox.value("select relay.declare_queue('mail', null, workers => session_user::text)")
-    assert len(ids(outbox.conn, "take('mail')")) == 1
-    outbox.conn.execute("select relay.drop_queue('mail')")
+    assert len(ids(outbox.worker, "take('mail')")) == 1
+    outbox.worker.execute("select relay.drop_queue('mail')")
 
 
 @pytest.mark.parametrize("key", ["none", "host"])
 def test_the_largest_number_of_messages_may_be_asked_for(outbox: Outbox, key: str) -> None:
     declare(outbox, key)
     for call in ("claim('mail', 2147483647)", "lease('mail', 2147483647)"):
-        assert ids(outbox.conn, call) == []
+        assert ids(outbox.worker, call) == []
     enqueue(outbox, "a")
-    assert len(ids(outbox.conn, "take('mail', 2147483647)")) == 1
+    assert len(ids(outbox.worker, "take('mail', 2147483647)")) == 1
 
 
 def test_the_longest_times_are_computed(outbox: Outbox) -> None:
     """A done message that stays for ever made the view of all queues fail; a late attempt could not be ended."""
     for more in ("keep_done => '300000 years'", "max_backoff => '300000 years'"):
         with pytest.raises(psycopg.errors.InvalidParameterValue, match="than 36500 days"):
-            outbox.conn.execute(f"select relay.declare_queue('mail', null, {more})".encode())
-    outbox.conn.execute(
+            outbox.worker.execute(f"select relay.declare_queue('mail', null, {more})".encode())
+    outbox.worker.execute(
         "select relay.declare_queue('mail', null, attempts => 100, backoff => '36500 days',"
         " max_backoff => '36500 days', keep_done => '36500 days')"
     )
     (number,) = enqueue(outbox, "a")
     outbox.conn.execute("update relay.queue_messages set attempts = 40")
-    assert outbox.value("select relay.retry('mail', %s, 41)", (number,)) == "retry"
+    assert outbox.worker.value("select relay.retry('mail', %s, 41)", (number,)) == "retry"
     assert items(outbox) == [(number, "retry", 41)]
 
 
@@ -426,7 +433,7 @@ def test_a_worker_is_woken_when_a_message_can_be_taken_not_before(queue: Outbox)
 
         number = queue.value(put, ("1 hour",))
         assert said() == ["end"]
-        queue.conn.execute("select relay.move_messages('mail', now(), id => %s)", (number,))
+        queue.worker.execute("select relay.move_messages('mail', now(), id => %s)", (number,))
         assert said() == ["", "end"]
         queue.conn.execute(put, ("-1 hour",))
         assert said() == ["", "end"]

@@ -105,26 +105,26 @@ def test_a_dump_in_another_cluster_is_refused_until_a_seek(
         before.install()
         before.conn.execute(reader.declared.encode())
         _publish(before, *range(8))
-        assert sorted(reader.take(before.superuser_dsn, 8)) == list(range(8))
+        assert sorted(reader.take(before.reader_dsn, 8)) == list(range(8))
         _publish(before, 8, 9)
         passed = next_id(before)
         with Outbox(restore(old, new, name)) as after:
             assert next_id(after) < passed
             settings = after.settings()
             with pytest.raises(_REFUSED, match="Run `relay init`"):
-                reader.take(after.superuser_dsn, 1)
+                reader.take(after.reader_dsn, 1)
             with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="`relay init`"):
-                after.conn.execute("select relay.seek('r', 'now')")
+                after.reader.execute("select relay.seek('r', 'now')")
             with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="`relay init`"):
-                after.conn.execute("select relay.declare_reader('other')")
+                after.reader.execute("select relay.declare_reader('other')")
             initialise(settings, after.superuser_dsn)
             _publish(after, 10, 11)
             with pytest.raises(_REFUSED, match=_ANOTHER):
-                reader.take(after.superuser_dsn, 1)
+                reader.take(after.reader_dsn, 1)
             pass_ids(after, passed)
             _publish(after, 12)
             with pytest.raises(_REFUSED, match=_ANOTHER) as raised:
-                reader.take(after.superuser_dsn, 1)
+                reader.take(after.reader_dsn, 1)
             assert "relay.seek" in str(raised.value)
             told = [each.text for each in examine(settings)]
             assert any("the reader 'r' stands still" in each for each in told), told
@@ -137,9 +137,9 @@ def test_a_dump_in_another_cluster_is_refused_until_a_seek(
             assert "another: seek" in relay("reader", "list", "-c", config).stdout
             done = relay("reader", "seek", "r", "--to", "beginning", "--yes", "-c", config)
             assert done.returncode == 0, done.stderr
-            assert sorted(reader.take(after.superuser_dsn, 13)) == list(range(13))
+            assert sorted(reader.take(after.reader_dsn, 13)) == list(range(13))
             _publish(after, 13)
-            assert reader.take(after.superuser_dsn, 1) == [13]
+            assert reader.take(after.reader_dsn, 1) == [13]
             assert not any("stands still" in each.text for each in examine(settings))
 
 
@@ -150,7 +150,7 @@ def test_what_was_noted_in_another_cluster_says_nothing_in_this_one(clusters: An
     outbox = "public.outbox_message_t"
     with Outbox(old.create_database("noted")) as before:
         before.install(retention={"keep": "1d"})
-        before.conn.execute("select relay.declare_reader('r')")
+        before.reader.execute("select relay.declare_reader('r')")
         before.conn.execute(
             "insert into relay.removed (outbox, newest, snapshot)"
             " values (%s, pg_current_xact_id(), pg_current_snapshot())",
@@ -169,7 +169,7 @@ def test_what_was_noted_in_another_cluster_says_nothing_in_this_one(clusters: An
             held = after.value(of_here)
             after.conn.execute("select relay.remove_witnesses()")
             assert after.value(of_here) == held
-            after.conn.execute("select relay.seek('r', 'now')")
+            after.reader.execute("select relay.seek('r', 'now')")
             snapshots = after.column(
                 "select snapshot::text from relay.readers where target = 'relay.declare_reader'"
             )
@@ -185,12 +185,12 @@ def test_a_dump_of_the_same_cluster_goes_on(clusters: Any, reader: Reader) -> No
         before.install()
         before.conn.execute(reader.declared.encode())
         _publish(before, *range(8))
-        assert sorted(reader.take(before.superuser_dsn, 8)) == list(range(8))
+        assert sorted(reader.take(before.reader_dsn, 8)) == list(range(8))
         _publish(before, 8, 9)
         with Outbox(restore(server, server, name, f"{name}_again")) as after:
             # To move the reader, as to now, would skip what it has not read.
             with pytest.raises(_REFUSED, match="Where the reader is refused after it"):
-                reader.take(after.superuser_dsn, 1)
+                reader.take(after.reader_dsn, 1)
             told = [each.text for each in examine(after.settings()) if "stands still" in each.text]
             assert told
             assert all(
@@ -200,7 +200,7 @@ def test_a_dump_of_the_same_cluster_goes_on(clusters: Any, reader: Reader) -> No
             initialise(after.settings(), warn=warned.append)
             assert [each for each in warned if "of a dump of this server" in each]
             _publish(after, 10)
-            assert sorted(reader.take(after.superuser_dsn, 3)) == [8, 9, 10]
+            assert sorted(reader.take(after.reader_dsn, 3)) == [8, 9, 10]
 
 
 @pytest.fixture
@@ -221,17 +221,17 @@ def _promote(pair: Pair) -> None:
 def test_a_failover_without_loss_stops_no_reader(pair: Pair, reader: Reader) -> None:
     pair.source.conn.execute(reader.declared.encode())
     _publish(pair.source, *range(4))
-    assert sorted(reader.take(pair.source.superuser_dsn, 4)) == list(range(4))
+    assert sorted(reader.take(pair.source.reader_dsn, 4)) == list(range(4))
     pair.replicate()
     _promote(pair)
     _publish(pair.copy, 4, 5)
-    assert sorted(reader.take(pair.copy.superuser_dsn, 2)) == [4, 5]
+    assert sorted(reader.take(pair.copy.reader_dsn, 2)) == [4, 5]
     assert (
         initialise(pair.copy.settings(source={"dsn": pair.copy.superuser_dsn, "mode": "poll"}))
         == []
     )
     _publish(pair.copy, 6)
-    assert reader.take(pair.copy.superuser_dsn, 1) == [6]
+    assert reader.take(pair.copy.reader_dsn, 1) == [6]
 
 
 @pytest.mark.chaos
@@ -245,16 +245,16 @@ def test_a_failover_with_a_loss_takes_the_position_with_it(
     source, copy = pair.source, pair.copy
     source.conn.execute(reader.declared.encode())
     _publish(source, *range(4))
-    assert sorted(reader.take(source.superuser_dsn, 4)) == list(range(4))
+    assert sorted(reader.take(source.reader_dsn, 4)) == list(range(4))
     pair.cut()
     _publish(source, *range(4, 20))
-    assert sorted(reader.take(source.superuser_dsn, 16)) == list(range(4, 20))
+    assert sorted(reader.take(source.reader_dsn, 16)) == list(range(4, 20))
     lost = next_id(source)
     _promote(pair)
     if passes:
         pass_ids(copy, lost)
     _publish(copy, *range(100, 110))
-    assert sorted(reader.take(copy.superuser_dsn, 10)) == list(range(100, 110))
+    assert sorted(reader.take(copy.reader_dsn, 10)) == list(range(100, 110))
 
 
 @pytest.mark.chaos
@@ -262,27 +262,27 @@ def test_a_failover_with_a_loss_takes_the_position_with_it(
 def test_a_position_in_hand_of_what_a_failover_has_lost_is_refused(pair: Pair) -> None:
     """A program reads, the server is replaced, and the program advances: the number of the position is the same."""
     source, copy = pair.source, pair.copy
-    source.conn.execute("select relay.declare_reader('r', start => 'beginning')")
+    source.reader.execute("select relay.declare_reader('r', start => 'beginning')")
     _publish(source, 0)
     pair.cut()
     _publish(source, *range(1, 20))
-    (held,) = {row[0] for row in source.conn.execute("select position from relay.read('r')")}
+    (held,) = {row[0] for row in source.reader.execute("select position from relay.read('r')")}
     _promote(pair)
     pass_ids(copy, next_id(copy) + 100)
     _publish(copy, *range(100, 105))
-    number = copy.value("select position from relay.read('r') limit 1").split("/")[0]
+    number = copy.reader.value("select position from relay.read('r') limit 1").split("/")[0]
     assert held.split("/")[0] == number
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="has been replaced"):
-        copy.conn.execute("select relay.advance('r', %s)", (held,))
+        copy.reader.execute("select relay.advance('r', %s)", (held,))
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="Read again"):
-        copy.conn.execute("select relay.read('r', 10, %s)", (held,))
+        copy.reader.execute("select relay.read('r', 10, %s)", (held,))
     for statement in (
         "select relay.seek('r', %s)",
         "select relay.declare_reader('s', start => %s)",
     ):
         with pytest.raises(psycopg.errors.InvalidParameterValue, match="of another server"):
             copy.conn.execute(statement.encode(), (held,))
-    assert InSql().take(copy.superuser_dsn, 6) == [0, *range(100, 105)]
+    assert InSql().take(copy.reader_dsn, 6) == [0, *range(100, 105)]
 
 
 @pytest.mark.chaos
@@ -293,7 +293,7 @@ def test_a_running_reader_is_told_that_its_database_is_a_dump(clusters: Any) -> 
     lead(old, new)
     with Outbox(old.create_database("moved")) as before:
         before.install()
-        before.conn.execute("select relay.declare_reader('r', start => 'beginning')")
+        before.reader.execute("select relay.declare_reader('r', start => 'beginning')")
         _publish(before, *range(6))
         with Outbox(restore(old, new, "moved")) as after:
             initialise(after.settings(), after.superuser_dsn)
@@ -332,11 +332,11 @@ def test_upkeep_of_the_witnesses_stops_no_reader(
 ) -> None:
     outbox.conn.execute(reader.declared.encode())
     _publish(outbox, 0, 1)
-    assert sorted(reader.take(outbox.superuser_dsn, 2)) == [0, 1]
+    assert sorted(reader.take(outbox.reader_dsn, 2)) == [0, 1]
     for each in rewrite.split("; "):
         outbox.conn.execute(each.encode())
     _publish(outbox, 2)
-    assert reader.take(outbox.superuser_dsn, 1) == [2]
+    assert reader.take(outbox.reader_dsn, 1) == [2]
 
 
 def test_a_wrapped_transaction_id_is_the_same_history() -> None:
@@ -346,9 +346,9 @@ def test_a_wrapped_transaction_id_is_the_same_history() -> None:
             pytest.skip("needs pg_resetwal beside the server")
         with Outbox(server.create_database("app")) as outbox:
             outbox.install()
-            outbox.conn.execute("select relay.declare_reader('r', start => 'beginning')")
+            outbox.reader.execute("select relay.declare_reader('r', start => 'beginning')")
             _publish(outbox, 0, 1)
-            assert InSql().take(outbox.superuser_dsn, 2) == [0, 1]
+            assert InSql().take(outbox.reader_dsn, 2) == [0, 1]
             for epoch in (1, 2):
                 server.stop()
                 subprocess.run(
@@ -361,13 +361,13 @@ def test_a_wrapped_transaction_id_is_the_same_history() -> None:
                 outbox.reconnect()
                 assert next_id(outbox) > epoch << 32
                 _publish(outbox, 2, 3)
-                assert InSql().take(outbox.superuser_dsn, 2) == [2, 3]
+                assert InSql().take(outbox.reader_dsn, 2) == [2, 3]
                 outbox.conn.execute("select relay.take_witness()")
                 assert outbox.value("select bool_and(relay.holds_witness(id)) from relay.witnesses")
 
 
 def test_retention_of_witnesses_keeps_the_history(outbox: Outbox) -> None:
-    outbox.conn.execute("select relay.declare_reader('r', start => 'beginning')")
+    outbox.reader.execute("select relay.declare_reader('r', start => 'beginning')")
     for _ in range(5):
         outbox.conn.execute("select relay.take_witness()")
     outbox.conn.execute(
@@ -379,7 +379,7 @@ def test_retention_of_witnesses_keeps_the_history(outbox: Outbox) -> None:
     )
     assert outbox.value("select relay.remove_witnesses()") > 0
     _publish(outbox, 0)
-    assert InSql().take(outbox.superuser_dsn, 1) == [0]
+    assert InSql().take(outbox.reader_dsn, 1) == [0]
 
 
 def test_nobody_forges_a_history(outbox: Outbox) -> None:
@@ -418,13 +418,13 @@ def test_nobody_forges_a_history(outbox: Outbox) -> None:
 
 
 def test_a_reader_that_waits_writes_nothing(outbox: Outbox) -> None:
-    outbox.conn.execute("select relay.declare_reader('r', start => 'beginning')")
+    outbox.reader.execute("select relay.declare_reader('r', start => 'beginning')")
     _publish(outbox, 0)
-    assert InSql().take(outbox.superuser_dsn, 1) == [0]
+    assert InSql().take(outbox.reader_dsn, 1) == [0]
     before = next_id(outbox), outbox.value("select count(*) from relay.witnesses")
     own = "select xact_commit from pg_stat_database where datname = current_database()"
     for _ in range(20):
-        assert not outbox.column("select position from relay.read('r')")
+        assert not outbox.reader.column("select position from relay.read('r')")
     assert outbox.value(own) >= 0
     assert outbox.value("select count(*) from relay.witnesses") == before[1]
     assert outbox.value("select pg_current_xact_id_if_assigned() is null")
@@ -432,7 +432,7 @@ def test_a_reader_that_waits_writes_nothing(outbox: Outbox) -> None:
 
 def test_rows_that_were_written_again_are_no_history(outbox: Outbox) -> None:
     """As pg_repack leaves them: `relay init` begins another one, and the server is the same."""
-    outbox.conn.execute("select relay.declare_reader('r', start => 'beginning')")
+    outbox.reader.execute("select relay.declare_reader('r', start => 'beginning')")
     outbox.conn.execute(
         """
         create temporary table saved as select * from relay.witnesses;
@@ -441,18 +441,18 @@ def test_rows_that_were_written_again_are_no_history(outbox: Outbox) -> None:
         """
     )
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match=_ANOTHER):
-        outbox.conn.execute("select relay.read('r')")
+        outbox.reader.execute("select relay.read('r')")
     initialise(outbox.settings())
     _publish(outbox, 0)
-    assert InSql().take(outbox.superuser_dsn, 1) == [0]
+    assert InSql().take(outbox.reader_dsn, 1) == [0]
 
 
 def test_positions_of_a_former_schema_get_the_present_history(outbox: Outbox) -> None:
     """Where they are not ahead of the server; `relay init` says that it could not prove them."""
     for name in ("r", "ahead"):
-        outbox.conn.execute("select relay.declare_reader(%s, start => 'beginning')", (name,))
+        outbox.reader.execute("select relay.declare_reader(%s, start => 'beginning')", (name,))
     _publish(outbox, 0)
-    (held,) = outbox.column("select position from relay.read('r')")
+    (held,) = outbox.reader.column("select position from relay.read('r')")
     outbox.conn.execute(
         """
         alter table relay.log_readers drop column history cascade;
@@ -466,10 +466,10 @@ def test_positions_of_a_former_schema_get_the_present_history(outbox: Outbox) ->
     initialise(outbox.settings(), warn=warned.append)
     assert [each for each in warned if "of this server: 1:" in each and "cannot prove" in each]
     with pytest.raises(psycopg.errors.InvalidParameterValue, match="does not say which history"):
-        outbox.conn.execute("select relay.advance('r', %s)", (held.split("@")[0],))
-    assert InSql().take(outbox.superuser_dsn, 1) == [0]
+        outbox.reader.execute("select relay.advance('r', %s)", (held.split("@")[0],))
+    assert InSql().take(outbox.reader_dsn, 1) == [0]
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match=_ANOTHER):
-        outbox.conn.execute("select relay.read('ahead')")
+        outbox.reader.execute("select relay.read('ahead')")
     warned.clear()
     initialise(outbox.settings(), warn=warned.append)
     assert not [each for each in warned if "cannot prove" in each]

@@ -51,7 +51,7 @@ def _drain(conn: _Connection, most: int = 1000) -> list[int]:
 @pytest.fixture
 def log(outbox: Outbox) -> Outbox:
     """An outbox with the reader `r`, which begins now."""
-    outbox.conn.execute("select relay.declare_reader('r')")
+    outbox.reader.execute("select relay.declare_reader('r')")
     return outbox
 
 
@@ -121,7 +121,7 @@ def test_the_sequence_may_jump(log: Outbox) -> None:
 
 def test_a_filter_that_matches_nothing_moves_on(outbox: Outbox) -> None:
     """Eventuous/eventuous#559, kurrent-io/KurrentDB#3320: the checkpoint stayed, and everything was read again."""
-    outbox.conn.execute("""select relay.declare_reader('r', '{"event_type": "rare"}')""")
+    outbox.reader.execute("""select relay.declare_reader('r', '{"event_type": "rare"}')""")
     _publish(outbox.conn, 1, 2, 3)
     numbers, position = _read(outbox.conn)
     assert numbers == []
@@ -133,7 +133,7 @@ def test_a_filter_that_matches_nothing_moves_on(outbox: Outbox) -> None:
 
 def test_a_filtered_position_is_not_past_what_was_not_looked_at(outbox: Outbox) -> None:
     """kurrent-io/KurrentDB#4990, #4023: an empty page's checkpoint was the end of the log, and an event was missed."""
-    outbox.conn.execute("""select relay.declare_reader('r', '{"event_type": "rare"}')""")
+    outbox.reader.execute("""select relay.declare_reader('r', '{"event_type": "rare"}')""")
     with psycopg.connect(outbox.superuser_dsn) as late:
         _publish(late, 1, event_type="rare")
         _publish(outbox.conn, 2)

@@ -36,7 +36,7 @@ def test_a_wait_means_the_same_to_workers_and_handlers(
 
 def test_a_negative_wait_of_a_worker_is_the_queues_backoff(outbox: Outbox) -> None:
     fill(outbox, 1, queue=Queue(name="mail", match=None, attempts=10, backoff=60))
-    worker = Worker(outbox.superuser_dsn, "mail", concurrency=1, poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=1, poll=0.02)
     called: list[int] = []
 
     @worker.handles()
@@ -54,9 +54,7 @@ def test_a_negative_wait_of_a_worker_is_the_queues_backoff(outbox: Outbox) -> No
 @pytest.mark.parametrize("lease", [None, 30.0])
 def test_a_passed_deadline_says_so(outbox: Outbox, lease: float | None) -> None:
     fill(outbox, 1, queue=Queue(name="mail", match=None, backoff=60))
-    worker = Worker(
-        outbox.superuser_dsn, "mail", concurrency=1, poll=0.02, deadline=0.1, lease=lease
-    )
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=1, poll=0.02, deadline=0.1, lease=lease)
 
     @worker.handles()
     async def handle(message: Message | LeasedMessage, *session: Any) -> None:

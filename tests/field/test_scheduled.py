@@ -492,7 +492,7 @@ def test_rows_may_be_mappings(outbox: Outbox) -> None:
 
 def test_an_operator_cancels_and_moves_messages(outbox: Outbox, tmp_path: Path) -> None:
     """As an application does, and it is recorded who did it."""
-    outbox.conn.execute("select relay.declare_queue('mail', null)")
+    outbox.worker.execute("select relay.declare_queue('mail', null)")
     enqueue = "select relay.enqueue('mail', '{}', deliver_at => %s, event_id => %s)"
     number = outbox.value(enqueue, (LATER, "a"))
     outbox.value(enqueue, (LATER, "b"))
@@ -520,7 +520,7 @@ def test_messages_of_a_queue_are_cancelled_and_moved(outbox: Outbox) -> None:
     https://github.com/graphile/worker/pull/63
     https://github.com/rq/rq/issues/1669
     """
-    outbox.conn.execute("select relay.declare_queue('mail', null)")
+    outbox.worker.execute("select relay.declare_queue('mail', null)")
     enqueue = "select relay.enqueue('mail', '{}', deliver_at => %s, event_id => %s)"
     first, second, third = (
         outbox.value(enqueue, (at, name)) for at, name in ((LATER, "a"), (LATER, "b"), (None, "c"))
@@ -551,9 +551,9 @@ def test_a_message_that_waits_for_its_next_attempt_is_run_now(
     outbox: Outbox, tmp_path: Path
 ) -> None:
     """`no such message waits`, with status 0, of one that the same command's list shows in state `retry`."""
-    outbox.conn.execute("select relay.declare_queue('mail', null)")
-    number = outbox.value("select relay.enqueue('mail', '{}')")
-    outbox.conn.execute(
+    outbox.worker.execute("select relay.declare_queue('mail', null)")
+    number = outbox.worker.value("select relay.enqueue('mail', '{}')")
+    outbox.worker.execute(
         "select relay.retry('mail', id, attempt, '1 h', 'away') from relay.lease('mail', 1)"
     )
     assert outbox.column("select state from relay.queue_items") == ["retry"]
@@ -564,7 +564,7 @@ def test_a_message_that_waits_for_its_next_attempt_is_run_now(
         return CliRunner().invoke(app, ["queue", "move", "mail", *config, "--id", str(which), *to])
 
     assert "1 message moved" in moved(number).output
-    wait_until(lambda: outbox.column("select id from relay.take('mail', 1)") == [number])
+    wait_until(lambda: outbox.worker.column("select id from relay.take('mail', 1)") == [number])
     missing = moved(number + 1)
     assert missing.exit_code == 1
     assert "no such message waits for its time" in missing.output
@@ -575,11 +575,11 @@ def test_messages_of_a_key_are_cancelled_but_for_one_that_is_leased(outbox: Outb
 
     https://github.com/oban-bg/oban/pull/527
     """
-    outbox.conn.execute("select relay.declare_queue('mail', null, key => 'host')")
+    outbox.worker.execute("select relay.declare_queue('mail', null, key => 'host')")
     for number in (1, 1, 2):
-        outbox.conn.execute("select relay.enqueue('mail', '{}', host_id => %s)", (str(number),))
+        outbox.worker.execute("select relay.enqueue('mail', '{}', host_id => %s)", (str(number),))
     key = outbox.value("select key from relay.queue_messages where host_id = '1' limit 1")
-    outbox.conn.execute("select relay.lease('mail', 1)")
+    outbox.worker.execute("select relay.lease('mail', 1)")
     with psycopg.connect(outbox.superuser_dsn) as conn:
         assert cancel_messages(conn, "mail", key=key) == 1
     left = outbox.column("select host_id from relay.queue_messages order by id")

@@ -55,7 +55,7 @@ def _numbers(transaction: relay.Transaction) -> list[int]:
 
 def _reading(outbox: Outbox, **options: Any) -> Iterator[ReadTransaction]:
     given: dict[str, Any] = {"poll": 0.05, "start": "beginning", **options}
-    return iter(subscribe(outbox.superuser_dsn, "r", **given))
+    return iter(subscribe(outbox.reader_dsn, "r", **given))
 
 
 def _take(outbox: Outbox, count: int, **options: Any) -> list[list[int]]:
@@ -114,14 +114,14 @@ def test_a_handler_that_blocks_keeps_the_reader(outbox: Outbox) -> None:
         time.sleep(6)
         assert _claimed_by(outbox) == [pid]
         transaction.done()
-    assert not outbox.conn.execute("select from relay.read('r')").rowcount
+    assert not outbox.reader.execute("select from relay.read('r')").rowcount
 
 
 @pytest.mark.rare
 def test_an_idle_reader_keeps_its_claim(outbox: Outbox) -> None:
     """dpkp/kafka-python#1787: the heartbeats of an idle consumer failed, and its group was balanced anew."""
     found: list[list[int]] = []
-    outbox.conn.execute("select relay.declare_reader('r')")
+    outbox.reader.execute("select relay.declare_reader('r')")
     thread = Thread(target=lambda: found.extend(_take(outbox, 1, lease=4, poll=1)))
     thread.start()
     wait_until(lambda: bool(_claimed_by(outbox)))
@@ -152,7 +152,7 @@ def test_an_idle_reader_does_not_read_because_others_commit(
     monkeypatch.setattr(ReaderSession, "send", sent)
     monkeypatch.setattr(ReaderSession, "value", got)
     monkeypatch.setattr(log, "_QUIET_SECONDS", 0.0)
-    outbox.conn.execute("select relay.declare_reader('r')")
+    outbox.reader.execute("select relay.declare_reader('r')")
     found: list[list[int]] = []
     thread = Thread(target=lambda: found.extend(_take(outbox, 1, poll=0.02)))
     thread.start()
@@ -170,7 +170,7 @@ def test_an_idle_reader_does_not_read_because_others_commit(
 
 def test_what_commits_late_ends_the_quiet(outbox: Outbox) -> None:
     """JasperFx/marten#716: an event whose transaction had begun before what was read was passed over for good."""
-    outbox.conn.execute("select relay.declare_reader('r')")
+    outbox.reader.execute("select relay.declare_reader('r')")
     number = outbox.value("select (relay.log_reader('r')).number")
 
     def is_quiet(since: str) -> bool:
@@ -235,8 +235,8 @@ def test_a_reader_that_waits_notices_that_it_was_moved(
         quiet.clear()
         wait_until(lambda: quiet[-2:] == [True, True])
         if count == 1:
-            outbox.conn.execute("select relay.seek('r', 'beginning')")
-    outbox.conn.execute("select relay.drop_reader('r')")
+            outbox.reader.execute("select relay.seek('r', 'beginning')")
+    outbox.reader.execute("select relay.drop_reader('r')")
     thread.join(60)
     assert found == [[1], [1]]
     assert "there is no reader 'r'" in str(ended)
@@ -247,13 +247,13 @@ def test_the_position_passes_what_does_not_match(
 ) -> None:
     """Eventuous/eventuous#559, kurrent-io/KurrentDB#3320: a filter without matches never moved the checkpoint."""
     monkeypatch.setattr(log, "_NOTE_SECONDS", 0.0)
-    outbox.conn.execute("select relay.declare_reader('r')")
+    outbox.reader.execute("select relay.declare_reader('r')")
     _publish(outbox.conn, 1, event_type="other")
     found: list[list[int]] = []
     match = {"event_type": "wanted"}
     thread = Thread(target=lambda: found.extend(_take(outbox, 1, match=match)))
     thread.start()
-    wait_until(lambda: not outbox.conn.execute("select from relay.read('r')").rowcount)
+    wait_until(lambda: not outbox.reader.execute("select from relay.read('r')").rowcount)
     _publish(outbox.conn, 2, event_type="wanted")
     thread.join(30)
     assert found == [[2]]
@@ -265,16 +265,16 @@ def test_the_position_passes_what_does_not_match_in_the_quiet_after_it(
     """Eventuous/eventuous#559: the checkpoint stayed before the last events without a match, while no others came."""
     monkeypatch.setattr(log, "_NOTE_SECONDS", 3600.0)
     passed = _recorded(monkeypatch, "_pass")
-    outbox.conn.execute("select relay.declare_reader('r')")
+    outbox.reader.execute("select relay.declare_reader('r')")
     _publish(outbox.conn, 1, event_type="other")
     found: list[list[int]] = []
     match = {"event_type": "wanted"}
     thread = Thread(target=lambda: found.extend(_take(outbox, 1, match=match)))
     thread.start()
     wait_until(lambda: bool(passed))
-    assert outbox.conn.execute("select from relay.read('r')").rowcount
+    assert outbox.reader.execute("select from relay.read('r')").rowcount
     monkeypatch.setattr(log, "_NOTE_SECONDS", 0.0)
-    wait_until(lambda: not outbox.conn.execute("select from relay.read('r')").rowcount)
+    wait_until(lambda: not outbox.reader.execute("select from relay.read('r')").rowcount)
     _publish(outbox.conn, 2, event_type="wanted")
     thread.join(30)
     assert found == [[2]]
@@ -282,7 +282,7 @@ def test_the_position_passes_what_does_not_match_in_the_quiet_after_it(
 
 def test_a_reader_that_waits_survives_several_losses(outbox: Outbox) -> None:
     """Eventuous/eventuous#225, kurrent-io/KurrentDB#1602, #1127: no reconnection, or after the first loss only."""
-    outbox.conn.execute("select relay.declare_reader('r')")
+    outbox.reader.execute("select relay.declare_reader('r')")
     found: list[list[int]] = []
     thread = Thread(target=lambda: found.extend(_take(outbox, 3)))
     thread.start()
@@ -299,7 +299,7 @@ def test_a_reader_that_waits_does_not_expire(
 ) -> None:
     """bsm/sarama-cluster#124, zendesk/racecar#419: an idle consumer committed nothing, and its offsets expired."""
     monkeypatch.setattr(log, "_SIGN_SECONDS", 0.0)
-    outbox.conn.execute("select relay.declare_reader('r', expires => '5 minutes')")
+    outbox.reader.execute("select relay.declare_reader('r', expires => '5 minutes')")
     thread = Thread(target=_take, args=(outbox, 1), kwargs={"start": None})
     thread.start()
     wait_until(lambda: bool(_claimed_by(outbox)))
@@ -319,7 +319,7 @@ def test_a_reader_that_waits_does_not_expire(
 
 def test_an_expired_reader_does_not_begin_anywhere_else(outbox: Outbox) -> None:
     """confluentinc/librdkafka#1442, thomhurst/Dekaf#2259, Parsely/pykafka#504: it began at an end, without a word."""
-    outbox.conn.execute("select relay.declare_reader('r', expires => '5 minutes')")
+    outbox.reader.execute("select relay.declare_reader('r', expires => '5 minutes')")
     _publish(outbox.conn, 1)
     outbox.conn.execute("update relay.readers set noted_at = now() - interval '6 minutes'")
     assert outbox.column("select relay.expire_readers()") == ["r"]
@@ -335,7 +335,7 @@ def test_what_failed_to_commit_comes_again(outbox: Outbox) -> None:
     with closing(_reading(outbox)) as reader, psycopg.connect(outbox.superuser_dsn) as conn:  # type: ignore[type-var]
         next(reader).done()
         failed = next(reader)
-        outbox.conn.execute("select relay.seek('r', 'beginning')")
+        outbox.reader.execute("select relay.seek('r', 'beginning')")
         with pytest.raises(ReaderMoved), conn.transaction(), failed.commit(conn):
             pass
         assert [_numbers(next(reader)) for _ in range(3)] == [[0], [1], [2]]
@@ -345,7 +345,7 @@ def test_stopping_skips_nothing(outbox: Outbox) -> None:
     """JasperFx/marten#1857: the events that were in flight when the daemon stopped were skipped."""
     for number in range(10):
         _publish(outbox.conn, number)
-    reader = subscribe(outbox.superuser_dsn, "r", start="beginning", poll=0.05)
+    reader = subscribe(outbox.reader_dsn, "r", start="beginning", poll=0.05)
     found = []
     for transaction in reader:
         found.append(_numbers(transaction))
@@ -361,7 +361,7 @@ def test_stopping_skips_nothing(outbox: Outbox) -> None:
 def test_what_comes_between_two_runs_is_read(outbox: Outbox) -> None:
     """Eventuous/eventuous#291, JasperFx/marten#3167: a restart skipped the first event; `now` did not begin."""
     _publish(outbox.conn, 1)
-    outbox.conn.execute("select relay.declare_reader('r', start => 'now')")
+    outbox.reader.execute("select relay.declare_reader('r', start => 'now')")
     _publish(outbox.conn, 2)
     assert _take(outbox, 1, start="now") == [[2]]
     _publish(outbox.conn, 3)
@@ -387,7 +387,7 @@ def test_each_transaction_has_its_position(outbox: Outbox) -> None:
     with closing(_reading(outbox)) as reader:  # type: ignore[type-var]
         positions = [next(reader).position for _ in range(6)]
     for number, position in enumerate(positions[:-1]):
-        other = subscribe(outbox.superuser_dsn, f"from {number}", start=position, poll=0.05)
+        other = subscribe(outbox.reader_dsn, f"from {number}", start=position, poll=0.05)
         with closing(iter(other)) as reader:  # type: ignore[type-var]
             assert _numbers(next(reader)) == [number + 1]
 
@@ -420,7 +420,7 @@ def test_a_cancelled_task_leaves_no_lock(outbox: Outbox) -> None:
 
     async def run() -> None:
         async def read() -> None:
-            async for _ in subscribe(outbox.superuser_dsn, "r", poll=0.05):
+            async for _ in subscribe(outbox.reader_dsn, "r", poll=0.05):
                 pass
 
         for _ in range(3):
@@ -460,7 +460,7 @@ def test_what_was_fetched_ahead_is_not_yielded_after_a_seek(
         first.done()
         second = next(reader)
         wait_for_page(2)
-        outbox.conn.execute("select relay.seek('r', %s)", (position,))
+        outbox.reader.execute("select relay.seek('r', %s)", (position,))
         with pytest.raises(ReaderMoved):
             second.done()
         assert [_numbers(next(reader)) for _ in range(7)] == [[number] for number in range(1, 8)]
@@ -490,7 +490,7 @@ def test_an_acknowledgement_of_before_a_move_moves_nothing(outbox: Outbox) -> No
     with closing(_reading(outbox)) as reader:  # type: ignore[type-var]
         late = [next(reader) for _ in range(4)]
         late[0].done()
-        outbox.conn.execute("select relay.seek('r', 'beginning')")
+        outbox.reader.execute("select relay.seek('r', 'beginning')")
         with pytest.raises(ReaderMoved):
             late[1].done()
         again = [next(reader) for _ in range(2)]
@@ -528,7 +528,7 @@ def test_a_handler_that_fails_ends_the_iteration(outbox: Outbox) -> None:
 
     async def run() -> list[list[int]]:
         found = []
-        async for transaction in subscribe(outbox.superuser_dsn, "r", start="beginning", poll=0.05):
+        async for transaction in subscribe(outbox.reader_dsn, "r", start="beginning", poll=0.05):
             found.append(_numbers(transaction))
             if found[-1] == [1]:
                 raise ZeroDivisionError
@@ -543,7 +543,7 @@ def test_a_handler_that_fails_ends_the_iteration(outbox: Outbox) -> None:
 
 def test_locks_of_the_application_are_others(outbox: Outbox) -> None:
     """commanded/eventstore#166: an advisory lock of the application had the number of a subscription's."""
-    outbox.conn.execute("select relay.declare_reader('r', start => 'beginning')")
+    outbox.reader.execute("select relay.declare_reader('r', start => 'beginning')")
     _publish(outbox.conn, 1)
     outbox.conn.execute(
         "select pg_advisory_lock(id), pg_advisory_lock((x'72647263'::bigint << 32) | id) from relay.log_readers"
@@ -574,7 +574,7 @@ def test_the_end_of_the_log_is_not_its_beginning(outbox: Outbox) -> None:
     for number in range(3):
         _publish(outbox.conn, number)
     found: list[list[int]] = []
-    reader = subscribe(outbox.superuser_dsn, "r", start="beginning", poll=0.01)
+    reader = subscribe(outbox.reader_dsn, "r", start="beginning", poll=0.01)
     thread = Thread(target=lambda: found.extend(_numbers(each) for each in reader))
     thread.start()
     wait_until(lambda: len(found) == 3)
@@ -610,7 +610,7 @@ def test_nothing_comes_after_a_stop(outbox: Outbox) -> None:
     """kurrent-io/KurrentDB#929: a subscription that was dropped went on with the events that it had fetched."""
     for number in range(5):
         _publish(outbox.conn, number)
-    reader = subscribe(outbox.superuser_dsn, "r", start="beginning", poll=0.05)
+    reader = subscribe(outbox.reader_dsn, "r", start="beginning", poll=0.05)
     found = []
     for transaction in reader:
         found.append(_numbers(transaction))
@@ -644,7 +644,7 @@ def test_a_second_iteration_begins_with_what_was_not_done(outbox: Outbox) -> Non
     """apache/pinot#18669: a batch that was fetched and not processed was skipped by the next call."""
     for number in range(5):
         _publish(outbox.conn, number)
-    reader = subscribe(outbox.superuser_dsn, "r", start="beginning", poll=0.05)
+    reader = subscribe(outbox.reader_dsn, "r", start="beginning", poll=0.05)
     for expected in ([0], [1], [2]):
         for transaction in reader:
             assert _numbers(transaction) == expected
@@ -657,7 +657,7 @@ def test_a_task_that_is_cancelled_at_once_leaves_no_connection(outbox: Outbox) -
 
     async def run() -> None:
         async def read() -> None:
-            async for _ in subscribe(outbox.superuser_dsn, "r", poll=0.05):
+            async for _ in subscribe(outbox.reader_dsn, "r", poll=0.05):
                 pass
 
         for turns in range(6):

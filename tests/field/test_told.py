@@ -54,8 +54,8 @@ def test_dead_messages_of_queues_are_told_beside_dead_letters(
 ) -> None:
     """`dead letters 0`, in the status and on the overview, beside a dead message of a queue."""
     settings = outbox.settings(observe=console_of())
-    outbox.conn.execute("select relay.declare_queue('mail', null)")
-    outbox.conn.execute("select relay.enqueue('mail', '{}')")
+    outbox.worker.execute("select relay.declare_queue('mail', null)")
+    outbox.worker.execute("select relay.enqueue('mail', '{}')")
     outbox.conn.execute(
         """
         with taken as (delete from relay.queue_messages returning *)

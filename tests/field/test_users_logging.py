@@ -89,7 +89,7 @@ def test_a_worker_says_what_it_does_after_its_module_has_configured_logging(
     outbox: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(outbox, 1)
-    worker = Worker(outbox.superuser_dsn, "mail", concurrency=1, poll=0.05)
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=1, poll=0.05)
 
     @worker.handles()
     def handle(message: Message, conn: Any) -> None:

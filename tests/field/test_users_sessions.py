@@ -151,7 +151,7 @@ def test_other_connections_of_a_worker_are_opened_again_too(
     outbox: Outbox, effects: Callable[[], list[int]], lease: float | None
 ) -> None:
     fill(outbox)
-    worker = Worker(outbox.superuser_dsn, "mail", concurrency=1, poll=0.1, lease=lease)
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=1, poll=0.1, lease=lease)
 
     @worker.handles()
     def handle(message: Message | LeasedMessage, *session: Any) -> None:
@@ -159,14 +159,14 @@ def test_other_connections_of_a_worker_are_opened_again_too(
 
     with working(worker):
         for number in range(1, 4):
-            outbox.conn.execute("select relay.enqueue('mail', to_jsonb(%s::int))", (number,))
+            outbox.worker.execute("select relay.enqueue('mail', to_jsonb(%s::int))", (number,))
             wait_until(lambda number=number: effects() == [*range(1, number + 1)])  # type: ignore[misc]
             kill(outbox)
 
 
 def test_no_handler_waits_for_what_others_do_in_the_thread_of_the_orm(outbox: Outbox) -> None:
     fill(outbox, 1, 2)
-    worker = Worker(outbox.superuser_dsn, "mail", concurrency=2, poll=0.1, deadline=60)
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=2, poll=0.1, deadline=60)
     called: list[Any] = []
     both_run = Event()
 
@@ -188,7 +188,7 @@ def test_connections_of_coroutine_functions_are_opened_again(
     outbox: Outbox, effects: Callable[[], list[int]], lease: float | None
 ) -> None:
     fill(outbox)
-    worker = Worker(outbox.superuser_dsn, "mail", concurrency=1, poll=0.1, lease=lease)
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=1, poll=0.1, lease=lease)
 
     @worker.handles()
     async def handle(message: Message | LeasedMessage, *session: Any) -> None:
@@ -196,6 +196,6 @@ def test_connections_of_coroutine_functions_are_opened_again(
 
     with working(worker):
         for number in range(1, 4):
-            outbox.conn.execute("select relay.enqueue('mail', to_jsonb(%s::int))", (number,))
+            outbox.worker.execute("select relay.enqueue('mail', to_jsonb(%s::int))", (number,))
             wait_until(lambda number=number: effects() == [*range(1, number + 1)])  # type: ignore[misc]
             kill(outbox)

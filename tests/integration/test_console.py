@@ -352,11 +352,11 @@ def test_endpoints_that_data_choose_are_disabled_and_enabled(outbox: Outbox) -> 
 
 def test_work_queues(outbox: Outbox) -> None:
     """Their pages show what is in them; one is paused, its dead letters are replayed or discarded, also by the API."""
-    outbox.conn.execute("select relay.declare_queue('a/b <i>', null)")
-    outbox.conn.execute(
+    outbox.worker.execute("select relay.declare_queue('a/b <i>', null)")
+    outbox.worker.execute(
         "select relay.enqueue('a/b <i>', '{}', event_id => n) from unnest('{e1,e2}'::text[]) as n"
     )
-    outbox.conn.execute(
+    outbox.worker.execute(
         "select relay.fail('a/b <i>', id, 1, 'no address') from relay.claim('a/b <i>')"
     )
     name = "a/b <i>"
@@ -370,7 +370,7 @@ def test_work_queues(outbox: Outbox) -> None:
         assert "e1" in page
         assert "e2" not in page
         visitor.send(f"{G}/queue/pause", name=name, reason="rest")
-        assert outbox.column("select event_id from relay.take('a/b <i>')") == []
+        assert outbox.worker.column("select event_id from relay.take('a/b <i>')") == []
         path = "/queues/a%2Fb%20%3Ci%3E"
         assert api.post(f"{path}/resume") == {"changed": True}
         assert api.post(f"{path}/resume") == {"changed": False}
@@ -379,9 +379,9 @@ def test_work_queues(outbox: Outbox) -> None:
         visitor.send(f"{G}/queue/replay", name=name, reason="mended")
         assert api.post(f"{path}/replay") == {"messages": 0}
         assert visitor.client.get(f"{G}/queue?name=other").status_code == 404
-        assert outbox.column("select event_id from relay.take('a/b <i>', 2)") == ["e2", "e1"]
-        outbox.conn.execute("select relay.enqueue('a/b <i>', '{}') from generate_series(1, 3)")
-        first, *_ = outbox.column(
+        assert outbox.worker.column("select event_id from relay.take('a/b <i>', 2)") == ["e2", "e1"]
+        outbox.worker.execute("select relay.enqueue('a/b <i>', '{}') from generate_series(1, 3)")
+        first, *_ = outbox.worker.column(
             "select c.id from relay.claim('a/b <i>', 3) as c where relay.fail('a/b <i>', c.id, c.attempt)"
         )
         unmeant = api.client.post(f"{path}/discard", json={"reason": "wrong address"})
@@ -393,8 +393,8 @@ def test_work_queues(outbox: Outbox) -> None:
         assert api.post(f"{path}/discard", all=True) == {"messages": 0}
         assert visitor.client.get(f"{G}/queue/discard?name=other").status_code == 404
         assert outbox.value("select count(*) from relay.queue_dead_letters") == 0
-        outbox.conn.execute("select relay.enqueue('a/b <i>', '{}') from generate_series(1, 2)")
-        outbox.conn.execute("select relay.fail('a/b <i>', id, 1) from relay.claim('a/b <i>')")
+        outbox.worker.execute("select relay.enqueue('a/b <i>', '{}') from generate_series(1, 2)")
+        outbox.worker.execute("select relay.fail('a/b <i>', id, 1) from relay.claim('a/b <i>')")
         assert api.post(f"{path}/rebuild", dry_run=True) == {
             **{"begins": "with the oldest event", "messages": 1, "dead": 1, "done": False}
         }

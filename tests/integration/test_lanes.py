@@ -137,7 +137,7 @@ def _numbers(transaction: Any) -> list[int]:
 
 def _subscribe(outbox: Outbox, **options: Any) -> Any:
     given: dict[str, Any] = {"lanes": 4, "poll": 0.05, "start": "beginning", **options}
-    return subscribe(outbox.superuser_dsn, "r", **given)
+    return subscribe(outbox.reader_dsn, "r", **given)
 
 
 def test_one_process_reads_all_lanes(outbox: Outbox) -> None:
@@ -434,7 +434,7 @@ def test_what_cannot_be_is_refused(outbox: Outbox) -> None:
         _subscribe(outbox, lanes=0)
     with pytest.raises(ValueError, match=r"^lane_key: must be host or aggregate$"):
         _subscribe(outbox, lane_key="user")
-    outbox.conn.execute("select relay.declare_reader('r')")
+    outbox.reader.execute("select relay.declare_reader('r')")
     for start, words in (
         ("now", "the reader 'r' has no lanes"),
         (None, "the reader 'r' has no lanes"),
@@ -446,8 +446,8 @@ def test_what_cannot_be_is_refused(outbox: Outbox) -> None:
 def test_relay_reader_shows_lanes_together(outbox: Outbox, tmp_path: Path) -> None:
     file = str(outbox.config_file(tmp_path / "relay.yaml"))
     _declare(outbox.conn, 3)
-    outbox.conn.execute("select relay.declare_reader('plain')")
-    outbox.conn.execute("select relay.claim_reader('r/2')")
+    outbox.reader.execute("select relay.declare_reader('plain')")
+    outbox.reader.execute("select relay.claim_reader('r/2')")
     lines = [each.split("\t") for each in relay("reader", "list", "-c", file).stdout.splitlines()]
     assert [(each[0], each[1]) for each in lines] == [
         ("reader", "lanes"),

@@ -158,7 +158,7 @@ def test_each_event_is_read_once_and_in_order(outbox: Outbox, seed: int) -> None
     """One reader reads while others publish; another one, all of it at the end, in small portions of a backlog."""
     _declare(outbox.conn)
     for name in ("late", "later"):
-        outbox.conn.execute("select relay.declare_reader(%s)", (name,))
+        outbox.reader.execute("select relay.declare_reader(%s)", (name,))
     read: list[int] = []
     with _sessions(outbox.superuser_dsn, 6) as sessions:
         history = _History(seed, sessions)
@@ -168,7 +168,7 @@ def test_each_event_is_read_once_and_in_order(outbox: Outbox, seed: int) -> None
                 numbers, position = _read(outbox.conn, history.random.choice([1, 7, 1000]))
                 # A reader that is killed before it advances reads the same again.
                 if position and history.random.random() < 0.7:
-                    outbox.conn.execute("select relay.advance('r', %s)", (position,))
+                    outbox.reader.execute("select relay.advance('r', %s)", (position,))
                     read += numbers
         history.end_all()
     read += _drain(outbox.conn, 10)
@@ -190,7 +190,7 @@ def test_a_page_is_full(outbox: Outbox, size: int) -> None:
     while len(read) < transactions * size:
         numbers, position = _read(outbox.conn, 301)
         assert len(numbers) == min(whole, transactions * size - len(read))
-        outbox.conn.execute("select relay.advance('r', %s)", (position,))
+        outbox.reader.execute("select relay.advance('r', %s)", (position,))
         read += numbers
     assert read == list(range(transactions * size))
 
@@ -278,9 +278,9 @@ def test_of_two_that_advance_one_is_refused(outbox: Outbox) -> None:
     _declare(outbox.conn)
     _publish(outbox.conn, 1)
     _, position = _read(outbox.conn)
-    outbox.conn.execute("select relay.advance('r', %s)", (position,))
+    outbox.reader.execute("select relay.advance('r', %s)", (position,))
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="another session"):
-        outbox.conn.execute("select relay.advance('r', %s)", (position,))
+        outbox.reader.execute("select relay.advance('r', %s)", (position,))
     _publish(outbox.conn, 2)
     _, position = _read(outbox.conn)
     with (
@@ -309,7 +309,7 @@ def test_a_match_skips_events_and_moves_on(outbox: Outbox) -> None:
     _publish(outbox.conn, 5, event_type="orders.placed")
     _publish(outbox.conn, 7, event_type="exact")
     assert _drain(outbox.conn) == [1, 3, 7]
-    outbox.conn.execute("""select relay.declare_reader('r', '{"payload.number": [8, 9]}')""")
+    outbox.reader.execute("""select relay.declare_reader('r', '{"payload.number": [8, 9]}')""")
     _publish(outbox.conn, 7, 8, 9)
     assert _drain(outbox.conn) == [8, 9]
 
@@ -371,7 +371,7 @@ def pattern_session(server: Server, installed: str) -> Iterator[_Connection]:
 def test_a_match_that_cannot_be_is_refused(outbox: Outbox, match: str) -> None:
     """At once, by whom it was declared."""
     with pytest.raises(psycopg.errors.InvalidParameterValue, match="match"):
-        outbox.conn.execute("select relay.declare_reader('r', %s::jsonb)", (match,))
+        outbox.reader.execute("select relay.declare_reader('r', %s::jsonb)", (match,))
 
 
 def test_a_match_is_no_statement(outbox: Outbox) -> None:
@@ -389,24 +389,24 @@ def test_seek_and_drop(outbox: Outbox) -> None:
     assert _drain(outbox.conn) == [1]
     _publish(outbox.conn, 2)
     _, position = _read(outbox.conn)
-    outbox.conn.execute("select relay.seek('r', 'beginning')")
+    outbox.reader.execute("select relay.seek('r', 'beginning')")
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="another session"):
-        outbox.conn.execute("select relay.advance('r', %s)", (position,))
+        outbox.reader.execute("select relay.advance('r', %s)", (position,))
     assert _drain(outbox.conn) == [1, 2]
-    outbox.conn.execute("select relay.seek('r', 'beginning'); select relay.seek('r', 'now')")
+    outbox.reader.execute("select relay.seek('r', 'beginning'); select relay.seek('r', 'now')")
     assert _drain(outbox.conn) == []
     with pytest.raises(psycopg.errors.InvalidParameterValue, match="neither now"):
-        outbox.conn.execute("select relay.seek('r', 'tomorrow')")
+        outbox.reader.execute("select relay.seek('r', 'tomorrow')")
     ahead = re.sub("/.*@", "/9000000000:9000000000:@", position or "")
     with pytest.raises(psycopg.errors.InvalidParameterValue, match="of another server"):
-        outbox.conn.execute("select relay.seek('r', %s)", (ahead,))
-    outbox.conn.execute("select relay.drop_reader('r')")
+        outbox.reader.execute("select relay.seek('r', %s)", (ahead,))
+    outbox.reader.execute("select relay.drop_reader('r')")
     with pytest.raises(psycopg.errors.InsufficientPrivilege, match="no reader 'r'"):
         _read(outbox.conn)
     assert not outbox.column("select 1 from relay.readers where reader = 'r'")
     _declare(outbox.conn)
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="another session"):
-        outbox.conn.execute("select relay.advance('r', %s)", (position,))
+        outbox.reader.execute("select relay.advance('r', %s)", (position,))
 
 
 def test_each_role_has_its_own_readers(outbox: Outbox) -> None:
@@ -449,30 +449,30 @@ def test_each_role_has_its_own_readers(outbox: Outbox) -> None:
 def test_a_reader_expires_without_signs_of_life(outbox: Outbox) -> None:
     """It then fails until it is moved, and is dropped a week later; an advance or a declaration is a sign of life."""
     expire = "select relay.expire_readers()"
-    outbox.conn.execute("select relay.declare_reader('other', expires => '5 minutes')")
-    outbox.conn.execute("select relay.declare_reader('r', expires => '10 minutes')")
+    outbox.reader.execute("select relay.declare_reader('other', expires => '5 minutes')")
+    outbox.reader.execute("select relay.declare_reader('r', expires => '10 minutes')")
     older = "update relay.readers set noted_at = noted_at - interval '11 minutes'"
     outbox.conn.execute(older.encode())
-    outbox.conn.execute("select relay.declare_reader('r', expires => '10 minutes')")
+    outbox.reader.execute("select relay.declare_reader('r', expires => '10 minutes')")
     assert outbox.column(expire) == ["other"]
     _publish(outbox.conn, 1)
     outbox.conn.execute(older.encode())
     _, position = _read(outbox.conn)
-    outbox.conn.execute("select relay.advance('r', %s)", (position,))
+    outbox.reader.execute("select relay.advance('r', %s)", (position,))
     assert outbox.column(expire) == []
     outbox.conn.execute(older.encode())
     assert outbox.column(expire) == ["r"]
     assert outbox.column(expire) == []
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match=r"retention \(expires\)"):
         _read(outbox.conn)
-    outbox.conn.execute("select relay.seek('r', 'beginning')")
+    outbox.reader.execute("select relay.seek('r', 'beginning')")
     assert _drain(outbox.conn) == [1]
     outbox.conn.execute("update relay.log_readers set expired_at = now() - interval '8 days'")
     outbox.column(expire)
     assert not outbox.column("select name from relay.log_readers")
     for limit in ("expires", "max_lag"):
         with pytest.raises(psycopg.errors.InvalidParameterValue, match="at least five minutes"):
-            outbox.conn.execute(f"select relay.declare_reader('r', {limit} => '1 s')".encode())
+            outbox.reader.execute(f"select relay.declare_reader('r', {limit} => '1 s')".encode())
 
 
 def test_a_reader_that_cannot_expire_writes_nothing_while_it_waits(outbox: Outbox) -> None:
@@ -480,27 +480,27 @@ def test_a_reader_that_cannot_expire_writes_nothing_while_it_waits(outbox: Outbo
 
     def writes() -> bool:
         with outbox.conn.transaction():
-            outbox.conn.execute("select relay.keep_reader('r')")
+            outbox.reader.execute("select relay.keep_reader('r')")
             return outbox.value("select pg_current_xact_id_if_assigned()") is not None
 
     older = "update relay.readers set noted_at = now() - interval '4 minutes'"
-    outbox.conn.execute("select relay.declare_reader('r')")
+    outbox.reader.execute("select relay.declare_reader('r')")
     outbox.conn.execute(older.encode())
     assert not writes()
-    outbox.conn.execute("select relay.declare_reader('r', expires => '5 minutes')")
+    outbox.reader.execute("select relay.declare_reader('r', expires => '5 minutes')")
     outbox.conn.execute(older.encode())
     assert writes()
     assert not writes(), "it has just been said"
     with pytest.raises(psycopg.errors.InsufficientPrivilege, match="there is no reader 'nobody'"):
-        outbox.conn.execute("select relay.keep_reader('nobody')")
+        outbox.reader.execute("select relay.keep_reader('nobody')")
 
 
 def test_a_reader_has_its_own_max_lag(outbox: Outbox) -> None:
     """Also where retention has none."""
     settings = outbox.settings(retention={"keep": "1d"})
     reader_positions.retain(outbox.conn, settings.source)
-    outbox.conn.execute("select relay.declare_reader('r', max_lag => '1 hour')")
-    outbox.conn.execute("select relay.declare_reader('patient')")
+    outbox.reader.execute("select relay.declare_reader('r', max_lag => '1 hour')")
+    outbox.reader.execute("select relay.declare_reader('patient')")
     _publish(outbox.conn, 1)
     found = [
         each
@@ -564,5 +564,5 @@ def test_retention_keeps_what_is_not_read_until_it_gives_up(outbox: Outbox) -> N
     reader_positions.give_up(outbox.conn, mine)
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="given up by retention"):
         _read(outbox.conn)
-    outbox.conn.execute("select relay.seek('r', 'beginning')")
+    outbox.reader.execute("select relay.seek('r', 'beginning')")
     assert _drain(outbox.conn) == [1]

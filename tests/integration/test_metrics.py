@@ -39,7 +39,7 @@ def test_what_relay_does_is_in_a_scrape(outbox: Outbox, tmp_path: Path) -> None:
     outbox.conn.execute(
         "select relay.declare_schedule('late', %s, at => '2999-01-01')", (Jsonb(template),)
     )
-    outbox.conn.execute("select relay.declare_reader('billing')")
+    outbox.reader.execute("select relay.declare_reader('billing')")
     with Webhook() as webhook:
         config = outbox.config_file(tmp_path / "relay.yaml", **posting(webhook), **observing(port))
         with running(config) as service:

@@ -195,11 +195,11 @@ def test_a_rebuild_empties_the_queue_and_fills_it_again(outbox: Outbox, tmp_path
     for number in range(1, 5):
         outbox.publish(host(number), event(number))
     outbox.drain(outbox.settings())
-    ((leased, attempt),) = outbox.conn.execute("select id, attempt from relay.lease('mail')")
-    ((failed, again),) = outbox.conn.execute("select id, attempt from relay.lease('mail')")
-    outbox.conn.execute("select relay.retry('mail', %s, %s)", (failed, again))
-    outbox.conn.execute("select relay.enqueue('mail', '{\"amount\": 100}', host_id => 'h')")
-    outbox.conn.execute("select from relay.take('mail')")
+    ((leased, attempt),) = outbox.worker.execute("select id, attempt from relay.lease('mail')")
+    ((failed, again),) = outbox.worker.execute("select id, attempt from relay.lease('mail')")
+    outbox.worker.execute("select relay.retry('mail', %s, %s)", (failed, again))
+    outbox.worker.execute("select relay.enqueue('mail', '{\"amount\": 100}', host_id => 'h')")
+    outbox.worker.execute("select from relay.take('mail')")
     rebuilt = relay("queue", "rebuild", "mail", "--yes", "--config", str(config))
     assert rebuilt.stdout.splitlines() == [
         "queue mail is filled again, beginning with the oldest event",
@@ -212,7 +212,7 @@ def test_a_rebuild_empties_the_queue_and_fills_it_again(outbox: Outbox, tmp_path
         outbox.publish(host(5), event(5))
         outbox.wait_handled()
     assert enqueued(outbox) == [1, 2, 3, 4, 5]
-    assert not outbox.value("select relay.complete('mail', %s, %s)", (leased, attempt))
+    assert not outbox.worker.value("select relay.complete('mail', %s, %s)", (leased, attempt))
     assert outbox.column("select action from relay.actions") == ["queue rebuild"]
     assert not outbox.column("select 1 from relay.queue_dead_letters")
 
@@ -287,7 +287,7 @@ def test_retention_keeps_the_log_for_a_fill_until_it_gives_it_up(outbox: Outbox)
         with pytest.raises(ConfigurationError, match="retention has given up the fill"):
             filling.fill(fill)
         assert not enqueued(outbox)
-        outbox.conn.execute("select relay.drop_queue('mail')")
+        outbox.worker.execute("select relay.drop_queue('mail')")
         with pytest.raises(_Moved):
             filling.fill(fill)
         reader_positions.note(conn, conn, "default", settings.source.table)
@@ -447,7 +447,7 @@ def test_random_histories_with_kills_fill_each_event_once(
                 instances.pop(0).kill()
                 start(2)
             wait_filled(outbox, "all")
-            outbox.conn.execute("select relay.rebuild_queue('all')")
+            outbox.worker.execute("select relay.rebuild_queue('all')")
             time.sleep(chance.uniform(0.0, 1.0))
             instances.pop(0).kill()
             start(3)

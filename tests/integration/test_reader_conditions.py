@@ -194,7 +194,7 @@ def test_a_costly_condition_harms_its_reader_only(outbox: Outbox) -> None:
     """The caller's statement_timeout ends it; another reader of the same events goes on."""
     # Quadratic in what the event has, and more for each level.
     _declare(outbox.conn, "$.payload.a[*] ? (@ < $.payload.a[*] ? (@ < $.payload.a[*]))")
-    outbox.conn.execute("select relay.declare_reader('other')")
+    outbox.reader.execute("select relay.declare_reader('other')")
     _publish(outbox.conn, {"a": list(range(3000))})
     outbox.conn.execute("set statement_timeout = '200ms'")
     with pytest.raises(psycopg.errors.QueryCanceled):
@@ -206,7 +206,7 @@ def test_a_costly_condition_harms_its_reader_only(outbox: Outbox) -> None:
 
 def _first(outbox: Outbox, **options: Any) -> Any:
     found: list[Any] = []
-    reader = subscribe(outbox.superuser_dsn, "p", poll=0.05, start="beginning", **options)
+    reader = subscribe(outbox.reader_dsn, "p", poll=0.05, start="beginning", **options)
     for transaction in reader:
         found += [event.payload for event in transaction.events]
         reader.stop()

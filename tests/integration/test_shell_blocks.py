@@ -133,13 +133,13 @@ def with_faults(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
 def with_dead_messages(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
     """The same, and two messages of a queue that workers have given up."""
     with with_faults(outbox, folder) as replaced:
-        outbox.conn.execute("select relay.declare_queue('mail', null)")
+        outbox.worker.execute("select relay.declare_queue('mail', null)")
         outbox.conn.execute(
             f"alter sequence relay.queue_message_ids restart with {NUMBER - 1}".encode()
         )
         for why in ("no address", "odd"):
-            number = outbox.value("select relay.enqueue('mail', '{}')")
-            assert outbox.value("select relay.fail('mail', %s, 1, %s)", (number, why))
+            number = outbox.worker.value("select relay.enqueue('mail', '{}')")
+            assert outbox.worker.value("select relay.fail('mail', %s, 1, %s)", (number, why))
         yield replaced
 
 
@@ -189,7 +189,7 @@ def with_reader(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
     """The reader of the page, with an event before it."""
     outbox.config_file(folder / "relay.yaml")
     outbox.publish(host(1), event(1))
-    outbox.conn.execute("select relay.declare_reader('billing', start => 'beginning')")
+    outbox.reader.execute("select relay.declare_reader('billing', start => 'beginning')")
     yield {}
     assert outbox.column("select name from relay.log_readers") == []
 

@@ -76,7 +76,7 @@ def _take(subscription: Subscription, count: int) -> Iterator[ReadTransaction]:
 
 def _reader(outbox: Outbox, **options: Any) -> Subscription:
     given: dict[str, Any] = {"poll": 0.05, "start": "beginning", **options}
-    return subscribe(outbox.superuser_dsn, "r", **given)
+    return subscribe(outbox.reader_dsn, "r", **given)
 
 
 def test_a_reader_goes_on_after_what_is_done(outbox: Outbox) -> None:
@@ -249,7 +249,7 @@ def test_an_asynchronous_session_moves_the_reader(outbox: Outbox) -> None:
         plain = await asyncpg.connect(**parameters(outbox.superuser_dsn))
         with pytest.raises(ReaderMoved):
             async with plain.transaction(), (second := await anext(iterator)).commit(plain):
-                outbox.conn.execute("select relay.seek('r', %s)", (second.position,))
+                outbox.reader.execute("select relay.seek('r', %s)", (second.position,))
         await plain.close()
         engine = create_async_engine(
             "postgresql+asyncpg://",
@@ -428,7 +428,7 @@ def test_a_reader_that_an_operator_moves_goes_on_from_there(outbox: Outbox) -> N
     with closing(iter(_reader(outbox))) as iterator:  # type: ignore[type-var]
         next(iterator).done()
         second = next(iterator)
-        outbox.conn.execute("select relay.seek('r', 'beginning')")
+        outbox.reader.execute("select relay.seek('r', 'beginning')")
         with pytest.raises(ReaderMoved):
             second.done()
         assert [_numbers(next(iterator)) for _ in range(3)] == [[0], [1], [2]]
@@ -448,10 +448,10 @@ def test_a_reader_that_cannot_go_on_says_why(outbox: Outbox) -> None:
         outbox.conn.execute("update relay.readers set given_up_at = now() where reader = 'r'")
         with pytest.raises(ReaderError, match="given up by retention"):
             next(iterator)
-    outbox.conn.execute("select relay.seek('r', 'beginning')")
+    outbox.reader.execute("select relay.seek('r', 'beginning')")
     with closing(iter(_reader(outbox))) as iterator:  # type: ignore[type-var]
         next(iterator).done()
-        outbox.conn.execute("select relay.drop_reader('r')")
+        outbox.reader.execute("select relay.drop_reader('r')")
         with pytest.raises(ReaderError, match="there is no reader 'r'"):
             next(iterator)
 
@@ -507,7 +507,7 @@ def test_a_page_that_was_read_before_the_reader_was_moved_is_not_yielded(
         for _ in range(2):
             transaction = next(iterator)
         wait_until(lambda: pages == [1, 2])
-        outbox.conn.execute("select relay.seek('r', 'beginning')")
+        outbox.reader.execute("select relay.seek('r', 'beginning')")
         with pytest.raises(ReaderMoved):
             transaction.done()
         assert [_numbers(next(iterator)) for _ in range(6)] == [[number] for number in range(6)]
@@ -545,7 +545,7 @@ def test_an_outage_is_logged_with_its_cause(
     outbox: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a server that refuses the connection only the text tells why."""
-    reader = subscribe(make_conninfo(outbox.superuser_dsn, dbname="nowhere"), "r", poll=0.05)
+    reader = subscribe(make_conninfo(outbox.reader_dsn, dbname="nowhere"), "r", poll=0.05)
     reading = Thread(target=list, args=(reader,))
     reading.start()
     try:
@@ -569,7 +569,7 @@ def test_an_outage_is_logged_when_it_ends(
         return "gone"
 
     monkeypatch.setattr(log, "outage_of", counted)
-    outbox.conn.execute("select relay.declare_reader('r')")
+    outbox.reader.execute("select relay.declare_reader('r')")
     with closing(iter(_reader(outbox, start=None))) as iterator:  # type: ignore[type-var]
         reading = Thread(target=lambda: next(iterator).done())
         reading.start()
@@ -612,7 +612,7 @@ def test_a_pooler_is_refused(outbox: Outbox, mode: str) -> None:
 def test_random_histories(outbox: Outbox, seed: int) -> None:
     """Readers that end at any transaction, done or not, read each event once and in order where they had done it."""
     choose = random.Random(seed)
-    outbox.conn.execute("select relay.declare_reader('r', start => 'beginning')")
+    outbox.reader.execute("select relay.declare_reader('r', start => 'beginning')")
     read: list[int] = []
     with _sessions(outbox.superuser_dsn, 6) as sessions:
         history = _History(seed, sessions)
@@ -622,7 +622,7 @@ def test_random_histories(outbox: Outbox, seed: int) -> None:
             if not _rows(outbox, "select 1 from relay.read('r', 1)"):
                 continue
             # Not more than there is: the reader would wait for it.
-            known = outbox.column(
+            known = outbox.reader.column(
                 "select count(distinct c_xid) from relay.read('r', 100000) where id is not null"
             )[0]
             pending: list[int] = []
@@ -634,7 +634,7 @@ def test_random_histories(outbox: Outbox, seed: int) -> None:
                     read += pending
                     pending = []
         history.end_all()
-    left = outbox.column(
+    left = outbox.reader.column(
         "select count(distinct c_xid) from relay.read('r', 100000) where id is not null"
     )[0]
     for transaction in _take(_reader(outbox, start=None, page=7), left):
@@ -712,7 +712,7 @@ def test_readers_beside_publishers_kills_and_retention(outbox: Outbox) -> None:
     reader_positions.retain(outbox.conn, outbox.settings(retention={"keep": "1d"}).source)
     outbox.conn.execute("create table effects (seq bigserial, reader text, number int)")
     for name in ("python", "sql", "stream"):
-        outbox.conn.execute("select relay.declare_reader(%s)", (name,))
+        outbox.reader.execute("select relay.declare_reader(%s)", (name,))
     ended, choose = Event(), random.Random(1)
     settings = settings_of(outbox)
     with served(settings) as address:

@@ -101,8 +101,8 @@ def test_a_second_declaration_changes_a_subscriber(outbox: Outbox) -> None:
     assert _subscribers(conn) == [set(), {"s"}]
     assert not _subscribe(conn, "s", {}, '$.payload.a starts with "x"', None)
     assert _subscribers(conn) == [{"s"}, set()]
-    assert outbox.value("select relay.drop_subscriber('r', 's')")
-    assert not outbox.value("select relay.drop_subscriber('r', 's')")
+    assert outbox.reader.value("select relay.drop_subscriber('r', 's')")
+    assert not outbox.reader.value("select relay.drop_subscriber('r', 's')")
     assert _subscribers(conn) == [set(), set()]
 
 
@@ -154,7 +154,7 @@ def test_subscribers_are_of_who_may_read_the_reader(outbox: Outbox) -> None:
     role = f"{outbox.slot}_reads"
     outbox.conn.execute(f"create role {role} login password 'p' in role relay_reader".encode())
     try:
-        outbox.conn.execute("select relay.declare_reader('r')")
+        outbox.reader.execute("select relay.declare_reader('r')")
         with psycopg.connect(
             make_conninfo(outbox.superuser_dsn, user=role, password="p"), autocommit=True
         ) as conn:

@@ -95,7 +95,7 @@ def test_what_keeps_it_is_named(outbox: Outbox, settings: Settings) -> None:
 
 
 def test_queues_have_it_too(outbox: Outbox, settings: Settings) -> None:
-    outbox.conn.execute(
+    outbox.worker.execute(
         "select relay.declare_queue('mail', '{}'), relay.declare_queue('other', null)"
     )
     with relaying(settings):

@@ -58,12 +58,21 @@ def declare(outbox: Outbox, name: str = "mail", **more: Any) -> bool:
     """Declare a queue; returns whether anything changed."""
     given = {"name": name, **more}
     arguments = ", ".join(f'"{key}" => %({key})s' for key in given)
-    row = outbox.conn.execute(f"select relay.declare_queue({arguments})".encode(), given).fetchone()
+    row = outbox.worker.execute(
+        f"select relay.declare_queue({arguments})".encode(), given
+    ).fetchone()
     return row == (True,)
 
 
 @contextmanager
 def worker(outbox: Outbox) -> Iterator[psycopg.Connection[Any]]:
+    with closing(psycopg.connect(outbox.worker_dsn, autocommit=True)) as conn:
+        yield conn
+
+
+@contextmanager
+def superuser(outbox: Outbox) -> Iterator[psycopg.Connection[Any]]:
+    """A session that may do in relay's tables what its functions do."""
     with closing(psycopg.connect(outbox.superuser_dsn, autocommit=True)) as conn:
         yield conn
 
@@ -87,7 +96,7 @@ def queue(outbox: Outbox, *keys: str, **more: Any) -> list[int]:
     """Declare the queue `mail` of direct messages, and enqueue one for each key; returns their ids."""
     declare(outbox, match=None, **more)
     return [
-        outbox.value("select relay.enqueue('mail', '{}', host_id => 'h', key => %s)", (key,))
+        outbox.worker.value("select relay.enqueue('mail', '{}', host_id => 'h', key => %s)", (key,))
         for key in keys
     ]
 
@@ -291,7 +300,10 @@ def test_only_the_first_of_a_key_is_taken_and_a_retry_holds_its_key(outbox: Outb
         first.execute("begin")
         assert ids(first, 1) == [a2]
         first.execute("rollback")
-        assert outbox.value("select relay.retry('mail', %s, 1, '1 hour', 'no')", (a2,)) == "retry"
+        assert (
+            outbox.worker.value("select relay.retry('mail', %s, 1, '1 hour', 'no')", (a2,))
+            == "retry"
+        )
         (a3,) = queue(outbox, "a", key="user")
         assert ids(second) == []
         outbox.conn.execute(
@@ -320,7 +332,8 @@ def test_messages_that_wait_for_others_of_their_keys_are_not_walked_by_each_take
 
     def fetched(noted_at: str) -> int:
         """How many rows a take has looked at."""
-        with worker(outbox) as conn, conn.transaction(force_rollback=True):
+        # One session, whose transaction is undone, notes a time as relay's functions do, and takes.
+        with superuser(outbox) as conn, conn.transaction(force_rollback=True):
             conn.execute(f"update relay.queue_marks set noted_at = {noted_at}".encode())
             assert ids(conn, 1) == [other]
             row = conn.execute(walked).fetchone()
@@ -350,7 +363,7 @@ def test_a_lease_that_has_gone_to_another_ends_nothing(outbox: Outbox) -> None:
     assert outbox.column(lease, ("1 hour",)) == [2]
     for how in ("complete", "extend", "release", "retry", "fail"):
         assert not outbox.value(f"select relay.{how}('mail', %s, 1)", (number,)), how
-    assert outbox.value("select relay.complete('mail', %s, 2)", (number,))
+    assert outbox.worker.value("select relay.complete('mail', %s, 2)", (number,))
     assert not outbox.column("select id from relay.queue_items")
 
 
@@ -389,19 +402,19 @@ def test_attempts_end_with_a_dead_letter_that_can_be_enqueued_again(outbox: Outb
     assert outbox.conn.execute(
         "select id, state, attempts, error from relay.queue_items"
     ).fetchall() == [(number, "dead", 2, "no")]
-    assert outbox.value("select relay.requeue('mail')") == 1
+    assert outbox.worker.value("select relay.requeue('mail')") == 1
     assert outbox.column("select state from relay.queue_items") == ["enqueued"]
 
 
 def test_expired_last_leases_use_up_no_limit(outbox: Outbox) -> None:
-    outbox.conn.execute("select relay.declare_queue('mail', null, 'none', attempts => 1)")
+    outbox.worker.execute("select relay.declare_queue('mail', null, 'none', attempts => 1)")
     for _ in range(8):
-        outbox.conn.execute("select relay.enqueue('mail', '{}')")
-    expired = outbox.column("select id from relay.lease('mail', 7, '0 s')")
+        outbox.worker.execute("select relay.enqueue('mail', '{}')")
+    expired = outbox.worker.column("select id from relay.lease('mail', 7, '0 s')")
     outbox.conn.execute(
         "update relay.queue_messages set available_at = clock_timestamp() where available_at is null"
     )
-    assert len(outbox.column("select id from relay.take('mail', 2)")) == 1
+    assert len(outbox.worker.column("select id from relay.take('mail', 2)")) == 1
     assert outbox.column("select id from relay.queue_dead_letters order by id") == expired
 
 
@@ -418,14 +431,14 @@ def test_a_scheduled_message_is_taken_from_its_time_on(outbox: Outbox) -> None:
 
 def test_a_paused_queue_is_filled_and_not_taken_from(outbox: Outbox) -> None:
     numbers = queue(outbox, "")
-    assert outbox.value("select relay.pause_queue('mail')")
-    assert not outbox.value("select relay.pause_queue('mail')")
+    assert outbox.worker.value("select relay.pause_queue('mail')")
+    assert not outbox.worker.value("select relay.pause_queue('mail')")
     numbers += queue(outbox, "")
     with worker(outbox) as conn:
         assert ids(conn) == []
-        assert outbox.value("select relay.pause_queue('mail', false)")
+        assert outbox.worker.value("select relay.pause_queue('mail', false)")
         assert ids(conn, 1) == numbers[:1]
-        assert outbox.value("select relay.purge_queue('mail')") == 1
+        assert outbox.worker.value("select relay.purge_queue('mail')") == 1
 
 
 def test_only_members_of_its_role_take_from_a_queue(outbox: Outbox) -> None:
@@ -498,7 +511,7 @@ def test_a_queue_that_is_dropped_is_no_longer_filled(outbox: Outbox) -> None:
     with relaying(outbox.settings()):
         outbox.publish(host(1), event(1))
         outbox.wait_handled()
-        outbox.conn.execute("select relay.drop_queue('mail')")
+        outbox.worker.execute("select relay.drop_queue('mail')")
         outbox.publish(host(1), event(2))
         outbox.wait_handled()
     assert not outbox.column("select id from relay.queue_messages")
@@ -507,14 +520,15 @@ def test_a_queue_that_is_dropped_is_no_longer_filled(outbox: Outbox) -> None:
 def test_nobody_takes_a_claimed_message_between_its_failure_and_the_end_of_the_attempt(
     outbox: Outbox,
 ) -> None:
+    outbox.conn.execute("create table effects (number int)")
     (first,) = queue(outbox, "a", backoff="0 s")
     with worker(outbox) as mine:
         with mine.transaction():
             (row,) = mine.execute("select id, attempt from relay.claim('mail')").fetchall()
             assert row == (first, 1)
             with mine.transaction(force_rollback=True):
-                mine.execute("create table effects ()")
-            assert ids(outbox.conn) == []
+                mine.execute("insert into effects values (1)")
+            assert ids(outbox.worker) == []
             ended = mine.execute("select relay.retry('mail', %s, 1)", (first,)).fetchone()
             assert ended == ("retry",)
         with mine.transaction():
@@ -523,7 +537,7 @@ def test_nobody_takes_a_claimed_message_between_its_failure_and_the_end_of_the_a
             assert mine.execute("select relay.complete('mail', %s, 2)", (first,)).fetchone() == (
                 True,
             )
-        assert mine.execute("select to_regclass('effects')").fetchone() == (None,)
+        assert mine.execute("select * from effects").fetchall() == []
     assert outbox.column("select state from relay.queue_items") == []
 
 
@@ -531,13 +545,13 @@ def test_a_claimed_message_that_is_not_ended_is_given_back(outbox: Outbox) -> No
     (first,) = queue(outbox, "a")
     with worker(outbox) as mine, mine.transaction():
         assert mine.execute("select id from relay.claim('mail')").fetchone() == (first,)
-    assert ids(outbox.conn) == [first]
+    assert ids(outbox.worker) == [first]
 
 
 def test_the_lock_of_somebody_who_looks_for_messages_loses_no_lease(outbox: Outbox) -> None:
     """PostgreSQL locks the newest version of a row, and only then sees that it is not what was asked for."""
     (first,) = queue(outbox, "a")
-    with worker(outbox) as mine, worker(outbox) as other:
+    with worker(outbox) as mine, superuser(outbox) as other:
         assert mine.execute("select id from relay.lease('mail')").fetchone() == (first,)
         completed: list[Any] = []
 
@@ -571,9 +585,9 @@ def test_the_commands_on_queues(outbox: Outbox, tmp_path: Path) -> None:
     assert "mail\t2\t0\t0\t0" in run("list")
     assert run("pause", "mail", "--reason", "rest") == "queue mail is paused\n"
     assert run("pause", "mail") == "queue mail was paused already\n"
-    assert ids(outbox.conn) == []
+    assert ids(outbox.worker) == []
     assert run("resume", "mail") == "queue mail is resumed\n"
-    assert outbox.value("select relay.fail('mail', %s, 1, 'no address')", (first,))
+    assert outbox.worker.value("select relay.fail('mail', %s, 1, 'no address')", (first,))
     (figures,) = json.loads(run("list", "--json"))
     assert (figures["ready"], figures["dead"]) == (1, 1)
     assert 0 < figures["oldest_seconds"] < 600
@@ -597,9 +611,9 @@ def test_the_commands_on_dead_letters_of_queues(outbox: Outbox, tmp_path: Path) 
 
     numbers = queue(outbox, "a", "b", "c", "d")
     for number, why in zip(numbers, ("no address", "closed", "closed", "closed"), strict=True):
-        assert outbox.value("select relay.fail('mail', %s, 1, %s)", (number, why))
+        assert outbox.worker.value("select relay.fail('mail', %s, 1, %s)", (number, why))
     assert "queue mail has dead letters: relay dlq list --queue mail" in run("list")
-    outbox.value("select relay.pause_queue('mail')")
+    outbox.worker.value("select relay.pause_queue('mail')")
     line = "queue mail\t0 ready, 0 waiting, 4 dead letters, 0 workers, paused since "
     assert line in relay("status", "--config", str(config)).stdout
     (figures,) = json.loads(relay("status", "--json", "--config", str(config)).stdout)["queues"]
@@ -648,8 +662,8 @@ def test_the_figures_of_a_queue(outbox: Outbox) -> None:
     with worker(outbox) as mine, mine.transaction():
         mine.execute("select from relay.take('mail', 1)")
         mine.execute("select from relay.lease('mail', 2)")
-    outbox.conn.execute("select relay.retry('mail', id, 1, '1 hour') from relay.claim('mail', 1)")
-    outbox.conn.execute("select relay.fail('mail', id, 1) from relay.claim('mail', 1)")
+    outbox.worker.execute("select relay.retry('mail', id, 1, '1 hour') from relay.claim('mail', 1)")
+    outbox.worker.execute("select relay.fail('mail', id, 1) from relay.claim('mail', 1)")
     (row,) = outbox.conn.execute(
         "select ready, waiting, leased, dead, workers from relay.queue_figures"
     ).fetchall()
@@ -660,11 +674,11 @@ def test_connections_of_workers_are_counted_whatever_the_name_of_the_queue(outbo
     """The server keeps 63 characters of ASCII of a connection's name."""
     names = ["mail", 'Größe "1"', "m" * 60, "m" * 61, "é" * 100]
     for name in names:
-        outbox.conn.execute("select relay.declare_queue(%s)", (name,))
+        outbox.worker.execute("select relay.declare_queue(%s)", (name,))
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(
-                psycopg.connect(outbox.superuser_dsn, application_name=application_name(name))
+                psycopg.connect(outbox.worker_dsn, application_name=application_name(name))
             )
         found = outbox.conn.execute("select queue, workers from relay.queue_figures").fetchall()
     assert sorted(found) == sorted((name, 1) for name in names)
@@ -690,7 +704,7 @@ def test_a_claimed_message_that_is_given_back_counts_no_attempt(outbox: Outbox) 
     assert outbox.conn.execute("select id, state, attempts from relay.queue_items").fetchall() == [
         (number, "scheduled", 0)
     ]
-    assert ids(outbox.conn) == []
+    assert ids(outbox.worker) == []
 
 
 def test_a_transaction_that_enqueues_many_messages_holds_one_lock_for_them(outbox: Outbox) -> None:
@@ -709,7 +723,7 @@ def test_a_transaction_that_enqueues_many_messages_holds_one_lock_for_them(outbo
         with mine.transaction():
             mine.execute(many)
             assert mine.execute(held).fetchone() == (1,)
-    assert len(ids(outbox.conn)) == 40
+    assert len(ids(outbox.worker)) == 40
 
 
 def test_a_queue_that_a_worker_declares_has_what_the_worker_says(outbox: Outbox) -> None:
@@ -721,8 +735,8 @@ def test_a_queue_that_a_worker_declares_has_what_the_worker_says(outbox: Outbox)
     )
     statement, text = of_worker.declaration()
     declaration = statement.with_parameter("%s")
-    assert outbox.value(declaration, (text,)) == "true"
-    assert outbox.value(declaration, (text,)) == "false"
+    assert outbox.worker.value(declaration, (text,)) == "true"
+    assert outbox.worker.value(declaration, (text,)) == "false"
     assert outbox.conn.execute(
         "select condition::text, params, keep_done::text from relay.queues"
     ).fetchall() == [('($."payload"."amount" >= $"least")', {"least": 'a "b"'}, "00:01:30.5")]
@@ -738,7 +752,7 @@ def test_done_messages_stay_for_keep_done_however_they_end(outbox: Outbox) -> No
     with worker(outbox) as conn:
         with conn.transaction(force_rollback=True):
             assert ids(conn) == numbers
-        assert conn.execute(DONE).fetchall() == []
+        assert outbox.conn.execute(DONE).fetchall() == []
         assert ids(conn, 1) == numbers[:1]
         with conn.transaction():
             conn.execute("select from relay.claim('mail', 1)")
@@ -746,15 +760,15 @@ def test_done_messages_stay_for_keep_done_however_they_end(outbox: Outbox) -> No
         for attempt, end in enumerate(("retry", "complete"), 1):
             conn.execute("select from relay.lease('mail', 1)")
             conn.execute(f"select relay.{end}('mail', %s, %s)".encode(), (numbers[2], attempt))
-        assert conn.execute(DONE).fetchall() == [
+        assert outbox.conn.execute(DONE).fetchall() == [
             (number, event_id, attempts)
             for number, event_id, attempts in zip(numbers, events, (1, 1, 2), strict=False)
         ]
-        assert not outbox.value("select relay.complete('mail', %s, 2)", (numbers[2],))
-        assert len(conn.execute(DONE).fetchall()) == 3
+        assert not outbox.worker.value("select relay.complete('mail', %s, 2)", (numbers[2],))
+        assert len(outbox.conn.execute(DONE).fetchall()) == 3
         assert declare(outbox, match=None, key="user", backoff="0 seconds")
         assert ids(conn, 1) == numbers[3:]
-        assert conn.execute(DONE).fetchall() == []
+        assert outbox.conn.execute(DONE).fetchall() == []
         assert outbox.value("select count(*) from relay.queue_done") == 3
 
 
@@ -762,7 +776,7 @@ def test_a_queue_without_keys_keeps_what_is_done(outbox: Outbox) -> None:
     numbers = queue(outbox, "", "", keep_done="1 hour")
     with worker(outbox) as conn:
         assert ids(conn) == numbers
-        assert [row[0] for row in conn.execute(DONE)] == numbers
+        assert [row[0] for row in outbox.conn.execute(DONE)] == numbers
 
 
 def test_retention_removes_done_messages_in_time(
@@ -788,7 +802,7 @@ def test_retention_removes_done_messages_in_time(
 def test_what_is_done_is_erased_and_dropped_with_its_queue(outbox: Outbox) -> None:
     declare(outbox, match=None, keep_done="1 hour")
     for number in (1, 1, 2):
-        outbox.conn.execute(
+        outbox.worker.execute(
             "select relay.enqueue('mail', '{}', host_id => %s)", (str(host(number)),)
         )
     with worker(outbox) as conn:
@@ -800,7 +814,7 @@ def test_what_is_done_is_erased_and_dropped_with_its_queue(outbox: Outbox) -> No
     queue(outbox, "a", keep_done="1 hour")
     with worker(outbox) as conn:
         ids(conn)
-    outbox.conn.execute("select relay.drop_queue('mail')")
+    outbox.worker.execute("select relay.drop_queue('mail')")
     assert outbox.value("select count(*) from relay.queue_done") == 0
 
 

@@ -34,11 +34,11 @@ MINE = Queue(name="mail", match=None, backoff=0.01, max_backoff=0.01)
 def fill(outbox: Outbox, *payloads: Any, queue: Queue = MINE, **more: str) -> None:
     """Declare a queue of direct messages, and enqueue some."""
     statement, text = queue.declaration()
-    outbox.conn.execute(statement.with_parameter("%s").encode(), (text,))
+    outbox.worker.execute(statement.with_parameter("%s").encode(), (text,))
     outbox.conn.execute("create table if not exists done (payload jsonb)")
     for payload in payloads:
         named = "".join(f", {name} => '{value}'" for name, value in more.items())
-        outbox.conn.execute(
+        outbox.worker.execute(
             f"select relay.enqueue('mail', %s::jsonb{named})".encode(), (json.dumps(payload),)
         )
 
@@ -81,7 +81,7 @@ def test_the_effect_and_the_completion_commit_together(outbox: Outbox, database:
         fail_once(message)
 
     async def scenario() -> None:
-        async with opened(outbox.superuser_dsn) as given:
+        async with opened(outbox.worker_dsn) as given:
             worker = Worker(given, "mail", concurrency=2, poll=0.05)
             worker.handles()(handle_async if is_async else handle)
             task = asyncio.create_task(worker.run())
@@ -104,7 +104,7 @@ def test_what_a_handler_raises_ends_its_message(outbox: Outbox) -> None:
         "broken",
         queue=Queue(name="mail", match=None, attempts=2, backoff=0),
     )
-    worker = Worker(outbox.superuser_dsn, "mail", poll=0.05)
+    worker = Worker(outbox.worker_dsn, "mail", poll=0.05)
     calls: list[tuple[Any, int]] = []
 
     @worker.handles()
@@ -135,7 +135,7 @@ def test_what_a_handler_raises_ends_its_message(outbox: Outbox) -> None:
 
 def test_handlers_are_chosen_by_event_type(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "_NO_HANDLER_SECONDS", 0)
-    worker = Worker(outbox.superuser_dsn, Queue(name="mail", attempts=1), poll=0.05)
+    worker = Worker(outbox.worker_dsn, Queue(name="mail", attempts=1), poll=0.05)
     handled: list[tuple[str, str]] = []
 
     @worker.handles("order.placed", "order.paid")
@@ -176,7 +176,7 @@ def test_a_message_without_a_handler_is_left_to_workers_of_another_version(
         handled.append(message.attempt)
 
     def work(event_type: str) -> Worker:
-        worker = Worker(outbox.superuser_dsn, "mail", lease=lease, poll=0.05, around=[limit(1)])
+        worker = Worker(outbox.worker_dsn, "mail", lease=lease, poll=0.05, around=[limit(1)])
         worker.handles(event_type)(handle_async if is_async else handle)
         return worker
 
@@ -192,19 +192,22 @@ def test_a_message_without_a_handler_is_left_to_workers_of_another_version(
 
 @pytest.mark.parametrize("lease", [None, 5.0], ids=["taken", "leased"])
 def test_a_reply_is_published_with_the_completion(outbox: Outbox, lease: float | None) -> None:
-    fill(outbox, 1, host_id=str(host(7)), event_id="e1", metadata='{"correlation_id": "c"}')
-    worker = Worker(outbox.superuser_dsn, "mail", lease=lease, poll=0.05)
+    shared = Queue(name="mail", match=None, backoff=0, workers="relay_worker")
+    caused_by = {"host_id": str(host(7)), "event_id": "e1", "metadata": '{"correlation_id": "c"}'}
+    fill(outbox, 1, queue=shared, **caused_by)
     answers = iter(["lost", "kept"])
 
-    @worker.handles()
     def handle(message: Message, *conn: object) -> None:
         answer = next(answers)
         message.reply(Event("mail.sent", payload={"answer": answer}))
         if answer == "lost":
             raise RuntimeError
 
-    with working(worker):
-        wait_until(lambda: is_empty(outbox))
+    with outbox.member("relay_worker", "relay_publisher") as dsn:
+        worker = Worker(dsn, "mail", lease=lease, poll=0.05)
+        worker.handles()(handle)
+        with working(worker):
+            wait_until(lambda: is_empty(outbox))
     rows = outbox.conn.execute(
         "select host_id, payload ->> 'answer', metadata from outbox_message_t"
     ).fetchall()
@@ -214,7 +217,7 @@ def test_a_reply_is_published_with_the_completion(outbox: Outbox, lease: float |
 
 def test_as_many_handlers_run_at_once_as_the_concurrency_says(outbox: Outbox) -> None:
     fill(outbox, *range(6))
-    worker = Worker(outbox.superuser_dsn, "mail", concurrency=3, poll=30)
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=3, poll=30)
     together = threading.Barrier(3)
 
     @worker.handles()
@@ -229,7 +232,7 @@ def test_the_messages_of_one_key_are_worked_in_order(outbox: Outbox) -> None:
     fill(
         outbox, *range(5), queue=Queue(name="mail", match=None, key="host", backoff=0), host_id="h"
     )
-    worker = Worker(outbox.superuser_dsn, "mail", poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", poll=0.02)
     order: list[int] = []
 
     @worker.handles()
@@ -245,7 +248,7 @@ def test_the_messages_of_one_key_are_worked_in_order(outbox: Outbox) -> None:
 
 def test_a_handler_past_its_deadline_is_tried_again(outbox: Outbox) -> None:
     fill(outbox, 1)
-    worker = Worker(outbox.superuser_dsn, "mail", deadline=0.1, poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", deadline=0.1, poll=0.02)
     attempts: list[int] = []
 
     @worker.handles()
@@ -260,7 +263,7 @@ def test_a_handler_past_its_deadline_is_tried_again(outbox: Outbox) -> None:
 
 def test_a_lease_is_prolonged_and_its_block_completes_the_message(outbox: Outbox) -> None:
     fill(outbox, 1)
-    worker = Worker(outbox.superuser_dsn, "mail", lease=0.4, poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", lease=0.4, poll=0.02)
     calls: list[int] = []
 
     @worker.handles()
@@ -280,7 +283,7 @@ def test_a_lease_is_prolonged_and_its_block_completes_the_message(outbox: Outbox
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_lost_lease_undoes_the_block(outbox: Outbox, is_async: bool) -> None:
     fill(outbox, 1)
-    worker = Worker(outbox.superuser_dsn, "mail", lease=30, poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", lease=30, poll=0.02)
 
     def lose() -> None:
         outbox.conn.execute("update relay.queue_messages set attempts = attempts + 1")
@@ -313,7 +316,7 @@ def test_an_expired_lease_may_be_followed_by_one_of_the_same_worker(
     outbox: Outbox, is_async: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(outbox, 1)
-    worker = Worker(outbox.superuser_dsn, "mail", concurrency=2, lease=30, poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=2, lease=30, poll=0.02)
     attempts: list[int] = []
     second = threading.Event()
 
@@ -346,7 +349,7 @@ def test_an_expired_lease_may_be_followed_by_one_of_the_same_worker(
 
 def test_a_lease_that_is_lost_ends_the_call(outbox: Outbox) -> None:
     fill(outbox, 1)
-    worker = Worker(outbox.superuser_dsn, "mail", lease=0.3, poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", lease=0.3, poll=0.02)
     ended = threading.Event()
 
     @worker.handles()
@@ -370,7 +373,7 @@ def test_a_lease_that_is_lost_ends_the_call(outbox: Outbox) -> None:
 @pytest.mark.parametrize("lease", [None, 60.0], ids=["taken", "leased"])
 def test_a_stop_gives_unfinished_messages_back_at_once(outbox: Outbox, lease: float | None) -> None:
     fill(outbox, 1)
-    worker = Worker(outbox.superuser_dsn, "mail", lease=lease, grace=0.1, poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", lease=lease, grace=0.1, poll=0.02)
     begun = threading.Event()
 
     @worker.handles()
@@ -380,12 +383,12 @@ def test_a_stop_gives_unfinished_messages_back_at_once(outbox: Outbox, lease: fl
 
     with working(worker):
         assert begun.wait(20)
-    assert outbox.value("select payload from relay.take('mail')") == 1
+    assert outbox.worker.value("select payload from relay.take('mail')") == 1
 
 
 def test_a_stop_lets_a_handler_finish(outbox: Outbox) -> None:
     fill(outbox, 1, 2)
-    worker = Worker(outbox.superuser_dsn, "mail", concurrency=1, poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=1, poll=0.02)
     begun = threading.Event()
 
     @worker.handles()
@@ -402,7 +405,7 @@ def test_a_stop_lets_a_handler_finish(outbox: Outbox) -> None:
 
 def test_a_worker_outlives_its_connections(outbox: Outbox) -> None:
     fill(outbox)
-    worker = Worker(outbox.superuser_dsn, "mail", concurrency=2, poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=2, poll=0.02)
     worker.handles()(lambda message, conn: None)
     with working(worker):
         for number in range(3):
@@ -415,7 +418,7 @@ def test_a_worker_outlives_its_connections(outbox: Outbox) -> None:
 
 def test_a_handler_cannot_commit_by_itself(outbox: Outbox) -> None:
     fill(outbox, 1, queue=Queue(name="mail", match=None, attempts=1))
-    worker = Worker(outbox.superuser_dsn, "mail", poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", poll=0.02)
 
     @worker.handles()
     def handle(message: Message, conn: psycopg.Connection[Any]) -> None:
@@ -429,7 +432,7 @@ def test_a_handler_cannot_commit_by_itself(outbox: Outbox) -> None:
 
 def test_through_a_pooler_of_transactions(outbox: Outbox) -> None:
     fill(outbox, *range(20))
-    with pooled(outbox.superuser_dsn, sessions=2) as dsn:
+    with pooled(outbox.worker_dsn, sessions=2) as dsn:
         worker = Worker(dsn, "mail", concurrency=8, poll=0.05)
 
         @worker.handles()
@@ -445,7 +448,7 @@ def test_what_a_handler_runs_in(outbox: Outbox, caplog: pytest.LogCaptureFixture
     caplog.set_level("INFO", "relay.worker")
     fill(outbox, 1)
     around = [timing(), limit(3), backoff(0, 0.01)]
-    worker = Worker(outbox.superuser_dsn, "mail", around=around, poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", around=around, poll=0.02)
     attempts: list[int] = []
 
     @worker.handles()
@@ -476,7 +479,7 @@ def test_a_worker_that_cannot_work_says_why(
     outbox: Outbox, prepare: Callable[[Outbox], Any], text: str
 ) -> None:
     prepare(outbox)
-    worker = Worker(outbox.superuser_dsn, "mail")
+    worker = Worker(outbox.worker_dsn, "mail")
     worker.handles()(lambda message, conn: None)
     with pytest.raises(WorkerError, match=text):
         asyncio.run(worker.run())
@@ -524,13 +527,13 @@ def test_a_process_that_ends_gives_its_message_back(
     fill(outbox, 1)
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, str(program), outbox.superuser_dsn]
+    command = [sys.executable, str(program), outbox.worker_dsn]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=os.getcwd()) as process:  # noqa: PTH109
         assert process.stdout is not None
         assert process.stdout.readline() == b"begun\n"
         process.send_signal(number)
         assert process.wait(20) == (1 if number is signal.SIGTERM else -number)
-    wait_until(lambda: outbox.column("select payload from relay.take('mail')") == [1])
+    wait_until(lambda: outbox.worker.column("select payload from relay.take('mail')") == [1])
 
 
 LISTENERS = """
@@ -547,7 +550,7 @@ def no_polls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def noting(outbox: Outbox, poll: float = 3600, **more: Any) -> Worker:
-    worker = Worker(outbox.superuser_dsn, "mail", poll=poll, **more)
+    worker = Worker(outbox.worker_dsn, "mail", poll=poll, **more)
 
     @worker.handles()
     async def handle(message: Message, conn: psycopg.AsyncConnection[Any]) -> None:
@@ -575,7 +578,7 @@ def test_an_idle_worker_is_woken(outbox: Outbox) -> None:
         outbox.publish(host(1), event(2))
         with relaying(outbox.settings()):
             wait_until(lambda: handled(outbox) == 2)
-        with psycopg.connect(outbox.superuser_dsn) as conn:
+        with psycopg.connect(outbox.worker_dsn) as conn:
             conn.execute("select relay.enqueue('mail', '0') from generate_series(3, 50)")
         wait_until(lambda: handled(outbox) == 50)
 
@@ -614,7 +617,7 @@ def test_idle_workers_share_the_polls_once_nobody_can_have_missed_them(
     monkeypatch.setattr(wakeups, "_watchers", counting)
     fill(outbox)
     workers = [noting(outbox, poll=0.05) for _ in range(3)]
-    with psycopg.connect(outbox.superuser_dsn) as conn, ExitStack() as stack:
+    with psycopg.connect(outbox.worker_dsn) as conn, ExitStack() as stack:
         conn.execute("select relay.enqueue('mail', '1')")
         for each in workers:
             stack.enter_context(working(each))
@@ -628,7 +631,7 @@ def test_idle_workers_share_the_polls_once_nobody_can_have_missed_them(
 def test_a_worker_behind_a_pooler_polls(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "relay.worker")
     fill(outbox)
-    with pooled(outbox.superuser_dsn, sessions=2) as dsn:
+    with pooled(outbox.worker_dsn, sessions=2) as dsn:
         worker = Worker(dsn, "mail", poll=0.05)
         worker.handles()(lambda message, conn: None)
         with working(worker):
@@ -639,7 +642,7 @@ def test_a_worker_behind_a_pooler_polls(outbox: Outbox, caplog: pytest.LogCaptur
 
 def test_nobody_is_notified_while_nobody_waits(outbox: Outbox) -> None:
     fill(outbox, 1)
-    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
+    with psycopg.connect(outbox.worker_dsn, autocommit=True) as conn:
         channel = conn.execute("select relay.watch_queue('mail')").fetchone()
         assert channel is not None
         conn.execute(f"listen {channel[0]}".encode())
@@ -681,7 +684,7 @@ def test_a_message_that_comes_alone_costs_one_query(
     monkeypatch.setattr(idle, "_FIRST_PAUSE_SECONDS", 3600)
     queue = Queue(name="mail", match=None, key=key)
     fill(outbox, queue=queue)
-    worker = Worker(outbox.superuser_dsn, "mail", concurrency=2, lease=lease, listen=False)
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=2, lease=lease, listen=False)
     worker._idle = counted = Counted()
     handled: list[Any] = []
 
@@ -719,7 +722,7 @@ def test_messages_that_come_together_cost_one_query_each(
     fill(outbox)
     if is_older:
         make_silent(outbox)
-    worker = Worker(outbox.superuser_dsn, "mail", concurrency=8, lease=lease, listen=False)
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=8, lease=lease, listen=False)
     worker._idle = counted = Counted()
     handled: list[Any] = []
 
@@ -734,7 +737,7 @@ def test_messages_that_come_together_cost_one_query_each(
     with working(worker):
         wait_until(lambda: counted.slots == 8)
         before = counted.vain
-        with psycopg.connect(outbox.superuser_dsn) as conn:
+        with psycopg.connect(outbox.worker_dsn) as conn:
             conn.execute("select relay.enqueue('mail', '1') from generate_series(1, 5)")
         assert worker._loop is not None
         worker._loop.call_soon_threadsafe(counted.wake)
@@ -753,7 +756,7 @@ def test_beside_an_older_schema_no_message_of_a_key_waits(
     make_silent(outbox)
     for key in ("Ada", "Bob", "Cai"):
         fill(outbox, *([key, number] for number in range(4)), queue=by_host, host_id=key)
-    worker = Worker(outbox.superuser_dsn, "mail", concurrency=2, lease=lease, listen=False)
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=2, lease=lease, listen=False)
     worker._idle = counted = Counted()
     handled: list[list[Any]] = []
 
@@ -793,7 +796,7 @@ def test_a_slot_looks_again_for_what_the_end_of_its_message_lets_be_taken(
     monkeypatch.setattr(idle, "_FIRST_PAUSE_SECONDS", 3600)
     at_once = Queue(name="mail", match=None, key="host", backoff=0)
     fill(outbox, *range(5), queue=at_once, key="Ada")
-    worker = Worker(outbox.superuser_dsn, "mail", concurrency=2, lease=lease, listen=False)
+    worker = Worker(outbox.worker_dsn, "mail", concurrency=2, lease=lease, listen=False)
     worker._idle = counted = Counted()
     failed: list[Any] = []
 
