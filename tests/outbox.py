@@ -80,7 +80,7 @@ GIVE = """
         for part in select to_regclass('{table}') union select relid from pg_partition_tree(to_regclass('{table}')) loop
             if exists (select from pg_class where oid = part and relowner = current_user::regrole) then
                 execute format('alter table %s owner to app_owner', part);
-                execute format('revoke all on %s from app_relay', part);
+                execute format('revoke all on %s from app_relay, app_worker, app_reader', part);
                 home := (select relnamespace::regnamespace from pg_class where oid = part);
                 execute case when home = 'public'::regnamespace then 'grant usage, create on schema public to app_owner'
                              else format('alter schema %s owner to app_owner', home) end;

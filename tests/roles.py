@@ -53,10 +53,10 @@ _JOIN = """
 _OWN = """
     if exists (select from pg_database where datname = current_database() and datdba <> 'app_owner'::regrole) then
         execute format('alter database %I owner to app_owner', current_database());
-        -- What handlers' statements touch, those of workers too.
+        -- What handlers' statements touch, those of workers and readers too.
         alter default privileges in schema public
-            grant select, insert, update, delete on tables to app_relay, app_worker;
-        alter default privileges in schema public grant usage on sequences to app_relay, app_worker;
+            grant select, insert, update, delete on tables to app_relay, app_worker, app_reader;
+        alter default privileges in schema public grant usage on sequences to app_relay, app_worker, app_reader;
     end if;
 """
 
@@ -76,7 +76,7 @@ def make_all(conn: psycopg.Connection[Any]) -> None:
 def prepare(conn: psycopg.Connection[Any]) -> None:
     """Make the roles that the server lacks, and give the database to who installs relay.
 
-    What the session, of a superuser, creates in the schema public is for handlers of relay and of workers.
+    What the session, of a superuser, creates in the schema public is for handlers of relay, of workers and of readers.
     """
     _do(conn, [*_roles(), *_memberships(), _OWN])
 

@@ -43,9 +43,9 @@ def _satisfying(
     outbox: Outbox, where: str, *payloads: dict[str, Any], params: object = None
 ) -> list[Any]:
     """The payloads that a reader with the condition gets."""
-    _declare(outbox.conn, where, params)
+    _declare(outbox.reader, where, params)
     if payloads:
-        _publish(outbox.conn, *payloads)
+        _publish(outbox.publisher, *payloads)
     return [
         payload
         for number, payload in outbox.reader.execute(
@@ -113,9 +113,9 @@ def test_a_reader_moves_past_what_does_not_match(
         # What declares and claims it moves it, too.
         wait_until(lambda: outbox.value(moves) >= 2)
         for number in range(2, 40):
-            _publish(outbox.conn, {"n": number})
+            _publish(outbox.publisher, {"n": number})
         wait_until(lambda: outbox.value(moves) >= 3)
-        _publish(outbox.conn, {"n": 1})
+        _publish(outbox.publisher, {"n": 1})
         thread.join(60)
         assert not thread.is_alive()
     finally:
@@ -124,10 +124,10 @@ def test_a_reader_moves_past_what_does_not_match(
 
 def test_a_page_without_matches_hides_no_event_that_comes_later(outbox: Outbox) -> None:
     """kurrent-io/KurrentDB#4975: the checkpoint after an empty page was that of an event that had not been read."""
-    _declare(outbox.conn, "$.payload.n == 1")
-    with psycopg.connect(outbox.superuser_dsn) as late:
+    _declare(outbox.reader, "$.payload.n == 1")
+    with psycopg.connect(outbox.publisher_dsn) as late:
         _publish(late, {"n": 1})
-        _publish(outbox.conn, {"n": 2})
+        _publish(outbox.publisher, {"n": 2})
         ((position, found),) = outbox.reader.execute(
             "select position, id from relay.read('r')"
         ).fetchall()
@@ -156,7 +156,7 @@ def test_a_filter_that_would_have_no_effect_is_refused(
     outbox: Outbox, match: dict[str, Any], where: str | None, params: object
 ) -> None:
     with pytest.raises(psycopg.errors.InvalidParameterValue, match=r"^relay\.declare_reader: "):
-        _declare(outbox.conn, where, params, match=match)
+        _declare(outbox.reader, where, params, match=match)
     outbox.reader.execute("select relay.declare_reader('other')")
     with pytest.raises(psycopg.errors.InvalidParameterValue, match=r"^relay\.declare_"):
         outbox.reader.execute(
@@ -176,13 +176,13 @@ def test_values_of_params_are_no_part_of_the_path(outbox: Outbox) -> None:
 
 def test_a_subscriber_of_thousands_costs_no_evaluation(outbox: Outbox) -> None:
     """electric-sql/electric#2040, #2319: each of 4,600 shapes of one form was evaluated for each change."""
-    conn = outbox.conn
+    conn = outbox.reader
     conn.execute("select relay.declare_reader('r')")
     conn.execute(
         "select relay.declare_subscriber('r', 's' || n, jsonb_build_object('payload.id', 'n' || n))"
         " from generate_series(1, 5000) as n"
     )
-    _publish(conn, *({"id": f"n{number}"} for number in range(1, 101)))
+    _publish(outbox.publisher, *({"id": f"n{number}"} for number in range(1, 101)))
     ids = outbox.column("select id from outbox_message_t")
     begun = time.monotonic()
     found = conn.execute("select * from relay.subscribers_of('r', %s)", (ids,)).fetchall()
@@ -200,12 +200,12 @@ def test_a_subscriber_of_thousands_costs_no_evaluation(outbox: Outbox) -> None:
 
 def test_dropping_a_subscriber_does_not_look_at_the_others(outbox: Outbox) -> None:
     """electric-sql/electric#3160: removing a shape walked over all others, and held replication back for seconds."""
-    conn = outbox.conn
+    conn = outbox.reader
     conn.execute("select relay.declare_reader('r')")
     conn.execute(
         "select relay.declare_subscriber('r', 's' || n) from generate_series(1, 2000) as n"
     )
-    conn.execute("analyze relay.log_subscribers")
+    outbox.conn.execute("analyze relay.log_subscribers")
     plan = "\n".join(
         outbox.column("explain delete from relay.log_subscribers where reader = 1 and name = 's1'")
     )
@@ -252,12 +252,12 @@ def test_what_is_in_flight_when_a_lane_is_taken_has_its_effect_once(outbox: Outb
     rebalance one partition stood still.
     """
     outbox.conn.execute("create table effects (n int)")
-    _publish_to_hosts(outbox.conn, range(48))
+    _publish_to_hosts(outbox.publisher, range(48))
     readers: list[Any] = []
 
     def handle(transaction: ReadTransaction) -> None:
         with (
-            psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn,
+            psycopg.connect(outbox.reader_dsn, autocommit=True) as conn,
             suppress(ReaderMoved),
             conn.transaction(),
             transaction.commit(conn),
@@ -271,7 +271,7 @@ def test_what_is_in_flight_when_a_lane_is_taken_has_its_effect_once(outbox: Outb
         wait_until(lambda: outbox.value("select count(*) from effects") > 0)
         threads.append(_work(outbox, handle, readers))
     wait_until(lambda: outbox.value("select count(*) from effects") >= 48)
-    _publish_to_hosts(outbox.conn, range(48, 96))
+    _publish_to_hosts(outbox.publisher, range(48, 96))
     wait_until(lambda: outbox.value("select count(*) from effects") >= 96)
     for reader, thread in zip(readers, threads, strict=True):
         reader.stop()
@@ -281,7 +281,7 @@ def test_what_is_in_flight_when_a_lane_is_taken_has_its_effect_once(outbox: Outb
 
 def test_a_batch_over_lanes_of_which_one_was_taken_fails_for_that_one_only(outbox: Outbox) -> None:
     """akka/alpakka-kafka#750: the commit of a batch failed, since one of its partitions had been revoked meanwhile."""
-    _publish_to_hosts(outbox.conn, range(32))
+    _publish_to_hosts(outbox.publisher, range(32))
     batch: list[ReadTransaction] = []
     reader: Any = subscribe(outbox.reader_dsn, "r", lanes=4, start="beginning", poll=0.05)
     with closing(iter(reader)) as transactions:
@@ -319,7 +319,7 @@ def test_a_lane_has_one_reader(outbox: Outbox) -> None:
     """JasperFx/marten#4007: several daemons worked one projection, although each should have held its lock."""
     outbox.reader.execute("select relay.declare_reader('r', lanes => 2)")
     assert outbox.reader.value("select relay.claim_reader('r/1')") is not None
-    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as other:
+    with psycopg.connect(outbox.reader_dsn, autocommit=True) as other:
         assert other.execute("select relay.claim_reader('r/1')").fetchone() == (None,)
         assert other.execute("select relay.claim_reader('r/2')").fetchone() != (None,)
         lanes = other.execute(

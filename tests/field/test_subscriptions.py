@@ -78,8 +78,8 @@ def _claimed_by(outbox: Outbox) -> list[int]:
 
 def test_who_has_lost_its_session_does_not_act_as_if_it_had_it(outbox: Outbox) -> None:
     """JasperFx/wolverine#2602, timescale/prometheus-postgresql-adapter#89: a session was ended, and two led."""
-    _publish(outbox.conn, 1)
-    _publish(outbox.conn, 2)
+    _publish(outbox.publisher, 1)
+    _publish(outbox.publisher, 2)
     with closing(_reading(outbox)) as first:  # type: ignore[type-var]
         transaction = next(first)
         outbox.conn.execute(_END.encode())
@@ -94,7 +94,7 @@ def test_who_has_lost_its_session_does_not_act_as_if_it_had_it(outbox: Outbox) -
 def test_a_late_acknowledgement_moves_nothing(outbox: Outbox) -> None:
     """confluentinc/librdkafka#5604: offsets of partitions that another consumer had meanwhile were committed."""
     for number in range(4):
-        _publish(outbox.conn, number)
+        _publish(outbox.publisher, number)
     with closing(_reading(outbox)) as first:  # type: ignore[type-var]
         late = [next(first) for _ in range(4)]
         outbox.conn.execute(_END.encode())
@@ -107,7 +107,7 @@ def test_a_late_acknowledgement_moves_nothing(outbox: Outbox) -> None:
 @pytest.mark.rare
 def test_a_handler_that_blocks_keeps_the_reader(outbox: Outbox) -> None:
     """dpkp/kafka-python#2070: while a handler slept, no heartbeat was sent, and the same message came for ever."""
-    _publish(outbox.conn, 1)
+    _publish(outbox.publisher, 1)
     with closing(_reading(outbox, lease=4, poll=0.1)) as reader:  # type: ignore[type-var]
         transaction = next(reader)
         (pid,) = _claimed_by(outbox)
@@ -128,7 +128,7 @@ def test_an_idle_reader_keeps_its_claim(outbox: Outbox) -> None:
     before = _claimed_by(outbox)
     time.sleep(6)
     assert _claimed_by(outbox) == before
-    _publish(outbox.conn, 1)
+    _publish(outbox.publisher, 1)
     thread.join(30)
     assert found == [[1]]
 
@@ -163,7 +163,7 @@ def test_an_idle_reader_does_not_read_because_others_commit(
         looks = asked.count("look")
         wait_until(lambda looks=looks: asked.count("look") > looks + 1)  # type: ignore[misc]
     assert asked.count("read") == reads
-    _publish(outbox.conn, 1)
+    _publish(outbox.publisher, 1)
     thread.join(30)
     assert found == [[1]]
 
@@ -179,12 +179,12 @@ def test_what_commits_late_ends_the_quiet(outbox: Outbox) -> None:
     def present() -> str:
         return str(outbox.value("select pg_current_snapshot()::text"))
 
-    with psycopg.connect(outbox.superuser_dsn) as late:
+    with psycopg.connect(outbox.publisher_dsn) as late:
         _publish(late, 1)
-        _publish(outbox.conn, 2)
+        _publish(outbox.publisher, 2)
         before = present()
         assert is_quiet(before)
-        _publish(outbox.conn, *range(100))
+        _publish(outbox.publisher, *range(100))
         assert not is_quiet(before)
         # As many as it looks at have committed since `late` began: it does not say that there is no other.
         assert not is_quiet(present())
@@ -227,7 +227,7 @@ def test_a_reader_that_waits_notices_that_it_was_moved(
         except ReaderError as error:
             ended.append(error)
 
-    _publish(outbox.conn, 1)
+    _publish(outbox.publisher, 1)
     thread = Thread(target=read, daemon=True)
     thread.start()
     for count in (1, 2):
@@ -248,13 +248,13 @@ def test_the_position_passes_what_does_not_match(
     """Eventuous/eventuous#559, kurrent-io/KurrentDB#3320: a filter without matches never moved the checkpoint."""
     monkeypatch.setattr(log, "_NOTE_SECONDS", 0.0)
     outbox.reader.execute("select relay.declare_reader('r')")
-    _publish(outbox.conn, 1, event_type="other")
+    _publish(outbox.publisher, 1, event_type="other")
     found: list[list[int]] = []
     match = {"event_type": "wanted"}
     thread = Thread(target=lambda: found.extend(_take(outbox, 1, match=match)))
     thread.start()
     wait_until(lambda: not outbox.reader.execute("select from relay.read('r')").rowcount)
-    _publish(outbox.conn, 2, event_type="wanted")
+    _publish(outbox.publisher, 2, event_type="wanted")
     thread.join(30)
     assert found == [[2]]
 
@@ -266,7 +266,7 @@ def test_the_position_passes_what_does_not_match_in_the_quiet_after_it(
     monkeypatch.setattr(log, "_NOTE_SECONDS", 3600.0)
     passed = _recorded(monkeypatch, "_pass")
     outbox.reader.execute("select relay.declare_reader('r')")
-    _publish(outbox.conn, 1, event_type="other")
+    _publish(outbox.publisher, 1, event_type="other")
     found: list[list[int]] = []
     match = {"event_type": "wanted"}
     thread = Thread(target=lambda: found.extend(_take(outbox, 1, match=match)))
@@ -275,7 +275,7 @@ def test_the_position_passes_what_does_not_match_in_the_quiet_after_it(
     assert outbox.reader.execute("select from relay.read('r')").rowcount
     monkeypatch.setattr(log, "_NOTE_SECONDS", 0.0)
     wait_until(lambda: not outbox.reader.execute("select from relay.read('r')").rowcount)
-    _publish(outbox.conn, 2, event_type="wanted")
+    _publish(outbox.publisher, 2, event_type="wanted")
     thread.join(30)
     assert found == [[2]]
 
@@ -289,7 +289,7 @@ def test_a_reader_that_waits_survives_several_losses(outbox: Outbox) -> None:
     for number in range(3):
         wait_until(lambda: bool(_claimed_by(outbox)))
         outbox.conn.execute(_END.encode())
-        _publish(outbox.conn, number)
+        _publish(outbox.publisher, number)
     thread.join(60)
     assert found == [[0], [1], [2]]
 
@@ -312,7 +312,7 @@ def test_a_reader_that_waits_does_not_expire(
             == [True]
         )
     )
-    _publish(outbox.conn, 1)
+    _publish(outbox.publisher, 1)
     thread.join(30)
     assert not thread.is_alive()
 
@@ -320,7 +320,7 @@ def test_a_reader_that_waits_does_not_expire(
 def test_an_expired_reader_does_not_begin_anywhere_else(outbox: Outbox) -> None:
     """confluentinc/librdkafka#1442, thomhurst/Dekaf#2259, Parsely/pykafka#504: it began at an end, without a word."""
     outbox.reader.execute("select relay.declare_reader('r', expires => '5 minutes')")
-    _publish(outbox.conn, 1)
+    _publish(outbox.publisher, 1)
     outbox.conn.execute("update relay.readers set noted_at = now() - interval '6 minutes'")
     assert outbox.column("select relay.expire_readers()") == ["r"]
     for start in ("now", "beginning", None):
@@ -331,8 +331,8 @@ def test_an_expired_reader_does_not_begin_anywhere_else(outbox: Outbox) -> None:
 def test_what_failed_to_commit_comes_again(outbox: Outbox) -> None:
     """spring-projects/spring-kafka#3703, corda/corda-runtime-os#6181: a commit failed, and the events were skipped."""
     for number in range(3):
-        _publish(outbox.conn, number)
-    with closing(_reading(outbox)) as reader, psycopg.connect(outbox.superuser_dsn) as conn:  # type: ignore[type-var]
+        _publish(outbox.publisher, number)
+    with closing(_reading(outbox)) as reader, psycopg.connect(outbox.reader_dsn) as conn:  # type: ignore[type-var]
         next(reader).done()
         failed = next(reader)
         outbox.reader.execute("select relay.seek('r', 'beginning')")
@@ -344,7 +344,7 @@ def test_what_failed_to_commit_comes_again(outbox: Outbox) -> None:
 def test_stopping_skips_nothing(outbox: Outbox) -> None:
     """JasperFx/marten#1857: the events that were in flight when the daemon stopped were skipped."""
     for number in range(10):
-        _publish(outbox.conn, number)
+        _publish(outbox.publisher, number)
     reader = subscribe(outbox.reader_dsn, "r", start="beginning", poll=0.05)
     found = []
     for transaction in reader:
@@ -360,19 +360,19 @@ def test_stopping_skips_nothing(outbox: Outbox) -> None:
 
 def test_what_comes_between_two_runs_is_read(outbox: Outbox) -> None:
     """Eventuous/eventuous#291, JasperFx/marten#3167: a restart skipped the first event; `now` did not begin."""
-    _publish(outbox.conn, 1)
+    _publish(outbox.publisher, 1)
     outbox.reader.execute("select relay.declare_reader('r', start => 'now')")
-    _publish(outbox.conn, 2)
+    _publish(outbox.publisher, 2)
     assert _take(outbox, 1, start="now") == [[2]]
-    _publish(outbox.conn, 3)
-    _publish(outbox.conn, 4)
+    _publish(outbox.publisher, 3)
+    _publish(outbox.publisher, 4)
     assert _take(outbox, 2, start="now") == [[3], [4]]
 
 
 def test_what_is_done_is_durable_before_the_end(outbox: Outbox) -> None:
     """mailgun/kafka-pixy#62: it stopped before the last offset was stored, and another one got the message again."""
     for number in range(3):
-        _publish(outbox.conn, number)
+        _publish(outbox.publisher, number)
     reader = _reading(outbox)
     for _ in range(2):
         next(reader).done()
@@ -383,7 +383,7 @@ def test_what_is_done_is_durable_before_the_end(outbox: Outbox) -> None:
 def test_each_transaction_has_its_position(outbox: Outbox) -> None:
     """kurrent-io/KurrentDB#3230: reading could not go on from any event, since none had the next position."""
     for number in range(6):
-        _publish(outbox.conn, number)
+        _publish(outbox.publisher, number)
     with closing(_reading(outbox)) as reader:  # type: ignore[type-var]
         positions = [next(reader).position for _ in range(6)]
     for number, position in enumerate(positions[:-1]):
@@ -394,10 +394,10 @@ def test_each_transaction_has_its_position(outbox: Outbox) -> None:
 
 def test_what_commits_late_is_read_between_pages(outbox: Outbox) -> None:
     """proteanhq/protean#1088, commanded/eventstore#327: the checkpoint passed events that came while it caught up."""
-    with psycopg.connect(outbox.superuser_dsn) as late:
+    with psycopg.connect(outbox.publisher_dsn) as late:
         _publish(late, 1000)
         for number in range(300):
-            _publish(outbox.conn, number)
+            _publish(outbox.publisher, number)
         found: list[int] = []
         with closing(_reading(outbox, page=20)) as reader:  # type: ignore[type-var]
             for _ in range(150):
@@ -406,7 +406,7 @@ def test_what_commits_late_is_read_between_pages(outbox: Outbox) -> None:
                 transaction.done()
             late.commit()
             for number in range(300, 350):
-                _publish(outbox.conn, number)
+                _publish(outbox.publisher, number)
             for _ in range(201):
                 transaction = next(reader)
                 found += _numbers(transaction)
@@ -453,7 +453,7 @@ def test_what_was_fetched_ahead_is_not_yielded_after_a_seek(
     """thomhurst/Dekaf#1722, fsprojects/pulsar-client-dotnet#348, tulios/kafkajs#367: messages of before the seek."""
     wait_for_page = _wait_for_page(monkeypatch)
     for number in range(8):
-        _publish(outbox.conn, number)
+        _publish(outbox.publisher, number)
     with closing(_reading(outbox, page=2)) as reader:  # type: ignore[type-var]
         first = next(reader)
         position = first.position
@@ -472,7 +472,7 @@ def test_what_was_fetched_ahead_is_not_yielded_after_another_has_read_it(
     """segmentio/kafka-go#1398: after a rebalance, a reader's queue had messages that another one had committed."""
     wait_for_page = _wait_for_page(monkeypatch)
     for number in range(8):
-        _publish(outbox.conn, number)
+        _publish(outbox.publisher, number)
     with closing(_reading(outbox, page=2)) as first:  # type: ignore[type-var]
         transaction = next(first)
         wait_for_page(2)
@@ -486,7 +486,7 @@ def test_what_was_fetched_ahead_is_not_yielded_after_another_has_read_it(
 def test_an_acknowledgement_of_before_a_move_moves_nothing(outbox: Outbox) -> None:
     """kafka4beam/brod#52: acknowledgements from before a move counted for what was read after it."""
     for number in range(6):
-        _publish(outbox.conn, number)
+        _publish(outbox.publisher, number)
     with closing(_reading(outbox)) as reader:  # type: ignore[type-var]
         late = [next(reader) for _ in range(4)]
         late[0].done()
@@ -506,7 +506,7 @@ def test_a_handler_that_works_for_long_keeps_its_reader(
 ) -> None:
     """aio-libs/aiokafka#848, dpkp/kafka-python#2422: it was taken for dead, and its message went round for ever."""
     monkeypatch.setattr(log, "_SIGN_SECONDS", 0.0)
-    _publish(outbox.conn, 1)
+    _publish(outbox.publisher, 1)
     with closing(_reading(outbox, lease=1.2, expires=timedelta(minutes=5))) as reader:  # type: ignore[type-var]
         transaction = next(reader)
         outbox.conn.execute("update relay.readers set noted_at = now() - interval '6 minutes'")
@@ -524,7 +524,7 @@ def test_a_handler_that_works_for_long_keeps_its_reader(
 def test_a_handler_that_fails_ends_the_iteration(outbox: Outbox) -> None:
     """Eventuous/eventuous#407, #25: the subscription stood still without a word, or its checkpoint passed the event."""
     for number in range(3):
-        _publish(outbox.conn, number)
+        _publish(outbox.publisher, number)
 
     async def run() -> list[list[int]]:
         found = []
@@ -544,7 +544,7 @@ def test_a_handler_that_fails_ends_the_iteration(outbox: Outbox) -> None:
 def test_locks_of_the_application_are_others(outbox: Outbox) -> None:
     """commanded/eventstore#166: an advisory lock of the application had the number of a subscription's."""
     outbox.reader.execute("select relay.declare_reader('r', start => 'beginning')")
-    _publish(outbox.conn, 1)
+    _publish(outbox.publisher, 1)
     outbox.conn.execute(
         "select pg_advisory_lock(id), pg_advisory_lock((x'72647263'::bigint << 32) | id) from relay.log_readers"
     )
@@ -558,7 +558,7 @@ def test_no_transaction_is_open_while_a_handler_works(
     """debezium/debezium#1713, #3224: a connector that did nothing held a transaction open."""
     wait_for_page = _wait_for_page(monkeypatch)
     for number in range(4):
-        _publish(outbox.conn, number)
+        _publish(outbox.publisher, number)
     open_since = (
         "select 1 from pg_stat_activity where application_name = 'relay reader r' "
         "and datname = current_database() and (xact_start is not null or backend_xmin is not null)"
@@ -572,13 +572,13 @@ def test_no_transaction_is_open_while_a_handler_works(
 def test_the_end_of_the_log_is_not_its_beginning(outbox: Outbox) -> None:
     """gravitational/teleport#15160: a reader that had come to the end began again with the first event."""
     for number in range(3):
-        _publish(outbox.conn, number)
+        _publish(outbox.publisher, number)
     found: list[list[int]] = []
     reader = subscribe(outbox.reader_dsn, "r", start="beginning", poll=0.01)
     thread = Thread(target=lambda: found.extend(_numbers(each) for each in reader))
     thread.start()
     wait_until(lambda: len(found) == 3)
-    _publish(outbox.conn, 3)
+    _publish(outbox.publisher, 3)
     wait_until(lambda: len(found) >= 4)
     reader.stop()
     thread.join(30)
@@ -588,7 +588,7 @@ def test_the_end_of_the_log_is_not_its_beginning(outbox: Outbox) -> None:
 def test_what_is_in_flight_at_a_loss_comes_again(outbox: Outbox) -> None:
     """kurrent-io/KurrentDB#1301: a client was disconnected while it worked, and the checkpoint was after its events."""
     for number in range(5):
-        _publish(outbox.conn, number)
+        _publish(outbox.publisher, number)
     reader = _reading(outbox)
     next(reader).done()
     for _ in range(3):
@@ -601,7 +601,7 @@ def test_what_is_in_flight_at_a_loss_comes_again(outbox: Outbox) -> None:
 def test_a_start_counts_once(outbox: Outbox) -> None:
     """kurrent-io/KurrentDB#1081: a subscription that starts from the beginning did so after each restart."""
     for number in range(3):
-        _publish(outbox.conn, number)
+        _publish(outbox.publisher, number)
     for number in range(3):
         assert _take(outbox, 1, start="beginning") == [[number]]
 
@@ -609,7 +609,7 @@ def test_a_start_counts_once(outbox: Outbox) -> None:
 def test_nothing_comes_after_a_stop(outbox: Outbox) -> None:
     """kurrent-io/KurrentDB#929: a subscription that was dropped went on with the events that it had fetched."""
     for number in range(5):
-        _publish(outbox.conn, number)
+        _publish(outbox.publisher, number)
     reader = subscribe(outbox.reader_dsn, "r", start="beginning", poll=0.05)
     found = []
     for transaction in reader:
@@ -622,7 +622,7 @@ def test_nothing_comes_after_a_stop(outbox: Outbox) -> None:
 def test_events_that_were_deleted_stop_nobody(outbox: Outbox) -> None:
     """kurrent-io/KurrentDB#3449: a subscription whose next events had been scavenged did not go on."""
     for number in range(6):
-        _publish(outbox.conn, number)
+        _publish(outbox.publisher, number)
     with closing(_reading(outbox)) as reader:  # type: ignore[type-var]
         for _ in range(2):
             next(reader).done()
@@ -634,16 +634,16 @@ def test_events_that_were_deleted_stop_nobody(outbox: Outbox) -> None:
 
 def test_a_rare_event_in_a_large_backlog_is_found(outbox: Outbox) -> None:
     """JasperFx/marten#3705: between matching events lay so many others that the query timed out."""
-    _publish(outbox.conn, 1, event_type="rare")
+    _publish(outbox.publisher, 1, event_type="rare")
     outbox.fill(2_000, events=10)
-    _publish(outbox.conn, 2, event_type="rare")
+    _publish(outbox.publisher, 2, event_type="rare")
     assert _take(outbox, 2, match={"event_type": "rare"}) == [[1], [2]]
 
 
 def test_a_second_iteration_begins_with_what_was_not_done(outbox: Outbox) -> None:
     """apache/pinot#18669: a batch that was fetched and not processed was skipped by the next call."""
     for number in range(5):
-        _publish(outbox.conn, number)
+        _publish(outbox.publisher, number)
     reader = subscribe(outbox.reader_dsn, "r", start="beginning", poll=0.05)
     for expected in ([0], [1], [2]):
         for transaction in reader:

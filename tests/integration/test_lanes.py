@@ -69,14 +69,14 @@ def _lanes(conn: _Connection, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("key", ["host", "aggregate"])
 def test_each_key_is_in_one_lane(outbox: Outbox, key: str) -> None:
-    _declare(outbox.conn, 5, key, match={"event_type": "placed"})
+    _declare(outbox.reader, 5, key, match={"event_type": "placed"})
     keys: dict[int, object] = {}
     for number in range(60):
         of, aggregate = host(number % 7), str(number % 11)
-        _publish(outbox.conn, number, of, aggregate)
-        _publish(outbox.conn, -1, of, aggregate, "other")
+        _publish(outbox.publisher, number, of, aggregate)
+        _publish(outbox.publisher, -1, of, aggregate, "other")
         keys[number] = of if key == "host" else (of, aggregate)
-    found = _lanes(outbox.conn, 5)
+    found = _lanes(outbox.reader, 5)
     assert sorted(number for each in found for number in each) == list(range(60))
     assert all(each == sorted(each) for each in found)
     holders: dict[object, set[int]] = defaultdict(set)
@@ -88,10 +88,10 @@ def test_each_key_is_in_one_lane(outbox: Outbox, key: str) -> None:
 
 
 def test_lanes_are_moved_and_dropped_together(outbox: Outbox) -> None:
-    conn = outbox.conn
+    conn = outbox.reader
     _declare(conn, 3)
     for number in range(20):
-        _publish(conn, number, host(number))
+        _publish(outbox.publisher, number, host(number))
     conn.execute("select relay.seek('r', 'now')")
     assert _lanes(conn, 3) == [[], [], []]
     conn.execute("select relay.seek('r', 'beginning')")
@@ -123,12 +123,12 @@ def test_lanes_are_not_changed(
     outbox: Outbox, first: tuple[int | None, str], second: tuple[int | None, str], words: str
 ) -> None:
     """Positions differ: events would be lost, or come in another order."""
-    _declare(outbox.conn, *first)
-    _declare(outbox.conn, *first)
+    _declare(outbox.reader, *first)
+    _declare(outbox.reader, *first)
     with pytest.raises(
         psycopg.errors.InvalidParameterValue, match=f"^relay.declare_reader: .*{words}"
     ):
-        _declare(outbox.conn, *second)
+        _declare(outbox.reader, *second)
 
 
 def _numbers(transaction: Any) -> list[int]:
@@ -143,7 +143,7 @@ def _subscribe(outbox: Outbox, **options: Any) -> Any:
 def test_one_process_reads_all_lanes(outbox: Outbox) -> None:
     """What is done does not come again, whatever the other lanes are at; what is not done does."""
     for number in range(30):
-        _publish(outbox.conn, number, host(number))
+        _publish(outbox.publisher, number, host(number))
     found: list[int] = []
     left: list[int] = []
     with closing(iter(_subscribe(outbox))) as reader:
@@ -177,7 +177,7 @@ def test_an_asynchronous_reader_has_lanes(outbox: Outbox) -> None:
         return found
 
     for number in range(20):
-        _publish(outbox.conn, number, host(number % 3))
+        _publish(outbox.publisher, number, host(number % 3))
     found = asyncio.run(run())
     assert sorted(found) == list(range(20))
     for each in range(3):
@@ -224,7 +224,7 @@ def test_processes_share_lanes(outbox: Outbox) -> None:
         before, others = len(by[name]), sum(map(len, by.values())) - len(by[name])
         sent = [next(numbers) for _ in range(16)]
         for number in sent:
-            _publish(outbox.conn, number, host(number % 16))
+            _publish(outbox.publisher, number, host(number % 16))
         wait_until(lambda: set(sent) <= {each for found in by.values() for each in found})
         mine = len(by[name]) - before
         others = sum(map(len, by.values())) - len(by[name]) - others
@@ -264,7 +264,7 @@ def test_a_lane_is_given_back_when_it_is_done(outbox: Outbox) -> None:
         found["b"] += _numbers(transaction)
 
     for number in range(40):
-        _publish(outbox.conn, number, host(number))
+        _publish(outbox.publisher, number, host(number))
     with _running(outbox, slow):
         assert working.wait(60)
         members = "select max(members) from relay.share_lanes('r')"
@@ -279,7 +279,7 @@ def test_a_lane_is_given_back_when_it_is_done(outbox: Outbox) -> None:
 
 def test_stop_ends_done_in_an_outage(outbox: Outbox) -> None:
     for number in range(2):
-        _publish(outbox.conn, number, host(1))
+        _publish(outbox.publisher, number, host(1))
     subscription = _subscribe(outbox)
     with closing(iter(subscription)) as reader:
         transaction = next(reader)
@@ -381,7 +381,7 @@ def test_each_event_has_its_effect_once(outbox: Outbox, seed: int) -> None:
         while not ended.is_set():
             with (
                 suppress(psycopg.Error),
-                psycopg.connect(outbox.superuser_dsn, autocommit=True) as own,
+                psycopg.connect(outbox.reader_dsn, autocommit=True) as own,
             ):
                 reader = _subscribe(outbox)
                 with closing(iter(reader)) as transactions:
@@ -445,7 +445,7 @@ def test_what_cannot_be_is_refused(outbox: Outbox) -> None:
 
 def test_relay_reader_shows_lanes_together(outbox: Outbox, tmp_path: Path) -> None:
     file = str(outbox.config_file(tmp_path / "relay.yaml"))
-    _declare(outbox.conn, 3)
+    _declare(outbox.reader, 3)
     outbox.reader.execute("select relay.declare_reader('plain')")
     outbox.reader.execute("select relay.claim_reader('r/2')")
     lines = [each.split("\t") for each in relay("reader", "list", "-c", file).stdout.splitlines()]

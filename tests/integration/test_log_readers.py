@@ -156,39 +156,39 @@ def _sessions(dsn: str, count: int) -> Iterator[list[_Connection]]:
 )
 def test_each_event_is_read_once_and_in_order(outbox: Outbox, seed: int) -> None:
     """One reader reads while others publish; another one, all of it at the end, in small portions of a backlog."""
-    _declare(outbox.conn)
+    _declare(outbox.reader)
     for name in ("late", "later"):
         outbox.reader.execute("select relay.declare_reader(%s)", (name,))
     read: list[int] = []
-    with _sessions(outbox.superuser_dsn, 6) as sessions:
+    with _sessions(outbox.publisher_dsn, 6) as sessions:
         history = _History(seed, sessions)
         for number in range(2000):
             history.step()
             if number % 37 == 0:
-                numbers, position = _read(outbox.conn, history.random.choice([1, 7, 1000]))
+                numbers, position = _read(outbox.reader, history.random.choice([1, 7, 1000]))
                 # A reader that is killed before it advances reads the same again.
                 if position and history.random.random() < 0.7:
                     outbox.reader.execute("select relay.advance('r', %s)", (position,))
                     read += numbers
         history.end_all()
-    read += _drain(outbox.conn, 10)
+    read += _drain(outbox.reader, 10)
     history.require_read(read)
     assert len(history.transactions) > 250, "more than can be open at once"
-    history.require_read(_drain(outbox.conn, 3, "late"))
-    history.require_read(_drain(outbox.conn, 100, "later"))
+    history.require_read(_drain(outbox.reader, 3, "late"))
+    history.require_read(_drain(outbox.reader, 100, "later"))
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 30])
 def test_a_page_is_full(outbox: Outbox, size: int) -> None:
     """Whatever the size of the transactions, as many as fit come at once, as long as there are so many."""
-    _declare(outbox.conn)
+    _declare(outbox.reader)
     transactions = 450 // size + 200
     for number in range(transactions):
-        _publish(outbox.conn, *range(number * size, (number + 1) * size))
+        _publish(outbox.publisher, *range(number * size, (number + 1) * size))
     whole = 301 // size * size
     read: list[int] = []
     while len(read) < transactions * size:
-        numbers, position = _read(outbox.conn, 301)
+        numbers, position = _read(outbox.reader, 301)
         assert len(numbers) == min(whole, transactions * size - len(read))
         outbox.reader.execute("select relay.advance('r', %s)", (position,))
         read += numbers
@@ -197,27 +197,27 @@ def test_a_page_is_full(outbox: Outbox, size: int) -> None:
 
 def test_a_backlog_is_read_in_order_of_insertion(outbox: Outbox) -> None:
     """A transaction that began first and inserted after all others is read after them, also from a large backlog."""
-    _declare(outbox.conn)
-    with psycopg.connect(outbox.superuser_dsn) as long:
+    _declare(outbox.reader)
+    with psycopg.connect(outbox.publisher_dsn) as long:
         long.execute("select pg_current_xact_id()")
         for number in range(600):
-            _publish(outbox.conn, number)
+            _publish(outbox.publisher, number)
         _publish(long, 1000)
         long.commit()
-    assert _drain(outbox.conn, 5) == [*range(600), 1000]
+    assert _drain(outbox.reader, 5) == [*range(600), 1000]
 
 
 def test_what_commits_late_is_not_missed(outbox: Outbox) -> None:
     """A transaction that inserted before the position and committed after it is read then, and once."""
-    _declare(outbox.conn)
-    with psycopg.connect(outbox.superuser_dsn) as long:
+    _declare(outbox.reader)
+    with psycopg.connect(outbox.publisher_dsn) as long:
         _publish(long, 1)
-        _publish(outbox.conn, 2)
-        assert _drain(outbox.conn) == [2]
-        assert _drain(outbox.conn) == []
+        _publish(outbox.publisher, 2)
+        assert _drain(outbox.reader) == [2]
+        assert _drain(outbox.reader) == []
         long.commit()
-    _publish(outbox.conn, 3)
-    assert _drain(outbox.conn) == [1, 3]
+    _publish(outbox.publisher, 3)
+    assert _drain(outbox.reader) == [1, 3]
 
 
 def test_a_prepared_transaction_is_read_after_its_commit() -> None:
@@ -227,40 +227,40 @@ def test_a_prepared_transaction_is_read_after_its_commit() -> None:
         Outbox(server.create_database("prepared")) as outbox,
     ):
         outbox.install()
-        _declare(outbox.conn)
+        _declare(outbox.reader)
         outbox.conn.execute("begin")
-        _publish(outbox.conn, 1)
+        _publish(outbox.publisher, 1)
         outbox.conn.execute("prepare transaction 'one'")
-        _publish(outbox.conn, 2)
-        assert _drain(outbox.conn) == [2]
+        _publish(outbox.publisher, 2)
+        assert _drain(outbox.reader) == [2]
         number, seen = outbox.conn.execute(
             "select (relay.log_reader('r')).number, pg_current_snapshot()::text"
         ).fetchall()[0]
         given = (seen, f"{number}/{seen}")
-        assert outbox.value(log._IS_QUIET, given), "nothing is new"
+        assert outbox.reader.value(log._IS_QUIET, given), "nothing is new"
         outbox.conn.execute("commit prepared 'one'")
-        assert outbox.value(log._IS_QUIET, given) is None
-        assert _drain(outbox.conn) == [1]
+        assert outbox.reader.value(log._IS_QUIET, given) is None
+        assert _drain(outbox.reader) == [1]
 
 
 def test_an_idle_reader_does_not_look_at_the_log_while_no_transaction_has_ended(
     outbox: Outbox,
 ) -> None:
     unusable = "no position: whoever looks at the log fails"
-    with outbox.conn.transaction():
+    with outbox.reader.transaction():
         # One snapshot, whatever goes on in other databases of the server.
-        outbox.conn.execute("set transaction isolation level repeatable read")
-        seen = str(outbox.value("select pg_current_snapshot()::text"))
-        assert outbox.value(log._IS_QUIET, (seen, unusable)) == seen
+        outbox.reader.execute("set transaction isolation level repeatable read")
+        seen = str(outbox.reader.value("select pg_current_snapshot()::text"))
+        assert outbox.reader.value(log._IS_QUIET, (seen, unusable)) == seen
     with pytest.raises(psycopg.errors.InvalidTextRepresentation):
-        outbox.value(log._IS_QUIET, ("1:1:", unusable))
+        outbox.reader.value(log._IS_QUIET, ("1:1:", unusable))
 
 
 def test_reading_changes_nothing(outbox: Outbox) -> None:
     """Two reads return the same, in a transaction that may not write, and a rollback undoes an advance."""
-    _declare(outbox.conn)
-    _publish(outbox.conn, 1, 2)
-    with psycopg.connect(outbox.superuser_dsn) as conn:
+    _declare(outbox.reader)
+    _publish(outbox.publisher, 1, 2)
+    with psycopg.connect(outbox.reader_dsn) as conn:
         conn.read_only = True
         first = _read(conn)
         assert _read(conn) == first
@@ -275,17 +275,17 @@ def test_reading_changes_nothing(outbox: Outbox) -> None:
 
 def test_of_two_that_advance_one_is_refused(outbox: Outbox) -> None:
     """The loser waits for the other one, and its transaction fails."""
-    _declare(outbox.conn)
-    _publish(outbox.conn, 1)
-    _, position = _read(outbox.conn)
+    _declare(outbox.reader)
+    _publish(outbox.publisher, 1)
+    _, position = _read(outbox.reader)
     outbox.reader.execute("select relay.advance('r', %s)", (position,))
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="another session"):
         outbox.reader.execute("select relay.advance('r', %s)", (position,))
-    _publish(outbox.conn, 2)
-    _, position = _read(outbox.conn)
+    _publish(outbox.publisher, 2)
+    _, position = _read(outbox.reader)
     with (
-        psycopg.connect(outbox.superuser_dsn) as other,
-        psycopg.connect(outbox.superuser_dsn) as late,
+        psycopg.connect(outbox.reader_dsn) as other,
+        psycopg.connect(outbox.reader_dsn) as late,
     ):
         other.execute("select relay.advance('r', %s)", (position,))
         late.execute("set lock_timeout = '100ms'")
@@ -295,23 +295,23 @@ def test_of_two_that_advance_one_is_refused(outbox: Outbox) -> None:
         other.rollback()
         late.execute("select relay.advance('r', %s)", (position,))
         late.commit()
-    assert _drain(outbox.conn) == []
+    assert _drain(outbox.reader) == []
 
 
 def test_a_match_skips_events_and_moves_on(outbox: Outbox) -> None:
     """Patterns, values, lists and paths; an only row without id moves the reader past what does not match."""
-    _declare(outbox.conn, match={"event_type": ["order.*", "exact"], "payload.tier": "gold"})
-    _publish(outbox.conn, 2, 4)
-    numbers, position = _read(outbox.conn)
+    _declare(outbox.reader, match={"event_type": ["order.*", "exact"], "payload.tier": "gold"})
+    _publish(outbox.publisher, 2, 4)
+    numbers, position = _read(outbox.reader)
     assert numbers == []
     assert position is not None
-    _publish(outbox.conn, 1, 2, 3)
-    _publish(outbox.conn, 5, event_type="orders.placed")
-    _publish(outbox.conn, 7, event_type="exact")
-    assert _drain(outbox.conn) == [1, 3, 7]
+    _publish(outbox.publisher, 1, 2, 3)
+    _publish(outbox.publisher, 5, event_type="orders.placed")
+    _publish(outbox.publisher, 7, event_type="exact")
+    assert _drain(outbox.reader) == [1, 3, 7]
     outbox.reader.execute("""select relay.declare_reader('r', '{"payload.number": [8, 9]}')""")
-    _publish(outbox.conn, 7, 8, 9)
-    assert _drain(outbox.conn) == [8, 9]
+    _publish(outbox.publisher, 7, 8, 9)
+    assert _drain(outbox.reader) == [8, 9]
 
 
 _PATTERN = st.text(alphabet="ab*?[]!-^\\.x\nÄ ", max_size=8)
@@ -377,24 +377,24 @@ def test_a_match_that_cannot_be_is_refused(outbox: Outbox, match: str) -> None:
 def test_a_match_is_no_statement(outbox: Outbox) -> None:
     """Quotes and parentheses in a path or a pattern are text."""
     for hostile in ("'); drop table x; --", "a' or true or 'a", "\\", "a\\'"):
-        _declare(outbox.conn, match={f"payload.{hostile}": hostile, "event_type": hostile})
-        _publish(outbox.conn, 1)
-        assert _drain(outbox.conn) == []
+        _declare(outbox.reader, match={f"payload.{hostile}": hostile, "event_type": hostile})
+        _publish(outbox.publisher, 1)
+        assert _drain(outbox.reader) == []
 
 
 def test_seek_and_drop(outbox: Outbox) -> None:
     """A reader goes back to the beginning, to a position, and to now; a dropped one has no position."""
-    _publish(outbox.conn, 1)
-    _declare(outbox.conn, "beginning")
-    assert _drain(outbox.conn) == [1]
-    _publish(outbox.conn, 2)
-    _, position = _read(outbox.conn)
+    _publish(outbox.publisher, 1)
+    _declare(outbox.reader, "beginning")
+    assert _drain(outbox.reader) == [1]
+    _publish(outbox.publisher, 2)
+    _, position = _read(outbox.reader)
     outbox.reader.execute("select relay.seek('r', 'beginning')")
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="another session"):
         outbox.reader.execute("select relay.advance('r', %s)", (position,))
-    assert _drain(outbox.conn) == [1, 2]
+    assert _drain(outbox.reader) == [1, 2]
     outbox.reader.execute("select relay.seek('r', 'beginning'); select relay.seek('r', 'now')")
-    assert _drain(outbox.conn) == []
+    assert _drain(outbox.reader) == []
     with pytest.raises(psycopg.errors.InvalidParameterValue, match="neither now"):
         outbox.reader.execute("select relay.seek('r', 'tomorrow')")
     ahead = re.sub("/.*@", "/9000000000:9000000000:@", position or "")
@@ -402,9 +402,9 @@ def test_seek_and_drop(outbox: Outbox) -> None:
         outbox.reader.execute("select relay.seek('r', %s)", (ahead,))
     outbox.reader.execute("select relay.drop_reader('r')")
     with pytest.raises(psycopg.errors.InsufficientPrivilege, match="no reader 'r'"):
-        _read(outbox.conn)
+        _read(outbox.reader)
     assert not outbox.column("select 1 from relay.readers where reader = 'r'")
-    _declare(outbox.conn)
+    _declare(outbox.reader)
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="another session"):
         outbox.reader.execute("select relay.advance('r', %s)", (position,))
 
@@ -423,7 +423,7 @@ def test_each_role_has_its_own_readers(outbox: Outbox) -> None:
         )
         with first, second:
             _declare(first)
-            _publish(outbox.conn, 1)
+            _publish(outbox.publisher, 1)
             _, position = _read(first)
             for statement in (
                 "select relay.read('r')",
@@ -455,18 +455,18 @@ def test_a_reader_expires_without_signs_of_life(outbox: Outbox) -> None:
     outbox.conn.execute(older.encode())
     outbox.reader.execute("select relay.declare_reader('r', expires => '10 minutes')")
     assert outbox.column(expire) == ["other"]
-    _publish(outbox.conn, 1)
+    _publish(outbox.publisher, 1)
     outbox.conn.execute(older.encode())
-    _, position = _read(outbox.conn)
+    _, position = _read(outbox.reader)
     outbox.reader.execute("select relay.advance('r', %s)", (position,))
     assert outbox.column(expire) == []
     outbox.conn.execute(older.encode())
     assert outbox.column(expire) == ["r"]
     assert outbox.column(expire) == []
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match=r"retention \(expires\)"):
-        _read(outbox.conn)
+        _read(outbox.reader)
     outbox.reader.execute("select relay.seek('r', 'beginning')")
-    assert _drain(outbox.conn) == [1]
+    assert _drain(outbox.reader) == [1]
     outbox.conn.execute("update relay.log_readers set expired_at = now() - interval '8 days'")
     outbox.column(expire)
     assert not outbox.column("select name from relay.log_readers")
@@ -479,9 +479,9 @@ def test_a_reader_that_cannot_expire_writes_nothing_while_it_waits(outbox: Outbo
     """The database stays quiet. Another session may say at any time that it expires."""
 
     def writes() -> bool:
-        with outbox.conn.transaction():
+        with outbox.reader.transaction():
             outbox.reader.execute("select relay.keep_reader('r')")
-            return outbox.value("select pg_current_xact_id_if_assigned()") is not None
+            return outbox.reader.value("select pg_current_xact_id_if_assigned()") is not None
 
     older = "update relay.readers set noted_at = now() - interval '4 minutes'"
     outbox.reader.execute("select relay.declare_reader('r')")
@@ -501,7 +501,7 @@ def test_a_reader_has_its_own_max_lag(outbox: Outbox) -> None:
     reader_positions.retain(outbox.conn, settings.source)
     outbox.reader.execute("select relay.declare_reader('r', max_lag => '1 hour')")
     outbox.reader.execute("select relay.declare_reader('patient')")
-    _publish(outbox.conn, 1)
+    _publish(outbox.publisher, 1)
     found = [
         each
         for each in reader_positions.readers(outbox.conn, settings)
@@ -518,11 +518,11 @@ def test_a_reader_has_its_own_max_lag(outbox: Outbox) -> None:
 def test_commands_list_move_and_drop_readers(outbox: Outbox, tmp_path: Path) -> None:
     """Whoever has declared them; each act is recorded."""
     config = str(outbox.config_file(tmp_path / "relay.yaml"))
-    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
+    with psycopg.connect(outbox.reader_dsn, autocommit=True) as conn:
         conn.execute(
             "select relay.declare_reader('r', '{\"event_type\": \"a\"}', expires => '1 day')"
         )
-        _publish(conn, 1)
+        _publish(outbox.publisher, 1)
         claimed = conn.execute("select relay.claim_reader('r')").fetchall()
         (found,) = json.loads(relay("reader", "list", "-c", config, "--json").stdout)
         assert (found["name"], found["pid"], found["expires"]) == (
@@ -551,8 +551,8 @@ def test_retention_keeps_what_is_not_read_until_it_gives_up(outbox: Outbox) -> N
     """The row of relay.readers is what retention goes by; a reader that was given up says so until it is moved."""
     settings = outbox.settings(retention={"keep": "1d"})
     reader_positions.retain(outbox.conn, settings.source)
-    _declare(outbox.conn)
-    _publish(outbox.conn, 1)
+    _declare(outbox.reader)
+    _publish(outbox.publisher, 1)
     (mine,) = [
         each for each in reader_positions.readers(outbox.conn, settings) if each.reader == "r"
     ]
@@ -563,6 +563,6 @@ def test_retention_keeps_what_is_not_read_until_it_gives_up(outbox: Outbox) -> N
     assert mine in reader_positions.lagging([mine], later, timedelta(days=1))
     reader_positions.give_up(outbox.conn, mine)
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="given up by retention"):
-        _read(outbox.conn)
+        _read(outbox.reader)
     outbox.reader.execute("select relay.seek('r', 'beginning')")
-    assert _drain(outbox.conn) == [1]
+    assert _drain(outbox.reader) == [1]

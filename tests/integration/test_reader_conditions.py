@@ -109,11 +109,13 @@ def test_a_reader_gets_what_sql_finds(
     outbox: Outbox, payloads: list[dict[str, Any]], conditions: list[tuple[str, dict[str, Any]]]
 ) -> None:
     """Whatever the condition: what fails in PostgreSQL is not satisfied, and a queue would get the same."""
-    conn = outbox.conn
-    conn.execute("set timezone = 'UTC'; truncate outbox_message_t")
+    conn = outbox.reader
+    outbox.conn.execute("truncate outbox_message_t")
+    for each in (outbox.conn, conn):
+        each.execute("set timezone = 'UTC'")
     _declare(conn, None)
     conn.execute("select relay.seek('r', 'now')")
-    _publish(conn, *payloads, aggregate_version=3, metadata={"a": 1})
+    _publish(outbox.publisher, *payloads, aggregate_version=3, metadata={"a": 1})
     for where, params in conditions:
         try:
             conn.execute("select %s::jsonpath", (where,))
@@ -130,16 +132,14 @@ def test_a_reader_gets_what_sql_finds(
             if number is not None
         ]
         expected = []
-        for (number,) in conn.execute(
-            "select id from outbox_message_t order by c_offset"
-        ).fetchall():
+        for number in outbox.column("select id from outbox_message_t order by c_offset"):
             asked = {"path": where, "params": Jsonb(params), "id": number}
             try:
-                found = conn.execute(_ANSWER, asked).fetchone()
+                found = outbox.conn.execute(_ANSWER, asked).fetchone()
             except psycopg.Error:
                 found = None
             satisfied = found is not None and found[0] is not None and found[0] is not False
-            assert conn.execute(_QUEUED, asked).fetchone() == (satisfied,)
+            assert outbox.conn.execute(_QUEUED, asked).fetchone() == (satisfied,)
             if satisfied:
                 expected.append(number)
         assert numbers == expected, (where, params)
@@ -147,14 +147,14 @@ def test_a_reader_gets_what_sql_finds(
 
 def test_where_comes_after_match(outbox: Outbox) -> None:
     """Both have to be satisfied; a second declaration replaces both, and does not move the reader."""
-    _declare(outbox.conn, "$.payload.n > $least", {"least": 1}, match={"event_type": "order.*"})
-    _publish(outbox.conn, {"n": 1}, {"n": 2}, {"n": 3})
-    _publish(outbox.conn, {"n": 4}, event_type="other")
-    assert _read(outbox.conn) == [{"n": 2}, {"n": 3}]
-    _declare(outbox.conn, "$.payload.n > $least", {"least": 2})
-    assert _read(outbox.conn) == [{"n": 3}, {"n": 4}]
-    _declare(outbox.conn, None)
-    assert len(_read(outbox.conn)) == 4
+    _declare(outbox.reader, "$.payload.n > $least", {"least": 1}, match={"event_type": "order.*"})
+    _publish(outbox.publisher, {"n": 1}, {"n": 2}, {"n": 3})
+    _publish(outbox.publisher, {"n": 4}, event_type="other")
+    assert _read(outbox.reader) == [{"n": 2}, {"n": 3}]
+    _declare(outbox.reader, "$.payload.n > $least", {"least": 2})
+    assert _read(outbox.reader) == [{"n": 3}, {"n": 4}]
+    _declare(outbox.reader, None)
+    assert len(_read(outbox.reader)) == 4
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_condition_that_cannot_be_is_refused(
 ) -> None:
     """When it is declared, in one line, and nothing is declared."""
     with pytest.raises(psycopg.errors.InvalidParameterValue) as said:
-        _declare(outbox.conn, where, params)
+        _declare(outbox.reader, where, params)
     assert words in str(said.value)
     assert str(said.value).startswith("relay.declare_reader: ")
     assert outbox.column("select name from relay.log_readers") == []
@@ -183,25 +183,25 @@ def test_a_condition_that_cannot_be_is_refused(
 def test_the_time_zone_of_the_session_changes_nothing(outbox: Outbox) -> None:
     """The times of events are in UTC, and so are those without an offset."""
     where = '$.event_ts like_regex "[+]00:00$" && $.payload.at.datetime() < "2026-01-01T00:00:00+00:00".datetime()'
-    _declare(outbox.conn, where)
-    _publish(outbox.conn, {"at": "2025-12-31T23:30:00"}, {"at": "2026-01-01T00:30:00"})
+    _declare(outbox.reader, where)
+    _publish(outbox.publisher, {"at": "2025-12-31T23:30:00"}, {"at": "2026-01-01T00:30:00"})
     for zone in ("Pacific/Auckland", "America/New_York", "UTC"):
-        outbox.conn.execute("select set_config('timezone', %s, false)", (zone,))
-        assert [each["at"] for each in _read(outbox.conn)] == ["2025-12-31T23:30:00"]
+        outbox.reader.execute("select set_config('timezone', %s, false)", (zone,))
+        assert [each["at"] for each in _read(outbox.reader)] == ["2025-12-31T23:30:00"]
 
 
 def test_a_costly_condition_harms_its_reader_only(outbox: Outbox) -> None:
     """The caller's statement_timeout ends it; another reader of the same events goes on."""
     # Quadratic in what the event has, and more for each level.
-    _declare(outbox.conn, "$.payload.a[*] ? (@ < $.payload.a[*] ? (@ < $.payload.a[*]))")
+    _declare(outbox.reader, "$.payload.a[*] ? (@ < $.payload.a[*] ? (@ < $.payload.a[*]))")
     outbox.reader.execute("select relay.declare_reader('other')")
-    _publish(outbox.conn, {"a": list(range(3000))})
-    outbox.conn.execute("set statement_timeout = '200ms'")
+    _publish(outbox.publisher, {"a": list(range(3000))})
+    outbox.reader.execute("set statement_timeout = '200ms'")
     with pytest.raises(psycopg.errors.QueryCanceled):
-        _read(outbox.conn)
-    assert len(_read(outbox.conn, "other")) == 1
-    _declare(outbox.conn, "$.payload.a.size() > 1")
-    assert len(_read(outbox.conn)) == 1
+        _read(outbox.reader)
+    assert len(_read(outbox.reader, "other")) == 1
+    _declare(outbox.reader, "$.payload.a.size() > 1")
+    assert len(_read(outbox.reader)) == 1
 
 
 def _first(outbox: Outbox, **options: Any) -> Any:
@@ -215,7 +215,7 @@ def _first(outbox: Outbox, **options: Any) -> Any:
 
 def test_subscribe_has_a_condition(outbox: Outbox) -> None:
     """One that is refused ends the iteration with the server's words."""
-    _publish(outbox.conn, {"n": 1}, {"n": 2}, {"n": 30})
+    _publish(outbox.publisher, {"n": 1}, {"n": 2}, {"n": 30})
     assert _first(outbox, where="$.payload.n > $least", params={"least": 1}) == {"n": 2}
     assert _first(outbox, where="$.payload.n > $least", params={"least": 2}) == {"n": 30}
     assert _first(outbox) == {"n": 1}
@@ -228,7 +228,7 @@ def test_subscribe_has_a_condition(outbox: Outbox) -> None:
 
 
 def test_relay_reader_shows_the_condition(outbox: Outbox, tmp_path: Any) -> None:
-    _declare(outbox.conn, "$.payload.n > $least", {"least": 1})
+    _declare(outbox.reader, "$.payload.n > $least", {"least": 1})
     file = outbox.config_file(tmp_path / "relay.yaml")
     shown = relay("reader", "show", "r", "-c", str(file)).stdout
     assert '\nwhere\t($."payload"."n" > $"least")\nparams\t{"least": 1}\n' in shown

@@ -56,11 +56,11 @@ def _publish(outbox: Outbox, *numbers: int, event_type: str = "order.placed") ->
         }
         for number in numbers
     ]
-    outbox.conn.execute("select relay.publish(%s, null, %s)", (_HOST, Jsonb(events)))
+    outbox.publisher.execute("select relay.publish(%s, null, %s)", (_HOST, Jsonb(events)))
 
 
 def _rows(outbox: Outbox, query: str) -> list[Any]:
-    return outbox.conn.execute(query.encode()).fetchall()
+    return outbox.reader.execute(query.encode()).fetchall()
 
 
 def _numbers(transaction: relay.Transaction) -> list[int]:
@@ -171,8 +171,8 @@ def test_the_events_are_those_that_handlers_get(outbox: Outbox) -> None:
     assert (first.model.currency, first.payload["number"], second.model.number) == ("EUR", 1, 2)
     assert str(first.transaction_id) == placed.transaction_id
     assert (second.transaction_ordinal, second.transaction_count) == (2, 2)
-    ((at, xid),) = _rows(
-        outbox, "select event_ts, c_xid::text from outbox_message_t where payload->>'number' = '1'"
+    ((at, xid),) = outbox.conn.execute(
+        "select event_ts, c_xid::text from outbox_message_t where payload->>'number' = '1'"
     )
     assert (first.event_ts, first.xid, placed.commit.xid) == (at, int(xid), int(xid))
     assert first.host_id == _HOST
@@ -199,9 +199,8 @@ def test_effects_and_position_commit_together(outbox: Outbox) -> None:
     """A rollback undoes both, and the transaction comes again; a second commit of one transaction is refused."""
     for number in range(3):
         _publish(outbox, number)
-    with psycopg.connect(outbox.superuser_dsn) as conn:
-        conn.execute("create table effects (number int)")
-        conn.commit()
+    outbox.conn.execute("create table effects (number int)")
+    with psycopg.connect(outbox.reader_dsn) as conn:
 
         def handle(transaction: ReadTransaction) -> None:
             with conn.transaction(), transaction.commit(conn):
@@ -239,21 +238,23 @@ def test_an_asynchronous_session_moves_the_reader(outbox: Outbox) -> None:
     for number in range(3):
         _publish(outbox, number)
 
+    outbox.conn.execute("create table effects (number int)")
+
     async def run() -> None:
         iterator = aiter(_reader(outbox))
         async with (
-            await psycopg.AsyncConnection.connect(outbox.superuser_dsn) as conn,
+            await psycopg.AsyncConnection.connect(outbox.reader_dsn) as conn,
             (await anext(iterator)).commit(conn),
         ):
-            await conn.execute("create table effects (number int)")
-        plain = await asyncpg.connect(**parameters(outbox.superuser_dsn))
+            await conn.execute("insert into effects values (1)")
+        plain = await asyncpg.connect(**parameters(outbox.reader_dsn))
         with pytest.raises(ReaderMoved):
             async with plain.transaction(), (second := await anext(iterator)).commit(plain):
                 outbox.reader.execute("select relay.seek('r', %s)", (second.position,))
         await plain.close()
         engine = create_async_engine(
             "postgresql+asyncpg://",
-            async_creator=lambda: asyncpg.connect(**parameters(outbox.superuser_dsn)),
+            async_creator=lambda: asyncpg.connect(**parameters(outbox.reader_dsn)),
         )
         async with engine.begin() as session, (await anext(iterator)).commit(session):
             pass
@@ -334,7 +335,7 @@ def test_a_frozen_process_is_replaced_and_cannot_advance(outbox: Outbox) -> None
     """Its session is ended by the server; when it wakes it finds that it no longer reads."""
     _publish(outbox, 1)
     process = subprocess.Popen(
-        [sys.executable, "-c", _FROZEN, outbox.superuser_dsn],
+        [sys.executable, "-c", _FROZEN, outbox.reader_dsn],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -365,7 +366,7 @@ def test_a_zombie_is_fenced_before_its_successor_moves(outbox: Outbox) -> None:
     zombie = iter(_reader(outbox))
     transaction = next(zombie)
     outbox.conn.execute(_END_READERS.encode())
-    with psycopg.connect(outbox.superuser_dsn) as conn, closing(iter(_reader(outbox))) as successor:  # type: ignore[type-var]
+    with psycopg.connect(outbox.reader_dsn) as conn, closing(iter(_reader(outbox))) as successor:  # type: ignore[type-var]
         begun = transaction.commit(conn)
         assert _numbers(next(successor)) == [1]
         with pytest.raises(ReaderMoved), begun:
@@ -477,8 +478,8 @@ def test_the_next_page_is_read_while_a_handler_works(
     for number in range(6):
         _publish(outbox, number)
     with (
-        psycopg.connect(outbox.superuser_dsn) as late,
-        psycopg.connect(outbox.superuser_dsn) as effects,
+        psycopg.connect(outbox.publisher_dsn) as late,
+        psycopg.connect(outbox.reader_dsn) as effects,
         closing(iter(_reader(outbox, page=2))) as iterator,  # type: ignore[type-var]
     ):
         _insert(late, 100)
@@ -526,7 +527,7 @@ def test_a_handler_that_takes_long_keeps_its_reader_in_use(
         _publish(outbox, number)
     options = {"expires": timedelta(minutes=5), "lease": 1.5}
     with (
-        psycopg.connect(outbox.superuser_dsn) as conn,
+        psycopg.connect(outbox.reader_dsn) as conn,
         closing(iter(_reader(outbox, **options))) as iterator,  # type: ignore[type-var]
     ):
         transaction = next(iterator)
@@ -599,7 +600,7 @@ def test_a_connection_string_that_is_none_ends_the_reader_without_quoting_it() -
 @pytest.mark.parametrize("mode", ["session", "transaction"])
 def test_a_pooler_is_refused(outbox: Outbox, mode: str) -> None:
     """In one line, whatever its mode: nothing but the server itself tells what a session of it still has."""
-    with pooled(outbox.superuser_dsn, mode) as dsn, pytest.raises(ReaderError) as refused:
+    with pooled(outbox.reader_dsn, mode) as dsn, pytest.raises(ReaderError) as refused:
         next(iter(subscribe(dsn, "r", poll=0.05)))
     assert str(refused.value) == (
         "reader r: a pooler is between this process and the server, and a reader needs a session: "
@@ -614,7 +615,7 @@ def test_random_histories(outbox: Outbox, seed: int) -> None:
     choose = random.Random(seed)
     outbox.reader.execute("select relay.declare_reader('r', start => 'beginning')")
     read: list[int] = []
-    with _sessions(outbox.superuser_dsn, 6) as sessions:
+    with _sessions(outbox.publisher_dsn, 6) as sessions:
         history = _History(seed, sessions)
         for _ in range(20):
             for _ in range(choose.randrange(60)):
@@ -670,8 +671,7 @@ def _publish_at_random(dsn: str, publisher: int) -> None:
 
 def _insert(conn: psycopg.Connection[Any], number: int) -> None:
     conn.execute(
-        "insert into public.outbox_message_t (host_id, event_type, payload, c_offset) "
-        "values (%s, 'any', %s, nextval('relay.offsets'))",
+        "insert into public.outbox_message_t (host_id, event_type, payload) values (%s, 'any', %s)",
         (_HOST, Jsonb({"number": number})),
     )
 
@@ -736,14 +736,14 @@ def _read_at_random(
     """Publish and read, kill sessions, and delete what everybody has read, until everybody has read everything."""
     readers = [
         *(
-            Thread(target=each, args=(outbox.superuser_dsn, ended))
+            Thread(target=each, args=(outbox.reader_dsn, ended))
             for each in (_subscribe_and_commit, _read_in_sql)
             for _ in range(2)
         ),
-        Thread(target=client.read, args=(outbox.superuser_dsn, ended)),
+        Thread(target=client.read, args=(outbox.reader_dsn, ended)),
     ]
     publishers = [
-        Thread(target=_publish_at_random, args=(outbox.superuser_dsn, number))
+        Thread(target=_publish_at_random, args=(outbox.publisher_dsn, number))
         for number in range(1, 4)
     ]
     for thread in (*readers, *publishers):

@@ -49,11 +49,13 @@ def _subscribe(conn: _Connection, name: str, match: object, *more: object) -> bo
     return bool(row and row[0])
 
 
-def _subscribers(conn: _Connection) -> list[set[str]]:
+def _subscribers(outbox: Outbox) -> list[set[str]]:
     """For each event of the outbox, in order, the subscribers that it is for."""
-    ids = [row[0] for row in conn.execute("select id from outbox_message_t order by c_offset")]
+    ids = outbox.column("select id from outbox_message_t order by c_offset")
     found: dict[uuid.UUID, list[str]] = {each: [] for each in ids}
-    for event, subscriber in conn.execute("select * from relay.subscribers_of('r', %s)", (ids,)):
+    for event, subscriber in outbox.reader.execute(
+        "select * from relay.subscribers_of('r', %s)", (ids,)
+    ):
         found[event].append(subscriber)
     for each in found.values():
         assert len(each) == len(set(each))
@@ -70,9 +72,9 @@ def test_an_event_is_for_whose_own_reader_would_get_it(
     payloads: list[Any],
     asked: list[tuple[dict[str, Any], tuple[str | None, dict[str, Any] | None]]],
 ) -> None:
-    conn = outbox.conn
-    conn.execute("truncate outbox_message_t")
-    conn.execute("select relay.drop_reader(name) from relay.log_readers")
+    conn = outbox.reader
+    outbox.conn.execute("truncate outbox_message_t")
+    outbox.conn.execute("select relay.drop_reader(name) from relay.log_readers")
     conn.execute("select relay.declare_reader('r')")
     for number, (match, (where, params)) in enumerate(asked):
         given_params = None if params is None else Jsonb(params)
@@ -81,41 +83,43 @@ def test_an_event_is_for_whose_own_reader_would_get_it(
             'select relay.declare_reader(%s, %s, "where" => %s, params => %s)',
             (f"s{number}", Jsonb(match), where, given_params),
         )
-    _publish(conn, *payloads)
-    ids = [row[0] for row in conn.execute("select id from outbox_message_t order by c_offset")]
+    _publish(outbox.publisher, *payloads)
+    ids = [
+        row[0] for row in outbox.conn.execute("select id from outbox_message_t order by c_offset")
+    ]
     expected: list[set[str]] = [set() for _ in ids]
     for number in range(len(asked)):
         for (found,) in conn.execute("select id from relay.read(%s)", (f"s{number}",)):
             if found is not None:
                 expected[ids.index(found)].add(f"s{number}")
-    assert _subscribers(conn) == expected
+    assert _subscribers(outbox) == expected
 
 
 def test_a_second_declaration_changes_a_subscriber(outbox: Outbox) -> None:
-    conn = outbox.conn
+    conn = outbox.reader
     conn.execute("select relay.declare_reader('r')")
-    _publish(conn, {"a": "x"}, {"a": "y"})
+    _publish(outbox.publisher, {"a": "x"}, {"a": "y"})
     assert _subscribe(conn, "s", {"payload.a": "x"})
-    assert _subscribers(conn) == [{"s"}, set()]
+    assert _subscribers(outbox) == [{"s"}, set()]
     assert not _subscribe(conn, "s", {"payload.a": "y"})
-    assert _subscribers(conn) == [set(), {"s"}]
+    assert _subscribers(outbox) == [set(), {"s"}]
     assert not _subscribe(conn, "s", {}, '$.payload.a starts with "x"', None)
-    assert _subscribers(conn) == [{"s"}, set()]
+    assert _subscribers(outbox) == [{"s"}, set()]
     assert outbox.reader.value("select relay.drop_subscriber('r', 's')")
     assert not outbox.reader.value("select relay.drop_subscriber('r', 's')")
-    assert _subscribers(conn) == [set(), set()]
+    assert _subscribers(outbox) == [set(), set()]
 
 
 def test_thousands_share_a_condition(outbox: Outbox) -> None:
     """Those whose texts differ; and they go with their reader."""
-    conn = outbox.conn
+    conn = outbox.reader
     conn.execute("select relay.declare_reader('r')")
     conn.execute(
         "select relay.declare_subscriber('r', 's' || n, jsonb_build_object('event_type', '[ab]', 'payload.a', n::text))"
         " from generate_series(1, 10000) as n"
     )
-    _publish(conn, {"a": "17"}, {"a": 18}, {"a": "none"})
-    assert _subscribers(conn) == [{"s17"}, {"s18"}, set()]
+    _publish(outbox.publisher, {"a": "17"}, {"a": 18}, {"a": "none"})
+    assert _subscribers(outbox) == [{"s17"}, {"s18"}, set()]
     assert outbox.value("select count(*) from relay.log_conditions") == 1
     conn.execute("select relay.drop_reader('r')")
     assert outbox.value("select count(*) from relay.log_subscribers") == 0
@@ -123,7 +127,7 @@ def test_thousands_share_a_condition(outbox: Outbox) -> None:
 
 def test_who_is_idle_is_dropped(outbox: Outbox) -> None:
     """Ten thousand readers and as many subscribers at once; who was declared again stays."""
-    conn = outbox.conn
+    conn = outbox.reader
     conn.execute("select relay.declare_reader('r')")
     with pytest.raises(
         psycopg.errors.InvalidParameterValue, match="expires must be at least five minutes"
@@ -135,14 +139,14 @@ def test_who_is_idle_is_dropped(outbox: Outbox) -> None:
     conn.execute(
         "select relay.declare_subscriber('r', 's' || n, expires => '1 hour') from generate_series(1, 10000) as n"
     )
-    conn.execute("update relay.log_subscribers set noted_at = now() - interval '2 hours'")
-    conn.execute("update relay.readers set noted_at = now() - interval '2 hours'")
+    outbox.conn.execute("update relay.log_subscribers set noted_at = now() - interval '2 hours'")
+    outbox.conn.execute("update relay.readers set noted_at = now() - interval '2 hours'")
     assert not _subscribe(conn, "s1", {})
     conn.execute("select relay.declare_reader('r1', expires => '1 hour')")
     assert outbox.value("select relay.expire_subscribers()") == 9999
     assert outbox.column("select name from relay.log_subscribers") == ["s1"]
     assert outbox.value("select count(*) from relay.expire_readers()") == 9999
-    conn.execute("update relay.log_readers set expired_at = expired_at - interval '8 days'")
+    outbox.conn.execute("update relay.log_readers set expired_at = expired_at - interval '8 days'")
     assert outbox.value("select count(*) from relay.expire_readers()") == 0
     assert outbox.column("select name from relay.log_readers order by 1") == ["r", "r1"]
     conn.execute("select relay.drop_subscriber('r', 's1')")
