@@ -103,7 +103,7 @@ def test_a_dump_in_another_cluster_is_refused_until_a_seek(
     name = f"app_{type(reader).__name__.lower()}"
     with Outbox(old.create_database(name)) as before:
         before.install()
-        before.conn.execute(reader.declared.encode())
+        before.reader.execute(reader.declared.encode())
         _publish(before, *range(8))
         assert sorted(reader.take(before.reader_dsn, 8)) == list(range(8))
         _publish(before, 8, 9)
@@ -183,7 +183,7 @@ def test_a_dump_of_the_same_cluster_goes_on(clusters: Any, reader: Reader) -> No
     name = f"own_{type(reader).__name__.lower()}"
     with Outbox(server.create_database(name)) as before:
         before.install()
-        before.conn.execute(reader.declared.encode())
+        before.reader.execute(reader.declared.encode())
         _publish(before, *range(8))
         assert sorted(reader.take(before.reader_dsn, 8)) == list(range(8))
         _publish(before, 8, 9)
@@ -219,7 +219,7 @@ def _promote(pair: Pair) -> None:
 @pytest.mark.rare
 @pytest.mark.parametrize("reader", KINDS)
 def test_a_failover_without_loss_stops_no_reader(pair: Pair, reader: Reader) -> None:
-    pair.source.conn.execute(reader.declared.encode())
+    pair.source.reader.execute(reader.declared.encode())
     _publish(pair.source, *range(4))
     assert sorted(reader.take(pair.source.reader_dsn, 4)) == list(range(4))
     pair.replicate()
@@ -243,7 +243,7 @@ def test_a_failover_with_a_loss_takes_the_position_with_it(
 ) -> None:
     """The position is lost together with what it saw: the reader goes on from what the promoted server has."""
     source, copy = pair.source, pair.copy
-    source.conn.execute(reader.declared.encode())
+    source.reader.execute(reader.declared.encode())
     _publish(source, *range(4))
     assert sorted(reader.take(source.reader_dsn, 4)) == list(range(4))
     pair.cut()
@@ -330,7 +330,7 @@ REWRITES: dict[str, str] = {
 def test_upkeep_of_the_witnesses_stops_no_reader(
     outbox: Outbox, reader: Reader, rewrite: str
 ) -> None:
-    outbox.conn.execute(reader.declared.encode())
+    outbox.reader.execute(reader.declared.encode())
     _publish(outbox, 0, 1)
     assert sorted(reader.take(outbox.reader_dsn, 2)) == [0, 1]
     for each in rewrite.split("; "):
