@@ -370,13 +370,10 @@ def assert_filled(outbox: Outbox, queue: str) -> None:
 
     What was scheduled before its beginning, and was due after its declaration, it may have.
     """
-    number, first, seen = (
-        outbox.conn.execute(
-            "select f.queue_id, f.from_offset, f.seen::text from relay.queue_fills as f join relay.queues as q"
-            " on q.id = f.queue_id where q.name = %s",
-            (queue,),
-        ).fetchone()
-        or ()
+    ((number, first, seen),) = outbox.conn.execute(
+        "select f.queue_id, f.from_offset, f.seen::text from relay.queue_fills as f join relay.queues as q"
+        " on q.id = f.queue_id where q.name = %s",
+        (queue,),
     )
     expected = outbox.column(
         """
