@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Generator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
 from tempfile import SpooledTemporaryFile
@@ -19,11 +19,12 @@ from relay.delivery.checkpoint import Checkpoint, SinkContext
 from relay.delivery.progress import SinkCommit, SinkProgress, commits_of
 from relay.delivery.submission import Submission
 from relay.model.batch import Share
-from relay.model.snapshots import Xids, full_xids
-from relay.model.transactions import Routed, Transactions
+from relay.model.snapshots import Xids
+from relay.model.transactions import Mask, Routed, Transactions
 from relay.pipeline.routing import BatchRouter
 from relay.source.outbox.differences import Difference
-from relay.source.outbox.rows import OutboxRows, Portion, Wanted
+from relay.source.outbox.rows import OutboxRows, Portion
+from relay.source.outbox.selection import Wanted, everywhere, select
 from relay.store.connections import Pool
 from relay.store.positions.sinks import BEFORE_FIRST
 
@@ -193,13 +194,15 @@ class LogReader:
     def _portion(
         self, between: Difference, shares: Collection[Share], excluded: Xids
     ) -> list[Polled]:
+        def unread(share: Share) -> Mapping[int, Mask]:
+            is_marked = not share.unmarked
+            return everywhere(share, ~(is_marked & np.isin(share.xids, excluded)))
+
         polled: list[Polled] = []
         with self._source.connection() as conn:
             large = self._rows.large(conn, shares)
-            for unmarked in (True, False):
-                wanted = _wanted(shares, unmarked, excluded)
-                if len(wanted.xids):
-                    polled += self._rows_of(conn, between, wanted, unmarked, large)
+            for wanted in select(shares, unread):
+                polled += self._rows_of(conn, between, wanted, large)
         return polled
 
     def _rows_of(
@@ -207,38 +210,18 @@ class LogReader:
         conn: psycopg.Connection[Any],
         between: Difference,
         wanted: Wanted,
-        unmarked: bool,
         large: Collection[int],
     ) -> Generator[Polled]:
-        position_of = dict(zip(wanted.xids.tolist(), wanted.positions.tolist(), strict=True))
         # Closed before the connection: a COPY in flight would keep it from returning to the pool.
-        with closing(self._rows.commits(conn, wanted, unmarked, large)) as commits:
+        with closing(self._rows.commits(conn, wanted, large)) as commits:
             for transactions in commits:
                 routed = self._routed(transactions)
                 if routed is None:
                     continue
-                facts = routed.transactions.facts
-                keys = facts["last_offset"] if unmarked else _full(facts["xid"], between)
-                positions = [position_of[key] for key in keys.tolist()]
-                xids = [0] * len(positions) if unmarked else keys.tolist()
+                keys, at = wanted.positions_of(routed.transactions, between.after.xmax)
+                positions = at.tolist()
+                xids = [0] * len(positions) if wanted.unmarked else keys.tolist()
                 yield Polled(routed, positions, xids, positions[0] - 1, large)
 
     def _routed(self, transactions: Transactions) -> Routed | None:
         return self._router.route(transactions).parts.get(self._sink)
-
-
-def _full(xids: np.ndarray[Any, np.dtype[np.int64]], between: Difference) -> Xids:
-    return full_xids(xids, between.after.xmax)
-
-
-def _wanted(shares: Collection[Share], unmarked: bool, excluded: Xids) -> Wanted:
-    """The transactions of `shares`, without `excluded`, ordered by position, then xid."""
-    chosen = [share for share in shares if share.unmarked == unmarked]
-    none = np.zeros(0, np.int64)
-    xids = np.concatenate([none, *(share.xids for share in chosen)])
-    positions = np.concatenate([none, *(share.positions for share in chosen)])
-    if not unmarked and len(excluded):
-        kept = ~np.isin(xids, excluded)
-        xids, positions = xids[kept], positions[kept]
-    order = np.lexsort((xids, positions))
-    return Wanted(xids[order], positions[order])

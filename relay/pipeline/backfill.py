@@ -12,10 +12,11 @@ it is read then, before what comes after it; if not, its retry puts it into the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -35,9 +36,8 @@ from relay.faults import (
     describe,
 )
 from relay.model.batch import Share
-from relay.model.snapshots import BEGINNING, Snapshot, Xids, full_xids
-from relay.model.transactions import Int64Array, Mask, Transactions
-from relay.pipeline.ranges import left_out
+from relay.model.snapshots import BEGINNING, Snapshot, Xids
+from relay.model.transactions import Mask, Transactions
 from relay.pipeline.routing import BatchRouter, chooser
 from relay.queues.conditions import Conditions
 from relay.queues.declared import Declared, DeclaredQueue, QueueFault, route_to, stop
@@ -45,7 +45,8 @@ from relay.queues.filling import FIELDS, QUEUES, Filling
 from relay.retention import reader_positions
 from relay.runtime.parts import SOON_SECONDS, Condition, Recurring
 from relay.source.outbox.differences import Difference, array, condition, cut
-from relay.source.outbox.rows import OutboxRows, Portion, Wanted, not_received, prepare_reading
+from relay.source.outbox.rows import OutboxRows, Portion, not_received, prepare_reading
+from relay.source.outbox.selection import Wanted, everywhere, select
 from relay.source.server import current_position, durable_position
 from relay.source.witnesses import cover, require_history
 from relay.store import locks, queue_fills
@@ -123,8 +124,7 @@ class _ToPut(NamedTuple):
     """Transactions to be put into a queue. `next_xid` is about that of the source, `shares` are those they are of."""
 
     shares: Sequence[Share]
-    marked: Wanted
-    unmarked: Wanted
+    wanted: Sequence[Wanted]
     next_xid: int
 
 
@@ -429,22 +429,21 @@ class _Filler:
         unapplied = queue_fills.unapplied(self._target, self._group)
         count = 0
         passed = queue_fills.take_passed(self._target, fill, unapplied)
-        for unmarked in (True, False):
-            again = _again(passed, unmarked)
-            only = np.array([each.last_offset for each in passed], np.int64)
-            for transactions in self._commits(source, again, unmarked, ()):
+        only = np.array([each.last_offset for each in passed], np.int64)
+        for wanted in _again(passed):
+            for transactions in self._commits(source, wanted, ()):
                 kept = np.isin(transactions.facts["last_offset"], only)
                 if kept.any():
                     count += self._copy(fill, transactions.take(np.flatnonzero(kept)), ())
         large = self._rows.large(source, chosen.shares)
-        for unmarked, wanted in ((True, chosen.unmarked), (False, chosen.marked)):
-            position_of = dict(zip(wanted.xids.tolist(), wanted.positions.tolist(), strict=True))
-            for transactions in self._commits(source, wanted, unmarked, large):
+        for wanted in chosen.wanted:
+            for transactions in self._commits(source, wanted, large):
                 waits = np.isin(transactions.facts["last_offset"], unapplied)
                 if waits.any():
                     late = transactions.take(np.flatnonzero(waits))
-                    note = self._passed(late, unmarked, position_of, chosen.next_xid)
-                    queue_fills.pass_by(self._target, fill, list(note))
+                    queue_fills.pass_by(
+                        self._target, fill, list(self._passed(late, wanted, chosen.next_xid))
+                    )
                     transactions = transactions.take(np.flatnonzero(~waits))
                 if len(transactions):
                     count += self._copy(fill, transactions, large)
@@ -452,30 +451,27 @@ class _Filler:
         return count
 
     def _commits(
-        self, source: Connection, wanted: Wanted, unmarked: bool, large: Collection[int]
+        self, source: Connection, wanted: Wanted, large: Collection[int]
     ) -> Iterator[Transactions]:
-        if not len(wanted.xids):
-            return
         # A COPY in flight would keep the connection from returning to the pool.
-        with closing(self._rows.commits(source, wanted, unmarked, large)) as found:
+        with closing(self._rows.commits(source, wanted, large)) as found:
             yield from found
 
     def _passed(
-        self,
-        transactions: Transactions,
-        unmarked: bool,
-        position_of: Mapping[int, int],
-        next_xid: int,
+        self, transactions: Transactions, wanted: Wanted, next_xid: int
     ) -> Iterator[Passed]:
         decoder = self._router.decoder(transactions.columns)
-        xids = full_xids(transactions.facts["xid"], next_xid).tolist()
-        for index, last in enumerate(transactions.facts["last_offset"].tolist()):
-            if not unmarked:
-                yield Passed(last, position_of[xids[index]], False, [xids[index]])
-                continue
-            (rows,) = transactions.part(index, index + 1).portions(1 << 40, 1 << 40)
-            (values,) = decoder.columns(rows, ["c_offset"])
-            yield Passed(last, last, True, [int(value) for value in values if value is not None])
+        found, positions = wanted.positions_of(transactions, next_xid)
+        last_offsets = transactions.facts["last_offset"].tolist()
+        for index, (last, position) in enumerate(
+            zip(last_offsets, positions.tolist(), strict=True)
+        ):
+            keys = [int(found[index])]
+            if wanted.unmarked:
+                (rows,) = transactions.part(index, index + 1).portions(1 << 40, 1 << 40)
+                (values,) = decoder.columns(rows, ["c_offset"])
+                keys = [int(value) for value in values if value is not None]
+            yield Passed(last, position, wanted.unmarked, keys)
 
     def _copy(self, fill: QueueFill, transactions: Transactions, large: Collection[int]) -> int:
         """Put transactions into the queue; returns the messages. One that cannot be put in is a dead letter there."""
@@ -588,44 +584,28 @@ def _chosen(
     fill: QueueFill, shares: Sequence[Share], applied: _Applied | None, next_xid: int
 ) -> _ToPut:
     """Choose of shares what a fill puts in: what is `applied`, or all, but for what is before its beginning."""
-    marked, unmarked = (_wanted(fill, shares, applied, kind) for kind in (False, True))
-    return _ToPut(shares, marked, unmarked, next_xid)
+    return _ToPut(shares, list(select(shares, partial(_to_put, fill, applied))), next_xid)
 
 
-def _wanted(
-    fill: QueueFill, shares: Iterable[Share], applied: _Applied | None, unmarked: bool
-) -> Wanted:
-    none = np.zeros(0, np.int64)
-    xids, positions, done = [none], [none], list[str]()
-    for share in shares:
-        if share.unmarked != unmarked:
-            continue
-        masks = {
-            partition: np.full(len(share.xids), True)
-            if applied is None
-            else applied.mask(share, partition)
-            for partition in share.partitions
-        }
-        chosen: Mask = np.logical_or.reduce(list(masks.values()))
-        if fill.from_offset is not None and fill.seen is not None:
-            chosen = chosen & ~((share.positions < fill.from_offset) & _sees(fill.seen, share))
-        xids.append(share.xids[chosen])
-        positions.append(share.positions[chosen])
-        done += left_out(masks, np.flatnonzero(chosen))
-    return _ordered(np.concatenate(xids), np.concatenate(positions), done)
+def _to_put(fill: QueueFill, applied: _Applied | None, share: Share) -> dict[int, Mask]:
+    left: Mask = np.full(len(share.xids), True)
+    if fill.from_offset is not None and fill.seen is not None:
+        left = ~((share.positions < fill.from_offset) & _sees(fill.seen, share))
+    if applied is None:
+        return everywhere(share, left)
+    return {partition: left & applied.mask(share, partition) for partition in share.partitions}
 
 
-def _again(passed: Iterable[Passed], unmarked: bool) -> Wanted:
-    pairs = [
-        (key, each.position) for each in passed if each.unmarked == unmarked for key in each.keys
-    ]
-    distinct = np.array(sorted(set(pairs)), np.int64).reshape(-1, 2)
-    return _ordered(distinct[:, 0], distinct[:, 1], [])
-
-
-def _ordered(xids: Xids, positions: Int64Array, done: Sequence[str]) -> Wanted:
-    order = np.lexsort((xids, positions))
-    partly = any(each != "{}" for each in done)
-    return Wanted(
-        xids[order], positions[order], [done[index] for index in order] if partly else None
-    )
+def _again(passed: Sequence[Passed]) -> Iterator[Wanted]:
+    for unmarked in (True, False):
+        pairs = sorted(
+            {
+                (key, each.position)
+                for each in passed
+                if each.unmarked == unmarked
+                for key in each.keys
+            }
+        )
+        if pairs:
+            xids, positions = np.array(pairs, np.int64).T
+            yield Wanted(xids, positions, unmarked=unmarked)

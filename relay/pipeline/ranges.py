@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -13,12 +13,11 @@ from relay.config.settings import Settings
 from relay.faults import RelayError
 from relay.model.batch import Range, Share
 from relay.model.snapshots import Xids
-from relay.model.transactions import Int64Array, Mask, Transactions
-from relay.source.outbox.rows import OutboxRows, Wanted, prepare_reading
+from relay.model.transactions import Mask, Transactions
+from relay.source.outbox.rows import OutboxRows, prepare_reading
+from relay.source.outbox.selection import select
 from relay.store.connections import Pool, open_pool
 from relay.store.positions import offsets
-
-_NONE = "{}"
 
 
 class RangeReader:
@@ -48,14 +47,11 @@ class RangeReader:
         `lower_bounds` are the positions up to which each partition is done, `noted` the full xids that are done after
         them (int64).
         """
-        for unmarked in (True, False):
-            wanted = wanted_of(task.shares, unmarked, lower_bounds, {} if unmarked else noted)
-            if not len(wanted.xids):
-                continue
+        for wanted in select(task.shares, partial(unread, lower_bounds, noted)):
             with (
                 self._source.connection() as source,
                 # Closed before the connection: a COPY in flight would keep it from returning to the pool.
-                closing(self._rows.commits(source, wanted, unmarked, task.by_reference)) as found,
+                closing(self._rows.commits(source, wanted, task.by_reference)) as found,
             ):
                 yield from found
 
@@ -109,51 +105,23 @@ def last_positions(task: Range, lower_bounds: Mapping[int, int]) -> dict[int, in
     return ends
 
 
-def wanted_of(
-    shares: Iterable[Share],
-    unmarked: bool,
-    lower_bounds: Mapping[int, int],
-    noted: Mapping[int, Xids],
-) -> Wanted:
-    """The transactions of `shares` that are still to be applied in the partitions that have a lower bound, in order.
+def unread(
+    lower_bounds: Mapping[int, int], noted: Mapping[int, Xids], share: Share
+) -> dict[int, Mask]:
+    """The transactions of a share that are still to be applied in the partitions that have a lower bound.
 
-    `noted` are full xids (int64) in each partition that are applied already. A transaction that some of its partitions
-    have applied is read without the rows of these, not with those of the others alone: a host may have changed since
-    the plan, and its row must not fall out of both.
+    `noted` are full xids (int64) in each partition that are applied already.
     """
-    none = np.zeros(0, np.int64)
-    xids, positions, done = [none], [none], list[str]()
-    for share in shares:
-        if share.unmarked != unmarked:
-            continue
-        masks = {
-            partition: _unread(share, lower_bounds.get(partition), noted.get(partition))
-            for partition in share.partitions
-        }
-        unread = np.logical_or.reduce(list(masks.values()))
-        xids.append(share.xids[unread])
-        positions.append(share.positions[unread])
-        done += left_out(masks, np.flatnonzero(unread))
-    return Wanted(
-        np.concatenate(xids),
-        np.concatenate(positions),
-        done if any(map(_NONE.__ne__, done)) else None,
-    )
+    return {
+        partition: _unread_in(share, lower_bounds.get(partition), noted.get(partition))
+        for partition in share.partitions
+    }
 
 
-def left_out(masks: Mapping[int, Mask], indices: Int64Array) -> list[str]:
-    """For each transaction, by its index, the partitions whose mask leaves it out, as a PostgreSQL array."""
-    first, *others = masks.values()
-    if all((first == other).all() for other in others):
-        return [_NONE] * len(indices)
-    return [
-        "{" + ",".join(str(partition) for partition, mask in masks.items() if not mask[index]) + "}"
-        for index in indices.tolist()
-    ]
-
-
-def _unread(share: Share, lower_bound: int | None, noted: Xids | None) -> Mask:
+def _unread_in(share: Share, lower_bound: int | None, noted: Xids | None) -> Mask:
     if lower_bound is None:
         return np.zeros(len(share.xids), np.bool_)
-    unread: Mask = share.positions > lower_bound
-    return unread if noted is None else unread & ~np.isin(share.xids, noted)
+    found: Mask = share.positions > lower_bound
+    if noted is None or share.unmarked:
+        return found
+    return found & ~np.isin(share.xids, noted)

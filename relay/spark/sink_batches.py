@@ -20,7 +20,8 @@ from relay.model.transactions import Routed, Undecoded
 from relay.pipeline.deferral import Ordering
 from relay.pipeline.routing import BatchRouter
 from relay.source.outbox.differences import XID, Difference, array, condition, cut
-from relay.source.outbox.rows import OutboxRows, Wanted
+from relay.source.outbox.rows import OutboxRows
+from relay.source.outbox.selection import Wanted
 from relay.source.server import durable_position
 from relay.source.witnesses import cover
 from relay.spark import frames

@@ -7,6 +7,7 @@ another collation), IvorySQL/IvorySQL#1599.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -205,9 +206,10 @@ def test_a_host_that_changes_after_the_delivery_is_not_delivered_again(
 
 def test_a_host_that_changes_between_plan_and_read_is_not_left_out(outbox: Outbox) -> None:
     """Of a commit one partition has applied its part; the host of the other part moves after the plan."""
-    from relay.pipeline.ranges import wanted_of
+    from relay.pipeline.ranges import unread
     from relay.source.outbox.differences import Difference
     from relay.source.outbox.rows import OutboxRows
+    from relay.source.outbox.selection import select
     from relay.source.server import current_position
 
     settings = outbox.settings()
@@ -233,6 +235,6 @@ def test_a_host_that_changes_between_plan_and_read_is_not_left_out(outbox: Outbo
     outbox.conn.execute(
         "update outbox_message_t set host_id = %s where host_id = %s", (elsewhere, host(2))
     )
-    wanted = wanted_of(portion.shares, False, bounds, {of_first: share.xids})
+    (wanted,) = select(portion.shares, partial(unread, bounds, {of_first: share.xids}))
     (read,) = list(rows.commits(outbox.conn, wanted))
     assert read.hosts == [(str(elsewhere),)]

@@ -30,7 +30,8 @@ from relay.pipeline.plan import Planner
 from relay.pipeline.runner import Pipeline
 from relay.source.outbox.differences import Difference, condition
 from relay.source.outbox.polling import Poller
-from relay.source.outbox.rows import OutboxRows, Wanted, prepare_reading
+from relay.source.outbox.rows import OutboxRows, prepare_reading
+from relay.source.outbox.selection import Wanted
 from relay.source.server import current_position
 from relay.spark.engine import SparkEngine
 from relay.spark.session import Session
@@ -362,7 +363,7 @@ def test_the_rows_of_a_portion_are_read_without_statistics(outbox: Outbox) -> No
     )
     last = np.array(xids[-200:], np.int64)
     rows = OutboxRows(outbox.settings())
-    reading = rows._reading(rows.columns(outbox.conn), Wanted(last, last), False, ())
+    reading = rows._reading(rows.columns(outbox.conn), Wanted(last, last), ())
     query = reading.as_string(outbox.conn).removeprefix("copy (").removesuffix(") to stdout")
     (plan,) = outbox.value(f"explain (analyze, format json) {query}")
     read = [

@@ -25,7 +25,8 @@ from relay.model.snapshots import BEGINNING
 from relay.source.decode.translation import CODECS
 from relay.source.outbox.columns import PUBLISHES_GENERATED
 from relay.source.outbox.differences import Difference
-from relay.source.outbox.rows import OutboxRows, Wanted
+from relay.source.outbox.rows import OutboxRows
+from relay.source.outbox.selection import Wanted
 from relay.source.server import current_position
 from relay.spark.session import Session
 from relay.store.dead_letters.selection import DeadLetterSelection

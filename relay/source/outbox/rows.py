@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple
 
 import psycopg
 from psycopg import sql
@@ -27,12 +26,13 @@ from relay.faults import (
 from relay.model.batch import Share
 from relay.model.events import INSERTED_BY, Event
 from relay.model.snapshots import RowCounts, Snapshot, Xids
-from relay.model.transactions import Int64Array, Rows, Transactions, Undecoded
+from relay.model.transactions import Rows, Transactions, Undecoded
 from relay.source.decode.grouping import Grouping
 from relay.source.decode.layout import Layout, polled, require_contents
 from relay.source.decode.pgoutput import encode_tuple
 from relay.source.decode.translation import Encoding, Translation
 from relay.source.outbox.differences import Difference, array, condition
+from relay.source.outbox.selection import Wanted
 from relay.source.outbox.table import OutboxTable, refused
 from relay.source.server import current_position
 from relay.store.connections import Connection
@@ -63,18 +63,6 @@ class Portion:
     upto: int
     left: int
     shares: tuple[Share, ...]
-
-
-class Wanted(NamedTuple):
-    """Transactions to be read, in order; xids and positions are int64.
-
-    `done` has, for each of them, the partitions whose rows are left out, as a PostgreSQL array such as `{0,3}`; None
-    leaves out none.
-    """
-
-    xids: Xids
-    positions: Int64Array
-    done: Sequence[str] | None = None
 
 
 def prepare_reading(conn: Connection) -> None:
@@ -312,18 +300,16 @@ class OutboxRows(OutboxTable):
         self,
         conn: Connection,
         wanted: Wanted,
-        unmarked: bool = False,
         by_reference: Collection[int] = (),
     ) -> Generator[Transactions]:
-        """Yield the rows of transactions, in the given order, grouped like commits of the WAL.
+        """Yield the rows of transactions, in order of their positions, grouped like commits of the WAL.
 
-        `unmarked`: the rows have no c_xid, so `wanted` has their c_offsets instead of xids, and successive rows with
-        one transaction_id are a commit. In the rows whose offset is in `by_reference`, payload and metadata are null,
-        and texts have _SHORTENED characters. Rows are streamed; a commit above `batch.max_bytes` goes through a spool
-        file. Raises TransientFault if the server does not show the transactions yet, TooLarge if a value is too large
-        to be read, RelayError if the table cannot be read.
+        Where the rows have no c_xid, successive rows with one transaction_id are a commit. In the rows whose offset is
+        in `by_reference`, payload and metadata are null, and texts have _SHORTENED characters. Rows are streamed; a
+        commit above `batch.max_bytes` goes through a spool file. Raises TransientFault if the server does not show the
+        transactions yet, TooLarge if a value is too large to be read, RelayError if the table cannot be read.
         """
-        if not unmarked and len(wanted.xids):
+        if not wanted.unmarked and len(wanted.xids):
             require_visible(conn, wanted.xids)
         limits = self._settings.batch
         described = self.columns(conn)
@@ -343,7 +329,7 @@ class OutboxRows(OutboxTable):
         rows: list[bytes] = []
         size = 0
         ends: list[tuple[int, int]] = []
-        statement = self._reading(described, wanted, unmarked, by_reference)
+        statement = self._reading(described, wanted, by_reference)
         for inserted_by, *cells in self._read(conn, statement, encoding):
             this = int(inserted_by or 0), None if index is None else cells[index]
             if last is not None and not _is_same_commit(last, this):
@@ -365,10 +351,10 @@ class OutboxRows(OutboxTable):
         self,
         columns: Sequence[tuple[str, int]],
         wanted: Wanted,
-        unmarked: bool,
         by_reference: Collection[int],
     ) -> sql.Composed:
         xid = sql.Identifier(INSERTED_BY)
+        unmarked = wanted.unmarked
         columns_of: list[sql.Composable] = [
             _keys(wanted.xids, unmarked),
             array(wanted.positions.tolist()),
