@@ -38,6 +38,7 @@ class Broker(Protocol):
 
     handler: dict[str, Any]
     """The settings of a handler for it."""
+    ports: list[int]
 
     def __enter__(self) -> Self: ...
 
@@ -61,6 +62,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.port = free_port()
+        self.ports = [self.port]
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -157,6 +159,11 @@ class RedisServer(_Process):
             port=self.port, retry=redis.retry.Retry(redis.backoff.ConstantBackoff(0.05), 200)
         ).ping()
 
+    def fill(self, full: bool) -> None:
+        """Let it be out of memory, or not any more."""
+        with redis.Redis(port=self.port) as client:
+            client.config_set("maxmemory", 1 if full else 0)
+
     def events(self) -> list[CloudEvent]:
         entries: Any = redis.Redis(port=self.port).xrange(f"shop.{TYPE}")
         for _, fields in entries:
@@ -192,6 +199,15 @@ class NatsServer(_Process):
 
     def count(self) -> int:
         return asyncio.run(self._count())
+
+    def fill(self, full: bool) -> None:
+        """Let no stream take messages, as while it has no leader, or let it take them again."""
+        asyncio.run(self._fill(full))
+
+    async def _fill(self, full: bool) -> None:
+        client = await nats.connect(self._url)
+        await client.jetstream().update_stream(name="shop", subjects=["none" if full else "shop.>"])
+        await client.close()
 
     async def _prepare(self) -> None:
         client = await nats.connect(self._url)
@@ -307,7 +323,9 @@ class KafkaCluster:
         lib.rd_kafka_mock_group_initial_rebalance_delay_ms(self._cluster, 0)
         # 96 partitions: one keeps no more than 5 MB.
         self.create_topic(f"shop.{TYPE}", 96)
-        self.handler: dict[str, Any] = {"type": "kafka", "bootstrap": self._servers.split(",")}
+        servers = self._servers.split(",")
+        self.handler: dict[str, Any] = {"type": "kafka", "bootstrap": servers}
+        self.ports = [int(each.rpartition(":")[2]) for each in servers]
 
     def __enter__(self) -> Self:
         return self

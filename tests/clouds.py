@@ -130,6 +130,10 @@ class Aws:
             self._server = None
             self.drop()
 
+    @property
+    def is_up(self) -> bool:
+        return self._server is not None
+
     def drop(self) -> None:
         """End all connections."""
         for each in self._sockets:
@@ -376,6 +380,8 @@ class PubSub:
         """The messages of each request that was not refused."""
         self.status: grpc.StatusCode | None = None
         """What every request gets; None: as it is."""
+        self.refuses: Callable[[], bool] = lambda: False
+        """Whether the next request is refused as one too many."""
         self.silent = threading.Event()
         """While it is set, nothing is answered."""
         self.delay = 0.0
@@ -401,6 +407,9 @@ class PubSub:
         return {"type": "pubsub", "topic": self.TOPIC, "endpoint": endpoint, **more}
 
     def start(self) -> None:
+        """Start the server, unless it runs."""
+        if self._server is not None:
+            return
         method = grpc.unary_unary_rpc_method_handler(
             self._publish,
             request_deserializer=PublishRequest.deserialize,
@@ -432,6 +441,8 @@ class PubSub:
             threading.Event().wait(0.05)
         if self.status is not None:
             context.abort(self.status, "as the test wants")
+        if self.refuses():
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "busy")
         if request.topic == self.forbidden:
             context.abort(grpc.StatusCode.PERMISSION_DENIED, "nobody may")
         time.sleep(self.delay)

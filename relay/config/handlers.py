@@ -159,6 +159,11 @@ class AnyHandler(Section):
         return self.on_exhausted == "block_key"
 
     @property
+    def is_ordered(self) -> bool:
+        """Whether the events of an ordering key stay in order."""
+        return self.reliable and self.order_by != "none"
+
+    @property
     def templates(self) -> dict[str, Template]:
         """The keys whose values are templates over an event's fields."""
         return {}
@@ -408,6 +413,9 @@ class BatchHandler(DeliveryHandler):
     max_wait: Own[SecondsOrZero] = 1.0
     """With `each: batch`: the most seconds for which a transaction waits until the batch is full; less than
     `sinks.attach_seconds`."""
+    one_of_key: Own[bool] = False
+    """With `each: batch`: a batch has at most one transaction of an ordering key, for a destination that stores others
+    although an earlier one of their key has failed."""
 
     @property
     def in_batches(self) -> bool:
@@ -416,7 +424,8 @@ class BatchHandler(DeliveryHandler):
 
     @model_validator(mode="after")
     def _limits_are_of_batches(self) -> Self:
-        given = [key for key in ("max_batch", "max_wait") if key in self.model_fields_set]
+        keys = ("max_batch", "max_wait", "one_of_key")
+        given = [key for key in keys if key in self.model_fields_set]
         if given and not self.in_batches:
             raise ValueError(
                 f"{given[0]} has no effect without each: batch: set that, or remove it"

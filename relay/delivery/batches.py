@@ -7,6 +7,7 @@ has the key. It begins when it is full, or when its first transaction has waited
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -33,6 +34,8 @@ from relay.model.dispositions import BLOCKED
 from relay.pipeline.failure_limit import FailureLimit
 from relay.sinks import ATTEMPTS, Again, BatchSink, OfBatch
 
+log = logging.getLogger(__name__)
+
 
 class BatchDispatcher(Dispatcher):
     """Runs batches of deliveries in the current event loop, at most `concurrency` of them.
@@ -57,6 +60,8 @@ class BatchDispatcher(Dispatcher):
         self._grown = settings.max_batch
         """The size up to which batches may grow: from one after an outage, twice what was delivered last."""
         self._wait = settings.max_wait
+        self._one_of_key = settings.one_of_key
+        self._has_warned = not settings.is_ordered
         self._numbers = count(1)
         self._waiting: dict[Delivery, float] = {}
         """Those that may begin, with the time since which they may (monotonic clock, seconds), the oldest first."""
@@ -77,7 +82,7 @@ class BatchDispatcher(Dispatcher):
 
     def submit(self, delivery: Delivery) -> None:
         """Queue a delivery, which may join the next batch."""
-        delivery.number = next(self._numbers)
+        delivery.number, delivery.queued = next(self._numbers), time.monotonic()
         super().submit(delivery)
         if delivery.blockers and self._waiting:
             # It may follow one that waits.
@@ -85,7 +90,8 @@ class BatchDispatcher(Dispatcher):
             self._launch_soon()
 
     def _begin(self, delivery: Delivery) -> None:
-        self._waiting[delivery] = time.monotonic()
+        # With one of a key in a batch, what has waited for another one's answer has waited for this batch.
+        self._waiting[delivery] = delivery.queued if self._one_of_key else time.monotonic()
         self._changes += 1
         self._launch_soon()
 
@@ -161,7 +167,8 @@ class BatchDispatcher(Dispatcher):
 
     def _seconds_to_fill(self) -> float:
         """The seconds for which the batch of the oldest may wait for others."""
-        oldest = next(iter(self._waiting.values()))
+        waiting = self._waiting.values()
+        oldest = min(waiting) if self._one_of_key else next(iter(waiting))
         return max(0.0, oldest + self._wait - time.monotonic())
 
     def _is_urgent(self, batch: Sequence[Delivery]) -> bool:
@@ -197,6 +204,8 @@ class BatchDispatcher(Dispatcher):
         while candidates and len(batch) < most:
             *_, delivery = heappop(candidates)
             batch.append(delivery)
+            if self._one_of_key:
+                continue
             for each in self._queues.following(delivery, taken):
                 if (
                     _is_repeated(each) is is_repeated
@@ -323,6 +332,8 @@ class BatchDispatcher(Dispatcher):
             error = result.fault if isinstance(result, OfBatch) and not halves else result
             if not kept.isdisjoint(delivery.keys):
                 # An earlier one is still to be done.
+                if error is None:
+                    self._warn_of_order()
                 if not (first_kept or isinstance(result, Again | OfBatch)):
                     first_kept = len(left)
                 left.append(delivery)
@@ -351,6 +362,16 @@ class BatchDispatcher(Dispatcher):
             # The next call would end as this one, for ever.
             return left, waits, first_kept
         return left, waits, len(left)
+
+    def _warn_of_order(self) -> None:
+        """Log, once, that the destination has done what follows a failed one with its key."""
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "a transaction of a batch was confirmed although an earlier one of its key had failed, so it is "
+                "delivered again: if the destination has done it, set one_of_key: true; if not, let it name both",
+                extra={"handler": self._sink.name},
+            )
 
     def _grow(self, size: int, halves: bool) -> None:
         """Let batches grow after one of `size` was answered: a large one may be what was taken for an outage."""

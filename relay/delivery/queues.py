@@ -23,7 +23,7 @@ class Delivery:
     `due`. `blockers` counts the keys in whose queues it is not the first. `is_blocked`: an earlier one
     with one of its keys was deferred. `was_trial`: it was tried while the breaker was open. `is_ready`: it may start.
     `asked`: the last fault that asked for a wait, and until when (monotonic clock, seconds). `number` is its rank in
-    the order of submission, for batches.
+    the order of submission, and `queued` when that was, for batches.
     """
 
     rows: Undecoded
@@ -39,6 +39,7 @@ class Delivery:
     is_running: bool = False
     asked: tuple[BaseException, float] | None = None
     number: int = 0
+    queued: float = 0.0
 
     def early(self) -> float:
         """The seconds until it may be tried, as its last fault has asked; 0 if it may be now."""

@@ -66,7 +66,7 @@ class Broker(Protocol):
 
         Many calls run concurrently. A message may be stored although it was not confirmed. If the connection is lost,
         the stored messages of a call are the first ones, without a gap; if the broker refuses a single message, later
-        ones may be stored.
+        ones may be stored, but none of its key (or, where messages have no keys, none).
         """
 
     async def close(self) -> None:
@@ -284,15 +284,16 @@ class Sending:
     """The messages that one delivery sends, and the broker's answers to them."""
 
     __slots__ = (
-        "_answered_at", "_awaits_all", "_confirmed", "_fault", "_loop", "_room", "_unanswered", "_waiter", "is_over",
-        "messages"
+        "_answered_at", "_awaits_all", "_confirmed", "_fault", "_loop", "_ordered", "_room", "_unanswered", "_waiter",
+        "is_over", "messages"
     )  # fmt: skip
 
     def __init__(
-        self, messages: Sequence[Message], room: asyncio.Semaphore, awaits_all: bool
+        self, messages: Sequence[Message], room: asyncio.Semaphore, awaits_all: bool, ordered: bool
     ) -> None:
         self.messages = messages
         self._awaits_all = awaits_all
+        self._ordered = ordered
         self.is_over = False
         """Whether the delivery has ended, so that answers are ignored."""
         self._confirmed = bytearray(len(messages))
@@ -340,9 +341,16 @@ class Sending:
     ) -> None:
         """Send the messages, each when there is room for it, until the first fault is known.
 
-        Raises TimeoutError if there is no room for `timeout` seconds, and none of the sent messages is answered.
+        In order, one of a key is sent when those before it are stored: were one refused, it would come after it. Raises
+        TimeoutError if there is no room for `timeout` seconds, and none of the sent messages is answered.
         """
-        for index in range(len(self.messages)):
+        keys = set[str | None]()
+        for index, message in enumerate(self.messages):
+            if self._ordered and message.key in keys:
+                self._answered_at = self._loop.time()
+                await self.wait(timeout)
+                keys.clear()
+            keys.add(message.key)
             await self._take_room(timeout)
             self._unanswered += 1
             await publish(self, index)
@@ -392,21 +400,24 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 
 class SendWindow:
-    """Sends messages without waiting for the answer to the one before, up to a limit that all deliveries share."""
+    """Sends messages without waiting for the answers to those of other keys, up to a limit that deliveries share."""
 
-    def __init__(self, timeout: float, awaits_all: bool = False) -> None:
+    def __init__(self, timeout: float, awaits_all: bool = False, ordered: bool = True) -> None:
         """`timeout` is in seconds.
 
         `awaits_all` is for a broker that may store messages after one that it refuses: a fault is then raised when
-        all messages that were sent are answered, so that none is stored after those that are sent again.
+        all messages that were sent are answered, so that none is stored after those that are sent again. `ordered`:
+        messages of a key, and those of a delivery that have none, stay in order whatever the broker refuses, since at
+        most one of them is unanswered.
         """
         self._timeout = timeout
         self._awaits_all = awaits_all
+        self._ordered = ordered
         self._room = asyncio.Semaphore(_MOST_UNANSWERED)
 
     def sending(self, messages: Sequence[Message]) -> Sending:
         """A `Sending` of these messages that shares this window's room."""
-        return Sending(messages, self._room, self._awaits_all)
+        return Sending(messages, self._room, self._awaits_all, self._ordered)
 
     async def send(
         self, sending: Sending, publish: Callable[[Sending, int], Awaitable[None]]

@@ -96,7 +96,9 @@ class Kafka:
             self._producers[_SHARED] = producer
         self._retired: set[asyncio.Task[None]] = set()
         # A backstop: the producer itself answers within its delivery timeout.
-        self._window = SendWindow(settings.timeout * 2, awaits_all=True)
+        self._window = SendWindow(
+            settings.timeout * 2, awaits_all=True, ordered=settings.is_ordered
+        )
 
     async def close(self) -> None:
         """Close the producers. Messages in flight fail."""
@@ -104,7 +106,7 @@ class Kafka:
         await asyncio.gather(*(each.close() for each in producers), *self._retired)
 
     async def send(self, messages: Sequence[Message]) -> None:
-        """Produce all messages, then wait for the acknowledgements. Raises Undelivered or Rejected."""
+        """Produce all messages, those of a key one after the other. Raises Undelivered or Rejected."""
         sending = self._window.sending(messages)
         producer = await self._producer(_SHARED)
         try:

@@ -100,7 +100,7 @@ class Nats:
         self._settings = settings
         self._tls = Certificates(name, settings.tls)
         self._link = Shared(self._connect, lambda link: not link.client.is_closed)
-        self._window = SendWindow(settings.timeout)
+        self._window = SendWindow(settings.timeout, ordered=settings.is_ordered)
 
     async def close(self) -> None:
         """Close the connection."""
@@ -112,7 +112,7 @@ class Nats:
             link.client.abandon()
 
     async def send(self, messages: Sequence[Message]) -> None:
-        """Publish all messages, then wait for the acknowledgements. Raises Undelivered or Rejected."""
+        """Publish the messages and wait for the acknowledgements. Raises Undelivered or Rejected."""
         try:
             link = await self._link.get()
             try:

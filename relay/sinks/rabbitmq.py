@@ -78,7 +78,7 @@ class Rabbitmq:
                 raise ConfigurationError(f"handlers.{name}.{error}") from None
         self._connection = Shared(self._connect, lambda connection: bool(connection.is_open))
         self._channel = Shared(self._open_channel, lambda channel: channel.is_open)
-        self._window = SendWindow(settings.timeout)
+        self._window = SendWindow(settings.timeout, ordered=settings.is_ordered)
 
     async def close(self) -> None:
         """Close the connection."""
@@ -94,7 +94,7 @@ class Rabbitmq:
                 await closed.wait()
 
     async def send(self, messages: Sequence[Message]) -> None:
-        """Publish all messages, then wait for the confirms. Raises Undelivered or Rejected."""
+        """Publish the messages and wait for the confirms. Raises Undelivered or Rejected."""
         try:
             channel = await self._channel.get()
             sending = self._window.sending(messages)

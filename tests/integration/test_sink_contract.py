@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 
-from relay import Delivery, Fail
+from relay import Delivery, Fail, RetryLater
 from relay.testing import SinkContract
 from tests.brokers import (
     BROKERS,
@@ -24,14 +27,37 @@ from tests.brokers import (
     RedisServer,
     started,
 )
-from tests.clouds import CREDENTIALS, Aws, PubSub
+from tests.clouds import CREDENTIALS, Aws, PubSub, Refusal
 from tests.packages import install_guides
 from tests.process import ROOT
 from tests.webhook import Answer, Webhook
 
 
+class Chooses:
+    """What a busy destination refuses: about every sixth thing, but no more than 30."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(7)
+        self._left = 30
+
+    def refuses(self) -> bool:
+        refused = self._left > 0 and self._random.random() < 1 / 6
+        self._left -= refused
+        return refused
+
+
+def open_to(*ports: int) -> int:
+    """How many connections this process has open to servers on these ports."""
+    found = psutil.Process().net_connections("tcp")
+    return sum(
+        bool(each.raddr) and each.raddr.port in ports and each.status == psutil.CONN_ESTABLISHED
+        for each in found
+    )
+
+
 class TestHttp(SinkContract):
     OUTAGE_TIMEOUT = 1.0
+    chooses: Chooses | None
 
     @pytest.fixture(autouse=True)
     def _destination(self) -> Iterator[None]:
@@ -41,7 +67,9 @@ class TestHttp(SinkContract):
 
     def _answer(self, headers: dict[str, str], body: bytes) -> Answer:
         if not self.is_up:
-            return Answer(0, after=self.after)
+            return Answer(self.status, after=self.after)
+        if self.chooses is not None and self.chooses.refuses():
+            return Answer(503)
         return Answer(422 if b"refused" in body else 204)
 
     def settings(self) -> dict[str, Any]:
@@ -58,8 +86,17 @@ class TestHttp(SinkContract):
     def silence(self) -> None:
         self.is_up, self.after = False, 30.0
 
+    def overloaded(self) -> None:
+        self.is_up, self.status = False, 503
+
+    def partial(self) -> None:
+        self.chooses = Chooses()
+
+    def opened(self) -> int:
+        return open_to(self.webhook.port)
+
     def restore(self) -> None:
-        self.is_up, self.after = True, 0.0
+        self.is_up, self.after, self.status, self.chooses = True, 0.0, 0, None
 
     def refused(self) -> dict[str, Any]:
         return {"payload": "refused"}
@@ -70,6 +107,8 @@ class Called:
 
     ids: ClassVar[list[str]] = []
     is_up = answers = True
+    is_busy = False
+    chooses: ClassVar[Chooses | None] = None
 
 
 async def take(delivery: Delivery) -> None:
@@ -77,6 +116,8 @@ async def take(delivery: Delivery) -> None:
     await asyncio.sleep(0 if Called.answers else 30)
     if not Called.is_up:
         raise ConnectionRefusedError
+    if Called.is_busy or (Called.chooses is not None and Called.chooses.refuses()):
+        raise RetryLater
     if any(each.payload == "refused" for each in delivery.events):
         raise Fail("refused")
     Called.ids += [str(each.id) for each in delivery.events]
@@ -102,8 +143,15 @@ class TestFunction(SinkContract):
     def silence(self) -> None:
         Called.answers = False
 
+    def overloaded(self) -> None:
+        Called.is_busy = True
+
+    def partial(self) -> None:
+        Called.chooses = Chooses()
+
     def restore(self) -> None:
         Called.is_up = Called.answers = True
+        Called.is_busy, Called.chooses = False, None
 
     def test_a_sink_can_be_closed_while_it_delivers(self) -> None:
         # No call ends by itself before.
@@ -124,6 +172,9 @@ class _OfServer(SinkContract):
 
     def interrupt(self) -> None:
         self.broker.kill()
+
+    def opened(self) -> int:
+        return open_to(*self.broker.ports)
 
     def restore(self) -> None:
         self.broker.start()
@@ -153,13 +204,43 @@ class _OfProcess(_OfBroker):
             super().restore()
 
 
+class _OfLimits(_OfProcess):
+    """A server that can be made full."""
+
+    broker: RedisServer | NatsServer
+    is_full = False
+    filling: threading.Thread | None = None
+
+    def overloaded(self) -> None:
+        self.is_full = True
+        self.broker.fill(True)
+
+    def partial(self) -> None:
+        self.is_full = True
+        self.filling = threading.Thread(target=self._fill)
+        self.filling.start()
+
+    def _fill(self) -> None:
+        for number in range(20):
+            self.broker.fill(number % 2 == 0)
+
+    def restore(self) -> None:
+        if not self.is_full:
+            super().restore()
+            return
+        if self.filling is not None:
+            self.filling.join()
+        self.broker.fill(False)
+        self.is_full = False
+
+
 @pytest.mark.brokers
-class TestRedis(_OfProcess):
+class TestRedis(_OfLimits):
     kind = "redis"
 
 
 @pytest.mark.brokers
-class TestNats(_OfProcess):
+class TestNats(_OfLimits):
     kind = "nats"
 
 
@@ -206,9 +287,19 @@ class _OfAws(SinkContract):
     def silence(self) -> None:
         self.aws.delay = 3.0
 
+    def overloaded(self) -> None:
+        self.aws.refusal = Refusal("ServiceUnavailable", 503)
+
+    def partial(self) -> None:
+        chooses = Chooses()
+        self.aws.fault = lambda _: "InternalError" if chooses.refuses() else None
+
+    def opened(self) -> int:
+        return open_to(self.aws.port)
+
     def restore(self) -> None:
-        if self.aws.delay:
-            self.aws.delay = 0.0
+        if self.aws.is_up:
+            self.aws.delay, self.aws.refusal, self.aws.fault = 0.0, None, lambda _: None
         else:
             self.aws.start()
 
@@ -228,6 +319,8 @@ class TestSns(_OfAws):
 
 
 class TestPubSub(SinkContract):
+    OUTAGE_TIMEOUT = 1.0
+
     @pytest.fixture(autouse=True)
     def _destination(self) -> Iterator[None]:
         with PubSub() as self.pubsub:
@@ -242,7 +335,21 @@ class TestPubSub(SinkContract):
     def interrupt(self) -> None:
         self.pubsub.kill()
 
+    def silence(self) -> None:
+        self.pubsub.silent.set()
+
+    def overloaded(self) -> None:
+        self.pubsub.refuses = lambda: True
+
+    def partial(self) -> None:
+        self.pubsub.refuses = Chooses().refuses
+
+    def opened(self) -> int:
+        return open_to(self.pubsub.port)
+
     def restore(self) -> None:
+        self.pubsub.silent.clear()
+        self.pubsub.refuses = lambda: False
         self.pubsub.start()
 
     def refused(self) -> dict[str, Any]:
@@ -262,4 +369,4 @@ def test_the_sink_of_the_guide_keeps_the_contract(tmp_path: Path) -> None:
         check=False,
     )
     assert tested.returncode == 0, tested.stdout
-    assert "9 passed" in tested.stdout
+    assert "12 passed" in tested.stdout

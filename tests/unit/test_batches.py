@@ -184,7 +184,48 @@ def test_a_key_that_is_in_a_batch_keeps_no_other_from_the_next_one() -> None:
     assert found.sink.calls == [[0, 1], [2, 4], [5, 6], [7], [3]]
 
 
+def test_with_one_of_key_a_batch_has_one_of_each_key_and_the_next_one_does_not_wait() -> None:
+    async def main() -> Run:
+        found = Run(done, one_of_key=True, max_wait=1)
+        keys = "aabbacb" + 20 * "a"
+        await found.all([delivery(number, key) for number, key in enumerate(keys)])
+        return found
+
+    began = time.monotonic()
+    calls = asyncio.run(main()).sink.calls
+    assert calls == [[0, 2, 5], [1, 3], [4, 6], *([number] for number in range(7, 27))]
+    # The first one waits for others.
+    assert time.monotonic() - began < 8
+
+
 # Faults
+
+
+@pytest.mark.parametrize("one_of_key", [True, False])
+def test_a_destination_that_stores_what_follows_a_failed_one_needs_one_of_key(
+    one_of_key: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored: list[int] = []
+    refused: set[int] = set()
+
+    async def one_by_one(numbers: list[int]) -> Results:
+        results: list[Exception | None] = []
+        for each in numbers:
+            busy = each % 7 == 3 and each not in refused
+            refused.update({each} if busy else ())
+            results.append(Undelivered("busy") if busy else None)
+            stored.extend([] if busy else [each])
+        return results
+
+    plan = [delivery(number, "ab"[number % 2]) for number in range(60)]
+    retry = {"wait": 0.001, "max_wait": 0.001, "jitter": 0, "defer_after": 60}
+    found = run(one_by_one, plan, one_of_key=one_of_key, retry=retry, max_batch=10)
+    assert set(found.dispositions.values()) == {APPLIED}
+    first = list(dict.fromkeys(stored))
+    orders = [[each for each in first if each % 2 == key] for key in (0, 1)]
+    warnings = [each for each in caplog.records if "one_of_key: true" in each.getMessage()]
+    assert (orders == [sorted(each) for each in orders]) is one_of_key
+    assert len(warnings) == (0 if one_of_key else 1)
 
 
 def test_a_named_one_is_retried_and_what_follows_it_with_its_key_is_not_done() -> None:

@@ -51,7 +51,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 def test_all_are_sent_before_the_first_is_answered() -> None:
     async def test() -> None:
-        broker, sends = Broker(), SendWindow(1)
+        broker, sends = Broker(), SendWindow(1, ordered=False)
         task = asyncio.create_task(sends.send(sends.sending(messages(5)), broker.publish))
         await soon()
         assert [index for _, index in broker.got] == [0, 1, 2, 3, 4]
@@ -64,9 +64,28 @@ def test_all_are_sent_before_the_first_is_answered() -> None:
     run(test())
 
 
-def test_what_waits_for_room_is_sent_in_its_turn() -> None:
+def test_in_order_one_of_a_key_is_sent_when_those_before_it_are_stored() -> None:
     async def test() -> None:
         broker, sends = Broker(), SendWindow(1)
+        given = [Message("t", key, "", "", "", {}, b"") for key in "abacb"]
+        sending = sends.sending(given)
+        task = asyncio.create_task(sends.send(sending, broker.publish))
+        await soon()
+        assert [index for _, index in broker.got] == [0, 1]
+        broker.answer(2)
+        await soon()
+        assert [index for _, index in broker.got] == [2, 3, 4]
+        broker.answer(1, ValueError())
+        with pytest.raises(ValueError):  # noqa: PT011
+            await task
+        assert sending.rest == given[2:]
+
+    run(test())
+
+
+def test_what_waits_for_room_is_sent_in_its_turn() -> None:
+    async def test() -> None:
+        broker, sends = Broker(), SendWindow(1, ordered=False)
         tasks = [
             asyncio.create_task(sends.send(sends.sending(messages(8)), broker.publish))
             for _ in range(3)
@@ -82,7 +101,7 @@ def test_what_waits_for_room_is_sent_in_its_turn() -> None:
 
 def test_a_fault_ends_its_own_delivery_and_leaves_its_room_to_others() -> None:
     async def test() -> None:
-        broker, sends = Broker(), SendWindow(1)
+        broker, sends = Broker(), SendWindow(1, ordered=False)
         for _ in range(5):
             sending = sends.sending(messages(8))
             task = asyncio.create_task(sends.send(sending, broker.publish))
@@ -106,7 +125,7 @@ def test_a_fault_ends_its_own_delivery_and_leaves_its_room_to_others() -> None:
 @pytest.mark.parametrize("count", [3, 30])
 def test_a_delivery_that_is_cancelled_leaves_its_room_to_others(count: int) -> None:
     async def test() -> None:
-        broker, sends = Broker(), SendWindow(1)
+        broker, sends = Broker(), SendWindow(1, ordered=False)
         for _ in range(5):
             task = asyncio.create_task(sends.send(sends.sending(messages(count)), broker.publish))
             await soon()
@@ -124,7 +143,7 @@ def test_a_delivery_that_is_cancelled_leaves_its_room_to_others(count: int) -> N
 
 def test_the_deadline_counts_from_the_last_answer() -> None:
     async def test() -> None:
-        broker, sends = Broker(), SendWindow(0.2)
+        broker, sends = Broker(), SendWindow(0.2, ordered=False)
         task = asyncio.create_task(sends.send(sends.sending(messages(4)), broker.publish))
         began = time.monotonic()
         for _ in range(3):
@@ -139,7 +158,7 @@ def test_the_deadline_counts_from_the_last_answer() -> None:
 
 def test_a_connection_is_silent_when_it_answers_nothing_although_something_was_sent() -> None:
     async def test() -> None:
-        unanswered, sends = Unanswered(), SendWindow(1)
+        unanswered, sends = Unanswered(), SendWindow(1, ordered=False)
         await asyncio.sleep(0.1)
         assert not unanswered.is_silent(0.05)
         sending = sends.sending(messages(2))
@@ -204,7 +223,7 @@ def test_a_broker_that_never_answers_holds_nobody_for_ever(counts: list[int]) ->
     """Deliveries that have a part of the room each, and wait for more, would wait for each other."""
 
     async def test() -> None:
-        broker, sends = Broker(), SendWindow(0.02)
+        broker, sends = Broker(), SendWindow(0.02, ordered=False)
         tasks = [
             asyncio.create_task(sends.send(sends.sending(messages(count)), broker.publish))
             for count in counts
