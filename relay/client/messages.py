@@ -115,7 +115,7 @@ CLAIM = _call("relay.claim", "p.a->>'queue'", result=_TAKEN)
 LEASE = _call("relay.lease", "p.a->>'queue'", "1", _SECONDS, result=_TAKEN)
 EXTEND = _call("relay.extend", *_OF_ATTEMPT, _SECONDS)
 COMPLETE = _call("relay.complete", *_OF_ATTEMPT)
-RELEASE = _call("relay.release", *_OF_ATTEMPT, _SECONDS)
+RELEASE = _call("relay.release", *_OF_ATTEMPT, _SECONDS, "p.a->>'error'")
 RETRY = _call("relay.retry", *_OF_ATTEMPT, _SECONDS, "p.a->>'error'")
 FAIL = _call("relay.fail", *_OF_ATTEMPT, "p.a->>'error'")
 

@@ -93,7 +93,7 @@ class Handling:
         statement, parameters = end_of(message.of_attempt, error)
         if isinstance(error, NoHandler) and _age(message) < _NO_HANDLER_SECONDS:
             seconds = _GIVEN_BACK_SECONDS * random.uniform(0.5, 1)  # noqa: S311
-            statement, parameters = RELEASE, message.of_attempt | {"seconds": seconds}
+            statement, parameters = RELEASE, parameters | {"seconds": seconds}
         known = isinstance(error, Drop | RetryLater)
         log.log(
             logging.INFO if known else logging.WARNING,

@@ -254,6 +254,7 @@ drop function if exists relay.declare_queue(text, jsonb, text, int, interval, in
 drop function if exists relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text, interval, text, jsonb, boolean);
 drop function if exists relay.queue_state(text);
 drop function if exists relay.release(text, bigint, int);
+drop function if exists relay.release(text, bigint, int, interval); -- without `error`
 
 -- What the functions below need of a queue; no row unless it is declared, the caller may take from it, and its newest mark is not far ahead
 -- of the clock, which was set back then. One less far ahead is the queue's present until the clock has reached it.
@@ -856,8 +857,10 @@ end
 $$;
 
 -- Gives back a message that was leased or claimed: another worker can take it after an interval, by default at once, and the attempt
--- does not count. It keeps its key meanwhile. Returns whether it was still this worker's.
-create or replace function relay.release(queue text, id bigint, attempt int, after interval default '0 s') returns boolean
+-- does not count. It keeps its key meanwhile. `error` says why, such as that the worker does not know its type. Returns whether it
+-- was still this worker's.
+create or replace function relay.release(queue text, id bigint, attempt int, after interval default '0 s', error text default null)
+returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set plan_cache_mode = force_generic_plan
 as $$
@@ -869,7 +872,7 @@ begin
     perform relay.begin_times();
     location := relay.lock_message(q.id, release.id, release.attempt, false);
     update relay.queue_messages as m
-       set leased = false, attempts = release.attempt - 1,
+       set leased = false, attempts = release.attempt - 1, error = coalesce(release.error, m.error),
            first_taken_at = coalesce(m.first_taken_at, clock_timestamp()),
            available_at = greatest(clock_timestamp(), q.due_mark) + greatest(release.after, '0 s')
      where m.ctid = location;
@@ -1348,7 +1351,7 @@ create or replace view relay.queue_items as
 select i.queue, i.id, i.event_id, i.event_type, i.state, i.attempts, i.key, i.enqueued_at, i.first_taken_at, i.available_at, i.error
   from (select q.name as queue, m.id, m.event_id, m.event_type,
                case when m.leased and m.available_at > clock_timestamp() then 'leased'
-                    when m.available_at is not null and m.attempts > 0 then 'retry'
+                    when m.available_at is not null and (m.attempts > 0 or m.error is not null) then 'retry'
                     when m.available_at > clock_timestamp() then 'scheduled' else 'enqueued' end as state,
                m.attempts, m.key, m.enqueued_at, m.first_taken_at, m.available_at, m.error
           from relay.queues as q join relay.queue_messages as m on m.queue_id = q.id
@@ -1459,7 +1462,7 @@ begin
         -- To scale with them.
         grant select on relay.queue_figures to relay_worker;
         grant execute on function relay.take(text, int), relay.claim(text, int), relay.lease(text, int, interval),
-            relay.complete(text, bigint, int), relay.extend(text, bigint, int, interval), relay.release(text, bigint, int, interval),
+            relay.complete(text, bigint, int), relay.extend(text, bigint, int, interval), relay.release(text, bigint, int, interval, text),
             relay.retry(text, bigint, int, interval, text), relay.fail(text, bigint, int, text), relay.requeue(text, bigint[]),
             relay.enqueue(text, jsonb, text, text, text, timestamptz, jsonb, text),
             relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text, interval, text, jsonb,

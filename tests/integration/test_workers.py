@@ -185,6 +185,7 @@ def test_a_message_without_a_handler_is_left_to_workers_of_another_version(
     )
     with working(work("mail.old")):
         wait_until(lambda: outbox.value(given_back) == 1)
+    assert states(outbox) == [("retry", 0, "NoHandler: the worker has no handler for mail.new")]
     with working(work("mail.new")):
         wait_until(lambda: is_empty(outbox))
     assert handled == [1]
