@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Lock, Thread, Timer
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from relay.config.settings import Settings, SparkSettings
 from relay.faults import ConfigurationError, first_line
@@ -90,6 +92,10 @@ _PROBE_SECONDS = 10.0
 """How long to wait for a task after a failed job: others may have all slots, a frozen master replaces no executor."""
 _LATE_SECONDS = 60.0
 """How long Spark may start, and how long its first jobs may take, until that is reported."""
+_CONNECT_SECONDS = 3.0
+"""How long an address of Spark may take to accept a connection that asks whether anybody is there."""
+_CONNECT_PORT = 15002
+_MASTER_PORTS = {"spark": 7077, "http": 80, "https": 443}
 _FIRST_WAIT_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 30.0
 """How long to wait after the first attempt to build the session that fails, and after later ones at most."""
@@ -233,10 +239,12 @@ class Session:
             return
         return_arrow_blocks()
         _clear_remains()
-        with self._reported_if_late("Spark has not started"):
-            session = _open(self._settings)
+        settings = self._settings
+        with self._reported_if_late("Spark has not started", lambda: _awaited(settings)):
+            session = _open(settings)
         try:
-            with self._reported_if_late("no executor has run the first tasks"):
+            what = "no executor has run the first tasks"
+            with self._reported_if_late(what, lambda: _lacking(settings, session)):
                 self._prepare(session)
         except BaseException:
             if self._settings.remote:
@@ -247,9 +255,12 @@ class Session:
         log.info("the Spark session is ready", extra={"spark": session.version})
 
     @contextmanager
-    def _reported_if_late(self, what: str) -> Iterator[None]:
-        """Report a step that waits for Spark, which may take minutes, or for ever where a master is frozen."""
-        timer = Timer(_LATE_SECONDS, self._report_late, (f"{what} for {_LATE_SECONDS:.0f} s",))
+    def _reported_if_late(self, what: str, cause: Callable[[], str]) -> Iterator[None]:
+        """Report a step that waits for Spark, which may take minutes, or for ever where a master is frozen.
+
+        `cause` returns what it waits for.
+        """
+        timer = Timer(_LATE_SECONDS, self._report_late, (what, cause))
         timer.daemon = True
         timer.start()
         try:
@@ -259,9 +270,9 @@ class Session:
             timer.join()
             self._is_late = False
 
-    def _report_late(self, fault: str) -> None:
+    def _report_late(self, what: str, cause: Callable[[], str]) -> None:
         self._is_late = True
-        self.condition.fails(fault)
+        self.condition.fails(f"{what} for {_LATE_SECONDS:.0f} s: {cause()}")
 
     def _prepare(self, session: SparkSession) -> None:
         """Detect executors that lack relay, start the Python workers, and warm up the JVM."""
@@ -333,6 +344,61 @@ def _open(spark: SparkSettings) -> SparkSession:
         builder = builder.config(key, value)
     session: SparkSession = builder.getOrCreate()
     return session
+
+
+def _awaited(spark: SparkSettings) -> str:
+    """What a session that does not come waits for."""
+    addresses = _addresses(spark)
+    if not addresses:
+        is_local = spark.remote is None and spark.master.startswith("local")
+        return (
+            "its JVM does not answer" if is_local else "the cluster has not begun the application"
+        )
+    found = [(each, _refusal(*each)) for each in addresses]
+    shown = [
+        f"{host}:{port} {'accepts connections and does not answer' if why is None else why}"
+        for (host, port), why in found
+    ]
+    return ", ".join(shown)
+
+
+def _addresses(spark: SparkSettings) -> list[tuple[str, int]]:
+    """Where the masters of a standalone cluster, Kubernetes or Spark Connect are asked; none of YARN, or of relay's."""
+    if spark.remote is not None:
+        parts = urlsplit(spark.remote.get_secret_value())
+        return [(parts.hostname, parts.port or _CONNECT_PORT)] if parts.hostname else []
+    scheme, _, rest = spark.master.removeprefix("k8s://").partition("://")
+    if scheme not in ("spark", "http", "https"):
+        return []
+    named = [urlsplit(f"//{each}") for each in rest.split(",")]
+    port = _MASTER_PORTS[scheme]
+    return [(each.hostname, each.port or port) for each in named if each.hostname]
+
+
+def _refusal(host: str, port: int) -> str | None:
+    """Why nothing connects to an address; None: it does."""
+    try:
+        with socket.create_connection((host, port), _CONNECT_SECONDS):
+            return None
+    except TimeoutError:
+        return "does not answer"
+    except OSError as error:
+        return f"cannot be reached ({error.strerror or type(error).__name__})"
+
+
+def _lacking(spark: SparkSettings, session: SparkSession) -> str:
+    """What a session lacks whose first tasks do not run."""
+    if spark.remote is not None:
+        return "the server of Spark Connect may have no free cores"
+    try:
+        tracker: Any = session.sparkContext._jsc.sc().statusTracker()
+        # One of them is the driver.
+        executors = len(tracker.getExecutorInfos()) - (not spark.master.startswith("local"))
+    except Exception:
+        return "how many there are is unknown"
+    if executors <= 0:
+        return "the cluster has given it none: its workers are away, or their cores and memory are in use"
+    return f"the cluster has given it {executors}, which cannot be reached or have other tasks"
 
 
 def _slots(session: SparkSession) -> int:

@@ -8,10 +8,12 @@ and those of the docstrings.
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from threading import Event, Thread, current_thread
 from types import SimpleNamespace
+from typing import Any
 
 import psycopg
 import pytest
@@ -273,7 +275,7 @@ def test_a_spark_session_that_waits_for_executors_is_shown(
     )
     with relaying(settings):
         outbox.publish(host(1), event(1))
-        fault = "no executor has run the first tasks for 0 s"
+        fault = "no executor has run the first tasks for 0 s: how many there are is unknown"
         wait_until(lambda: failing(settings) == {"spark": fault})
         line = f"spark: not ready: no session can be built for 3 s: {fault}"
         wait_until(lambda: line in ask(port, "/readyz").text)
@@ -298,6 +300,32 @@ def waits_for_executors(broken: Event, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_open", lambda _: SimpleNamespace(version="4", stop=lambda: None))
     monkeypatch.setattr(Session, "_prepare", lambda *_: wait_until(lambda: not broken.is_set()))
     monkeypatch.setattr(session, "_LATE_SECONDS", 0.05)
+
+
+@pytest.mark.parametrize("keys", [{"master": "spark://{}"}, {"remote": "sc://{}/;token=s3cret"}])
+def test_what_spark_waits_for_is_told(
+    keys: dict[str, str], broken: Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A master that is frozen, or a port where nobody listens: after a minute, "Spark has not started"."""
+    waits_for_executors(broken, monkeypatch)
+    monkeypatch.setattr(session, "_open", lambda _: wait_until(lambda: not broken.is_set()))
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        away = f"127.0.0.1:{free_port()}"
+        here = f"127.0.0.1:{frozen.getsockname()[1]}"
+        for address, why in (
+            (away, "cannot be reached (Connection refused)"),
+            (here, "accepts connections and does not answer"),
+        ):
+            given: dict[str, Any] = {key: value.format(address) for key, value in keys.items()}
+            if "master" in given:
+                given["conf"] = {"spark.authenticate": "false"}
+            late = Session(SparkSettings.model_validate(given))
+            late.start()
+            fault = f"Spark has not started for 0 s: {address} {why}"
+            wait_until(lambda late=late: late.condition.fault is not None)  # type: ignore[misc]
+            assert late.condition.fault is not None
+            assert late.condition.fault.fault == fault
+    broken.clear()
 
 
 def test_groups_that_share_a_spark_session_show_it_alike(outbox: Outbox) -> None:
