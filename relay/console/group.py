@@ -211,6 +211,11 @@ class GroupView:
             for each in current.braked
         ]
         lines += [
+            f"queue {each.queue} gets no events since {moment(each.stopped_at)}: {each.fault}"
+            for each in current.queues
+            if each.stopped_at is not None
+        ][:_FAULTS_SHOWN]
+        lines += [
             f"schedule {each.name} has no next time: {each.fault}"
             if each.fault
             else f"schedule {each.name} is due for {duration(each.overdue_seconds)}"

@@ -129,7 +129,7 @@ class Shop:
         printed = ""
         # What changes something is run once.
         once = re.search(
-            r"terminate|alter|checkpoint|relay (dlq replay|deferred run|endpoint enable|queue resume)",
+            r"terminate|alter|checkpoint|relay (dlq replay|deferred run|endpoint enable|queue resume|queue rebuild)",
             command.text,
         )
 
@@ -440,6 +440,18 @@ def test_relay_queue_dead(running_shop: Shop) -> None:
 
 
 @pytest.mark.rare
+def test_relay_queue_stopped(running_shop: Shop) -> None:
+    """Its `match` is one of a former edition, whose number relay cannot read."""
+    huge = '{"payload.x": %s}' % ("9" * 5_001)
+    with queue_with_a_message(running_shop) as conn:
+        assert conn.execute("select event_type from relay.take('mail')").fetchone() is not None
+        conn.execute("update relay.queues set match = %s::jsonb where name = 'mail'", (huge,))
+        conn.execute("update relay.queue_revisions set revision = revision + 1")
+        running_shop.publish()
+        running_shop.run_book("RelayQueueStopped")
+
+
+@pytest.mark.rare
 def test_relay_reader_given_up(running_shop: Shop) -> None:
     with psycopg.connect(running_shop.source, autocommit=True) as conn:
         conn.execute("select relay.declare_reader('billing')")
@@ -646,6 +658,7 @@ def test_each_alert_has_its_runbook() -> None:
             "RelayDeadLetters",
             "RelayQueueOld",
             "RelayQueueDead",
+            "RelayQueueStopped",
             "RelayScheduleMissed",
             "RelayReaderGivenUp",
             "RelayApiFailing",

@@ -29,6 +29,7 @@ from relay.console.security import Signer, printable
 from relay.observe.history import Sample
 from relay.store.endpoints import EndpointCounts
 from relay.store.presence import StoredPartFault
+from relay.store.queues import QueueFigures
 from relay.web import protocol, requests, sessions
 from relay.web.requests import Failures, TooManyFailures
 from tests.console import TOKEN, console_of, served
@@ -92,17 +93,22 @@ def test_what_is_no_request_gets_a_problem(sent: bytes) -> None:
     assert json.loads(body)["status"] == 400
 
 
-def test_what_needs_attention_has_endpoints_and_parts() -> None:
-    """An endpoint that failed for an hour and a part that failed were on the page, but not in its list."""
+def test_what_needs_attention_has_endpoints_parts_and_queues() -> None:
+    """An endpoint that failed for an hour, a part that failed and a stopped queue were on the page, not in its list."""
     began = datetime(2026, 3, 1, 12, tzinfo=UTC)
     status = Status(
         "default",
         "poll",
         parts=[StoredPartFault("one", "retention", "permission denied", began)],
         endpoints=[EndpointCounts("hooks", 1, 2), EndpointCounts("other", 0, 0)],
+        queues=[
+            QueueFigures("mail", None, 0, 0, 0, 0, 0.0, 0, stopped_at=began, fault="match"),
+            QueueFigures("other", None, 0, 0, 0, 0, 0.0, 0),
+        ],
     )
     settings = Settings(source={"dsn": "dbname=x"})
     assert GroupView(settings).troubles(status) == [
+        "queue mail gets no events since 2026-03-01 12:00:00 UTC: match",
         "retention fails on one since 2026-03-01 12:00:00 UTC: permission denied",
         "sink hooks: 1 endpoint fails, 2 are disabled",
     ]
