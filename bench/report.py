@@ -100,12 +100,21 @@ def _goals(results: Mapping[str, Result]) -> str:
     return "\n".join(lines)
 
 
+PEERS = ("pgqueuer", "procrastinate", "pgmq", "pg-transactional-outbox")
+"""Peers whose rows have the name of their package."""
+
+
 def _environment(results: Sequence[Result]) -> str:
     if not results:
         return "Nothing has been measured yet."
     newest = max(results, key=lambda result: str(result["date"]))
     machine = newest["machine"]
-    versions = ", ".join(f"{name} {found}" for name, found in newest["versions"].items() if found)
+    rows = [row["name"] for result in results for row in result["contenders"]]
+    versions = ", ".join(
+        f"{name} {found}"
+        for name, found in newest["versions"].items()
+        if found and (name not in PEERS or any(name in row for row in rows))
+    )
     return (
         f"Measured {newest['date']} on {machine['cores']} cores with {machine['memory_gib']} GiB,"
         f" {machine['system']}. Versions: {versions}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from bench import report, results
 from bench.results import Contender, Goal, Measurement, Workload, run
+from tests.process import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -84,3 +86,12 @@ def test_the_report_has_every_goal(tmp_path: Path) -> None:
     assert report.write(page, tmp_path) == []
     assert "| w | a | p50 | 2.00 | at most 1 | **no** |" in page.read_text()
     assert "| w | a | p50 | 2.00 | at most 3 | yes |" in page.read_text()
+
+
+def test_the_page_names_no_peer_without_a_row() -> None:
+    """Text described pgmq's and procrastinate's rows, which no table had."""
+    lines = (ROOT / "docs/performance.md").read_text(encoding="utf-8").splitlines()
+    figures = [line for line in lines if re.match(r"\| [^|]+ \| [\d,.]+ ", line)]
+    for peer in (*report.PEERS, "Debezium", "subscription", "pg_recvlogical", "psycopg2 loop"):
+        has_row = any(line.startswith(f"| {peer}") for line in figures)
+        assert has_row or not any(peer in line for line in lines), peer
