@@ -204,10 +204,13 @@ def cli() -> str:
 # SQL
 
 _FUNCTION = re.compile(
-    r"(?P<comment>(?:^-- .*\n)*)^create or replace function (?P<name>relay\.\w+)\s*\((?P<arguments>[^$]*?)\)\s*"
+    r"(?P<comment>(?:^-- .*\n)*)^create or replace function (?P<name>relay\.\w+)\s*\("
+    r"(?P<arguments>(?:[^$()]|\([^$()]*\))*)\)\s*"
     r"(?:returns (?P<returns>table \([^$]*?\)|setof [\w.]+|[\w.\[\]]+))?\s",
     re.MULTILINE,
 )
+_CALL = re.compile(r"(?:, )?call relay\.call default relay\.this_call\(\)")
+"""The argument that nobody gives."""
 _TABLE = re.compile(
     r"(?P<comment>(?:^-- .*\n)*)^create table if not exists (?P<name>[\w.]+) \(\n(?P<columns>[^;]*?)\n\)",
     re.MULTILINE,
@@ -232,7 +235,9 @@ def sql() -> str:
     text = (
         f"# SQL functions and tables\n\n{_NOTE}\nWhat `relay init` installs, by file of `sql/`. "
         "Publishers call `relay.publish`; relay calls the other functions. You may read the tables; "
-        "write to them only by commands.\n"
+        "write to them only by commands.\n\n"
+        "Functions that decide by who calls have one more argument, the last one, `call`. It is not shown: the server "
+        "fills it in ([Who calls](../security.md#who-calls)).\n"
     )
     sources = {file: file.read_text() for file in sorted((ROOT / "sql").rglob("*.sql"))}
     whole = "".join(sources.values())
@@ -240,7 +245,7 @@ def sql() -> str:
     for file, source in sources.items():
         functions = [
             (
-                f"`{found['name']}({' '.join(found['arguments'].split())})`",
+                f"`{found['name']}({_CALL.sub('', ' '.join(found['arguments'].split()))})`",
                 f"`{' '.join(found['returns'].split())}`"
                 if found["returns"]
                 else "its `out` arguments",

@@ -53,7 +53,7 @@ COLUMNS = {
     "reason": "the `--reason` of who did it",
     "instance": "the instance that last wrote the row, as host:pid",
     "acted_at": "when it was done",
-    "acted_by": "the role that was connected",
+    "acted_by": "the role that acted, as the server knows",
     "action": "what was done",
     "applied_at": "when it was applied to this database",
     "noted_at": "when the row was last written",

@@ -190,9 +190,7 @@ class DeferredTransactions:
         return len(removed)
 
     def _user(self) -> str:
-        ((user,),) = self._conn.execute(
-            "select coalesce(nullif(current_setting('relay.operator', true), ''), session_user)"
-        ).fetchall()
+        ((user,),) = self._conn.execute(f"select {actions.WHO}").fetchall()
         return str(user)
 
     def _record(

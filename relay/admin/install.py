@@ -204,7 +204,7 @@ def initialise(
         except psycopg.errors.ObjectNotInPrerequisiteState as error:
             raise ConfigurationError(first_line(error)) from None
         except psycopg.errors.RestrictViolation as error:
-            raise ConfigurationError(f"target.dsn: {first_line(error)}") from None
+            raise ConfigurationError(f"source.dsn or target.dsn: {first_line(error)}") from None
         except psycopg.errors.WrongObjectType as error:
             raise ConfigurationError(
                 f"source.dsn or target.dsn: {first_line(error)}: drop or rename it, relay needs a table of this name"

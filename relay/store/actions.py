@@ -11,12 +11,17 @@ import psycopg
 from psycopg.rows import class_row
 from psycopg.types.json import Jsonb
 
+WHO = """
+    coalesce(nullif(current_setting('relay.operator', true), '') || ' (as ' || current_user || ')', current_user)
+"""
+"""SQL: who acts, as `Acted.who` has it. Anybody may set the operator: the role is what the server knows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Acted:
     """An action of an operator, and its reason.
 
-    `acted_by` is the role of the session, `operator` the user of the console; None for a command.
+    `acted_by` is the role that acted, `operator` who used the console, as it says; None for a command.
     """
 
     action: str

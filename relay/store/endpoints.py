@@ -15,6 +15,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from relay.model.json_fields import json_fields
+from relay.store import actions
 from relay.store.connections import Connection
 
 _COLUMNS = (
@@ -165,14 +166,14 @@ def disable(
 ) -> bool:
     """Disable an endpoint for an operator; returns whether it was enabled."""
     cursor = conn.execute(
-        """
+        f"""
         insert into relay.endpoints as e (group_id, sink, endpoint, address, disabled_at, disabled_by, reason)
-        values (%s, %s, %s, %s, now(), coalesce(nullif(current_setting('relay.operator', true), ''), session_user), %s)
+        values (%s, %s, %s, %s, now(), {actions.WHO}, %s)
         on conflict (group_id, sink, endpoint) do update
            set disabled_at = now(), disabled_by = excluded.disabled_by, reason = excluded.reason,
                changed_at = clock_timestamp()
          where e.disabled_at is null
-        """,
+        """,  # noqa: S608
         (group, sink, endpoint, address, reason),
     )
     return cursor.rowcount > 0

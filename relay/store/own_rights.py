@@ -54,8 +54,8 @@ _GRANT = re.compile(
 )
 _LISTED = re.compile(r"(?:[^,(]|\([^)]*\))+")
 """Matches what a list has between its commas, of which those in parentheses are no separators."""
-_FOR_EVERYBODY = ("max_event_bytes", "recent_witness", "holds_witness")
-"""Functions that PUBLIC may call: those of witnesses, where it may read an outbox."""
+_FOR_EVERYBODY = ("max_event_bytes", "recent_witness", "holds_witness", "this_call")
+"""Functions that PUBLIC may call: those of witnesses, where it may read an outbox; that of who calls, at any call."""
 
 _NO_ROLE = "select name from unnest(%s::text[]) as name where to_regrole(name) is null"
 _MISSING = """

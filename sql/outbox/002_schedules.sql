@@ -77,6 +77,87 @@ comment on column relay.schedules.fault is
 comment on column relay.schedules.version is
     'counts the changes of the row, so that of two instances one publishes';
 
+-- Who calls. The last argument of the functions that decide by it, `call`, is filled where the call is written: the role as which that
+-- code runs. session_user is who opened the session: a superuser's, where autovacuum, ANALYZE or REINDEX calls a function of somebody
+-- else's index. The number of the session and the time of the transaction are in it so that a value that was stored somewhere is worth
+-- nothing later. The time as a number: neither the time zone nor extra_float_digits changes its text.
+create or replace function relay.this_call() returns text
+language sql stable
+return pg_backend_pid()::text || ' ' || extract(epoch from now())::text || ' ' || current_user::text;
+
+-- Where whoever calls is asked. Some administrators take it from everybody.
+grant execute on function relay.this_call() to public;
+
+do $$
+begin
+    if to_regtype('relay.call') is null then
+        -- Checked where the call is written, too. Functions with it that return one value are VOLATILE: the planner calls others for its
+        -- estimates, without the check.
+        create domain relay.call as text check (value = relay.this_call());
+        revoke usage on domain relay.call from public;
+    end if;
+end
+$$;
+
+-- Drops the functions that a former edition has without `call`, and gives who was granted one the right to what replaces it.
+create or replace function relay.replace_functions() returns void
+language plpgsql set search_path = pg_catalog, pg_temp
+as $$
+declare
+    former  record;
+    granted record;
+    detail  text;
+begin
+    for former in
+        select f.oid::regprocedure as name, f.proacl as rights, f.proowner as owner, present.oid::regprocedure as present
+          from pg_proc as f
+          join pg_proc as present on present.pronamespace = f.pronamespace and present.proname = f.proname
+         where f.pronamespace = to_regnamespace('relay') and 'relay.call'::regtype <> all (f.proargtypes::oid[])
+           and 'relay.call'::regtype = any (present.proargtypes::oid[])
+    loop
+        for granted in select a.grantee::regrole as role, a.is_grantable from aclexplode(former.rights) as a
+                        where a.grantee not in (0, former.owner) loop
+            execute format('grant execute on function %s to %s%s', former.present, granted.role,
+                           case when granted.is_grantable then ' with grant option' end);
+        end loop;
+        execute format('drop function %s', former.name);
+    end loop;
+exception when dependent_objects_still_exist then
+    get stacked diagnostics detail = pg_exception_detail;
+    raise exception using errcode = 'restrict_violation', message = format(
+        'functions of relay have new arguments, and other objects depend on them (%s): drop these, run `relay init` again, and '
+        'create them again', replace(detail, chr(10), '; '));
+end
+$$;
+
+revoke all on function relay.replace_functions() from public;
+
+-- The role that wrote a call. Functions that call others of relay's pass `call` on: else these would be called by the owner of both.
+create or replace function relay.calling_role(call relay.call) returns name
+language plpgsql stable
+as $$
+declare
+    stamp text := pg_backend_pid()::text || ' ' || extract(epoch from now())::text || ' ';
+begin
+    if starts_with(call, stamp) then
+        return substr(call, length(stamp) + 1);
+    end if;
+    raise insufficient_privilege using message = 'relay: who calls is filled in by the server: leave out the argument "call"';
+end
+$$;
+
+-- Whether the caller is a member of a role, or of relay, which has the rights to the tables. Nobody is of one that was dropped.
+create or replace function relay.may_act_as(name text, call relay.call) returns boolean
+language plpgsql stable
+as $$
+declare
+    caller name := relay.calling_role(call);
+begin
+    return coalesce(pg_has_role(caller, to_regrole(quote_ident(name))::oid, 'member'), false)
+           or to_regrole('relay') is not null and pg_has_role(caller, 'relay', 'member');
+end
+$$;
+
 -- Raises an error, which names what is given, for JSON that is too much for what is evaluated again and again: longer than "most"
 -- characters, or with a number of more than 250 digits before or after its point.
 create or replace function relay.require_bounded(given jsonb, most int, named text) returns void
@@ -96,14 +177,12 @@ end
 $$;
 
 -- Raises an error where another role than relay's gives the group whose configuration has a schedule.
-create or replace function relay.require_configuring(configured_by text) returns void
+create or replace function relay.require_configuring(configured_by text, call relay.call) returns void
 language plpgsql set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_variable
-declare
-    caller name := case current_setting('role') when 'none' then session_user else current_setting('role')::name end;
 begin
-    if configured_by is not null and to_regrole('relay') is not null and not pg_has_role(caller, 'relay', 'member') then
+    if configured_by is not null and to_regrole('relay') is not null and not relay.may_act_as('relay', call) then
         raise insufficient_privilege using message = 'configured_by: only a member of the role relay may give it';
     end if;
 end
@@ -111,20 +190,17 @@ $$;
 
 -- Raises an error unless the calling role is a member of a schedule's owner, or of relay. A schedule of a configuration is
 -- relay's. One of a former edition has no owner: who may publish may change it, until it is declared again.
-create or replace function relay.require_owner(schedule relay.schedules, called text) returns void
+create or replace function relay.require_owner(schedule relay.schedules, called text, call relay.call) returns void
 language plpgsql stable set search_path = pg_catalog, pg_temp
 as $$
-declare
-    caller name := case current_setting('role') when 'none' then session_user else current_setting('role')::name end;
 begin
-    if to_regrole('relay') is null or pg_has_role(caller, 'relay', 'member') then
+    if to_regrole('relay') is null or relay.may_act_as('relay', call) then
         return;
     elsif schedule.configured_by is not null then
         raise insufficient_privilege using message = format(
             '%s: %s is in the configuration of group %s: only a member of the role relay may change it', called, schedule.name,
             schedule.configured_by);
-    elsif schedule.owner is not null
-          and (to_regrole(quote_ident(schedule.owner)) is null or not pg_has_role(caller, schedule.owner, 'member')) then
+    elsif schedule.owner is not null and not relay.may_act_as(schedule.owner, call) then
         raise insufficient_privilege using message = format(
             '%s: %s belongs to the role %s: only its members, and those of relay, may change it', called, schedule.name,
             schedule.owner);
@@ -143,13 +219,14 @@ create or replace function relay.declare_schedule(
     timezone      text        default 'UTC',
     missed        text        default 'latest',
     jitter        interval    default '0 s',
-    configured_by text        default null
+    configured_by text        default null,
+    call relay.call default relay.this_call()
 ) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_variable
 declare
-    caller  name := case current_setting('role') when 'none' then session_user else current_setting('role')::name end;
+    caller  name := relay.calling_role(call);
     fault   text;
     unknown text;
     former  relay.schedules;
@@ -195,7 +272,7 @@ begin
         raise invalid_parameter_value using
             message = format('relay.declare_schedule: timezone: %L is not a time zone such as Europe/Paris', timezone);
     end if;
-    perform relay.require_configuring(configured_by);
+    perform relay.require_configuring(configured_by, call);
 
     insert into relay.schedules as s (name, cron, every, at, timezone, missed, jitter, publish, configured_by, owner)
     values (name, cron, every, at, timezone, missed, jitter, publish, configured_by,
@@ -214,7 +291,7 @@ begin
        is not distinct from (cron, every, at, timezone, missed, jitter, publish) then
         return false;
     end if;
-    perform relay.require_owner(former, 'relay.declare_schedule');
+    perform relay.require_owner(former, 'relay.declare_schedule', call);
     update relay.schedules as s
        set cron = declare_schedule.cron, every = declare_schedule.every, at = declare_schedule.at,
            timezone = declare_schedule.timezone, missed = declare_schedule.missed, jitter = declare_schedule.jitter,
@@ -228,14 +305,16 @@ end
 $$;
 
 -- Drops a schedule that SQL declared; returns whether there was one. configured_by: one of a group's configuration.
-create or replace function relay.drop_schedule(name text, configured_by text default null) returns boolean
+create or replace function relay.drop_schedule(
+    name text, configured_by text default null, call relay.call default relay.this_call()
+) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_variable
 declare
     s relay.schedules;
 begin
-    perform relay.require_configuring(configured_by);
+    perform relay.require_configuring(configured_by, call);
     select * into s from relay.schedules as r where r.name = drop_schedule.name for update;
     if not found or s.configured_by is null and configured_by is not null then
         return false;
@@ -243,14 +322,16 @@ begin
         raise object_not_in_prerequisite_state using message = format(
             'relay.drop_schedule: %s is in the configuration of group %s: remove it there', name, s.configured_by);
     end if;
-    perform relay.require_owner(s, 'relay.drop_schedule');
+    perform relay.require_owner(s, 'relay.drop_schedule', call);
     delete from relay.schedules as r where r.name = drop_schedule.name;
     return true;
 end
 $$;
 
 -- Pauses a schedule or lets it go on; returns whether that changed anything. Times of a pause are not missed.
-create or replace function relay.pause_schedule(name text, paused boolean) returns boolean
+create or replace function relay.pause_schedule(
+    name text, paused boolean, call relay.call default relay.this_call()
+) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_variable
@@ -261,7 +342,7 @@ begin
     if not found then
         return false;
     end if;
-    perform relay.require_owner(s, 'relay.pause_schedule');
+    perform relay.require_owner(s, 'relay.pause_schedule', call);
     update relay.schedules as r
        set paused_at = case when paused then clock_timestamp() end, since = clock_timestamp(), next_at = null,
            due_at = null, version = r.version + 1
@@ -283,7 +364,7 @@ as $$
 $$;
 
 -- Publishes a schedule's event now, beside its times; returns the event's id, null if there is no such schedule.
-create or replace function relay.run_schedule(name text) returns uuid
+create or replace function relay.run_schedule(name text, call relay.call default relay.this_call()) returns uuid
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_variable
@@ -295,7 +376,7 @@ begin
     if not found then
         return null;
     end if;
-    perform relay.require_owner(s, 'relay.run_schedule');
+    perform relay.require_owner(s, 'relay.run_schedule', call);
     perform relay.publish((s.publish ->> 'host_id')::uuid, (s.publish ->> 'user_id')::uuid,
                           relay.schedule_event(s, event_id, '{}'));
     return event_id;
@@ -355,28 +436,32 @@ begin
 end
 $$;
 
-comment on function relay.declare_schedule(text, jsonb, text, interval, timestamptz, text, text, interval, text) is
+select relay.replace_functions();
+
+comment on function relay.declare_schedule(text, jsonb, text, interval, timestamptz, text, text, interval, text, relay.call) is
     'Declares a schedule, or changes it; returns whether that changed anything.';
 
-revoke all on function relay.declare_schedule(text, jsonb, text, interval, timestamptz, text, text, interval, text),
-    relay.drop_schedule(text, text), relay.pause_schedule(text, boolean), relay.run_schedule(text),
-    relay.schedule_event(relay.schedules, uuid, jsonb), relay.require_configuring(text),
-    relay.require_owner(relay.schedules, text), relay.require_bounded(jsonb, int, text),
+revoke all on function relay.declare_schedule(text, jsonb, text, interval, timestamptz, text, text, interval, text, relay.call),
+    relay.drop_schedule(text, text, relay.call), relay.pause_schedule(text, boolean, relay.call), relay.run_schedule(text, relay.call),
+    relay.schedule_event(relay.schedules, uuid, jsonb), relay.require_configuring(text, relay.call),
+    relay.require_owner(relay.schedules, text, relay.call), relay.require_bounded(jsonb, int, text),
+    relay.calling_role(relay.call), relay.may_act_as(text, relay.call),
     relay.tick(text, uuid, bigint, timestamptz[], uuid[], timestamptz, timestamptz, timestamptz, bigint, text) from public;
 
 do $$
 begin
     if to_regrole('relay_publisher') is not null then
         grant execute on function
-            relay.declare_schedule(text, jsonb, text, interval, timestamptz, text, text, interval, text),
-            relay.drop_schedule(text, text), relay.pause_schedule(text, boolean), relay.run_schedule(text)
+            relay.declare_schedule(text, jsonb, text, interval, timestamptz, text, text, interval, text, relay.call),
+            relay.drop_schedule(text, text, relay.call), relay.pause_schedule(text, boolean, relay.call),
+            relay.run_schedule(text, relay.call)
             to relay_publisher;
     end if;
     if to_regrole('relay') is not null then
         grant select on relay.schedules to relay;
-        grant execute on function relay.declare_schedule(text, jsonb, text, interval, timestamptz, text, text, interval, text) to relay;
-        grant execute on function relay.drop_schedule(text, text), relay.pause_schedule(text, boolean) to relay;
-        grant execute on function relay.run_schedule(text) to relay;
+        grant execute on function relay.declare_schedule(text, jsonb, text, interval, timestamptz, text, text, interval, text, relay.call) to relay;
+        grant execute on function relay.drop_schedule(text, text, relay.call), relay.pause_schedule(text, boolean, relay.call) to relay;
+        grant execute on function relay.run_schedule(text, relay.call) to relay;
         grant execute on function relay.tick(text, uuid, bigint, timestamptz[], uuid[], timestamptz, timestamptz, timestamptz, bigint, text) to relay;
     end if;
 end
@@ -390,12 +475,14 @@ begin
         return;
     end if;
     grant select, insert, update, delete on relay.schedules to relay_owner;
-    grant execute on function relay.schedule_event(relay.schedules, uuid, jsonb), relay.require_configuring(text),
-        relay.require_owner(relay.schedules, text), relay.require_bounded(jsonb, int, text) to relay_owner;
+    grant execute on function relay.schedule_event(relay.schedules, uuid, jsonb), relay.require_configuring(text, relay.call),
+        relay.require_owner(relay.schedules, text, relay.call), relay.require_bounded(jsonb, int, text),
+        relay.calling_role(relay.call), relay.may_act_as(text, relay.call) to relay_owner;
     grant create on schema relay to relay_owner;
     foreach called in array array[
-        'declare_schedule(text, jsonb, text, interval, timestamptz, text, text, interval, text)', 'drop_schedule(text, text)',
-        'pause_schedule(text, boolean)', 'run_schedule(text)',
+        'declare_schedule(text, jsonb, text, interval, timestamptz, text, text, interval, text, relay.call)',
+        'drop_schedule(text, text, relay.call)',
+        'pause_schedule(text, boolean, relay.call)', 'run_schedule(text, relay.call)',
         'tick(text, uuid, bigint, timestamptz[], uuid[], timestamptz, timestamptz, timestamptz, bigint, text)'] loop
         execute format('alter function relay.%s owner to relay_owner', called);
     end loop;

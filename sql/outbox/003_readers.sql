@@ -244,30 +244,23 @@ begin
 end
 $$;
 
--- Functions of former editions with other arguments or results.
-drop function if exists relay.declare_reader(text, jsonb, text, interval, interval);
-drop function if exists relay.log_reader(text);
-drop function if exists relay.share_lanes(text);
+-- Of a former edition.
 drop function if exists relay.log_start(text);
-drop function if exists relay.move_reader(text, bigint, pg_snapshot);
 
 -- The reader, if the caller is a member of its owner, or of relay, and where it is; an error otherwise.
-create or replace function relay.log_reader(asked text, out reader bigint, out number bigint, out snapshot pg_snapshot,
+create or replace function relay.log_reader(asked text, call relay.call, out reader bigint, out number bigint, out snapshot pg_snapshot,
                                             out given_up_at timestamptz, out expired_at timestamptz,
                                             out declared relay.log_readers)
 language plpgsql stable set search_path = pg_catalog, pg_temp
 as $$
 declare
-    caller name := case current_setting('role') when 'none' then session_user else current_setting('role')::name end;
-    found  relay.log_readers;
+    found relay.log_readers;
 begin
     select * into found from relay.log_readers as r where r.name = asked;
     -- Nobody is told the names of others' readers.
-    if found.id is null or not (
-        to_regrole(quote_ident(found.owner)) is not null and pg_has_role(caller, found.owner, 'member')
-        or to_regrole('relay') is not null and pg_has_role(caller, 'relay', 'member')) then
+    if found.id is null or not relay.may_act_as(found.owner, call) then
         raise insufficient_privilege using
-            message = format('relay: there is no reader %L of the role %s', asked, caller),
+            message = format('relay: there is no reader %L of the role %s', asked, relay.calling_role(call)),
             hint = 'Declare it with relay.declare_reader, or be a member of the role that has declared it. Of a reader with '
                    'lanes, read each lane: the first one of billing is billing/1.';
     end if;
@@ -384,12 +377,13 @@ $$;
 -- of them, in order.
 create or replace function relay.declare_reader(
     name text, match jsonb default '{}', start text default 'now', expires interval default null, max_lag interval default null,
-    "where" text default null, params jsonb default null, lanes int default null, lane_key text default 'host'
+    "where" text default null, params jsonb default null, lanes int default null, lane_key text default 'host',
+    call relay.call default relay.this_call()
 ) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
 as $$
 declare
-    caller name := case current_setting('role') when 'none' then session_user else current_setting('role')::name end;
+    caller name        := relay.calling_role(call);
     bound  uuid        := relay.present_history();
     first  pg_snapshot := relay.log_start(declare_reader.start, bound);
     path   jsonpath;
@@ -430,7 +424,7 @@ begin
            (case when declare_reader.lanes is not null then declare_reader.name end, declare_reader.lanes,
             case when declare_reader.lanes is not null then declare_reader.lane_key end) limit 1;
     if found then
-        perform relay.log_reader(others.name);
+        perform relay.log_reader(others.name, call);
         raise invalid_parameter_value using
             message = format('relay.declare_reader: lanes: the reader %L has %s: to change that, drop it and declare it again',
                              declare_reader.name, coalesce(others.lanes || ' lanes by ' || others.lane_key, 'no lanes'));
@@ -445,7 +439,7 @@ begin
           from (select case when declare_reader.lanes is not null then declare_reader.name end as lane_of) as l
             on conflict on constraint log_readers_name_key do nothing returning id into new_id;
         if new_id is null then
-            perform relay.log_reader(each);
+            perform relay.log_reader(each, call);
             if not exists (select from relay.log_readers as r where r.name = each
                               and r.lanes is not distinct from declare_reader.lanes) then
                 raise invalid_parameter_value using
@@ -549,7 +543,9 @@ $$;
 -- the position that relay.advance is to be given when all of them are done. An only row without id: nothing of what is new
 -- matches. No row: nothing is new.
 -- It reads on from "after", a position that it has returned and that is not advanced to yet, instead of from where the reader is.
-create or replace function relay.read(reader text, max int default 1000, after text default null)
+create or replace function relay.read(
+    reader text, max int default 1000, after text default null, call relay.call default relay.this_call()
+)
 returns table ("position" text, id uuid, host_id uuid, user_id uuid, aggregate_type text, aggregate_id text,
                aggregate_version bigint, event_type text, event_ts timestamptz, payload jsonb, metadata jsonb,
                transaction_id uuid, transaction_ordinal int, transaction_count int, deliver_at timestamptz, c_offset bigint,
@@ -571,7 +567,7 @@ begin
     if read.max is null or read.max < 1 then
         raise invalid_parameter_value using message = 'relay.read: max must be 1 or more';
     end if;
-    select * into its from relay.log_reader(read.reader);
+    select * into its from relay.log_reader(read.reader, call);
     if its.given_up_at is not null then
         raise object_not_in_prerequisite_state using
             message = format('relay.read: the reader %L was given up by retention (%s) at %s, and events that it has not read '
@@ -641,7 +637,9 @@ $$;
 
 -- Moves a reader that the caller owns; from is the number of the position that it must be at, null: any. Then it goes on in the
 -- present history. "origin" is that of a position that was read before.
-create or replace function relay.move_reader(reader text, from_number bigint, snapshot pg_snapshot, origin text default null)
+create or replace function relay.move_reader(
+    reader text, call relay.call, from_number bigint, snapshot pg_snapshot, origin text default null
+)
 returns void
 language plpgsql set search_path = pg_catalog, pg_temp
 as $$
@@ -650,7 +648,7 @@ declare
     its   record;
     bound uuid;
 begin
-    select * into its from relay.log_reader(move_reader.reader);
+    select * into its from relay.log_reader(move_reader.reader, call);
     if from_number is null then
         bound := relay.present_history();
     else
@@ -691,11 +689,11 @@ end
 $$;
 
 -- Gives up the readers that have expired, and drops those for which that is seven days ago; returns the names of those given up.
-create or replace function relay.expire_readers() returns setof text
+create or replace function relay.expire_readers(call relay.call default relay.this_call()) returns setof text
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform relay.drop_reader(r.name)
+    perform relay.drop_reader(r.name, call)
        from (select coalesce(l.lane_of, l.name) as name from relay.log_readers as l
               group by 1 having bool_and(coalesce(l.expired_at < now() - interval '7 days', false))) as r;
     return query
@@ -711,7 +709,7 @@ $$;
 
 -- Moves a reader to a position that relay.read has returned, in the caller's transaction. Fails where another session has moved
 -- it since; one that has moved it and not committed yet is waited for.
-create or replace function relay.advance(reader text, "position" text) returns void
+create or replace function relay.advance(reader text, "position" text, call relay.call default relay.this_call()) returns void
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
@@ -725,36 +723,36 @@ begin
         raise invalid_parameter_value using
             message = format('relay.advance: the position %L is ahead of this server', advance."position");
     end if;
-    perform relay.move_reader(advance.reader, from_number => given.number, snapshot => given.snapshot, origin => given.origin);
+    perform relay.move_reader(advance.reader, call, from_number => given.number, snapshot => given.snapshot, origin => given.origin);
 end
 $$;
 
 -- Moves a reader, or all lanes of a name, to now, to the beginning, or to a position. One that retention has given up goes on from
 -- there.
-create or replace function relay.seek(reader text, "to" text) returns void
+create or replace function relay.seek(reader text, "to" text, call relay.call default relay.this_call()) returns void
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform relay.move_reader(n.name, from_number => null, snapshot => relay.log_start(seek."to", relay.present_history()))
+    perform relay.move_reader(n.name, call, from_number => null, snapshot => relay.log_start(seek."to", relay.present_history()))
        from relay.reader_names(seek.reader) as n (name);
 end
 $$;
 
 -- Lets this session read alone, until it ends: returns where the reader is, as a position for "after" and for relay.advance, or null
 -- while another session has it. Whoever had it before can no longer advance.
-create or replace function relay.claim_reader(reader text) returns text
+create or replace function relay.claim_reader(reader text, call relay.call default relay.this_call()) returns text
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     its record;
 begin
-    select * into its from relay.log_reader(claim_reader.reader);
+    select * into its from relay.log_reader(claim_reader.reader, call);
     if not pg_try_advisory_lock(x'72647263'::int, (its.reader % 2147483648)::int) then
         return null;
     end if;
     begin
-        select * into its from relay.log_reader(claim_reader.reader);
-        perform relay.move_reader(claim_reader.reader, from_number => its.number, snapshot => its.snapshot);
+        select * into its from relay.log_reader(claim_reader.reader, call);
+        perform relay.move_reader(claim_reader.reader, call, from_number => its.number, snapshot => its.snapshot);
     exception when others then
         perform pg_advisory_unlock(x'72647263'::int, (its.reader % 2147483648)::int);
         raise;
@@ -792,13 +790,13 @@ $$;
 
 -- Says that a reader is in use, so that it does not expire, and moves nothing; relay.advance and relay.declare_reader say so, too.
 -- Of one without "expires" it notes nothing: readers that only wait would keep the database from being quiet.
-create or replace function relay.keep_reader(reader text) returns void
+create or replace function relay.keep_reader(reader text, call relay.call default relay.this_call()) returns void
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     its record;
 begin
-    select * into its from relay.log_reader(keep_reader.reader);
+    select * into its from relay.log_reader(keep_reader.reader, call);
     if (its.declared).expires is null then
         return;
     end if;
@@ -830,7 +828,7 @@ $$;
 
 -- The lanes of a name, the server's process of the session that has claimed each, how many sessions share them, and how many of these
 -- come before this one. A session that "joins" is one of them until it ends: the others leave lanes for it.
-create or replace function relay.share_lanes(reader text, joins boolean default false)
+create or replace function relay.share_lanes(reader text, joins boolean default false, call relay.call default relay.this_call())
 returns table (lane text, pid int, members int, rank int)
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
@@ -839,7 +837,7 @@ declare
     first oid;
     here  oid := (select d.oid from pg_database as d where d.datname = current_database());
 begin
-    perform relay.log_reader(n.name) from relay.reader_names(share_lanes.reader) as n (name);
+    perform relay.log_reader(n.name, call) from relay.reader_names(share_lanes.reader) as n (name);
     select (min(r.id) % 2147483648)::oid into first from relay.log_readers as r where r.lane_of = share_lanes.reader;
     if first is null then
         raise invalid_parameter_value using message = format('relay: the reader %L has no lanes', share_lanes.reader);
@@ -863,14 +861,14 @@ end
 $$;
 
 -- Drops a reader, or all lanes of a name: retention no longer keeps rows for it.
-create or replace function relay.drop_reader(name text) returns void
+create or replace function relay.drop_reader(name text, call relay.call default relay.this_call()) returns void
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     each text;
 begin
     for each in select n from relay.reader_names(drop_reader.name) as n loop
-        perform relay.log_reader(each);
+        perform relay.log_reader(each, call);
         if each = drop_reader.name and exists (select from relay.log_readers as r where r.name = each and r.lane is not null) then
             raise invalid_parameter_value using
                 message = format('relay.drop_reader: %L is a lane, whose events no other lane would get: drop all of them', each);
@@ -880,6 +878,8 @@ begin
     end loop;
 end
 $$;
+
+select relay.replace_functions();
 
 do $$
 declare
@@ -894,32 +894,38 @@ begin
               when insufficient_privilege then
         raise notice 'relay: this role may not create roles; create relay_reader yourself, then run this file again';
     end;
-    foreach each in array array['relay.glob_expression(text)', 'relay.match_condition(jsonb)', 'relay.log_reader(text)', 'relay.log_start(text, uuid)',
+    foreach each in array array['relay.glob_expression(text)', 'relay.match_condition(jsonb)', 'relay.log_reader(text, relay.call)',
+                                'relay.log_start(text, uuid)',
                                 'relay.present_history()', 'relay.log_origin(uuid)', 'relay.log_position(text)',
                                 'relay.require_history(relay.log_readers)',
                                 'relay.next_transactions(pg_snapshot, pg_snapshot, int)',
-                                'relay.move_reader(text, bigint, pg_snapshot, text)', 'relay.reader_names(text)',
+                                'relay.move_reader(text, relay.call, bigint, pg_snapshot, text)', 'relay.reader_names(text)',
                                 'relay.lane_condition(text, int, int)', 'relay.event_satisfies(jsonb, jsonpath, jsonb)',
                                 'relay.condition_path(text, jsonb, text)', 'relay.event_condition(text, text)',
-                                'relay.declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text)', 'relay.share_lanes(text, boolean)',
-                                'relay.read(text, int, text)', 'relay.advance(text, text)', 'relay.seek(text, text)',
-                                'relay.drop_reader(text)', 'relay.claim_reader(text)', 'relay.keep_reader(text)', 'relay.watch_log()',
+                                'relay.declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text, relay.call)',
+                                'relay.share_lanes(text, boolean, relay.call)',
+                                'relay.read(text, int, text, relay.call)', 'relay.advance(text, text, relay.call)',
+                                'relay.seek(text, text, relay.call)',
+                                'relay.drop_reader(text, relay.call)', 'relay.claim_reader(text, relay.call)',
+                                'relay.keep_reader(text, relay.call)', 'relay.watch_log()',
                                 'relay.log_is_quiet(text)',
-                                'relay.wake_readers()', 'relay.expire_readers()'] loop
+                                'relay.wake_readers()', 'relay.expire_readers(relay.call)'] loop
         execute format('revoke all on function %s from public', each);
     end loop;
     if to_regrole('relay_reader') is not null then
         grant usage on schema relay to relay_reader;
-        grant execute on function relay.declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text),
-                                  relay.read(text, int, text), relay.advance(text, text), relay.share_lanes(text, boolean),
-                                  relay.seek(text, text), relay.drop_reader(text), relay.claim_reader(text), relay.keep_reader(text),
+        grant execute on function relay.declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text, relay.call),
+                                  relay.read(text, int, text, relay.call), relay.advance(text, text, relay.call),
+                                  relay.share_lanes(text, boolean, relay.call),
+                                  relay.seek(text, text, relay.call), relay.drop_reader(text, relay.call),
+                                  relay.claim_reader(text, relay.call), relay.keep_reader(text, relay.call),
                                   relay.watch_log(), relay.log_is_quiet(text)
             to relay_reader;
     end if;
     if to_regrole('relay') is not null then
         grant select on relay.log_readers, relay.log_positions to relay;
-        grant execute on function relay.wake_readers(), relay.expire_readers(), relay.seek(text, text),
-                                  relay.drop_reader(text), relay.log_origin(uuid) to relay;
+        grant execute on function relay.wake_readers(), relay.expire_readers(relay.call), relay.seek(text, text, relay.call),
+                                  relay.drop_reader(text, relay.call), relay.log_origin(uuid) to relay;
     end if;
 end
 $$;
@@ -933,19 +939,22 @@ begin
     end if;
     grant select on public.outbox_message_t to relay_owner;
     grant select, insert, update, delete on relay.log_readers, relay.log_positions, relay.readers to relay_owner;
-    grant execute on function relay.glob_expression(text), relay.match_condition(jsonb), relay.log_reader(text), relay.log_start(text, uuid),
+    grant execute on function relay.glob_expression(text), relay.match_condition(jsonb), relay.log_reader(text, relay.call),
+        relay.log_start(text, uuid),
                               relay.present_history(), relay.log_origin(uuid), relay.log_position(text),
                               relay.require_history(relay.log_readers),
                               relay.next_transactions(pg_snapshot, pg_snapshot, int),
-                              relay.move_reader(text, bigint, pg_snapshot, text), relay.reader_names(text),
+                              relay.move_reader(text, relay.call, bigint, pg_snapshot, text), relay.reader_names(text),
                               relay.lane_condition(text, int, int), relay.event_satisfies(jsonb, jsonpath, jsonb),
                               relay.condition_path(text, jsonb, text), relay.event_condition(text, text) to relay_owner;
     grant create on schema relay to relay_owner;
     -- A function's new owner must have the right to create in its schema.
-    foreach each in array array['declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text)', 'share_lanes(text, boolean)',
-                                'read(text, int, text)', 'advance(text, text)',
-                                'seek(text, text)', 'drop_reader(text)', 'claim_reader(text)', 'keep_reader(text)',
-                                'log_is_quiet(text)', 'expire_readers()'] loop
+    foreach each in array array['declare_reader(text, jsonb, text, interval, interval, text, jsonb, int, text, relay.call)',
+                                'share_lanes(text, boolean, relay.call)',
+                                'read(text, int, text, relay.call)', 'advance(text, text, relay.call)',
+                                'seek(text, text, relay.call)', 'drop_reader(text, relay.call)', 'claim_reader(text, relay.call)',
+                                'keep_reader(text, relay.call)',
+                                'log_is_quiet(text)', 'expire_readers(relay.call)'] loop
         execute format('alter function relay.%s owner to relay_owner', each);
     end loop;
     revoke create on schema relay from relay_owner;

@@ -62,12 +62,13 @@ comment on column relay.log_subscribers.noted_at is
 -- are those of relay.declare_reader. The fields for which match has an exact text, without *, ? and [, are looked up in an index.
 create or replace function relay.declare_subscriber(
     reader text, name text, match jsonb default '{}', "where" text default null, params jsonb default null,
-    expires interval default null
+    expires interval default null,
+    call relay.call default relay.this_call()
 ) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
 as $$
 declare
-    its     bigint := (relay.log_reader(declare_subscriber.reader)).reader;
+    its     bigint := (relay.log_reader(declare_subscriber.reader, call)).reader;
     path    text   := coalesce(relay.condition_path(declare_subscriber."where", declare_subscriber.params,
                                                     'relay.declare_subscriber')::text, '');
     exact   text[];
@@ -118,12 +119,14 @@ end
 $$;
 
 -- The subscribers of a reader whose conditions events satisfy, for each of the events, which are of relay's own outbox.
-create or replace function relay.subscribers_of(reader text, events uuid[]) returns table (event uuid, subscriber text)
+create or replace function relay.subscribers_of(
+    reader text, events uuid[], call relay.call default relay.this_call()
+) returns table (event uuid, subscriber text)
 language plpgsql stable security definer set search_path = pg_catalog, pg_temp set timezone = 'UTC' set row_security = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off
 as $$
 declare
-    its bigint := (relay.log_reader(subscribers_of.reader)).reader;
+    its bigint := (relay.log_reader(subscribers_of.reader, call)).reader;
     c   relay.log_conditions;
 begin
     for c in select * from relay.log_conditions as d where d.reader = its loop
@@ -151,12 +154,14 @@ as $$
 $$;
 
 -- Drops a subscriber; returns whether there was one.
-create or replace function relay.drop_subscriber(reader text, name text) returns boolean
+create or replace function relay.drop_subscriber(
+    reader text, name text, call relay.call default relay.this_call()
+) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 begin
     delete from relay.log_subscribers as s
-     where s.reader = (relay.log_reader(drop_subscriber.reader)).reader and s.name = drop_subscriber.name;
+     where s.reader = (relay.log_reader(drop_subscriber.reader, call)).reader and s.name = drop_subscriber.name;
     return found;
 end
 $$;
@@ -177,17 +182,21 @@ begin
 end
 $$;
 
+select relay.replace_functions();
+
 do $$
 declare
     each text;
 begin
-    foreach each in array array['event_texts(text[])', 'declare_subscriber(text, text, jsonb, text, jsonb, interval)',
-                                'subscribers_of(text, uuid[])', 'drop_subscriber(text, text)', 'expire_subscribers()'] loop
+    foreach each in array array['event_texts(text[])', 'declare_subscriber(text, text, jsonb, text, jsonb, interval, relay.call)',
+                                'subscribers_of(text, uuid[], relay.call)', 'drop_subscriber(text, text, relay.call)',
+                                'expire_subscribers()'] loop
         execute format('revoke all on function relay.%s from public', each);
     end loop;
     if to_regrole('relay_reader') is not null then
-        grant execute on function relay.declare_subscriber(text, text, jsonb, text, jsonb, interval),
-                                  relay.subscribers_of(text, uuid[]), relay.drop_subscriber(text, text) to relay_reader;
+        grant execute on function relay.declare_subscriber(text, text, jsonb, text, jsonb, interval, relay.call),
+                                  relay.subscribers_of(text, uuid[], relay.call),
+                                  relay.drop_subscriber(text, text, relay.call) to relay_reader;
     end if;
     if to_regrole('relay') is not null then
         grant select on relay.log_conditions, relay.log_subscribers to relay;
@@ -206,8 +215,9 @@ begin
     grant select, insert, update, delete on relay.log_conditions, relay.log_subscribers to relay_owner;
     grant execute on function relay.event_texts(text[]) to relay_owner;
     grant create on schema relay to relay_owner;
-    foreach each in array array['declare_subscriber(text, text, jsonb, text, jsonb, interval)', 'subscribers_of(text, uuid[])',
-                                'drop_subscriber(text, text)', 'expire_subscribers()'] loop
+    foreach each in array array['declare_subscriber(text, text, jsonb, text, jsonb, interval, relay.call)',
+                                'subscribers_of(text, uuid[], relay.call)',
+                                'drop_subscriber(text, text, relay.call)', 'expire_subscribers()'] loop
         execute format('alter function relay.%s owner to relay_owner', each);
     end loop;
     revoke create on schema relay from relay_owner;

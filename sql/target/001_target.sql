@@ -448,7 +448,7 @@ create table if not exists relay.dead_letter_actions (
     transaction_id text,
     action         text        not null,
     reason         text,
-    acted_by       text        not null default session_user,
+    acted_by       text        not null default current_user,
     acted_at       timestamptz not null default clock_timestamp()
 );
 create index if not exists dead_letter_actions_dead on relay.dead_letter_actions (dead_transaction);
@@ -463,10 +463,14 @@ create table if not exists relay.actions (
     action   text        not null,
     reason   text,
     detail   jsonb,
-    acted_by text        not null default session_user,
+    acted_by text        not null default current_user,
     acted_at timestamptz not null default clock_timestamp()
 );
 create index if not exists actions_group on relay.actions (group_id, sink, id);
+
+-- A former edition took who opened the session.
+alter table relay.dead_letter_actions alter column acted_by set default current_user;
+alter table relay.actions alter column acted_by set default current_user;
 
 comment on table relay.actions is
     'one row for each thing that somebody did to a running group, such as deferred run; what, to how much of it: detail';

@@ -234,31 +234,90 @@ comment on column relay.queue_fill_deferred.keys is
 -- The functions that nobody else may call have no settings of their own, which would cost as much as a statement: those that call
 -- them set the search path and how statements are planned.
 
--- The role that called a function: SECURITY DEFINER hides it from current_user, but not from the setting.
-create or replace function relay.calling_role() returns name
+-- Who calls. The last argument of the functions that decide by it, `call`, is filled where the call is written: the role as which that
+-- code runs. session_user is who opened the session: a superuser's, where autovacuum, ANALYZE or REINDEX calls a function of somebody
+-- else's index. The number of the session and the time of the transaction are in it so that a value that was stored somewhere is worth
+-- nothing later. The time as a number: neither the time zone nor extra_float_digits changes its text.
+create or replace function relay.this_call() returns text
 language sql stable
+return pg_backend_pid()::text || ' ' || extract(epoch from now())::text || ' ' || current_user::text;
+
+-- Where whoever calls is asked. Some administrators take it from everybody.
+grant execute on function relay.this_call() to public;
+
+do $$
+begin
+    if to_regtype('relay.call') is null then
+        -- Checked where the call is written, too. Functions with it that return one value are VOLATILE: the planner calls others for its
+        -- estimates, without the check.
+        create domain relay.call as text check (value = relay.this_call());
+        revoke usage on domain relay.call from public;
+    end if;
+end
+$$;
+
+-- Drops the functions that a former edition has without `call`, and gives who was granted one the right to what replaces it.
+create or replace function relay.replace_functions() returns void
+language plpgsql set search_path = pg_catalog, pg_temp
 as $$
-    select case current_setting('role') when 'none' then session_user else current_setting('role')::name end
+declare
+    former  record;
+    granted record;
+    detail  text;
+begin
+    for former in
+        select f.oid::regprocedure as name, f.proacl as rights, f.proowner as owner, present.oid::regprocedure as present
+          from pg_proc as f
+          join pg_proc as present on present.pronamespace = f.pronamespace and present.proname = f.proname
+         where f.pronamespace = to_regnamespace('relay') and 'relay.call'::regtype <> all (f.proargtypes::oid[])
+           and 'relay.call'::regtype = any (present.proargtypes::oid[])
+    loop
+        for granted in select a.grantee::regrole as role, a.is_grantable from aclexplode(former.rights) as a
+                        where a.grantee not in (0, former.owner) loop
+            execute format('grant execute on function %s to %s%s', former.present, granted.role,
+                           case when granted.is_grantable then ' with grant option' end);
+        end loop;
+        execute format('drop function %s', former.name);
+    end loop;
+exception when dependent_objects_still_exist then
+    get stacked diagnostics detail = pg_exception_detail;
+    raise exception using errcode = 'restrict_violation', message = format(
+        'functions of relay have new arguments, and other objects depend on them (%s): drop these, run `relay init` again, and '
+        'create them again', replace(detail, chr(10), '; '));
+end
+$$;
+
+revoke all on function relay.replace_functions() from public;
+
+-- The role that wrote a call. Functions that call others of relay's pass `call` on: else these would be called by the owner of both.
+create or replace function relay.calling_role(call relay.call) returns name
+language plpgsql stable
+as $$
+declare
+    stamp text := pg_backend_pid()::text || ' ' || extract(epoch from now())::text || ' ';
+begin
+    if starts_with(call, stamp) then
+        return substr(call, length(stamp) + 1);
+    end if;
+    raise insufficient_privilege using message = 'relay: who calls is filled in by the server: leave out the argument "call"';
+end
 $$;
 
 -- Whether the caller is a member of a role, or of relay, which has the rights to the tables. Nobody is of one that was dropped.
-create or replace function relay.may_act_as(name text) returns boolean
-language sql stable
+create or replace function relay.may_act_as(name text, call relay.call) returns boolean
+language plpgsql stable
 as $$
-    select coalesce(pg_has_role(relay.calling_role(), to_regrole(quote_ident(name))::oid, 'member'), false)
-           or to_regrole('relay') is not null and pg_has_role(relay.calling_role(), 'relay', 'member')
+declare
+    caller name := relay.calling_role(call);
+begin
+    return coalesce(pg_has_role(caller, to_regrole(quote_ident(name))::oid, 'member'), false)
+           or to_regrole('relay') is not null and pg_has_role(caller, 'relay', 'member');
+end
 $$;
-
--- Functions of former editions with other arguments or results.
-drop function if exists relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text);
-drop function if exists relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text, interval, text, jsonb, boolean);
-drop function if exists relay.queue_state(text);
-drop function if exists relay.release(text, bigint, int);
-drop function if exists relay.release(text, bigint, int, interval); -- without `error`
 
 -- What the functions below need of a queue; no row unless it is declared, the caller may take from it, and its newest mark is not far ahead
 -- of the clock, which was set back then. One less far ahead is the queue's present until the clock has reached it.
-create or replace function relay.queue_state(asked text)
+create or replace function relay.queue_state(asked text, call relay.call)
 returns table (id bigint, keyed boolean, key text, attempts int, backoff interval, max_backoff interval, keeps boolean,
                paused boolean, mark bigint, due_mark timestamptz, noted_at timestamptz, start bigint)
 language sql stable
@@ -272,24 +331,24 @@ as $$
       from relay.queues as q
       left join lateral (select n.mark, n.due_mark, n.noted_at, n.start from relay.queue_marks as n
                           where n.queue_id = q.id order by n.mark desc, n.due_mark desc, n.noted_at desc limit 1) as m on true
-     where q.name = asked and relay.may_act_as(q.workers)
+     where q.name = asked and relay.may_act_as(q.workers, call)
        and (m.due_mark is null or m.due_mark <= statement_timestamp() + interval '1 minute')
 $$;
 
 -- The state of a queue, also after its marks that are ahead are deleted: what is given a time now would be below them. Raises an error
 -- where there is no such queue, or the caller may not take from it. Those who are called for each message look at relay.queue_state first.
-create or replace function relay.require_queue(asked text) returns record
+create or replace function relay.require_queue(asked text, call relay.call) returns record
 language plpgsql
 as $$
 declare
     q     record;
     named record;
 begin
-    select * into q from relay.queue_state(asked);
+    select * into q from relay.queue_state(asked, call);
     if found then
         return q;
     end if;
-    select d.id, d.workers, relay.may_act_as(d.workers) as permitted into named from relay.queues as d where d.name = asked;
+    select d.id, d.workers, relay.may_act_as(d.workers, call) as permitted into named from relay.queues as d where d.name = asked;
     if not found then
         raise undefined_object using message = format('there is no queue %L: declare it with relay.declare_queue', asked);
     end if;
@@ -299,7 +358,7 @@ begin
     end if;
     delete from relay.queue_marks as n
      where n.queue_id = named.id and n.due_mark > statement_timestamp() + interval '1 minute';
-    select * into q from relay.queue_state(asked);
+    select * into q from relay.queue_state(asked, call);
     return q;
 end
 $$;
@@ -607,13 +666,13 @@ $$;
 
 -- Says that this session waits for messages of a queue, and returns the channel that they are notified on. Then listen there, take
 -- what has come meanwhile, and wait. pg_advisory_unlock_all() says that the session no longer waits.
-create or replace function relay.watch_queue(queue text) returns text
+create or replace function relay.watch_queue(queue text, call relay.call default relay.this_call()) returns text
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     q record;
 begin
-    q := relay.require_queue(queue);
+    q := relay.require_queue(queue, call);
     perform pg_advisory_lock_shared(x'7169776b'::int, (q.id % 2147483648)::int);
     return 'relay_queue_' || q.id;
 end
@@ -621,13 +680,15 @@ $$;
 
 -- How many sessions wait for messages of a queue, so that they can share the polls, and which transactions are running that have
 -- changed something: those that were when the session began to wait may have seen nobody wait.
-create or replace function relay.queue_watchers(queue text, out watchers int, out running text[])
+create or replace function relay.queue_watchers(
+    queue text, call relay.call default relay.this_call(), out watchers int, out running text[]
+)
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     q record;
 begin
-    q := relay.require_queue(queue);
+    q := relay.require_queue(queue, call);
     select count(*) filter (where l.locktype = 'advisory' and l.objsubid = 2 and l.classid = x'7169776b'::int
                                   and l.objid = (q.id % 2147483648)::int and l.mode = 'ShareLock' and l.granted
                                   and l.database = (select d.oid from pg_database as d where d.datname = current_database())),
@@ -639,7 +700,7 @@ $$;
 
 -- Takes messages, at most `max`: they are deleted, and so done when the caller's transaction commits. After a rollback, or when the
 -- session ends, they can be taken again at once. Nobody waits for messages that another has.
-create or replace function relay.take(queue text, max int default 1)
+create or replace function relay.take(queue text, max int default 1, call relay.call default relay.this_call())
 returns table (id bigint, attempt int, key text, event_id text, event_type text, host_id text, user_id text, aggregate_type text,
                aggregate_id text, aggregate_version bigint, event_ts timestamptz, transaction_id text, payload jsonb,
                metadata jsonb, enqueued_at timestamptz, first_taken_at timestamptz)
@@ -652,9 +713,9 @@ declare
     locked record;
     taken  bigint;
 begin
-    select * into q from relay.queue_state(take.queue);
+    select * into q from relay.queue_state(take.queue, call);
     if not found then
-        q := relay.require_queue(take.queue);
+        q := relay.require_queue(take.queue, call);
     end if;
     if q.paused then
         return;
@@ -699,7 +760,7 @@ $$;
 -- message between its failure and the end of the attempt. One that is not ended can be taken again after the transaction. If that
 -- was aborted, relay.claim counts it and leaves the message to the next call; when it has happened as often as the queue has attempts,
 -- and three times at least, the message is a dead letter: it may be what kills its workers.
-create or replace function relay.claim(queue text, max int default 1)
+create or replace function relay.claim(queue text, max int default 1, call relay.call default relay.this_call())
 returns table (id bigint, attempt int, key text, event_id text, event_type text, host_id text, user_id text, aggregate_type text,
                aggregate_id text, aggregate_version bigint, event_ts timestamptz, transaction_id text, payload jsonb,
                metadata jsonb, enqueued_at timestamptz, first_taken_at timestamptz)
@@ -712,9 +773,9 @@ declare
     locked record;
     most   int;
 begin
-    select * into q from relay.queue_state(claim.queue);
+    select * into q from relay.queue_state(claim.queue, call);
     if not found then
-        q := relay.require_queue(claim.queue);
+        q := relay.require_queue(claim.queue, call);
     end if;
     if q.paused then
         return;
@@ -738,7 +799,9 @@ $$;
 
 -- Leases messages, at most `max`, for an interval, for work that outlives a transaction. When it is over, another worker can take
 -- them. The attempt is the fencing token: relay.complete and the others do nothing for a worker whose lease has gone to another.
-create or replace function relay.lease(queue text, max int default 1, duration interval default '1 minute')
+create or replace function relay.lease(
+    queue text, max int default 1, duration interval default '1 minute', call relay.call default relay.this_call()
+)
 returns table (id bigint, attempt int, key text, event_id text, event_type text, host_id text, user_id text, aggregate_type text,
                aggregate_id text, aggregate_version bigint, event_ts timestamptz, transaction_id text, payload jsonb,
                metadata jsonb, enqueued_at timestamptz, first_taken_at timestamptz)
@@ -750,9 +813,9 @@ declare
     q      record;
     locked record;
 begin
-    select * into q from relay.queue_state(lease.queue);
+    select * into q from relay.queue_state(lease.queue, call);
     if not found then
-        q := relay.require_queue(lease.queue);
+        q := relay.require_queue(lease.queue, call);
     end if;
     if q.paused then
         return;
@@ -807,7 +870,9 @@ end
 $$;
 
 -- Ends a message that was leased or claimed: it is done. Returns whether it was still this worker's.
-create or replace function relay.complete(queue text, id bigint, attempt int) returns boolean
+create or replace function relay.complete(
+    queue text, id bigint, attempt int, call relay.call default relay.this_call()
+) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set plan_cache_mode = force_generic_plan
 as $$
@@ -815,9 +880,9 @@ declare
     q     record;
     location tid;
 begin
-    select * into q from relay.queue_state(queue);
+    select * into q from relay.queue_state(queue, call);
     if not found then
-        q := relay.require_queue(queue);
+        q := relay.require_queue(queue, call);
     end if;
     if not q.keeps then
         -- One that was claimed, in one statement.
@@ -839,7 +904,9 @@ end
 $$;
 
 -- Prolongs a lease: it ends after an interval from now. Returns whether the message was still this worker's.
-create or replace function relay.extend(queue text, id bigint, attempt int, duration interval default '1 minute') returns boolean
+create or replace function relay.extend(
+    queue text, id bigint, attempt int, duration interval default '1 minute', call relay.call default relay.this_call()
+) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set plan_cache_mode = force_generic_plan
 as $$
@@ -847,7 +914,7 @@ declare
     q     record;
     location tid;
 begin
-    q := relay.require_queue(queue);
+    q := relay.require_queue(queue, call);
     perform relay.begin_times();
     location := relay.lock_message(q.id, extend.id, extend.attempt, true);
     update relay.queue_messages as m set available_at = greatest(clock_timestamp(), q.due_mark) + greatest(duration, '0 s')
@@ -859,8 +926,10 @@ $$;
 -- Gives back a message that was leased or claimed: another worker can take it after an interval, by default at once, and the attempt
 -- does not count. It keeps its key meanwhile. `error` says why, such as that the worker does not know its type. Returns whether it
 -- was still this worker's.
-create or replace function relay.release(queue text, id bigint, attempt int, after interval default '0 s', error text default null)
-returns boolean
+create or replace function relay.release(
+    queue text, id bigint, attempt int, after interval default '0 s', error text default null,
+    call relay.call default relay.this_call()
+) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set plan_cache_mode = force_generic_plan
 as $$
@@ -868,7 +937,7 @@ declare
     q     record;
     location tid;
 begin
-    q := relay.require_queue(queue);
+    q := relay.require_queue(queue, call);
     perform relay.begin_times();
     location := relay.lock_message(q.id, release.id, release.attempt, false);
     update relay.queue_messages as m
@@ -886,7 +955,9 @@ $$;
 -- Ends an attempt that failed: the message is tried again after an interval, by default that of the queue's backoff; a message
 -- whose attempts are exhausted becomes a dead letter. It keeps its key meanwhile. Of relay.take, call it after the rollback that gives
 -- the message back; another worker may be faster. Returns retry or dead; null where another worker has the message.
-create or replace function relay.retry(queue text, id bigint, attempt int, after interval default null, error text default null)
+create or replace function relay.retry(
+    queue text, id bigint, attempt int, after interval default null, error text default null, call relay.call default relay.this_call()
+)
 returns text
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set plan_cache_mode = force_generic_plan
@@ -896,7 +967,7 @@ declare
     location tid;
     pause interval := after;
 begin
-    q := relay.require_queue(queue);
+    q := relay.require_queue(queue, call);
     perform relay.begin_times();
     location := relay.lock_message(q.id, retry.id, retry.attempt, false);
     if location is null then
@@ -920,7 +991,9 @@ $$;
 
 -- Gives a message up: it becomes a dead letter. Of relay.take, call it after the rollback that gives the message back. Returns whether
 -- it was still this worker's.
-create or replace function relay.fail(queue text, id bigint, attempt int, error text default null) returns boolean
+create or replace function relay.fail(
+    queue text, id bigint, attempt int, error text default null, call relay.call default relay.this_call()
+) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set plan_cache_mode = force_generic_plan
 as $$
@@ -928,7 +1001,7 @@ declare
     q     record;
     location tid;
 begin
-    q := relay.require_queue(queue);
+    q := relay.require_queue(queue, call);
     location := relay.lock_message(q.id, fail.id, fail.attempt, false);
     if location is null then
         return false;
@@ -941,14 +1014,16 @@ end
 $$;
 
 -- Puts dead letters of a queue into it again, all or those with some ids, after the messages that are there; returns how many.
-create or replace function relay.requeue(queue text, ids bigint[] default null) returns bigint
+create or replace function relay.requeue(
+    queue text, ids bigint[] default null, call relay.call default relay.this_call()
+) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     q       record;
     counted bigint;
 begin
-    q := relay.require_queue(queue);
+    q := relay.require_queue(queue, call);
     perform relay.begin_messages();
     with gone as (
         delete from relay.queue_dead_letters as d
@@ -973,7 +1048,8 @@ $$;
 -- then on.
 create or replace function relay.enqueue(
     queue text, payload jsonb, event_type text default 'message', host_id text default null, key text default null,
-    deliver_at timestamptz default null, metadata jsonb default null, event_id text default null
+    deliver_at timestamptz default null, metadata jsonb default null, event_id text default null,
+    call relay.call default relay.this_call()
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
@@ -983,7 +1059,7 @@ declare
     host   text := coalesce(enqueue.host_id, '');
     given  bigint;
 begin
-    q := relay.require_queue(queue);
+    q := relay.require_queue(queue, call);
     if q.keyed and deliver_at is not null then
         raise feature_not_supported using
             message = format('the messages of the queue %L are ordered by a key: publish an event with deliver_at instead', queue);
@@ -1108,14 +1184,15 @@ create or replace function relay.declare_queue(
     name text, match jsonb default '{}', key text default 'none', attempts int default 5, backoff interval default '1 second',
     max_backoff interval default '5 minutes', workers text default null, paused boolean default false,
     group_id text default null, keep_done interval default null, "where" text default null, params jsonb default null,
-    configured boolean default false, start text default null
+    configured boolean default false, start text default null,
+    call relay.call default relay.this_call()
 ) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     path   jsonpath;
     begins text;
-    caller text := relay.calling_role();
+    caller text := relay.calling_role(call);
     owner  text := coalesce(declare_queue.workers, caller);
     groups text[];
     whose  text := declare_queue.group_id;
@@ -1198,7 +1275,7 @@ begin
             return true;
         end if;
     end loop;
-    if not relay.may_act_as(former.workers) then
+    if not relay.may_act_as(former.workers, call) then
         raise insufficient_privilege using
             message = format('the queue %L is that of the role %I: only its members may declare it', former.name, former.workers);
     end if;
@@ -1265,16 +1342,18 @@ $$;
 
 -- Pauses a queue, or lets it go on: nobody can take from one that is paused, and relay fills it all the same. Returns whether that
 -- changed anything.
-create or replace function relay.pause_queue(name text, paused boolean default true) returns boolean
+create or replace function relay.pause_queue(
+    name text, paused boolean default true, call relay.call default relay.this_call()
+) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     q       record;
     changed boolean;
 begin
-    q := relay.require_queue(name);
+    q := relay.require_queue(name, call);
     update relay.queues as u
-       set paused_at = case when paused then clock_timestamp() end, paused_by = case when paused then relay.calling_role() end
+       set paused_at = case when paused then clock_timestamp() end, paused_by = case when paused then relay.calling_role(call) end
      where u.id = q.id and (u.paused_at is not null) <> paused;
     changed := found;
     perform relay.wake_workers(q.id);
@@ -1283,14 +1362,14 @@ end
 $$;
 
 -- Deletes the messages of a queue but those that workers have; returns how many. Its dead letters stay.
-create or replace function relay.purge_queue(name text) returns bigint
+create or replace function relay.purge_queue(name text, call relay.call default relay.this_call()) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     q       record;
     counted bigint;
 begin
-    q := relay.require_queue(name);
+    q := relay.require_queue(name, call);
     delete from relay.queue_messages as m
      where m.ctid = any (array(select n.ctid from relay.queue_messages as n
                                 where n.queue_id = q.id and (not n.leased or n.available_at <= clock_timestamp())
@@ -1303,7 +1382,9 @@ $$;
 -- Empties a queue, and fills it from the log again, from `start` on as in relay.declare_queue. Of what is there, messages that workers
 -- have under a lease and dead letters go, too: what such a worker completes then is not its any more. Messages that relay.enqueue put
 -- there are in no log: they are gone. relay does it, and waits for the transactions of workers that have taken messages.
-create or replace function relay.rebuild_queue(name text, start text default 'beginning') returns void
+create or replace function relay.rebuild_queue(
+    name text, start text default 'beginning', call relay.call default relay.this_call()
+) returns void
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
@@ -1311,7 +1392,7 @@ declare
     whose  text;
     begins text;
 begin
-    q := relay.require_queue(name);
+    q := relay.require_queue(name, call);
     select d.group_id into whose from relay.queues as d where d.id = q.id;
     begins := relay.fill_start(coalesce(rebuild_queue.start, 'beginning'), whose, 'relay.rebuild_queue');
     -- Waits for the portion that a fill of before has in flight.
@@ -1324,14 +1405,14 @@ end
 $$;
 
 -- Drops a queue with its messages. Waits for the tasks of relay that fill it.
-create or replace function relay.drop_queue(name text) returns void
+create or replace function relay.drop_queue(name text, call relay.call default relay.this_call()) returns void
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     q     record;
     whose text;
 begin
-    q := relay.require_queue(name);
+    q := relay.require_queue(name, call);
     select d.group_id into whose from relay.queues as d where d.id = q.id;
     -- Waits for the portion that a fill from the log has in flight.
     delete from relay.queue_fills as f where f.queue_id = q.id;
@@ -1424,6 +1505,8 @@ comment on column relay.queue_figures.stopped_at is
 comment on column relay.queue_figures.fault is
     'why relay has stopped filling it';
 
+select relay.replace_functions();
+
 -- Least privilege. relay_worker may declare queues and take from those of its roles; what it calls runs with the rights of the owner.
 
 do $$
@@ -1461,14 +1544,18 @@ begin
         grant usage on schema relay to relay_worker;
         -- To scale with them.
         grant select on relay.queue_figures to relay_worker;
-        grant execute on function relay.take(text, int), relay.claim(text, int), relay.lease(text, int, interval),
-            relay.complete(text, bigint, int), relay.extend(text, bigint, int, interval), relay.release(text, bigint, int, interval, text),
-            relay.retry(text, bigint, int, interval, text), relay.fail(text, bigint, int, text), relay.requeue(text, bigint[]),
-            relay.enqueue(text, jsonb, text, text, text, timestamptz, jsonb, text),
+        grant execute on function relay.take(text, int, relay.call), relay.claim(text, int, relay.call),
+            relay.lease(text, int, interval, relay.call),
+            relay.complete(text, bigint, int, relay.call), relay.extend(text, bigint, int, interval, relay.call),
+            relay.release(text, bigint, int, interval, text, relay.call),
+            relay.retry(text, bigint, int, interval, text, relay.call), relay.fail(text, bigint, int, text, relay.call),
+            relay.requeue(text, bigint[], relay.call),
+            relay.enqueue(text, jsonb, text, text, text, timestamptz, jsonb, text, relay.call),
             relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text, interval, text, jsonb,
-                                boolean, text),
-            relay.pause_queue(text, boolean), relay.purge_queue(text), relay.drop_queue(text), relay.rebuild_queue(text, text),
-            relay.watch_queue(text), relay.queue_watchers(text) to relay_worker;
+                                boolean, text, relay.call),
+            relay.pause_queue(text, boolean, relay.call), relay.purge_queue(text, relay.call), relay.drop_queue(text, relay.call),
+            relay.rebuild_queue(text, text, relay.call),
+            relay.watch_queue(text, relay.call), relay.queue_watchers(text, relay.call) to relay_worker;
     end if;
     if to_regrole('relay') is not null then
         grant select on relay.queues, relay.queue_revisions, relay.queue_items, relay.queue_figures to relay;
@@ -1486,10 +1573,11 @@ begin
         grant execute on function relay.begin_messages(), relay.queues_revision(text), relay.wake_workers(bigint) to relay;
         grant execute on function relay.satisfies(jsonb, jsonpath, jsonb) to relay;
         grant execute on function relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text, interval, text,
-            jsonb, boolean, text) to relay;
-        grant execute on function relay.pause_queue(text, boolean), relay.purge_queue(text), relay.drop_queue(text),
-            relay.rebuild_queue(text, text) to relay;
-        grant execute on function relay.requeue(text, bigint[]) to relay;
+            jsonb, boolean, text, relay.call) to relay;
+        grant execute on function relay.pause_queue(text, boolean, relay.call), relay.purge_queue(text, relay.call),
+            relay.drop_queue(text, relay.call),
+            relay.rebuild_queue(text, text, relay.call) to relay;
+        grant execute on function relay.requeue(text, bigint[], relay.call) to relay;
     end if;
 end
 $$;
@@ -1508,7 +1596,8 @@ begin
         relay.queue_done, relay.queue_marks, relay.queue_fills, relay.queue_fill_deferred to relay_owner;
     grant select on relay.snapshots to relay_owner;
     grant select, usage on sequence relay.queue_message_ids to relay_owner;
-    grant execute on function relay.calling_role(), relay.may_act_as(text), relay.queue_state(text), relay.require_queue(text),
+    grant execute on function relay.calling_role(relay.call), relay.may_act_as(text, relay.call), relay.queue_state(text, relay.call),
+        relay.require_queue(text, relay.call),
         relay.begin_messages(), relay.begin_times(),
         relay.move_marks(bigint, bigint, timestamptz, timestamptz, bigint), relay.note_progress(record, record), relay.was_aborted(xid),
         relay.lock_messages(bigint, boolean, int, bigint, timestamptz, bigint, int),

@@ -83,7 +83,7 @@ $$;
 -- in doubt: its time had come, or an attempt has failed, so that the sink may have it. done: it was applied, or became a dead letter,
 -- while this waited for it. The request is recorded: events with deliver_at that relay reads within seven days are stopped, too; if
 -- nothing else is found, that is the only row, with the outcome requested. With a host_id, only events of that host are cancelled.
-create or replace function relay.cancel(event_id text, host_id text default null)
+create or replace function relay.cancel(event_id text, host_id text default null, call relay.call default relay.this_call())
 returns table (kind text, name text, outcome text)
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set plan_cache_mode = force_custom_plan
@@ -97,7 +97,7 @@ begin
         raise null_value_not_allowed using message = 'relay.cancel: event_id must not be null';
     end if;
     insert into relay.cancellations as c (event_id, outcome, host_id, requested_by)
-    values (wanted, 'requested', coalesce(cancel.host_id, ''), relay.calling_role())
+    values (wanted, 'requested', coalesce(cancel.host_id, ''), relay.calling_role(call))
     on conflict (event_id, group_id, sink, host_id) do update set noted_at = excluded.noted_at;
     for each in select * from relay.lock_deferred(wanted, cancel.host_id) loop
         kind := case when each.sink = '' then 'target' else 'sink' end;
@@ -107,7 +107,7 @@ begin
                         else 'cancelled' end;
         if not each.is_gone then
             insert into relay.cancellations (event_id, group_id, sink, outcome, requested_by)
-            select distinct own.id, each.group_id, each.sink, cancel.outcome, relay.calling_role()
+            select distinct own.id, each.group_id, each.sink, cancel.outcome, relay.calling_role(call)
               from unnest(each.event_ids) as own (id)
             on conflict do nothing;
             delete from relay.deferred as d where d.id = each.id;
@@ -160,7 +160,8 @@ create index if not exists queue_messages_later_events on relay.queue_messages (
 -- many. One that a worker has is left to it, and not counted. A message that can be taken now is found by its event in as much time as
 -- the queue has messages.
 create or replace function relay.cancel_messages(
-    queue text, event_id text default null, key text default null, id bigint default null
+    queue text, event_id text default null, key text default null, id bigint default null,
+    call relay.call default relay.this_call()
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set plan_cache_mode = force_custom_plan
@@ -171,7 +172,7 @@ declare
     counted   bigint;
     cancelled bigint := 0;
 begin
-    q := relay.require_queue(cancel_messages.queue);
+    q := relay.require_queue(cancel_messages.queue, call);
     if num_nonnulls(cancel_messages.event_id, cancel_messages.key, cancel_messages.id) = 0 then
         raise null_value_not_allowed using message = 'relay.cancel_messages: give the id of a message, the id of an event, or a key';
     end if;
@@ -199,7 +200,8 @@ $$;
 -- Gives messages of a queue that wait for their time another one, also for that of a retry, in the caller's transaction; returns how many.
 -- Those whose time has come, or that a worker has, are left as they are.
 create or replace function relay.move_messages(
-    queue text, at timestamptz, event_id text default null, id bigint default null
+    queue text, at timestamptz, event_id text default null, id bigint default null,
+    call relay.call default relay.this_call()
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set plan_cache_mode = force_custom_plan
@@ -208,7 +210,7 @@ declare
     q     record;
     moved bigint;
 begin
-    q := relay.require_queue(move_messages.queue);
+    q := relay.require_queue(move_messages.queue, call);
     if move_messages.at is null or num_nonnulls(move_messages.event_id, move_messages.id) = 0 then
         raise null_value_not_allowed using
             message = 'relay.move_messages: give a time, and the id of a message or of an event';
@@ -230,20 +232,24 @@ begin
 end
 $$;
 
-revoke all on function relay.event_key(text), relay.lock_deferred(text, text), relay.cancel(text, text), relay.reschedule(text, timestamptz, text),
-                       relay.cancel_messages(text, text, text, bigint),
-                       relay.move_messages(text, timestamptz, text, bigint) from public;
+select relay.replace_functions();
+
+revoke all on function relay.event_key(text), relay.lock_deferred(text, text), relay.cancel(text, text, relay.call),
+                       relay.reschedule(text, timestamptz, text),
+                       relay.cancel_messages(text, text, text, bigint, relay.call),
+                       relay.move_messages(text, timestamptz, text, bigint, relay.call) from public;
 
 do $$
 begin
     if to_regrole('relay') is not null then
         grant select, insert, update, delete on relay.cancellations to relay;
-        grant execute on function relay.event_key(text), relay.cancel(text, text), relay.reschedule(text, timestamptz, text),
-            relay.cancel_messages(text, text, text, bigint), relay.move_messages(text, timestamptz, text, bigint) to relay;
+        grant execute on function relay.event_key(text), relay.cancel(text, text, relay.call), relay.reschedule(text, timestamptz, text),
+            relay.cancel_messages(text, text, text, bigint, relay.call),
+            relay.move_messages(text, timestamptz, text, bigint, relay.call) to relay;
     end if;
     if to_regrole('relay_worker') is not null then
-        grant execute on function relay.cancel_messages(text, text, text, bigint),
-            relay.move_messages(text, timestamptz, text, bigint) to relay_worker;
+        grant execute on function relay.cancel_messages(text, text, text, bigint, relay.call),
+            relay.move_messages(text, timestamptz, text, bigint, relay.call) to relay_worker;
     end if;
 end
 $$;

@@ -309,7 +309,7 @@ def test_claims_of_a_queue_with_keys_are_flat_under_a_held_snapshot(outbox: Outb
             outbox.conn.execute(FILL, (10,))
             outbox.conn.execute(
                 "select relay.move_marks(q.id, s.mark, s.due_mark, '-infinity')"
-                " from relay.queues as q, relay.queue_state(q.name) as s"
+                " from relay.queues as q, relay.queue_state(q.name, relay.this_call()) as s"
             )
             figures.append(pages_of_a_claim(worker))
             outbox.worker.execute("select relay.purge_queue('mail')")

@@ -402,7 +402,7 @@ def test_nobody_forges_a_history(outbox: Outbox) -> None:
                 "delete from relay.witnesses",
                 "select * from relay.witnesses",
                 "update relay.log_readers set history = null",
-                "select relay.move_reader('r', null, '3:3:')",
+                "select relay.move_reader('r', relay.this_call(), null, '3:3:')",
                 "select relay.log_start('now', gen_random_uuid())",
                 "select relay.present_history()",
             ):

@@ -71,6 +71,7 @@ def test_the_rights_that_are_checked_are_those_that_were_granted(outbox: Outbox)
     # What PUBLIC has.
     implied = {
         ("public", "relay.offsets", "usage"),
+        ("public", "relay.this_call()", "execute"),
         *((role, "public", "usage") for role in ("relay", "relay_publisher", "relay_owner")),
     }
     assert checked - implied == set(outbox.conn.execute(GRANTED).fetchall())
@@ -129,7 +130,7 @@ LOSSES: dict[str, tuple[str, Callable[[Outbox], None], str]] = {
         "source.dsn: the service: the role relay_publisher has no right to usage on schema relay",
     ),
     "a worker's right": (
-        "revoke execute on function relay.take(text, int) from relay_worker",
+        "revoke execute on function relay.take(text, int, relay.call) from relay_worker",
         work,
         "source.dsn: work queues: the role relay_worker has no right to execute on function relay.take",
     ),
@@ -268,7 +269,7 @@ def test_a_dump_is_restored_where_the_roles_are_not(
         work_all(copy)
         definers = "select distinct proowner::regrole::text from pg_proc where prosecdef"
         assert copy.column(definers) == ["relay_owner"]
-        for name in ("take(text, int)", "prune_history(text, timestamptz, int)"):
+        for name in ("take(text, int, relay.call)", "prune_history(text, timestamptz, int)"):
             assert not copy.value(
                 "select has_function_privilege('public', %s, 'execute')", (f"relay.{name}",)
             )

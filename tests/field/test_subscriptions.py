@@ -171,7 +171,7 @@ def test_an_idle_reader_does_not_read_because_others_commit(
 def test_what_commits_late_ends_the_quiet(outbox: Outbox) -> None:
     """JasperFx/marten#716: an event whose transaction had begun before what was read was passed over for good."""
     outbox.reader.execute("select relay.declare_reader('r')")
-    number = outbox.value("select (relay.log_reader('r')).number")
+    number = outbox.value("select (relay.log_reader('r', relay.this_call())).number")
 
     def is_quiet(since: str) -> bool:
         return bool(outbox.value("select relay.log_is_quiet(%s)", (f"{number}/{since}",)))

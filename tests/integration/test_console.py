@@ -294,7 +294,9 @@ def test_a_sink_is_paused_moved_and_resumed(
             wait_until(lambda: len(hook.requests) == 1)
             visitor = Visitor(address)
             visitor.send(f"{G}/sink/pause", name="hook", reason="maintenance")
-            wait_until(lambda: outbox.value("select paused_by from relay.sinks") == "anna")
+            wait_until(
+                lambda: outbox.value("select paused_by from relay.sinks") == "anna (as app_relay)"
+            )
             wait_until(lambda: "a sink is paused" in caplog.text)
             outbox.publish(host(1), event())
             outbox.wait_handled()
@@ -334,7 +336,10 @@ def test_endpoints_that_data_choose_are_disabled_and_enabled(outbox: Outbox) -> 
         assert api.get("/sinks/hook/endpoints") == []
         visitor.send(f"{G}/sink/disable", name="hook", endpoint=url, reason="abuse")
         (row,) = api.get("/sinks/hook/endpoints")
-        assert (row["address"], row["disabled_by"]) == ("http://hooks.example", "anna")
+        assert (row["address"], row["disabled_by"]) == (
+            "http://hooks.example",
+            "anna (as app_relay)",
+        )
         page = visitor.page(f"{G}/sink?name=hook")
         assert row["endpoint"] in page
         assert "by anna: abuse" in page

@@ -234,7 +234,7 @@ def test_a_prepared_transaction_is_read_after_its_commit() -> None:
         _publish(outbox.publisher, 2)
         assert _drain(outbox.reader) == [2]
         number, seen = outbox.conn.execute(
-            "select (relay.log_reader('r')).number, pg_current_snapshot()::text"
+            "select (relay.log_reader('r', relay.this_call())).number, pg_current_snapshot()::text"
         ).fetchall()[0]
         given = (seen, f"{number}/{seen}")
         assert outbox.reader.value(log._IS_QUIET, given), "nothing is new"
@@ -431,7 +431,7 @@ def test_each_role_has_its_own_readers(outbox: Outbox) -> None:
                 "select relay.seek('r', 'now')",
                 "select relay.drop_reader('r')",
                 "select relay.declare_reader('r')",
-                "select relay.move_reader('r', null, '3:3:')",
+                "select relay.move_reader('r', relay.this_call(), null, '3:3:')",
                 "select * from relay.log_positions",
                 "select * from public.outbox_message_t",
             ):

@@ -358,7 +358,7 @@ class History:
     def move_marks(self, _: int) -> None:
         self.outbox.conn.execute(
             "select relay.move_marks(q.id, s.mark, s.due_mark, '-infinity')"
-            " from relay.queues as q, relay.queue_state(q.name) as s"
+            " from relay.queues as q, relay.queue_state(q.name, relay.this_call()) as s"
         )
 
     def run(self, steps: int) -> None:

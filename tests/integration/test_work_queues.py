@@ -110,7 +110,7 @@ def move_marks(outbox: Outbox) -> None:
     """Move the marks of all queues as far as they may go."""
     outbox.conn.execute(
         "select relay.move_marks(q.id, s.mark, s.due_mark, '-infinity')"
-        " from relay.queues as q, relay.queue_state(q.name) as s"
+        " from relay.queues as q, relay.queue_state(q.name, relay.this_call()) as s"
     )
 
 
@@ -466,7 +466,7 @@ def test_only_members_of_its_role_take_from_a_queue(outbox: Outbox) -> None:
                 "select relay.pause_queue('mail')",
                 "select relay.enqueue('mail', '{}')",
                 "select from relay.queue_messages",
-                "select relay.queue_state('mail')",
+                "select relay.queue_state('mail', relay.this_call())",
             ):
                 with pytest.raises(psycopg.errors.InsufficientPrivilege):
                     other.execute(refused.encode())

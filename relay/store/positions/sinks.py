@@ -20,7 +20,7 @@ from psycopg import sql
 
 from relay.model.events import Lsn
 from relay.model.snapshots import BEGINNING, Snapshot, Xids, full_xids
-from relay.store import completeness, endpoints, literals, locks
+from relay.store import actions, completeness, endpoints, literals, locks
 from relay.store.brakes import Streak, streaks
 from relay.store.connections import Connection, Dsn, connect
 from relay.store.deferred import due
@@ -656,14 +656,13 @@ def move(conn: Connection, group: str, sink: str, position: SinkPosition) -> boo
 def pause(conn: Connection, group: str, sink: str, paused: bool, reason: str | None) -> bool:
     """Pause or resume a sink; returns whether that changed anything."""
     changed = conn.execute(
-        """
+        f"""
         update relay.sinks
            set paused_at = case when %(paused)s then now() end,
-               paused_by = case when %(paused)s
-                                then coalesce(nullif(current_setting('relay.operator', true), ''), session_user) end,
+               paused_by = case when %(paused)s then {actions.WHO} end,
                reason = case when %(paused)s then %(reason)s end
          where group_id = %(group)s and sink = %(sink)s and (paused_at is not null) <> %(paused)s
-        """,
+        """,  # noqa: S608
         {"group": group, "sink": sink, "paused": paused, "reason": reason},
     )
     return changed.rowcount > 0
