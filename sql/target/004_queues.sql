@@ -438,7 +438,9 @@ begin
 end
 $$;
 
--- Whether a transaction was aborted, as far as the server still knows it. `locked_by` is the xmax of a row: 0 where nobody locked it.
+-- Whether a transaction that had a message was aborted, as far as the server still knows it. `locked_by` is the xmax of a row: 0 where
+-- nobody locked it. Whoever deletes or moves messages, and works none, locks them first and changes them in a transaction within: xmax is
+-- then the number of both (a multixact), which can be that of a transaction, too.
 create or replace function relay.was_aborted(locked_by xid) returns boolean
 language plpgsql
 as $$
@@ -454,7 +456,30 @@ begin
     if full_id >= next_id then
         full_id := full_id - 4294967296;
     end if;
-    return full_id > 2 and coalesce(pg_xact_status(full_id::text::xid8) = 'aborted', false);
+    if full_id <= 2 or pg_xact_status(full_id::text::xid8) is distinct from 'aborted' then
+        return false;
+    end if;
+    return not exists (select from pg_get_multixact_members(locked_by) as m
+                       having count(*) = 2 and bool_or(m.mode = 'forupd') and bool_or(m.mode in ('upd', 'nokeyupd')));
+exception when internal_error or invalid_parameter_value then
+    return true; -- it is the number of no multixact
+end
+$$;
+
+-- Deletes messages that the caller has locked and does not work; returns how many. See relay.was_aborted.
+create or replace function relay.remove_messages(these tid[]) returns bigint
+language plpgsql
+as $$
+declare
+    removed bigint;
+begin
+    begin
+        delete from relay.queue_messages as m where m.ctid = any (these);
+        get diagnostics removed = row_count;
+    exception when others then
+        raise; -- what makes it a transaction within
+    end;
+    return removed;
 end
 $$;
 
@@ -1366,16 +1391,13 @@ create or replace function relay.purge_queue(name text, call relay.call default 
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q       record;
-    counted bigint;
+    q record;
 begin
     q := relay.require_queue(name, call);
-    delete from relay.queue_messages as m
-     where m.ctid = any (array(select n.ctid from relay.queue_messages as n
-                                where n.queue_id = q.id and (not n.leased or n.available_at <= clock_timestamp())
-                                  for update skip locked));
-    get diagnostics counted = row_count;
-    return counted;
+    return relay.remove_messages(array(
+        select n.ctid from relay.queue_messages as n
+         where n.queue_id = q.id and (not n.leased or n.available_at <= clock_timestamp())
+           for update skip locked));
 end
 $$;
 
@@ -1516,7 +1538,7 @@ begin
     for each in select p.oid from pg_proc as p
                  where p.pronamespace = 'relay'::regnamespace
                    and p.proname in ('calling_role', 'may_act_as', 'queue_state', 'require_queue', 'begin_messages', 'begin_times', 'move_marks', 'note_progress',
-                                     'was_aborted', 'lock_messages', 'dead_letter_messages', 'keep_messages', 'take', 'claim',
+                                     'was_aborted', 'remove_messages', 'lock_messages', 'dead_letter_messages', 'keep_messages', 'take', 'claim',
                                      'lease', 'lock_message', 'complete', 'extend', 'release', 'retry', 'fail', 'requeue', 'enqueue',
                                      'declare_queue', 'wake_workers', 'watch_queue', 'queue_watchers', 'satisfies', 'is_event_field', 'note_queues', 'queues_revision',
                                      'pause_queue', 'purge_queue', 'drop_queue', 'rebuild_queue', 'fill_start', 'require_bounded', 'condition_path') loop
@@ -1599,7 +1621,7 @@ begin
     grant execute on function relay.calling_role(relay.call), relay.may_act_as(text, relay.call), relay.queue_state(text, relay.call),
         relay.require_queue(text, relay.call),
         relay.begin_messages(), relay.begin_times(),
-        relay.move_marks(bigint, bigint, timestamptz, timestamptz, bigint), relay.note_progress(record, record), relay.was_aborted(xid),
+        relay.move_marks(bigint, bigint, timestamptz, timestamptz, bigint), relay.note_progress(record, record), relay.was_aborted(xid), relay.remove_messages(tid[]),
         relay.lock_messages(bigint, boolean, int, bigint, timestamptz, bigint, int),
         relay.dead_letter_messages(tid[], text), relay.keep_messages(tid[], int), relay.lock_message(bigint, bigint, int, boolean),
         relay.is_event_field(text), relay.wake_workers(bigint), relay.fill_start(text, text, text),

@@ -169,7 +169,7 @@ as $$
 declare
     q         record;
     those     text;
-    counted   bigint;
+    found     tid[];
     cancelled bigint := 0;
 begin
     q := relay.require_queue(cancel_messages.queue, call);
@@ -183,15 +183,14 @@ begin
         'n.available_at is null']
     loop
         execute format(
-            'delete from relay.queue_messages as m
-              where m.ctid = any (array(
+            'select array(
                     select n.ctid from relay.queue_messages as n
                      where n.queue_id = $1 and %s and ($2 is null or n.event_id = $2) and ($3 is null or n.key = $3)
                        and ($4 is null or n.id = $4)
-                       for update skip locked))', those)
+                       for update skip locked)', those)
+        into found
         using q.id, cancel_messages.event_id, cancel_messages.key, cancel_messages.id, q.due_mark, clock_timestamp();
-        get diagnostics counted = row_count;
-        cancelled := cancelled + counted;
+        cancelled := cancelled + relay.remove_messages(found);
     end loop;
     return cancelled;
 end
@@ -208,6 +207,7 @@ set enable_seqscan = off set plan_cache_mode = force_custom_plan
 as $$
 declare
     q     record;
+    found tid[];
     moved bigint;
 begin
     q := relay.require_queue(move_messages.queue, call);
@@ -216,15 +216,20 @@ begin
             message = 'relay.move_messages: give a time, and the id of a message or of an event';
     end if;
     perform relay.begin_times();
-    update relay.queue_messages as m
-       set available_at = greatest(move_messages.at, clock_timestamp(), q.due_mark)
-     where m.ctid = any (array(
+    found := array(
            select n.ctid from relay.queue_messages as n
             where n.queue_id = q.id and n.available_at > clock_timestamp() and not n.leased
               and (move_messages.event_id is null or n.event_id = move_messages.event_id)
               and (move_messages.id is null or n.id = move_messages.id)
-              for update skip locked));
-    get diagnostics moved = row_count;
+              for update skip locked);
+    begin
+        update relay.queue_messages as m
+           set available_at = greatest(move_messages.at, clock_timestamp(), q.due_mark)
+         where m.ctid = any (found);
+        get diagnostics moved = row_count;
+    exception when others then
+        raise; -- a transaction within: see relay.was_aborted
+    end;
     if moved > 0 and move_messages.at <= clock_timestamp() then
         perform relay.wake_workers(q.id);
     end if;

@@ -142,6 +142,43 @@ def test_a_retry_and_a_given_back_message_are_no_interruptions(outbox: Outbox) -
     assert outbox.value("select interruptions from relay.queue_messages") == 0
 
 
+@pytest.mark.parametrize(
+    "undone", ["begin; {}; rollback", "begin; savepoint s; {}; rollback to s; commit"]
+)
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cancel_messages('mail', id => {})",
+        "move_messages('mail', now(), id => {})",
+        "purge_queue('mail')",
+    ],
+)
+def test_what_an_operator_takes_back_is_no_interruption(
+    outbox: Outbox, call: str, undone: str
+) -> None:
+    """Three times, and the message was a dead letter that may kill its workers; a claim passed it by each time."""
+    declare(outbox, attempts=1)
+    later = "now() + interval '1 hour'" if call.startswith("move") else "null"
+    number = outbox.value(
+        f"select relay.enqueue('mail', '{{}}', host_id => 'h', deliver_at => {later})"
+    )
+    for _ in range(4):
+        outbox.conn.execute(undone.format(f"select relay.{call.format(number)}").encode())
+    ((touched, interrupted),) = outbox.conn.execute(
+        "select xmax <> '0', relay.was_aborted(xmax) from relay.queue_messages"
+    ).fetchall()
+    assert (touched, interrupted) == (True, False)
+    if later != "null":
+        return
+    with session(outbox) as conn:
+        conn.execute("begin")
+        assert ids(conn, "claim('mail')") == [number]
+        conn.execute("rollback")
+    # That of a worker is one.
+    assert ids(outbox.conn, "claim('mail')") == []
+    assert outbox.column("select interruptions from relay.queue_messages") == [1]
+
+
 def test_a_worker_whose_lease_is_over_ends_nothing_of_another(queue: Outbox) -> None:
     """riverqueue/river#1302, rails/solid_queue#761, hardbyte/awa#102: what was done was rescued, or done twice."""
     (number,) = enqueue(queue, "")
