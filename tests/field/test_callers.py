@@ -91,7 +91,7 @@ class Roles:
         return psycopg.connect(self.dsn(role), autocommit=True)
 
     def dsn(self, role: str) -> str:
-        return make_conninfo(self.outbox.dsn, user=role, password=PASSWORD)
+        return make_conninfo(self.outbox.superuser_dsn, user=role, password=PASSWORD)
 
     def run(self, role: str, statements: str) -> None:
         with self.session(role) as conn:
