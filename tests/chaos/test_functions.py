@@ -83,9 +83,7 @@ def disturb(
     outbox.install_again(outbox.settings(**parts))
     published = number = 0
     with ExitStack() as stack:
-        source, target = (
-            stack.enter_context(through_proxy(outbox.superuser_dsn)) for _ in range(2)
-        )
+        source, target = (stack.enter_context(through_proxy(outbox.relay_dsn)) for _ in range(2))
         config = outbox.config(**parts)
         config["source"]["dsn"], config["target"] = source.dsn, {"dsn": target.dsn}
         processes: list[Running] = []

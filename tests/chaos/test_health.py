@@ -109,9 +109,9 @@ def test_a_handler_that_takes_long_is_no_hang(outbox: Outbox, what: str) -> None
 @pytest.mark.usefixtures("short_intervals")
 def test_a_half_open_stream(outbox: Outbox) -> None:
     """Only the source is cut off: relay would connect again, and may not, so it is alive and not ready."""
-    with through_proxy(outbox.superuser_dsn) as proxy:
+    with through_proxy(outbox.relay_dsn) as proxy:
         source = {**outbox.config()["source"], "dsn": proxy.dsn}
-        with asked(outbox, source=source, target={"dsn": outbox.superuser_dsn}) as poller:
+        with asked(outbox, source=source, target={"dsn": outbox.relay_dsn}) as poller:
             time.sleep(STALL + 1)
             # An idle stream is none: the server answers when it is asked.
             assert is_good(poller.port, "/readyz")
@@ -127,12 +127,10 @@ def test_a_half_open_stream(outbox: Outbox) -> None:
 def test_a_half_open_stream_is_reported_within_thirty_seconds(outbox: Outbox) -> None:
     """With the limits of production."""
     port = free_port()
-    with through_proxy(outbox.superuser_dsn) as proxy:
+    with through_proxy(outbox.relay_dsn) as proxy:
         source = {**outbox.config()["source"], "dsn": proxy.dsn}
         observe = {"listen": f"127.0.0.1:{port}"}
-        settings = outbox.settings(
-            source=source, target={"dsn": outbox.superuser_dsn}, observe=observe
-        )
+        settings = outbox.settings(source=source, target={"dsn": outbox.relay_dsn}, observe=observe)
         with relaying(settings):
             wait_until(lambda: is_good(port, "/readyz"))
             proxy.stall()
@@ -148,7 +146,7 @@ def test_a_source_that_answers_no_more_while_it_is_polled(
 ) -> None:
     """In the middle of a task, which waits for it in the target's transaction: nothing hangs, and the target is up."""
     read = OutboxRows.commits
-    with through_proxy(outbox.superuser_dsn) as proxy:
+    with through_proxy(outbox.relay_dsn) as proxy:
         reading = threading.Event()
 
         def stalled(*arguments: Any) -> Any:
@@ -161,7 +159,7 @@ def test_a_source_that_answers_no_more_while_it_is_polled(
         monkeypatch.setattr(liveness, "UP_SECONDS", 2.0)
         monkeypatch.setattr(observer, "UP_SECONDS", 2.0)
         source = {**outbox.config()["source"], "dsn": proxy.dsn, "mode": "poll"}
-        with asked(outbox, source=source, target={"dsn": outbox.superuser_dsn}) as poller:
+        with asked(outbox, source=source, target={"dsn": outbox.relay_dsn}) as poller:
             outbox.publish(host(1), event(1))
             assert reading.wait(30)
             time.sleep(STALL + 3)

@@ -79,7 +79,7 @@ class World:
         self.inserted: dict[uuid.UUID, int] = {}
         self.committed: dict[uuid.UUID, int] = {}
         self.publishers = [
-            Publisher(psycopg.connect(outbox.superuser_dsn)) for _ in range(PUBLISHERS)
+            Publisher(psycopg.connect(outbox.publisher_dsn)) for _ in range(PUBLISHERS)
         ]
         self.prepared: dict[str, list[uuid.UUID]] = {}
         self.knows_slot = True

@@ -68,7 +68,7 @@ def test_an_error_that_came_with_the_answer_to_start_replication_is_read_at_once
         f'alter publication "{outbox.slot}" set table outbox_message_t where (1 / (c_offset - c_offset) > 0)'.encode()
     )
     outbox.publish(host(1), event(1))
-    with through_proxy(outbox.superuser_dsn) as proxy:
+    with through_proxy(outbox.relay_dsn) as proxy:
         proxy.gather_after = lambda data: b"START_REPLICATION" in data
         settings = outbox.settings(source={**source(outbox, "wal"), "dsn": proxy.dsn})
         with pytest.raises(RelayError, match="division by zero"), relaying(settings):
@@ -145,7 +145,7 @@ def test_killed_while_the_ways_change(outbox: Outbox, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["auto", "poll"])
 def test_the_outcome_of_a_commit_is_not_known(outbox: Outbox, mode: str) -> None:
-    with through_proxy(outbox.superuser_dsn) as proxy:
+    with through_proxy(outbox.relay_dsn) as proxy:
         settings = outbox.settings(
             source=source(outbox, mode), target={"dsn": proxy.dsn}, poll={"batch_size": 10}
         )
@@ -162,10 +162,10 @@ def test_the_outcome_of_a_commit_is_not_known(outbox: Outbox, mode: str) -> None
 
 
 def test_the_replication_connection_is_cut_and_stalled(outbox: Outbox) -> None:
-    with through_proxy(outbox.superuser_dsn) as proxy:
+    with through_proxy(outbox.relay_dsn) as proxy:
         dsn = make_conninfo(proxy.dsn, options="-c wal_sender_timeout=2s")
         settings = outbox.settings(
-            source={**outbox.config()["source"], "dsn": dsn}, target={"dsn": outbox.superuser_dsn}
+            source={**outbox.config()["source"], "dsn": dsn}, target={"dsn": outbox.relay_dsn}
         )
         with relaying(settings):
             for number in range(5):
@@ -257,7 +257,7 @@ def test_a_transaction_that_kills_spark_workers_is_dead_lettered(
 def test_the_work_of_a_zombie_is_refused(outbox: Outbox, tmp_path: Path) -> None:
     """A worker is stopped with its transaction open; the server lets go of it, and another does the work."""
     handlers = {"audit": {"type": "python", "callable": "tests.callables:stop_once"}}
-    dsn = make_conninfo(outbox.superuser_dsn, options="-c idle_in_transaction_session_timeout=2s")
+    dsn = make_conninfo(outbox.relay_dsn, options="-c idle_in_transaction_session_timeout=2s")
     config = outbox.config_file(
         tmp_path / "relay.yaml",
         handlers=handlers,

@@ -134,8 +134,8 @@ def _turn(outbox: Outbox, settings: Settings, day: int, dice: random.Random) -> 
 
     def attempt() -> None:
         with (
-            closing(connect(outbox.superuser_dsn, application_name="rotation")) as source,
-            closing(connect(outbox.superuser_dsn, application_name="rotation")) as target,
+            closing(connect(outbox.relay_dsn, application_name="rotation")) as source,
+            closing(connect(outbox.relay_dsn, application_name="rotation")) as target,
         ):
             Schedule(settings, lambda: None, lambda _: moment).retain(source, target)
 

@@ -77,17 +77,17 @@ def run(tmp_path: Path, program: str, dsn: str) -> str:
 
 def test_a_reader_reads(outbox: Outbox, tmp_path: Path) -> None:
     outbox.publish(host(1), event(7))
-    assert run(tmp_path, READS, outbox.superuser_dsn) == "7"
+    assert run(tmp_path, READS, outbox.reader_dsn) == "7"
 
 
 def test_a_worker_works(outbox: Outbox, tmp_path: Path) -> None:
     fill(outbox, "Mixed")
-    assert run(tmp_path, WORKS, outbox.superuser_dsn) == "Mixed"
+    assert run(tmp_path, WORKS, outbox.worker_dsn) == "Mixed"
     assert is_empty(outbox)
 
 
 def test_a_publisher_publishes(outbox: Outbox, tmp_path: Path) -> None:
-    run(tmp_path, PUBLISHES, outbox.superuser_dsn)
+    run(tmp_path, PUBLISHES, outbox.publisher_dsn)
     assert outbox.column("select payload ->> 'Amount' from outbox_message_t") == ["Ä", "Ä"]
 
 

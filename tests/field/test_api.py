@@ -69,7 +69,7 @@ def test_a_transaction_that_was_open_when_later_ones_were_read(
     outbox: Outbox, address: str, token: str
 ) -> None:
     """Sequences that transactions in flight had reserved were passed over: JasperFx/marten#1629, #4952 and #4977."""
-    with psycopg.connect(outbox.superuser_dsn) as late, Source(address, token).ready() as source:
+    with psycopg.connect(outbox.publisher_dsn) as late, Source(address, token).ready() as source:
         late.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb([event(1)])))
         _publish(outbox, 2)
         assert [_number(each) for each in source.take(1)] == [2]
@@ -239,7 +239,7 @@ def test_a_database_that_is_killed_between_the_commit_and_the_answer() -> None:
         settings = settings_of(victim)
         token = new_token(settings, rights=["publish"])
         body = {"host_id": str(host(1)), "event_type": "a", "payload": 1}
-        with through_proxy(victim.superuser_dsn) as proxy:
+        with through_proxy(victim.relay_dsn) as proxy:
             of_source = {"dsn": proxy.dsn, "slot": "app", "publication": "app"}
             proxy.cut_after = commits
             with served(victim.settings(api={**API}, source=of_source)) as address:

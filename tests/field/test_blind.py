@@ -273,7 +273,7 @@ def test_relay_waits_at_its_start_for_a_table_of_a_handler_that_is_locked(
 ) -> None:
     """A start beside a long `lock table` ended with "canceling statement due to lock timeout: grant what it needs"."""
     settings = outbox.settings(
-        target={"dsn": make_conninfo(outbox.superuser_dsn, options="-c lock_timeout=100ms")}
+        target={"dsn": make_conninfo(outbox.relay_dsn, options="-c lock_timeout=100ms")}
     )
     with psycopg.connect(outbox.superuser_dsn) as other:
         other.execute("lock table projection in access exclusive mode")

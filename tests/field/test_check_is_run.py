@@ -208,7 +208,7 @@ def refusal(call: Callable[[], object]) -> list[str]:
 def test_a_pooler_that_keeps_no_session_is_refused(outbox: Outbox, side: str) -> None:
     """Locks stay behind in its sessions, and settings reach others: goauthentik/authentik#23876,
     pgbouncer/pgbouncer#102, pgdogdev/pgdog#1407, electric-sql/electric#2682, neondatabase/website#5482."""
-    with pooled(outbox.superuser_dsn) as dsn:
+    with pooled(outbox.relay_dsn) as dsn:
         settings = (
             with_source(outbox, dsn=dsn)
             if side == "source"
@@ -223,7 +223,7 @@ def test_a_pooler_that_keeps_no_session_is_refused(outbox: Outbox, side: str) ->
 
 
 def test_a_pooler_in_session_mode_serves_the_target(outbox: Outbox) -> None:
-    with pooled(outbox.superuser_dsn, "session", 20) as dsn:
+    with pooled(outbox.relay_dsn, "session", 20) as dsn:
         settings = outbox.settings(target={"dsn": dsn})
         assert errors(settings) == []
         outbox.publish(host(1), event())

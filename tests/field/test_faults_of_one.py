@@ -44,7 +44,7 @@ def settings(outbox: Outbox, engine: str = "inline", **retry: Any) -> Settings:
         engine,
         handlers={"python": handler},
         routes=[{"handlers": ["python"]}],
-        target={"dsn": make_conninfo(outbox.superuser_dsn, options=LIMITS)},
+        target={"dsn": make_conninfo(outbox.relay_dsn, options=LIMITS)},
     )
 
 
@@ -103,7 +103,7 @@ def test_without_a_limit_it_is_deferred_and_an_operator_gives_it_up(outbox: Outb
     config = outbox.settings(
         handlers={"slow": {"type": "sql", "statement": statement}},
         routes=[{"handlers": ["slow"]}],
-        target={"dsn": make_conninfo(outbox.superuser_dsn, options=LIMITS)},
+        target={"dsn": make_conninfo(outbox.relay_dsn, options=LIMITS)},
     )
     publish(outbox, "slow")
     with relaying(config):

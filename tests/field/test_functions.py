@@ -214,7 +214,7 @@ def test_a_replay_is_not_taken_for_a_repetition(outbox: Outbox, calls: Calls) ->
         wait_until(lambda: outbox.value("select count(*) from relay.dead_letter_queue") == 1)
     for _ in range(2):
         # One more attempt each; the second of them succeeds.
-        with connect(outbox.superuser_dsn) as conn:
+        with connect(outbox.relay_dsn) as conn:
             found = DeadLetters(settings, conn)
             found.replay(found.find(DeadLetterSelection()), "again")
         with relaying(settings):

@@ -45,7 +45,7 @@ def held(outbox: Outbox) -> Iterator[Outbox]:
     )
     for table in tables:
         outbox.conn.execute(f"alter table {table} set (autovacuum_enabled = off)".encode())
-    with connect(outbox.superuser_dsn) as conn:
+    with connect(outbox.relay_dsn) as conn:
         *_, last = snapshots.chain(conn, GROUP)
         offsets.move(conn, GROUP, range(8), last.id)
         snapshots.prune(conn, GROUP, since=0)
@@ -63,7 +63,7 @@ def snapshot_held(outbox: Outbox) -> Iterator[None]:
 
 def in_session(outbox: Outbox, *acts: Callable[[Connection], object]) -> None:
     """Run statements in a session of their own, which reports what it has counted when it ends."""
-    with connect(outbox.superuser_dsn) as conn:
+    with connect(outbox.relay_dsn) as conn:
         for act in acts:
             act(conn)
         pid = conn.info.backend_pid

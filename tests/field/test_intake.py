@@ -50,9 +50,14 @@ def payloads(outbox: Outbox) -> list[Any]:
     return outbox.column("select payload from outbox_message_t order by c_offset")
 
 
+@pytest.fixture(autouse=True)
+def _relay_may_publish(outbox: Outbox) -> None:
+    outbox.let_handlers_publish()
+
+
 @pytest.fixture
 def writers(outbox: Outbox) -> Iterator[list[CommitWriter]]:
-    found = [CommitWriter(outbox.superuser_dsn), CommitWriter(outbox.superuser_dsn)]
+    found = [CommitWriter(outbox.relay_dsn), CommitWriter(outbox.relay_dsn)]
     for each in found:
         each.start()
     yield found
@@ -70,10 +75,10 @@ def test_a_repetition_beside_the_first_request(outbox: Outbox, writers: list[Com
 
 
 def test_a_key_is_not_forgotten_and_not_for_other_content(outbox: Outbox) -> None:
-    with closing(Publisher(outbox.superuser_dsn)) as first:
+    with closing(Publisher(outbox.relay_dsn)) as first:
         (accepted,) = first.publish([keyed(1, "a key")], time.monotonic() + 30)
         first.publish([keyed(n, f"key {n}") for n in range(1_000)], time.monotonic() + 30)
-    with closing(Publisher(outbox.superuser_dsn)) as later:
+    with closing(Publisher(outbox.relay_dsn)) as later:
         same, other = later.publish([keyed(1, "a key"), keyed(2, "a key")], time.monotonic() + 30)
     assert isinstance(accepted, Accepted)
     assert same == Accepted(accepted.transaction_id, is_repeated=True)
@@ -102,7 +107,7 @@ def test_a_record_that_the_database_refuses_stops_no_other(outbox: Outbox) -> No
     outbox.conn.execute(
         "alter table outbox_message_t add check (payload <> '13' and payload <> '77'), add check (payload <> '14')"
     )
-    with closing(Publisher(outbox.superuser_dsn)) as publisher:
+    with closing(Publisher(outbox.relay_dsn)) as publisher:
         group = [READER.read(message(n)) for n in range(100)]
         outcomes = publisher.publish(group, time.monotonic() + 60)
     refused = [n for n, each in enumerate(outcomes) if isinstance(each, Refused)]
@@ -145,7 +150,7 @@ def test_the_answer_comes_after_the_commit(outbox: Outbox, writers: list[CommitW
 
 def test_an_answer_of_the_server_that_is_lost(outbox: Outbox) -> None:
     """The commit is there, and its answer is not: the writer finds out, and publishes once."""
-    with through_proxy(outbox.superuser_dsn) as proxy:
+    with through_proxy(outbox.relay_dsn) as proxy:
         proxy.cut_after = lambda data: b"COMMIT" in data and proxy.cuts < 3
         writer = CommitWriter(proxy.dsn)
         writer.start()
@@ -217,7 +222,7 @@ def intake(outbox: Outbox, broker: Broker, rejects: bool = True, dsn: str = "") 
         "orders",
         broker,
         READER,
-        dsn or outbox.superuser_dsn,
+        dsn or outbox.relay_dsn,
         "shop",
         rejects,
         lambda result, messages: None,
@@ -242,7 +247,7 @@ def test_a_broker_whose_connection_is_lost_at_random(outbox: Outbox, seed: int) 
 
 
 def test_messages_are_not_acknowledged_while_the_database_is_away(outbox: Outbox) -> None:
-    with through_proxy(outbox.superuser_dsn) as proxy:
+    with through_proxy(outbox.relay_dsn) as proxy:
         broker = Broker([message(n) for n in range(20)], random.Random(1), 0.0)
         proxy.cut_after = lambda data: b"relay.publish" in data
         works = intake(outbox, broker, dsn=proxy.dsn)

@@ -500,7 +500,7 @@ def _trusting(topic: Topic, fronts: TlsFronts, trusted: Path) -> KafkaFeed:
 @contextmanager
 def _publishing(feed: KafkaFeed, outbox: Outbox) -> Iterator[BrokerIntake]:
     works = BrokerIntake(
-        *("orders", feed, MessageReader(), outbox.superuser_dsn, "shop", True),
+        *("orders", feed, MessageReader(), outbox.relay_dsn, "shop", True),
         lambda result, messages: None,
     )
     works.condition._first_pause = works.condition._longest_pause = 0.1

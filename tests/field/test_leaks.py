@@ -115,7 +115,7 @@ def test_a_session_that_cannot_be_prepared_is_closed(outbox: Outbox) -> None:
     def prepare(conn: psycopg.Connection[Any]) -> None:
         conn.execute("select 1 / 0")
 
-    pool = open_pool(outbox.superuser_dsn, 2, prepare)
+    pool = open_pool(outbox.relay_dsn, 2, prepare)
     try:
         for _ in range(3):
             with pytest.raises(PoolTimeout, match="division by zero"), pool.connection(0.5):

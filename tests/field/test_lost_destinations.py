@@ -632,7 +632,7 @@ class Stored:
 
 @pytest.fixture
 def stored_batches(outbox: Outbox) -> Iterator[Stored]:
-    with connect(outbox.superuser_dsn) as target:
+    with connect(outbox.relay_dsn) as target:
         yield Stored(target)
 
 

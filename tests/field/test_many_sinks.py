@@ -326,7 +326,7 @@ def test_an_upcaster_that_blocks_holds_up_its_own_sink_only(
 
 def test_only_the_newest_claim_stores_anything(outbox: Outbox) -> None:
     """Whoever has lost a claim goes on for a while, in other sessions too: oban-bg/oban#1488."""
-    first, second = (Claims(outbox.superuser_dsn, "default") for _ in range(2))
+    first, second = (Claims(outbox.relay_dsn, "default") for _ in range(2))
     assert first.take(["a", "b"]) == {"a", "b"}
     stale = first.load({"a": "now", "b": "now"})
     assert second.take(["a", "b"]) == set()

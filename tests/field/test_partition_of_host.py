@@ -196,7 +196,7 @@ def test_a_host_that_changes_after_the_delivery_is_not_delivered_again(
             outbox.wait_compared()
     if then == "polled":
         # What was noted since the last snapshot is left out, whichever partition has it now.
-        source = {"dsn": outbox.superuser_dsn, "mode": "poll"}
+        source = {"dsn": outbox.relay_dsn, "mode": "poll"}
         with relaying(outbox.settings(source=source)):
             outbox.publish(host(1), event(30))
             wait_until(lambda: outbox.handled() >= 31)

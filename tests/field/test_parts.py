@@ -161,7 +161,7 @@ def test_counts_of_engines_are_stored_after_a_defect(
 
     monkeypatch.setattr(activity, "add_batches", add)
     monkeypatch.setattr(engines, "STORE_SECONDS", 0.01)
-    counts = EngineCounts(outbox.superuser_dsn, "default")
+    counts = EngineCounts(outbox.relay_dsn, "default")
     counts.start()
     batch = Batch(1, Transactions.none(), Lsn(0), 1, 1)
     counts.durable(batch, Outcome("inline", (), "small"), 0.1)

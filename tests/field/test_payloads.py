@@ -155,7 +155,7 @@ def test_an_outbox_with_a_payload_of_text(outbox: Outbox, payload: str) -> None:
         hook = {"type": "http", "url": webhook.url, "each": "transaction", "payload": payload}
         settings = outbox.settings(
             source={
-                "dsn": outbox.superuser_dsn,
+                "dsn": outbox.relay_dsn,
                 "slot": name,
                 "publication": name,
                 "profile": "debezium",

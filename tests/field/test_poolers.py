@@ -17,7 +17,7 @@ from tests.pgbouncer import pooled
 
 def test_a_pooler_in_transaction_mode_is_refused_before_anything_is_set(outbox: Outbox) -> None:
     """pgbouncer/pgbouncer#1313, #452, #396, liquibase/liquibase#7092: other clients then found none of their tables."""
-    with pooled(outbox.superuser_dsn) as dsn:
+    with pooled(outbox.relay_dsn) as dsn:
         refusal = "the pooler to session mode"
         with pytest.raises(
             ConfigurationError, match=f"dsn: .* is a pooler that gives .* {refusal}"
@@ -27,7 +27,7 @@ def test_a_pooler_in_transaction_mode_is_refused_before_anything_is_set(outbox: 
         through: dict[str, Any] = {
             "source": {
                 "source": {**source, "dsn": dsn, "mode": "poll"},
-                "target": {"dsn": outbox.superuser_dsn},
+                "target": {"dsn": outbox.relay_dsn},
             },
             # The lock of a sink's claim would stay in the pooler's session: nobody could claim the sink again.
             "target": {"target": {"dsn": dsn}},
@@ -43,7 +43,7 @@ def test_a_pooler_in_transaction_mode_is_refused_before_anything_is_set(outbox: 
 @pytest.mark.parametrize("size", [1, 20])
 def test_a_pooler_in_session_mode_is_used(outbox: Outbox, size: int) -> None:
     """zalando/postgres-operator#984, pgbouncer/pgbouncer#1074, #674: it refuses settings as startup parameters."""
-    with pooled(outbox.superuser_dsn, "session", size) as dsn:
+    with pooled(outbox.relay_dsn, "session", size) as dsn:
         with connect(dsn) as conn:
             assert conn.execute("show search_path").fetchone() == ("pg_catalog, pg_temp",)
         with psycopg.connect(dsn) as other:

@@ -70,12 +70,18 @@ def engines(outbox: Outbox, server: Server) -> Iterator[tuple[Engine, Engine]]:
     """The engines of the database with the outbox, and of another one with the same tables."""
     name = f"{outbox.slot}_other"
     dsn = server.create_database(name)
-    both = engine(outbox.superuser_dsn), engine(dsn)
-    for each in both:
-        Base.metadata.create_all(each)
     with Outbox(dsn) as other:
         other.install()
-    yield both
+    for each in (outbox.superuser_dsn, dsn):
+        made = engine(each)
+        Base.metadata.create_all(made)
+        with psycopg.connect(each) as conn:
+            tables = ", ".join(Base.metadata.tables)
+            conn.execute(
+                f"grant select, insert, update, delete on {tables} to app_publisher".encode()
+            )
+            conn.execute("grant usage on all sequences in schema public to app_publisher")
+    yield engine(outbox.publisher_dsn), engine(other.publisher_dsn)
     server.drop_database(name)
 
 
@@ -176,8 +182,8 @@ def test_an_asynchronous_session_with_binds(outbox: Outbox, engines: tuple[Engin
                 poolclass=NullPool,
             )
             for dsn in (
-                outbox.superuser_dsn,
-                make_conninfo(outbox.superuser_dsn, dbname=f"{outbox.slot}_other"),
+                outbox.publisher_dsn,
+                make_conninfo(outbox.publisher_dsn, dbname=f"{outbox.slot}_other"),
             )
         )
         async with AsyncSession(binds={Order: ours, Bill: theirs}) as session:
@@ -217,7 +223,7 @@ def test_autogenerate_leaves_the_outbox_alone(outbox: Outbox) -> None:
     outbox.conn.execute(
         "create table outbox_message_t_p1 (like outbox_message_t); create table lost (id int); drop table projection"
     )
-    with engine(outbox.superuser_dsn).connect() as conn:
+    with engine(outbox.publisher_dsn).connect() as conn:
         found: list[Any] = []
         for schemas in (False, True):
             context = MigrationContext.configure(
@@ -404,7 +410,7 @@ def test_no_commit_waits_for_the_stream(killable_server: Server) -> None:
             outbox.publish(host(0), event(0))
             outbox.wait_handled()
             wait_for_standbys(outbox, "*")
-            with psycopg.connect(outbox.superuser_dsn, autocommit=True) as publisher:
+            with psycopg.connect(outbox.publisher_dsn, autocommit=True) as publisher:
                 waiting = threading.Thread(
                     target=publisher.execute,
                     args=("select relay.publish(gen_random_uuid(), null, %s)",),

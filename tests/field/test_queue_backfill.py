@@ -24,7 +24,7 @@ PUBLISH = "select relay.publish(%s, null, %s)"
 @pytest.fixture
 def filler(outbox: Outbox) -> Iterator[_Filler]:
     with (
-        closing(connect(outbox.superuser_dsn)) as target,
+        closing(connect(outbox.relay_dsn)) as target,
         closing(_Filler(outbox.settings(), target, lambda: False)) as filler,
     ):
         yield filler

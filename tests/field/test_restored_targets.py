@@ -57,7 +57,7 @@ class Sink:
 
 def test_batches_of_one_target_are_of_one_application(outbox: Outbox, tmp_path: Path) -> None:
     sink = Sink(tmp_path)
-    with connect(outbox.superuser_dsn) as target:
+    with connect(outbox.relay_dsn) as target:
         assert len({sink.write(target, each) for each in "abc"}) == 1
     assert sink.ids() == ["a", "b", "c"]
 
@@ -79,7 +79,7 @@ def test_a_restored_table_is_another_application(
 ) -> None:
     """The dump fills another table of the same name, or the one that is there once it was emptied."""
     sink = Sink(tmp_path)
-    with connect(outbox.superuser_dsn) as target:
+    with connect(outbox.relay_dsn) as target:
         sink.write(target, "a")
         target.execute("create table public.saved as select * from relay.spark_batches")
         sink.write(target, "b")

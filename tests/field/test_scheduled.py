@@ -49,7 +49,7 @@ def publish(outbox: Outbox, at: datetime = LATER, number: int = 1) -> str:
 
 def stops(outbox: Outbox, event_id: str, **more: Any) -> dict[str, str]:
     """Cancel an event in a transaction of its own; returns the outcome of each place."""
-    with psycopg.connect(outbox.superuser_dsn) as conn:
+    with psycopg.connect(outbox.relay_dsn) as conn:
         return {
             each.name or each.kind or "": each.outcome for each in cancel(conn, event_id, **more)
         }
@@ -103,7 +103,7 @@ def test_what_is_cancelled_is_delivered_nowhere(
         assert stops(outbox, gone) == {"target": "cancelled", "hook": "cancelled"}
         # Again: there is nothing left to stop.
         assert stops(outbox, gone) == {"": "requested"}
-        with psycopg.connect(outbox.superuser_dsn) as conn:
+        with psycopg.connect(outbox.relay_dsn) as conn:
             assert {each.outcome for each in reschedule(conn, kept, PAST)} == {"moved"}
         wait_until(lambda: applied(outbox) == 1 and len(webhook.requests) == 1)
         wait_until(lambda: deferred(outbox) == 0)
@@ -164,7 +164,7 @@ def test_each_is_either_cancelled_or_applied(outbox: Outbox) -> None:
     due = datetime.now(UTC) + timedelta(seconds=1)
     ids = [publish(outbox, due + timedelta(milliseconds=n), n) for n in range(300)]
     outcomes: dict[str, str] = {}
-    with relaying(settings), psycopg.connect(outbox.superuser_dsn) as conn:
+    with relaying(settings), psycopg.connect(outbox.relay_dsn) as conn:
         wait_until(lambda: applied(outbox) > 10)
         for each in reversed(ids):
             (stop,) = cancel(conn, each)
@@ -182,7 +182,7 @@ def test_each_is_either_cancelled_or_applied(outbox: Outbox) -> None:
 @contextmanager
 def held_back(outbox: Outbox) -> Iterator[None]:
     """Whatever is applied waits for the end of the block, in its transaction."""
-    with psycopg.connect(outbox.superuser_dsn) as conn:
+    with psycopg.connect(outbox.relay_dsn) as conn:
         conn.execute("lock table projection in exclusive mode")
         yield
 
@@ -196,7 +196,7 @@ def test_one_that_is_being_applied_is_not_cancelled_too(outbox: Outbox) -> None:
     found: list[Stop] = []
 
     def act(call: Any, *arguments: Any) -> None:
-        with psycopg.connect(outbox.superuser_dsn) as conn:
+        with psycopg.connect(outbox.relay_dsn) as conn:
             found.extend(call(conn, running, *arguments))
 
     with relaying(outbox.settings()):
@@ -238,7 +238,7 @@ def test_a_transaction_that_cancels_and_stays_open_stops_only_its_own_event(outb
     with relaying(outbox.settings()):
         gone, kept = publish(outbox), publish(outbox)
         wait_until(lambda: deferred(outbox) == 2)
-        with psycopg.connect(outbox.superuser_dsn) as conn:
+        with psycopg.connect(outbox.relay_dsn) as conn:
             assert [each.outcome for each in cancel(conn, gone)] == ["cancelled"]
             outbox.conn.execute(
                 "update relay.deferred set retry_at = now() where event_ids @> array[%s]", (kept,)
@@ -267,7 +267,7 @@ def test_a_delivery_in_flight_is_told_of(outbox: Outbox) -> None:
             wait_until(lambda: deferred(outbox) == 2)
             outbox.conn.execute("update relay.deferred set retry_at = now() where sink = 'hook'")
             assert begun.wait(60)
-            with psycopg.connect(outbox.superuser_dsn) as conn:
+            with psycopg.connect(outbox.relay_dsn) as conn:
                 moved = {each.kind: each.outcome for each in reschedule(conn, gone, LATER)}
                 assert moved == {"target": "moved", "sink": "due"}
             assert stops(outbox, gone) == {"target": "cancelled", "hook": "in doubt"}
@@ -320,7 +320,7 @@ def test_an_event_is_found_by_an_index(outbox: Outbox) -> None:
         f" select {columns}, array[gen_random_uuid()::text] from relay.deferred, generate_series(1, 20000)".encode()
     )
     outbox.conn.execute("vacuum analyze relay.deferred")
-    with psycopg.connect(outbox.superuser_dsn) as conn:
+    with psycopg.connect(outbox.relay_dsn) as conn:
         read = "select coalesce(seq_tup_read, 0) from pg_stat_xact_all_tables where relid = 'relay.deferred'::regclass"
         cancel(conn, some)
         reschedule(conn, some, LATER)
@@ -384,12 +384,12 @@ def test_the_time_is_one_whatever_the_session_shows(outbox: Outbox) -> None:
         moved = publish(outbox)
         wait_until(lambda: deferred(outbox) == 1)
         with psycopg.connect(
-            outbox.superuser_dsn, options="-c timezone=Asia/Tokyo -c datestyle=German"
+            outbox.relay_dsn, options="-c timezone=Asia/Tokyo -c datestyle=German"
         ) as conn:
             reschedule(conn, moved, at)
     assert outbox.value("select retry_at from relay.deferred") == at
     with (
-        psycopg.connect(outbox.superuser_dsn) as conn,
+        psycopg.connect(outbox.relay_dsn) as conn,
         pytest.raises(EventInvalid, match="time zone"),
     ):
         reschedule(conn, moved, datetime(2999, 1, 1))  # noqa: DTZ001
@@ -452,7 +452,7 @@ def test_every_session_may_cancel(outbox: Outbox, driver: str) -> None:
     with relaying(outbox.settings()):
         moved = publish(outbox)
         wait_until(lambda: deferred(outbox) == 1)
-    asyncio.run(_act(outbox.superuser_dsn, driver, moved))
+    asyncio.run(_act(outbox.relay_dsn, driver, moved))
     assert outbox.column("select retry_at from relay.deferred") == [LATER + timedelta(days=1)]
 
 
@@ -476,11 +476,11 @@ async def _act(dsn: str, driver: str, event_id: str) -> None:
 
 def test_rows_may_be_mappings(outbox: Outbox) -> None:
     """What makes the rows of the caller's connection does not matter, nor autocommit, which has no transaction."""
-    with psycopg.connect(outbox.superuser_dsn, row_factory=dict_row) as conn:
+    with psycopg.connect(outbox.relay_dsn, row_factory=dict_row) as conn:
         assert cancel(conn, "x") == [Stop(None, None, "requested")]
         assert reschedule(conn, "y", LATER) == [Stop(None, None, "unknown")]
     with (
-        psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn,
+        psycopg.connect(outbox.relay_dsn, autocommit=True) as conn,
         pytest.raises(NotInTransaction, match="autocommit"),
     ):
         cancel(conn, "x")
@@ -521,17 +521,18 @@ def test_messages_of_a_queue_are_cancelled_and_moved(outbox: Outbox) -> None:
     outbox.worker.execute("select relay.declare_queue('mail', null)")
     enqueue = "select relay.enqueue('mail', '{}', deliver_at => %s, event_id => %s)"
     first, second, third = (
-        outbox.value(enqueue, (at, name)) for at, name in ((LATER, "a"), (LATER, "b"), (None, "c"))
+        outbox.worker.value(enqueue, (at, name))
+        for at, name in ((LATER, "a"), (LATER, "b"), (None, "c"))
     )
-    with psycopg.connect(outbox.superuser_dsn) as conn:
+    with psycopg.connect(outbox.relay_dsn) as conn:
         assert move_messages(conn, "mail", PAST, event_id="a") == 1
         assert move_messages(conn, "mail", PAST, id=third) == 0
         assert cancel_messages(conn, "mail", id=second) == 1
     available = "select id from relay.queue_messages where available_at is null or available_at <= clock_timestamp()"
     wait_until(lambda: sorted(outbox.column(available)) == [first, third])
     with (
-        psycopg.connect(outbox.superuser_dsn) as worker,
-        psycopg.connect(outbox.superuser_dsn) as conn,
+        psycopg.connect(outbox.worker_dsn) as worker,
+        psycopg.connect(outbox.relay_dsn) as conn,
     ):
         taken = worker.execute("select id from relay.take('mail', 1)").fetchall()
         assert taken == [(first,)]
@@ -539,7 +540,7 @@ def test_messages_of_a_queue_are_cancelled_and_moved(outbox: Outbox) -> None:
         assert cancel_messages(conn, "mail", event_id="c") == 1
     assert outbox.value("select count(*) from relay.queue_messages") == 0
     with (
-        psycopg.connect(outbox.superuser_dsn) as conn,
+        psycopg.connect(outbox.relay_dsn) as conn,
         pytest.raises(psycopg.errors.NullValueNotAllowed),
     ):
         cancel_messages(conn, "mail")
@@ -578,7 +579,7 @@ def test_messages_of_a_key_are_cancelled_but_for_one_that_is_leased(outbox: Outb
         outbox.worker.execute("select relay.enqueue('mail', '{}', host_id => %s)", (str(number),))
     key = outbox.value("select key from relay.queue_messages where host_id = '1' limit 1")
     outbox.worker.execute("select relay.lease('mail', 1)")
-    with psycopg.connect(outbox.superuser_dsn) as conn:
+    with psycopg.connect(outbox.relay_dsn) as conn:
         assert cancel_messages(conn, "mail", key=key) == 1
     left = outbox.column("select host_id from relay.queue_messages order by id")
     assert left == ["1", "2"]
@@ -623,7 +624,7 @@ def test_a_sink_gets_nothing_that_an_open_transaction_has_stopped(
         outbox.conn.execute(
             "update relay.deferred set retry_at = clock_timestamp() + interval '5 s'"
         )
-        with psycopg.connect(outbox.superuser_dsn) as conn:
+        with psycopg.connect(outbox.relay_dsn) as conn:
             stops = cancel(conn, stopped) if call == "cancel" else reschedule(conn, stopped, LATER)
             assert {each.outcome for each in stops} == {
                 "cancelled" if call == "cancel" else "moved"

@@ -325,7 +325,7 @@ def test_each_time_comes_once_from_instances_that_are_killed_and_frozen(outbox: 
 
 
 def test_a_service_declares_and_drops_through_pgbouncer(outbox: Outbox) -> None:
-    with pooled(outbox.superuser_dsn) as dsn, psycopg.connect(dsn) as conn:
+    with pooled(outbox.relay_dsn) as dsn, psycopg.connect(dsn) as conn:
         schedule = EventSchedule(
             name="ours", cron="@daily", event=Event("cron.ours", payload={"a": 1}), host_id=host(1)
         )
@@ -389,7 +389,7 @@ def test_after_an_outage_the_first_time_comes_at_once(server: Server, outbox: Ou
     https://github.com/hangfire-postgres/Hangfire.PostgreSql/issues/392
     """
     declare(outbox, every="5 min")
-    proxy = Proxy(outbox.superuser_dsn)
+    proxy = Proxy(outbox.relay_dsn)
     through = outbox.settings(source={**outbox.config()["source"], "dsn": proxy.dsn})
     allow = f"alter database {outbox.conn.info.dbname} allow_connections "
     with psycopg.connect(server.dsn(), autocommit=True) as other, ticking(through) as (ticker,):
@@ -435,7 +435,7 @@ def test_ordinary_work_leaves_no_error_in_the_servers_log(server: Server, outbox
 
 def test_instances_publish_through_pgbouncer(outbox: Outbox) -> None:
     """In transaction mode each statement may have another session of the server."""
-    with pooled(outbox.superuser_dsn, sessions=2) as dsn:
+    with pooled(outbox.relay_dsn, sessions=2) as dsn:
         source = {**outbox.config()["source"], "dsn": dsn}
         settings = outbox.settings(
             source=source, schedules={"often": {"every": "1s", "publish": EVENT}}
@@ -452,7 +452,7 @@ def test_instances_publish_through_pgbouncer(outbox: Outbox) -> None:
 
 def test_the_commands_work_through_pgbouncer(outbox: Outbox) -> None:
     declare(outbox, every="1 h")
-    with pooled(outbox.superuser_dsn) as dsn:
+    with pooled(outbox.relay_dsn) as dsn:
         settings = outbox.settings(source={**outbox.config()["source"], "dsn": dsn})
         for _ in range(8):
             assert [each.name for each in admin.listed(settings)] == ["often"]
@@ -484,7 +484,7 @@ def test_a_service_declares_asynchronously_through_pgbouncer(outbox: Outbox) -> 
                 await conn.commit()
             await ours.declare_async(conn)
 
-    with pooled(outbox.superuser_dsn, sessions=2) as dsn:
+    with pooled(outbox.relay_dsn, sessions=2) as dsn:
         asyncio.run(work(dsn))
     assert outbox.column("select name from relay.schedules") == ["ours"]
 
@@ -531,7 +531,7 @@ def test_a_peer_that_keeps_the_connection_and_says_nothing_is_left(
     """A proxy whose server was gone acknowledged what it got: no timeout of TCP ends the wait for an answer."""
     monkeypatch.setattr(ticking_module, "ANSWER_SECONDS", 1.0)
     declare(outbox, every="1 s")
-    proxy = Proxy(outbox.superuser_dsn)
+    proxy = Proxy(outbox.relay_dsn)
     settings = outbox.settings(source={**outbox.config()["source"], "dsn": proxy.dsn})
     with ticking(settings) as (ticker,):
         (condition,) = ticker.conditions

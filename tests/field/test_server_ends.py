@@ -78,7 +78,7 @@ def test_a_fast_shutdown_does_not_wait_for_another_database(
     with Outbox(killable_server.create_database("source")) as source:
         config: dict[str, Any] = {
             "group": "two-servers",
-            "target": {"dsn": outbox.superuser_dsn},
+            "target": {"dsn": outbox.relay_dsn},
             "source": {**source.config()["source"], "buffer_bytes": 1 << 20},
         }
         initialise(source.settings(**config))

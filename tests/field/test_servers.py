@@ -73,7 +73,7 @@ def test_a_managed_server_gets_its_own_cures() -> None:
             **outbox.config()["source"],
             "dsn": make_conninfo(outbox.superuser_dsn, user="app", password="p"),
         }
-        settings = outbox.settings(source=source, target={"dsn": outbox.superuser_dsn})
+        settings = outbox.settings(source=source, target={"dsn": outbox.relay_dsn})
         (level,) = texts(settings, "wal_level")
         assert "set rds.logical_replication to 1 in the parameter group" in level
         (role,) = texts(settings, "role")
@@ -120,16 +120,16 @@ def test_polling_needs_no_function_of_slots(outbox: Outbox) -> None:
 
 def test_a_pooler_before_the_source_is_named_and_polled_through(outbox: Outbox) -> None:
     """Neon's -pooler host and PgBouncer answer a replication connection with a syntax error, or refuse it."""
-    with pooled(outbox.superuser_dsn, "session") as dsn:
+    with pooled(outbox.relay_dsn, "session") as dsn:
         with psycopg.connect(dsn) as conn:
             assert conn.info.backend_pid
         source = {**outbox.config()["source"], "dsn": dsn}
         streams = outbox.settings(
-            source={**source, "mode": "wal"}, target={"dsn": outbox.superuser_dsn}
+            source={**source, "mode": "wal"}, target={"dsn": outbox.relay_dsn}
         )
         with pytest.raises(ConfigurationError, match="the host without -pooler"):
             require(streams)
-        settings = outbox.settings(source=source, target={"dsn": outbox.superuser_dsn})
+        settings = outbox.settings(source=source, target={"dsn": outbox.relay_dsn})
         require(settings)
         assert texts(settings, "pooler")
         assert texts(settings, "replication")

@@ -295,8 +295,8 @@ def test_no_code_of_another_role_runs_as_relay(outbox: Outbox, path: str, mode: 
             status.read(settings)
         outbox.assert_exact()
         with (
-            closing(connect(outbox.superuser_dsn)) as source,
-            closing(connect(outbox.superuser_dsn)) as target,
+            closing(connect(outbox.relay_dsn)) as source,
+            closing(connect(outbox.relay_dsn)) as target,
         ):
             Schedule(settings, lambda: None).retain(source, target)
         found = outbox.conn.execute(
@@ -312,7 +312,7 @@ def test_a_transaction_timeout_does_not_end_the_stream_of_a_large_commit(
     """ankane/strong_migrations#302, vitabaks/pg_auto_reindexer#19: the walsender decodes it in one transaction."""
     with role_with(outbox, {"transaction_timeout": "100ms"}) as dsn:
         source = {"dsn": dsn, "slot": outbox.slot, "publication": outbox.slot}
-        settings = outbox.settings(source=source, target={"dsn": outbox.superuser_dsn})
+        settings = outbox.settings(source=source, target={"dsn": outbox.relay_dsn})
         with relaying(settings):
             outbox.fill(1, events=20_000)
             outbox.wait_handled()
@@ -425,7 +425,7 @@ def test_handlers_name_their_tables_as_the_user_does(outbox: Outbox, poison: boo
 def test_every_setting_of_a_kind_is_pinned_in_one_round_trip(
     outbox: Outbox, kind: SessionKind
 ) -> None:
-    with connect(outbox.superuser_dsn, kind) as conn:
+    with connect(outbox.relay_dsn, kind) as conn:
         for name, value in session_settings.PINNED[kind].items():
             row = conn.execute("select current_setting(%s, true)", (name,)).fetchone()
             # One of PL/pgSQL does not exist before its first function is called.
@@ -466,7 +466,7 @@ def test_every_function_of_relay_has_a_path_of_its_own(outbox: Outbox) -> None:
 
 def test_a_table_of_the_jdbc_writer_is_found_as_the_user_names_it(outbox: Outbox) -> None:
     outbox.conn.execute("create schema lake; create table lake.events (id uuid)")
-    dsn = make_conninfo(outbox.superuser_dsn, options="-c search_path=lake")
+    dsn = make_conninfo(outbox.relay_dsn, options="-c search_path=lake")
     writer = JdbcWriter("lake", JdbcSettings.model_validate({"dsn": dsn, "table": "events"}))
     with connect(dsn) as conn:
         assert writer._find(conn)[1:] == ("lake", "events")

@@ -40,7 +40,7 @@ def test_infinite_times_of_other_rows_are_null(outbox: Outbox) -> None:
         " ('c', '12026-01-01 00:00+00', null, '12026-01-01')"
     )
     columns = ("id", "event_ts", "commit_ts", "date")
-    reading = destinations._PostgresRows(outbox.superuser_dsn, "public.lake", columns, 1)
+    reading = destinations._PostgresRows(outbox.relay_dsn, "public.lake", columns, 1)
     (batch,) = reading(0)
     first, second, third = sorted(
         zip(

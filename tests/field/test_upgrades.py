@@ -154,7 +154,7 @@ def test_a_running_instance_of_the_former_edition_keeps_positions_from_being_mig
     outbox.drain(settings)
     make_former(outbox)
     state = outbox.column(STATE)
-    with connect(outbox.superuser_dsn, application_name="relay elsewhere:7") as running:
+    with connect(outbox.relay_dsn, application_name="relay elsewhere:7") as running:
         locks.lock_shared(running, locks.instance(settings.group))
         with pytest.raises(
             ConfigurationError, match=r"an instance of relay runs \(relay elsewhere:7\)"

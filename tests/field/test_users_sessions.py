@@ -60,7 +60,7 @@ def test_a_database_without_transactions_is_refused(
 ) -> None:
     fill(outbox, 1)
     open_database, is_async = DATABASES[database]
-    worker = Worker(open_database(outbox.superuser_dsn), "mail", concurrency=1, lease=lease)
+    worker = Worker(open_database(outbox.worker_dsn), "mail", concurrency=1, lease=lease)
     called: list[object] = []
 
     def handle(message: Message | LeasedMessage, *session: Any) -> None:
@@ -104,7 +104,7 @@ def apply(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
 def effects(outbox: Outbox) -> Iterator[Callable[[], list[int]]]:
     """A table, and Django's connection to it, whose sessions have a name of their own."""
     outbox.conn.execute("create table effects (amount int)")
-    configured: Any = django_connection(outbox.superuser_dsn).settings_dict
+    configured: Any = django_connection(outbox.worker_dsn).settings_dict
     configured |= {"OPTIONS": {"application_name": ALIAS}, "CONN_MAX_AGE": None}
     django.db.connections.settings[ALIAS] = configured
     yield lambda: outbox.column("select distinct amount from effects order by 1")

@@ -116,8 +116,8 @@ def test_retention_goes_on_after_a_source_was_read_only(
 def test_every_connection_asks_whether_its_server_is_still_there(outbox: Outbox) -> None:
     """timgit/pg-boss#850, sandbox-quantum/switch#415, PostgREST/postgrest#4670: it idled on a host that was gone."""
     with (
-        connect(outbox.superuser_dsn) as alone,
-        open_pool(outbox.superuser_dsn, 1) as pool,
+        connect(outbox.relay_dsn) as alone,
+        open_pool(outbox.relay_dsn, 1) as pool,
         pool.connection() as pooled,
         open_replication(outbox.settings()) as streaming,
     ):
@@ -128,11 +128,11 @@ def test_every_connection_asks_whether_its_server_is_still_there(outbox: Outbox)
 def test_a_session_that_waits_is_not_ended_as_idle(outbox: Outbox) -> None:
     """hapostgres/pg_auto_failover#1028: the claims of sinks ended with their sessions."""
     outbox.conn.execute(f"alter database {outbox.slot} set idle_session_timeout = '1s'".encode())
-    handlers = HandlerPool(outbox.superuser_dsn, 1, lambda _: None, durable=True, code_of=[])
+    handlers = HandlerPool(outbox.relay_dsn, 1, lambda _: None, durable=True, code_of=[])
     with (
         closing(handlers),
-        connect(outbox.superuser_dsn) as alone,
-        open_pool(outbox.superuser_dsn, 1) as pool,
+        connect(outbox.relay_dsn) as alone,
+        open_pool(outbox.relay_dsn, 1) as pool,
         pool.connection() as pooled,
         handlers.connection() as handling,
     ):
@@ -205,8 +205,8 @@ def test_a_session_is_replaced_after_a_fault_that_may_be_its_own(
     def nothing(_: psycopg.Connection[object]) -> None:
         """No handler to prepare a session for."""
 
-    handlers = HandlerPool(outbox.superuser_dsn, 1, nothing, durable=True, code_of=["python"])
-    own = open_pool(outbox.superuser_dsn, 1)
+    handlers = HandlerPool(outbox.relay_dsn, 1, nothing, durable=True, code_of=["python"])
+    own = open_pool(outbox.relay_dsn, 1)
     with closing(handlers), closing(own):
         for lend in (handlers.transaction, own.connection):
             pids = []

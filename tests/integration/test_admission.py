@@ -154,7 +154,7 @@ def test_an_instance_waits_for_the_session_of_one_that_has_just_ended(outbox: Ou
         outbox.wait_drained()
     former = Effects.of(outbox.settings())
     changed = outbox.settings(unrouted="ignore")
-    with connect(outbox.superuser_dsn) as ending:
+    with connect(outbox.relay_dsn) as ending:
         admission.hold(ending, "default", former)
         closing = Timer(0.5, ending.close)
         closing.start()

@@ -246,7 +246,7 @@ def test_the_table_of_another_project_is_relayed(outbox: Outbox, profile: str, m
     name = f"{outbox.slot}_other"
     settings = outbox.settings(
         source={
-            **{"dsn": outbox.superuser_dsn, "slot": name, "publication": name},
+            **{"dsn": outbox.relay_dsn, "slot": name, "publication": name},
             **{"profile": profile, "mode": mode},
         },
         group="other",
@@ -287,7 +287,7 @@ def test_a_row_that_is_deleted_at_once_is_relayed_from_the_wal(outbox: Outbox) -
     name = f"{outbox.slot}_other"
     settings = outbox.settings(
         source={
-            **{"dsn": outbox.superuser_dsn, "slot": name, "publication": name},
+            **{"dsn": outbox.relay_dsn, "slot": name, "publication": name},
             **{"profile": "debezium", "mode": "wal"},
         },
         group="other",
@@ -412,7 +412,7 @@ def test_keys_that_the_target_cannot_spell_are_held_in_order(
         }
         settings = outbox.settings(
             source={
-                "dsn": outbox.superuser_dsn,
+                "dsn": outbox.relay_dsn,
                 "slot": name,
                 "publication": name,
                 "profile": "debezium",

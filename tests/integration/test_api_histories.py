@@ -76,7 +76,7 @@ def test_pages_of_random_sizes_and_streams_from_every_position(outbox: Outbox, s
     chance = random.Random(seed)
     settings = settings_of(outbox)
     token = new_token(settings)
-    _publish_at_random(outbox.superuser_dsn, chance, 120)
+    _publish_at_random(outbox.publisher_dsn, chance, 120)
     wanted = _committed(outbox)
     of_host = set(_committed(outbox, _HOSTS[0]))
     with served(settings) as address:

@@ -51,7 +51,7 @@ def scenario(outbox: Outbox, driver: str, act: Callable[[Opened], Awaitable[Any]
     """Act in a session of a driver."""
 
     async def run() -> Any:
-        async with DRIVERS[driver](outbox.superuser_dsn) as opened:
+        async with DRIVERS[driver](outbox.publisher_dsn) as opened:
             return await act(opened)
 
     return asyncio.run(run())
@@ -165,6 +165,7 @@ def test_faults_have_types(outbox: Outbox, driver: str) -> None:
     taken = uuid.uuid4()
     outbox.publish(HOST, {"id": str(taken), **order_row(0)})
     outbox.conn.execute("create table other (id uuid, payload jsonb, shop text not null)")
+    outbox.conn.execute("grant insert on other to app_publisher")
     kept = ("id", "payload")
     nothing = {name: None for name in FIELDS if name not in kept}
     cases: list[tuple[type[OutboxError], Client, Event]] = [
@@ -217,30 +218,30 @@ def order_row(number: int) -> dict[str, Any]:
 
 def test_what_commits_by_itself_is_refused(outbox: Outbox) -> None:
     """There the events would not stand or fall with what they tell of."""
-    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
+    with psycopg.connect(outbox.publisher_dsn, autocommit=True) as conn:
         with pytest.raises(NotInTransaction, match="autocommit"):
             CLIENT.publish(conn, order(1), host_id=HOST)
         with conn.transaction():
             CLIENT.publish(conn, order(2), host_id=HOST)
     engine = sqlalchemy.create_engine(
         "postgresql+psycopg://",
-        creator=lambda: psycopg.connect(outbox.superuser_dsn),
+        creator=lambda: psycopg.connect(outbox.publisher_dsn),
         isolation_level="AUTOCOMMIT",
     )
     with engine.connect() as session, pytest.raises(NotInTransaction, match="AUTOCOMMIT"):
         CLIENT.publish(session, order(1), host_id=HOST)
     engine.dispose()
-    connection = django_connection(outbox.superuser_dsn)
+    connection = django_connection(outbox.publisher_dsn)
     with pytest.raises(NotInTransaction, match="atomic"):
         CLIENT.publish(connection, order(1), host_id=HOST)
     connection.close()
 
     async def asynchronous() -> None:
-        conn = await asyncpg.connect(**parameters(outbox.superuser_dsn))
+        conn = await asyncpg.connect(**parameters(outbox.publisher_dsn))
         with pytest.raises(NotInTransaction):
             await CLIENT.publish_async(conn, order(1), host_id=HOST)
         await conn.close()
-        pool = await asyncpg.create_pool(**parameters(outbox.superuser_dsn), min_size=1, max_size=1)
+        pool = await asyncpg.create_pool(**parameters(outbox.publisher_dsn), min_size=1, max_size=1)
         async with pool.acquire() as pooled, pooled.transaction():
             await CLIENT.publish_async(pooled, order(3), host_id=HOST)
         await pool.close()
@@ -254,11 +255,11 @@ def test_the_wrong_kind_of_session_is_said(outbox: Outbox) -> None:
         CLIENT.publish(object(), order(1), host_id=HOST)
 
     async def asynchronous() -> None:
-        async with await psycopg.AsyncConnection.connect(outbox.superuser_dsn) as conn:
+        async with await psycopg.AsyncConnection.connect(outbox.publisher_dsn) as conn:
             with pytest.raises(UnknownSession, match="publish_async"):
                 CLIENT.publish(conn, order(1), host_id=HOST)
         with (
-            psycopg.connect(outbox.superuser_dsn) as sync,
+            psycopg.connect(outbox.publisher_dsn) as sync,
             pytest.raises(UnknownSession, match="publish"),
         ):
             await CLIENT.publish_async(sync, order(1), host_id=HOST)
@@ -267,7 +268,7 @@ def test_the_wrong_kind_of_session_is_said(outbox: Outbox) -> None:
 
 
 def test_faults_that_are_not_the_outboxs_stay_the_drivers(outbox: Outbox) -> None:
-    with psycopg.connect(outbox.superuser_dsn) as conn:
+    with psycopg.connect(outbox.publisher_dsn) as conn:
         with pytest.raises(psycopg.errors.DivisionByZero):
             conn.execute("select 1 / 0")
         with pytest.raises(psycopg.errors.InFailedSqlTransaction):
@@ -304,6 +305,7 @@ def test_values_come_back_exactly(
     outbox: Outbox, payload: dict[str, Any], metadata: dict[str, Any]
 ) -> None:
     event = Event("any", payload=payload, metadata=metadata)
+    # Of a superuser, who may look at it before the rollback.
     with psycopg.connect(outbox.superuser_dsn) as conn:
         CLIENT.publish(conn, event, host_id=HOST)
         row = conn.execute(
@@ -324,6 +326,8 @@ def test_a_table_of_ones_own(outbox: Outbox) -> None:
             id bigint generated always as identity primary key,
             aggregatetype varchar(255) not null, aggregateid varchar(255) not null, type varchar(255) not null,
             payload text, tenant uuid not null, "trace:id" text default 'none', at timestamptz default now());
+        grant usage on schema "Shop: 100%" to app_publisher;
+        grant insert on "Shop: 100%"."Outbox" to app_publisher;
         """
     )
     client = Client(
@@ -360,7 +364,7 @@ def test_what_was_published_is_relayed(outbox: Outbox) -> None:
         sku: str
         amount: Decimal
 
-    with psycopg.connect(outbox.superuser_dsn) as conn:
+    with psycopg.connect(outbox.publisher_dsn) as conn:
         for number in range(50):
             CLIENT.publish(
                 conn,

@@ -129,7 +129,7 @@ def test_the_outbox_is_read_through_spark_connect(
         "print(events.select('id').distinct().count())\n"
     )
     found = subprocess.run(
-        [sys.executable, "-c", program, connect_server.address, outbox.superuser_dsn],
+        [sys.executable, "-c", program, connect_server.address, outbox.jobs_dsn],
         capture_output=True,
         text=True,
         timeout=120,

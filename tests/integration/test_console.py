@@ -700,7 +700,7 @@ def test_it_stays_usable_when_there_is_much(outbox: Outbox) -> None:
         routes=[{"handlers": list(handlers)}],
         partitions=1000,
         group="large",
-        source={"dsn": outbox.superuser_dsn, "mode": "poll"},
+        source={"dsn": outbox.relay_dsn, "mode": "poll"},
         observe=console_of(),
     )
     outbox.install_again(settings)
@@ -795,7 +795,7 @@ def test_several_groups_have_one_console(outbox: Outbox) -> None:
     second = outbox.settings(
         group="second other",
         source={
-            "dsn": outbox.superuser_dsn,
+            "dsn": outbox.relay_dsn,
             "slot": f"{outbox.slot}_2",
             "publication": outbox.slot,
         },

@@ -207,10 +207,10 @@ def test_a_service_publishes_messages_in_its_transaction(shop: Outbox, driver: s
     client = Client(message_prefix=PREFIX)
 
     async def publish() -> None:
-        async with DRIVERS[driver](shop.superuser_dsn) as opened:
+        async with DRIVERS[driver](shop.publisher_dsn) as opened:
             await opened.publish(client, Placed("e", payload={"amount": -1}), host_id=host(1))
             await opened.run(opened.rollback)
-        async with DRIVERS[driver](shop.superuser_dsn) as opened:
+        async with DRIVERS[driver](shop.publisher_dsn) as opened:
             some = [Placed("e", ("Order", 1), payload={"amount": n}, version=2) for n in (1, 2)]
             await opened.publish(client, some, host_id=host(1))
             await opened.run(opened.commit)

@@ -309,7 +309,7 @@ def test_another_url_is_another_endpoint(outbox: Outbox, webhook: Webhook) -> No
         time.sleep(0.3)
         outbox.publish(host(1), event(2))
         wait_until(lambda: len(webhook.accepted) == 1)
-        with connect(outbox.superuser_dsn) as conn:
+        with connect(outbox.relay_dsn) as conn:
             letters = DeadLetters(settings, conn)
             found = letters.find(DeadLetterSelection(exception="is disabled"))
             letters.replay(found, "a new address")

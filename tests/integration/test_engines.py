@@ -92,10 +92,10 @@ def test_counts_are_stored_together_and_kept_while_the_target_is_away(
     away.start()
     away.durable(batch(1, 0), OUTCOME, 0.1)
     wait_until(lambda: "cannot write counts of the engines" in caplog.messages)
-    away._dsn = outbox.superuser_dsn
+    away._dsn = outbox.relay_dsn
     wait_until(lambda: applied(outbox) == {("inline", ""): 3})
     away.close()
-    counts = EngineCounts(outbox.superuser_dsn, group)
+    counts = EngineCounts(outbox.relay_dsn, group)
     counts.start()
     for number in range(3):
         counts.durable(batch(number, 0), OUTCOME, 0.1)

@@ -78,12 +78,12 @@ def test_revenue_goes_on_from_its_checkpoint(
         publish(outbox, 8, "10.10", "5.05")
         publish(outbox, 9, "1")
         outbox.publish(host(1), event(99, "order.paid", event_ts="2026-11-01T09:00:00+00:00"))
-        example.write(spark, outbox.superuser_dsn, path)
+        example.write(spark, outbox.jobs_dsn, path)
         publish(outbox, 9, "2.5")
         publish(outbox, 20, "7")
-        example.write(spark, outbox.superuser_dsn, path)
+        example.write(spark, outbox.jobs_dsn, path)
         publish(outbox, 23, "8")
-        example.write(spark, outbox.superuser_dsn, path)
+        example.write(spark, outbox.jobs_dsn, path)
         rows = spark.read.parquet(path).orderBy("start").collect()
     finally:
         spark.conf.set("spark.sql.shuffle.partitions", str(before))
@@ -160,7 +160,7 @@ def test_a_backfill_and_relay_meet_exactly(
     spark.conf.set("spark.sql.session.timeZone", "UTC")
     try:
         for _ in range(2):
-            assert example.backfill(spark, snapshot, outbox.superuser_dsn) == 365 * 5
+            assert example.backfill(spark, snapshot, outbox.jobs_dsn) == 365 * 5
     finally:
         spark.conf.set("spark.sql.session.timeZone", str(zone))
     with running(file, OUTBOX_DSN=outbox.relay_dsn) as service:

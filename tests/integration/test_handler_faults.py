@@ -287,9 +287,7 @@ def slow(outbox: Outbox, seconds: str, each: str) -> dict[str, Any]:
     return {
         "handlers": {"slow": {"type": "sql", "each": each, "statement": statement}},
         "routes": [{"handlers": ["slow"]}],
-        "target": {
-            "dsn": make_conninfo(outbox.superuser_dsn, options="-c statement_timeout=300ms")
-        },
+        "target": {"dsn": make_conninfo(outbox.relay_dsn, options="-c statement_timeout=300ms")},
     }
 
 

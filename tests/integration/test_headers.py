@@ -212,9 +212,7 @@ def test_spark_reads_headers_as_a_map(shop: Outbox, spark_session: Session) -> N
     register(spark)
     publish(shop, 12)
     frame = (
-        spark.read.format("outbox")
-        .options(dsn=shop.superuser_dsn, headers=json.dumps(HEADERS))
-        .load()
+        spark.read.format("outbox").options(dsn=shop.jobs_dsn, headers=json.dumps(HEADERS)).load()
     )
     assert frame.schema["headers"].dataType.simpleString() == "map<string,string>"
     chosen = frame.selectExpr("id", "headers['region'] as region", "headers['priority'] as p")

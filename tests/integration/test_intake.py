@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from relay.intake.messages import IncomingEvents, MessageReader, derived
 from relay.intake.publishing import Accepted, Conflict, NotCommitted, Publisher, Refused
 from relay.intake.writer import CommitWriter
-from tests.outbox import Outbox, host, wait_until
+from tests.outbox import Outbox, host, initialise, wait_until
 from tests.postgres import Server
 
 READER = MessageReader()
@@ -41,15 +41,20 @@ def sent(*events: dict[str, Any], key: str | None = None) -> IncomingEvents:
     return READER.read(json.dumps(document).encode(), id_of=derived("shop", key))
 
 
+@pytest.fixture(autouse=True)
+def _relay_may_publish(outbox: Outbox) -> None:
+    outbox.let_handlers_publish()
+
+
 @pytest.fixture
 def publisher(outbox: Outbox) -> Iterator[Publisher]:
-    with closing(Publisher(outbox.superuser_dsn)) as found:
+    with closing(Publisher(outbox.relay_dsn)) as found:
         yield found
 
 
 @pytest.fixture
 def writer(outbox: Outbox) -> Iterator[CommitWriter]:
-    found = CommitWriter(outbox.superuser_dsn)
+    found = CommitWriter(outbox.relay_dsn)
     found.start()
     yield found
     found.close()
@@ -204,7 +209,7 @@ def test_requests_share_commits(outbox: Outbox, writer: CommitWriter) -> None:
 
 
 def test_two_writers_publish_an_id_once(outbox: Outbox, writer: CommitWriter) -> None:
-    other = CommitWriter(outbox.superuser_dsn)
+    other = CommitWriter(outbox.relay_dsn)
     other.start()
     try:
         futures: list[Future[Accepted]] = []
@@ -254,8 +259,10 @@ def test_a_lost_session_costs_nobody_an_answer(outbox: Outbox, writer: CommitWri
 
 def test_an_outage_is_bounded_in_time_and_in_memory(killable_server: Server) -> None:
     with Outbox(killable_server.create_database("relay")) as outbox:
-        outbox.install(source={**outbox.config()["source"], "mode": "poll"})
-        writer = CommitWriter(outbox.superuser_dsn, wait_seconds=3.0)
+        source = {**outbox.config()["source"], "mode": "poll"}
+        outbox.install(source=source)
+        initialise(outbox.settings(source=source), handlers_publish=True)
+        writer = CommitWriter(outbox.relay_dsn, wait_seconds=3.0)
         writer.start()
         try:
             writer.submit(sent(placed())).result(30)

@@ -147,7 +147,7 @@ def test_a_dead_letter_by_reference_is_replayed_with_another_payload_only(
     settings = limited(outbox)
     outbox.drain(settings)
     assert dead_events(outbox) == [(1, "4", False), (2, None, True)]
-    with connect(outbox.superuser_dsn) as conn:
+    with connect(outbox.relay_dsn) as conn:
         dead_letters = DeadLetters(settings, conn)
         found = dead_letters.find(DeadLetterSelection())
         with pytest.raises(ConfigurationError, match="c_offset 2 was too large"):

@@ -110,7 +110,7 @@ def test_a_table_in_use_is_not_waited_for_to_remove_the_trigger(
 ) -> None:
     monkeypatch.setattr(install, "LOCK_SECONDS", 0.5)
     initialise(configured(outbox, listen=True))
-    with psycopg.connect(outbox.superuser_dsn) as publisher:
+    with psycopg.connect(outbox.publisher_dsn) as publisher:
         publisher.execute(INSERT.format(OWN).encode())
         with pytest.raises(ConfigurationError, match=r"run `relay init` again when it has ended"):
             initialise(configured(outbox))
@@ -159,7 +159,7 @@ def test_a_publisher_may_prepare_its_transaction(preparing_server: Server, mode:
         with relaying(settings):
             outbox.publish(host(1), event(1))
             outbox.wait_handled()
-            with psycopg.connect(outbox.superuser_dsn) as publisher:
+            with psycopg.connect(outbox.publisher_dsn) as publisher:
                 publisher.execute(
                     "select relay.publish(%s, null, %s)", (host(1), Jsonb([event(2), event(3)]))
                 )

@@ -72,7 +72,7 @@ def test_an_event_above_the_limit_is_refused(outbox: Outbox) -> None:
 
 def test_publish_works_inside_the_callers_transaction(outbox: Outbox) -> None:
     outbox.publish(host(1), event(1))
-    with psycopg.connect(outbox.superuser_dsn) as publisher:
+    with psycopg.connect(outbox.publisher_dsn) as publisher:
         publisher.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb([event(2)])))
         assert offsets(outbox) == [1]
         publisher.rollback()
@@ -90,8 +90,8 @@ def test_publishers_do_not_wait_for_each_other(
 ) -> None:
     publish = "select relay.publish(%s, null, %s)"
     with (
-        psycopg.connect(outbox.superuser_dsn) as one,
-        psycopg.connect(outbox.superuser_dsn) as other,
+        psycopg.connect(outbox.publisher_dsn) as one,
+        psycopg.connect(outbox.publisher_dsn) as other,
         relaying(outbox.settings()),
     ):
         one.isolation_level = other.isolation_level = isolation
@@ -221,8 +221,8 @@ def test_each_outbox_has_numbers_without_gaps_of_its_own(outbox: Outbox) -> None
         "insert into parts (host_id, event_type, payload) values (%(host)s, 'a', '1'), (%(host)s, 'b', '2');"
         "insert into parts_b (host_id, event_type, payload) values (%(host)s, 'b', '3')"
     )
-    outbox.conn.execute("set lock_timeout = '5s'")
-    with psycopg.connect(outbox.superuser_dsn, cursor_factory=psycopg.ClientCursor) as publisher:
+    outbox.conn.execute("set lock_timeout = '5s'; grant insert on parts, parts_b to app_publisher")
+    with psycopg.connect(outbox.publisher_dsn, cursor_factory=psycopg.ClientCursor) as publisher:
         for _ in range(2):
             outbox.publish(host(1), event(1), event(2))
             # Publishers of the other outbox are not waited for.

@@ -119,7 +119,7 @@ def test_what_is_deferred_or_dead_comes_with_its_retry_or_replay(outbox: Outbox)
 
 def filler(outbox: Outbox, settings: Settings) -> _Filler:
     """What fills queues, step by step."""
-    return _Filler(settings, connect(outbox.superuser_dsn), lambda: False)
+    return _Filler(settings, connect(outbox.relay_dsn), lambda: False)
 
 
 def test_what_is_passed_by_and_applied_before_the_end_is_put_in_before_what_follows(
@@ -133,7 +133,7 @@ def test_what_is_passed_by_and_applied_before_the_end_is_put_in_before_what_foll
     declare(outbox, start="beginning")
     with (
         closing(filler(outbox, settings)) as filling,
-        closing(connect(outbox.superuser_dsn)) as conn,
+        closing(connect(outbox.relay_dsn)) as conn,
     ):
         (fill,) = queue_fills.open_fills(conn, "default")
         filling._begin(fill)
@@ -272,7 +272,7 @@ def test_retention_keeps_the_log_for_a_fill_until_it_gives_it_up(outbox: Outbox)
     outbox.drain(settings)
     declare(outbox, start="beginning")
     with (
-        closing(connect(outbox.superuser_dsn)) as conn,
+        closing(connect(outbox.relay_dsn)) as conn,
         closing(filler(outbox, settings)) as filling,
     ):
         (fill,) = queue_fills.open_fills(conn, "default")
@@ -316,7 +316,7 @@ class Publishers:
     """Threads that publish until they are stopped, each for hosts of its own, in transactions of all kinds."""
 
     def __init__(self, outbox: Outbox, chance: random.Random, count: int = 3) -> None:
-        self._dsn = outbox.superuser_dsn
+        self._dsn = outbox.relay_dsn
         self._stopping = Event()
         seeds = [chance.random() for _ in range(count)]
         self._threads = [

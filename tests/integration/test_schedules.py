@@ -220,7 +220,7 @@ def test_the_configuration_declares_changes_and_drops(outbox: Outbox) -> None:
     assert declared(outbox, "of SQL", every="1 h")
     assert not declared(outbox, "of SQL", every="1 h")
     one = outbox.settings(schedules={"nightly": {"cron": "@daily", "publish": EVENT}})
-    with connect(outbox.superuser_dsn) as conn:
+    with connect(outbox.relay_dsn) as conn:
         declare(conn, one)
         first = schedules.named(conn, "nightly")
         assert first is not None
@@ -342,7 +342,7 @@ def test_a_renamed_schedule_goes_on_under_its_new_name(outbox: Outbox) -> None:
 
 
 def test_who_may_publish_does_not_act_for_the_configuration(outbox: Outbox) -> None:
-    with connect(outbox.superuser_dsn) as conn:
+    with connect(outbox.relay_dsn) as conn:
         declare(conn, outbox.settings(schedules={"nightly": {"cron": "@daily", "publish": EVENT}}))
     outbox.conn.execute("set role relay_publisher")
     with pytest.raises(psycopg.errors.InsufficientPrivilege, match="configured_by: only a member"):

@@ -93,7 +93,7 @@ def made(outbox: Outbox, sources: dict[str, str], folder: Path) -> Shop:
             "source": {
                 **{"dsn": dsn, "table": f"public.{group}_outbox", "slot": name, "publication": name}
             },
-            "target": {"dsn": outbox.superuser_dsn},
+            "target": {"dsn": outbox.relay_dsn},
             "handlers": {
                 "view": {
                     "type": "sql",
@@ -199,7 +199,7 @@ def test_a_database_that_is_away_keeps_no_other_group(shop: Shop) -> None:
 
 @pytest.mark.rare
 def test_groups_share_one_spark_session(outbox: Outbox, tmp_path: Path) -> None:
-    shop = made(outbox, dict.fromkeys(("orders", "payments"), outbox.superuser_dsn), tmp_path)
+    shop = made(outbox, dict.fromkeys(("orders", "payments"), outbox.relay_dsn), tmp_path)
     for file in shop.files.values():
         content = yaml.safe_load(file.read_text())
         spark = {"batch": {"inline_max_events": 0}, "spark": {"master": "local[2]"}}
@@ -221,7 +221,7 @@ def test_groups_share_one_spark_session(outbox: Outbox, tmp_path: Path) -> None:
 def test_retention_of_a_table_does_not_wait_for_the_readers_of_another(
     outbox: Outbox, tmp_path: Path
 ) -> None:
-    shop = made(outbox, dict.fromkeys(("orders", "payments"), outbox.superuser_dsn), tmp_path)
+    shop = made(outbox, dict.fromkeys(("orders", "payments"), outbox.relay_dsn), tmp_path)
     content = yaml.safe_load(shop.files["orders"].read_text())
     settings = Settings(**content | {"retention": {"keep": "7d", "max_lag": "8d"}})
     shop.publish("payments", 0, 3)
@@ -231,8 +231,8 @@ def test_retention_of_a_table_does_not_wait_for_the_readers_of_another(
         wait_until(lambda: not outbox.column("select 1 from relay.applied_commits limit 1"))
     later = datetime.now(UTC) + timedelta(days=9)
     with (
-        closing(connect(outbox.superuser_dsn)) as source,
-        closing(connect(outbox.superuser_dsn)) as target,
+        closing(connect(outbox.relay_dsn)) as source,
+        closing(connect(outbox.relay_dsn)) as target,
     ):
         Schedule(settings, lambda: None, lambda _: later).retain(source, target)
     assert outbox.value("select count(*) from orders_outbox") == 0
@@ -241,7 +241,7 @@ def test_retention_of_a_table_does_not_wait_for_the_readers_of_another(
 
 
 def test_uninstalling_leaves_nothing_of_two_tables(outbox: Outbox, tmp_path: Path) -> None:
-    shop = made(outbox, dict.fromkeys(("orders", "payments"), outbox.superuser_dsn), tmp_path)
+    shop = made(outbox, dict.fromkeys(("orders", "payments"), outbox.relay_dsn), tmp_path)
     settings = Settings(**yaml.safe_load(shop.files["orders"].read_text()))
     uninstall(settings)
     assert not outbox.column(
@@ -257,9 +257,7 @@ def test_uninstalling_leaves_nothing_of_two_tables(outbox: Outbox, tmp_path: Pat
 def test_groups_of_a_process_share_one_address_for_metrics_and_health(
     outbox: Outbox, tmp_path: Path
 ) -> None:
-    shop = made(
-        outbox, {"orders": outbox.superuser_dsn, "payments": outbox.superuser_dsn}, tmp_path
-    )
+    shop = made(outbox, {"orders": outbox.relay_dsn, "payments": outbox.relay_dsn}, tmp_path)
     port = free_port()
     for file in shop.files.values():
         content = yaml.safe_load(file.read_text())

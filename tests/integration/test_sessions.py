@@ -36,7 +36,7 @@ def test_a_pool_without_a_connection_says_why() -> None:
 
 def test_a_pool_whose_connections_are_in_use_says_so(outbox: Outbox) -> None:
     with (
-        open_pool(outbox.superuser_dsn, 1) as pool,
+        open_pool(outbox.relay_dsn, 1) as pool,
         pool.connection(),
         pytest.raises(PoolTimeout, match="couldn't get a connection"),
     ):
@@ -124,7 +124,7 @@ def test_a_connection_that_is_lost_at_the_commit_is_an_outage(pool: HandlerPool)
 
 
 def test_a_node_that_lost_power_holds_nothing_for_hours(outbox: Outbox) -> None:
-    with connect(outbox.superuser_dsn) as conn:
+    with connect(outbox.relay_dsn) as conn:
         assert conn.execute("show tcp_keepalives_idle").fetchone() == ("30",)
     outbox.conn.execute("create table seen (name text, setting text)")
     outbox.publish(host(1), event(1))
@@ -140,7 +140,7 @@ def test_a_node_that_lost_power_holds_nothing_for_hours(outbox: Outbox) -> None:
 def test_a_lock_that_is_held_too_long_is_waited_for_again(
     outbox: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
-    target = {"dsn": make_conninfo(outbox.superuser_dsn, options="-c lock_timeout=50ms")}
+    target = {"dsn": make_conninfo(outbox.relay_dsn, options="-c lock_timeout=50ms")}
     # The stream locks these rows when it begins, and that is not the wait which is tested here.
     with relaying(outbox.settings(target=target)), psycopg.connect(outbox.superuser_dsn) as other:
         outbox.publish(host(1), event(1))
@@ -176,7 +176,7 @@ def test_synchronous_commit_is_what_the_configuration_says(outbox: Outbox, wante
         **outbox.config()["handlers"],
     }
     target = {
-        "dsn": make_conninfo(outbox.superuser_dsn, options="-c synchronous_commit=local"),
+        "dsn": make_conninfo(outbox.relay_dsn, options="-c synchronous_commit=local"),
         "synchronous_commit": wanted == "on",
     }
     outbox.publish(host(1), event(1))

@@ -48,7 +48,7 @@ def test_an_idle_outbox_does_not_hold_the_wal_of_others(outbox: Outbox) -> None:
 
 
 def test_a_handler_slower_than_wal_sender_timeout_keeps_the_connection(outbox: Outbox) -> None:
-    dsn = make_conninfo(outbox.superuser_dsn, options="-c wal_sender_timeout=1s")
+    dsn = make_conninfo(outbox.relay_dsn, options="-c wal_sender_timeout=1s")
     handlers = {
         "slow": {
             "type": "sql",
@@ -254,7 +254,7 @@ def test_the_last_position_is_confirmed_at_a_clean_stop(outbox: Outbox, tmp_path
 
 
 def test_a_handlers_lock_timeout_is_tried_again(outbox: Outbox) -> None:
-    dsn = make_conninfo(outbox.superuser_dsn, options="-c lock_timeout=200ms")
+    dsn = make_conninfo(outbox.relay_dsn, options="-c lock_timeout=200ms")
     settings = outbox.settings(target={"dsn": dsn})
     with psycopg.connect(outbox.superuser_dsn) as blocker, relaying(settings):
         blocker.execute("lock table projection in access exclusive mode")

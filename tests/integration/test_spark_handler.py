@@ -319,7 +319,7 @@ def test_a_replayed_dead_letter_comes_with_a_batch(
     assert not has_files(tmp_path / "lake")
     with relayed(outbox, "inline", session, **lake(tmp_path / "lake")):
         settings = outbox.settings(**lake(tmp_path / "lake"))
-        with connect(outbox.superuser_dsn) as conn:
+        with connect(outbox.relay_dsn) as conn:
             dead_letters = DeadLetters(settings, conn)
             dead_letters.replay(dead_letters.find(DeadLetterSelection()), None)
         wait_until(lambda: has_files(tmp_path / "lake"))
@@ -877,7 +877,7 @@ def test_what_was_unrouted_and_is_read_with_new_routes_is_not_replayed_too(
     ):
         if read_first:
             written_all(outbox)
-        with connect(outbox.superuser_dsn) as conn:
+        with connect(outbox.relay_dsn) as conn:
             dead_letters = DeadLetters(settings, conn)
             if edited:
                 number = outbox.value("select id from relay.dead_letter_queue")

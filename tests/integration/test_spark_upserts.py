@@ -80,7 +80,7 @@ def test_a_table_of_the_present_state(
         outbox.publish(host(1), order(1, 1), order(2, 1), order(1, 2), order(3, 1))
         outbox.wait_delivered("lake", 120)
         assert state(sink) == {"1": amount(2), "2": amount(1), "3": amount(1)}
-        with psycopg.connect(outbox.superuser_dsn) as slow:
+        with psycopg.connect(outbox.publisher_dsn) as slow:
             # It has the lower c_offset, and commits last.
             slow.execute(
                 "select relay.publish(%s, %s, %s)", (host(2), host(999), Jsonb([order(2, 7)]))
@@ -106,7 +106,7 @@ def test_a_replay_of_an_old_dead_letter_changes_nothing_newer(
         outbox.wait_delivered("lake", 120)
     assert state(sink) == {"1": amount(5)}
     with relaying(outbox.settings("inline", **config(sink)), spark_session):
-        with connect(outbox.superuser_dsn) as conn:
+        with connect(outbox.relay_dsn) as conn:
             dead_letters = DeadLetters(outbox.settings(**config(sink)), conn)
             dead_letters.replay(dead_letters.find(DeadLetterSelection()), None)
         statuses = "select distinct status from relay.dead_letter_queue"

@@ -71,7 +71,7 @@ def test_what_is_not_read_is_counted_up_to_a_limit(outbox: Outbox) -> None:
         assert sum(few.partitions.values()) == 150
         assert few.oldest_seconds is not None
         # One that is open across the snapshot, and one that stays open.
-        with psycopg.connect(outbox.superuser_dsn) as late:
+        with psycopg.connect(outbox.publisher_dsn) as late:
             late.execute(
                 "select relay.publish(%s, null, %s::jsonb)", (host(1), json.dumps([event()]))
             )
@@ -93,7 +93,7 @@ def test_an_attached_sink_of_a_dead_instance_lags(outbox: Outbox) -> None:
 
 
 def test_polling_lets_the_backlog_fall_to_nothing(outbox: Outbox) -> None:
-    settings = outbox.settings(source={"dsn": outbox.superuser_dsn, "mode": "poll"})
+    settings = outbox.settings(source={"dsn": outbox.relay_dsn, "mode": "poll"})
     outbox.fill(30, events=3)
     with closing(Watch(settings)) as watch:
         assert watch.read().unread[""].events == 90

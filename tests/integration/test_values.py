@@ -48,9 +48,7 @@ def odd_sessions(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> str:
     )
     monkeypatch.setenv("PGDATESTYLE", "SQL, DMY")
     monkeypatch.setenv("PGTZ", "Asia/Kathmandu")
-    return make_conninfo(
-        outbox.superuser_dsn, options="-c datestyle=SQL,MDY -c timezone=Asia/Tokyo"
-    )
+    return make_conninfo(outbox.relay_dsn, options="-c datestyle=SQL,MDY -c timezone=Asia/Tokyo")
 
 
 @pytest.mark.parametrize("mode", ["poll", "wal"])
