@@ -248,6 +248,16 @@ class Outbox:
         """The DSN by which a reader logs in."""
         return self.dsn_of(Role.READER)
 
+    @property
+    def lake_dsn(self) -> str:
+        """The DSN by which sinks of type spark write tables."""
+        return self.dsn_of(Role.LAKE)
+
+    @property
+    def jobs_dsn(self) -> str:
+        """The DSN by which Spark jobs read the outbox."""
+        return self.dsn_of(Role.JOBS)
+
     def config(self, **overrides: Any) -> dict[str, Any]:
         """A configuration as a mapping; every event goes to the projection."""
         return {

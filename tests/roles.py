@@ -30,6 +30,10 @@ class Role(StrEnum):
     """A member of `relay_worker`."""
     READER = "app_reader"
     """A member of `relay_reader`."""
+    LAKE = "app_lake"
+    """May create tables in `public`, and insert into those that are there: `jdbc.dsn` of sinks of type spark."""
+    JOBS = "app_jobs"
+    """May select from the outbox, and is a member of nothing: Spark jobs that read `format("outbox")`."""
 
 
 _ATTRIBUTES = {Role.INSTALLER: "createrole replication", Role.RELAY: "replication"}
@@ -53,6 +57,11 @@ _JOIN = """
 _OWN = """
     if exists (select from pg_database where datname = current_database() and datdba <> 'app_owner'::regrole) then
         execute format('alter database %I owner to app_owner', current_database());
+        -- What comes to be in the schema, the outbox first of all.
+        alter default privileges for role app_owner in schema public grant select on tables to app_jobs;
+        alter default privileges in schema public grant select on tables to app_jobs;
+        grant usage, create on schema public to app_lake;
+        alter default privileges in schema public grant select, insert on tables to app_lake;
         -- What handlers' statements touch, those of workers and readers too.
         alter default privileges in schema public
             grant select, insert, update, delete on tables to app_relay, app_worker, app_reader;

@@ -67,7 +67,7 @@ def streaming(
     """A query in a process group of its own, killed at the end with its JVM."""
     with (folder / "query.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", QUERY, outbox.superuser_dsn, str(folder), available, sink],
+            [sys.executable, "-c", QUERY, outbox.jobs_dsn, str(folder), available, sink],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=log,
@@ -87,7 +87,7 @@ def publishing(outbox: Outbox) -> AbstractContextManager[None]:
 
     def publish(stop: Event) -> None:
         number = 0
-        with psycopg.connect(outbox.superuser_dsn) as conn:
+        with psycopg.connect(outbox.publisher_dsn) as conn:
             # Few enough for the last query: a batch of 300 takes it one to five seconds.
             while not stop.wait(0.1):
                 number += 1
@@ -115,7 +115,7 @@ def test_each_event_is_written_once_with_the_query_killed(
     outbox: Outbox, tmp_path: Path, sink: str
 ) -> None:
     """Beside a publisher, and a transaction that stays open from before the first query to after the last kill."""
-    with psycopg.connect(outbox.superuser_dsn) as open_long, publishing(outbox):
+    with psycopg.connect(outbox.publisher_dsn) as open_long, publishing(outbox):
         open_long.execute("select relay.publish(%s, null, %s)", (host(99), Jsonb([event(1)])))
         for _ in range(KILLS):
             before = committed_batches(tmp_path)

@@ -28,7 +28,7 @@ def run(
     """Read what is there into a Delta table, and end."""
     query = (
         session.readStream.format("outbox")
-        .options(dsn=outbox.superuser_dsn, partitions="2", **options)
+        .options(dsn=outbox.jobs_dsn, partitions="2", **options)
         .load()
         .select("id", "c_offset")
         .writeStream.foreachBatch(append_to(str(folder / "table")))

@@ -480,7 +480,7 @@ def test_an_identity_column_takes_the_batchs_values(outbox: Outbox) -> None:
         "create table lake (id bigint generated always as identity, note text,"
         " twice bigint generated always as (id * 2) stored)"
     )
-    lake = writing(jdbc={"dsn": outbox.superuser_dsn, "table": "public.lake"}, sql="…")
+    lake = writing(jdbc={"dsn": outbox.lake_dsn, "table": "public.lake"}, sql="…")
     frame: Any = LocalFrame(pa.table({"id": [7, 9], "note": ["a", None]}))
     lake.write(frame, batch())
     assert outbox.conn.execute("select * from lake order by id").fetchall() == [
@@ -521,7 +521,7 @@ def test_a_value_that_a_postgresql_table_refuses_is_named(
 ) -> None:
     """The sink said `CharacterNotInRepertoire` for ever, of a batch of 100,000 events with some 20 columns."""
     outbox.conn.execute(f"create table lake (id text, note {kind})".encode())
-    lake = writing(jdbc={"dsn": outbox.superuser_dsn, "table": "public.lake"}, sql="…")
+    lake = writing(jdbc={"dsn": outbox.lake_dsn, "table": "public.lake"}, sql="…")
     identity = batch()
     refused: Any = LocalFrame(pa.table({"id": ["a", "b"], "note": [None, value]}))
     with pytest.raises(RelayError) as raised:
@@ -628,7 +628,7 @@ def test_rows_that_the_table_leaves_out_do_not_stop_the_sink(
 ) -> None:
     outbox.conn.execute("create table lake (id bigint)")
     outbox.conn.execute(suppressing)
-    lake = writing(jdbc={"dsn": outbox.superuser_dsn, "table": "public.lake"}, sql="…")
+    lake = writing(jdbc={"dsn": outbox.lake_dsn, "table": "public.lake"}, sql="…")
     identity = batch()
     for _ in range(2):
         lake.write(spark.range(4), identity)

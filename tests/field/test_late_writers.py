@@ -289,7 +289,7 @@ def test_a_batch_that_was_given_up_is_not_inserted_after_a_later_one(
     from pyspark.sql.classic.dataframe import DataFrame as Classic
 
     outbox.conn.execute("create table lake (id text)")
-    table = {"type": "spark", "jdbc": {"dsn": outbox.superuser_dsn, "table": "public.lake"}}
+    table = {"type": "spark", "jdbc": {"dsn": outbox.lake_dsn, "table": "public.lake"}}
     lake = writer("lake", SparkHandler.model_validate(table))
     application = str(host(1))
     frame = spark.createDataFrame([("a",)], "id string")

@@ -546,7 +546,7 @@ def test_a_merge_begins_no_table_in_the_middle(tmp_path: Path, kind: str) -> Non
 @pytest.fixture
 def jdbc(outbox: Outbox) -> Sink:
     outbox.conn.execute("create table lake (id text, amount bigint)")
-    return Sink({"jdbc": {"dsn": outbox.superuser_dsn, "table": "public.lake"}})
+    return Sink({"jdbc": {"dsn": outbox.lake_dsn, "table": "public.lake"}})
 
 
 @pytest.mark.parametrize(
@@ -755,7 +755,7 @@ def work_of(kind: str, folder: Path, outbox: Outbox, spark: SparkSession) -> Wor
         outbox.conn.execute(f"create table {table} (id text, host_id text)".encode())
         return Work(
             {
-                "jdbc": {"dsn": outbox.superuser_dsn, "table": table},
+                "jdbc": {"dsn": outbox.lake_dsn, "table": table},
                 "sql": "select id, host_id from events",
             },
             lambda: outbox.conn.execute(f"alter table {table} rename to former".encode()),

@@ -101,7 +101,7 @@ class Query:
 
 def test_a_stream_fails_where_retention_removed_what_it_had_to_read(kept: Outbox) -> None:
     kept.fill(3)
-    query = Query(kept.superuser_dsn)
+    query = Query(kept.jobs_dsn)
     assert query.trigger() == 15
     remove(kept)
     kept.fill(1, events=2)
@@ -125,7 +125,7 @@ def test_a_stream_fails_where_retention_removed_what_it_had_to_read(kept: Outbox
     kept.fill(1, events=1)
     assert query.trigger() == 1
     query.stop()
-    new = Query(kept.superuser_dsn)
+    new = Query(kept.jobs_dsn)
     assert new.trigger() == 1
     new.stop()
 
@@ -134,15 +134,15 @@ def test_a_batch_from_a_snapshot_fails_likewise(kept: Outbox) -> None:
     before = position(kept)
     kept.fill(1)
     remove(kept)
-    reader = DifferenceReader(parse({"dsn": kept.superuser_dsn, "fromSnapshot": before}, "batch"))
+    reader = DifferenceReader(parse({"dsn": kept.jobs_dsn, "fromSnapshot": before}, "batch"))
     with pytest.raises(RelayError, match="failOnDataLoss: retention has removed events up to"):
         reader.partitions()
     for more in ({"failOnDataLoss": "false", "fromSnapshot": before}, {}):
-        DifferenceReader(parse({"dsn": kept.superuser_dsn} | more, "batch")).partitions()
+        DifferenceReader(parse({"dsn": kept.jobs_dsn} | more, "batch")).partitions()
 
 
 def test_rows_that_are_removed_while_a_micro_batch_is_read_fail_its_tasks(kept: Outbox) -> None:
-    query = Query(kept.superuser_dsn)
+    query = Query(kept.jobs_dsn)
     kept.fill(1)
     query.trigger()
     kept.fill(1)
@@ -160,7 +160,7 @@ def test_rows_that_are_removed_while_a_micro_batch_is_read_fail_its_tasks(kept: 
 
 def test_told_to_go_on_a_query_reads_what_is_left_once(kept: Outbox) -> None:
     """Kafka's source failed in its tasks all the same (SPARK-18373), and then read records twice (SPARK-25214)."""
-    query = Query(kept.superuser_dsn, options={"failOnDataLoss": "false"})
+    query = Query(kept.jobs_dsn, options={"failOnDataLoss": "false"})
     kept.fill(1)
     query.trigger()
     kept.fill(1)
@@ -194,10 +194,10 @@ def test_a_transaction_that_was_open_then_and_is_older_than_the_newest_removed(
     kept: Outbox,
 ) -> None:
     """The newest transaction that was removed was read; an older one was open at the position, and has ended since."""
-    query = Query(kept.superuser_dsn)
+    query = Query(kept.jobs_dsn)
     with (
-        psycopg.connect(kept.superuser_dsn) as slow,
-        psycopg.connect(kept.superuser_dsn) as aborted,
+        psycopg.connect(kept.publisher_dsn) as slow,
+        psycopg.connect(kept.publisher_dsn) as aborted,
     ):
         slow.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb([event(1)])))
         aborted.execute("select pg_current_xact_id()")
@@ -221,8 +221,8 @@ def test_a_transaction_that_was_open_then_and_is_older_than_the_newest_removed(
 def test_a_quiet_stream_does_not_suspect_a_transaction_that_published_nothing(
     kept: Outbox,
 ) -> None:
-    query = Query(kept.superuser_dsn)
-    with psycopg.connect(kept.superuser_dsn) as slow:
+    query = Query(kept.jobs_dsn)
+    with psycopg.connect(kept.publisher_dsn) as slow:
         slow.execute("select pg_current_xact_id()")
         kept.fill(1, events=1)
         assert query.trigger() == 1
@@ -236,7 +236,7 @@ def test_a_quiet_stream_does_not_suspect_a_transaction_that_published_nothing(
 
 
 def test_what_was_erased_is_not_missed(kept: Outbox) -> None:
-    query = Query(kept.superuser_dsn)
+    query = Query(kept.jobs_dsn)
     kept.fill(1, events=1)
     query.trigger()
     kept.publish(host(7), event(1))
@@ -252,7 +252,7 @@ def test_a_removal_in_another_cluster_counts_nothing(kept: Outbox) -> None:
         "insert into relay.removed (outbox, newest, snapshot) values (%s, '9999999', '9999999:9999999:')",
         (OWN_OUTBOX,),
     )
-    query = Query(kept.superuser_dsn)
+    query = Query(kept.jobs_dsn)
     kept.fill(1, events=1)
     assert query.trigger() == 1
     remove(kept)
@@ -271,7 +271,7 @@ def test_a_removal_in_another_cluster_is_forgotten_before_this_one_comes_so_far(
         "insert into relay.removed (outbox, newest, snapshot) values (%s, %s::text::xid8, %s::pg_snapshot)",
         (OWN_OUTBOX, newest, f"{newest + 1}:{newest + 1}:"),
     )
-    query = Query(kept.superuser_dsn)
+    query = Query(kept.jobs_dsn)
     query.trigger()
     initialise(kept.settings(**KEEP))
     for _ in range(40):
@@ -338,7 +338,7 @@ def test_a_role_with_rights_to_some_columns_may_know_it_too(kept: Outbox) -> Non
 
 def test_a_former_schema_is_refused(kept: Outbox) -> None:
     kept.conn.execute("drop table relay.removed")
-    query = Query(kept.superuser_dsn, checkpoint(kept))
+    query = Query(kept.jobs_dsn, checkpoint(kept))
     with pytest.raises(RelayError, match="cannot be read: run `relay init`"):
         query.trigger()
     query.stop()
@@ -382,7 +382,7 @@ class History:
         outbox.conn.execute(SKEW)
         actions = [self.begin] * 5 + [self.end] * 4 + [self.remove, self.pass_time, self.read]
         self.queries = [
-            Query(outbox.superuser_dsn, options={"startingPosition": "now"}) for _ in range(4)
+            Query(outbox.jobs_dsn, options={"startingPosition": "now"}) for _ in range(4)
         ]
         for query in self.queries:
             query.trigger()
@@ -394,7 +394,10 @@ class History:
             query.stop()
 
     def begin(self) -> None:
-        """Begin a transaction that publishes nothing, an event, or some, and perhaps stays open."""
+        """Begin a transaction that publishes nothing, an event, or some, and perhaps stays open.
+
+        Of a superuser, who sees there what it has published.
+        """
         conn = psycopg.connect(self.outbox.superuser_dsn)
         (xid,) = conn.execute("select pg_current_xact_id()::text::bigint").fetchall()[0]
         for _ in range(self.dice.choice([0, 1, 1, 3])):

@@ -105,7 +105,7 @@ def plan(dsn: str, **options: str) -> None:
 @pytest.fixture
 def query(outbox: Outbox) -> Iterator[Query]:
     """A query that has read two events."""
-    made = Query(outbox.superuser_dsn)
+    made = Query(outbox.jobs_dsn)
     outbox.fill(2, events=1)
     assert made.trigger() == 2
     yield made
@@ -256,7 +256,7 @@ def replica(scene: Scene) -> Iterator[Query]:
 def test_a_replica_goes_on_at_the_newest_witness(scene: Scene, replica: Query) -> None:
     """Beside a transaction that stays open: a standby's own snapshot sees nothing that begins after it."""
     source = scene.pair.source
-    with psycopg.connect(source.superuser_dsn) as slow:
+    with psycopg.connect(source.publisher_dsn) as slow:
         slow.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb([event(1)])))
         source.fill(3, events=1)
         assert scene.query.trigger() == 3
@@ -288,7 +288,7 @@ def test_a_replica_that_lags_is_waited_for(scene: Scene, replica: Query) -> None
     resume.start()
     assert len(ids(query.reader, query.reader.partitions(start, end))) == 3
     resume.join()
-    query.restart(scene.pair.source.superuser_dsn)
+    query.restart(scene.pair.source.jobs_dsn)
     scene.pair.source.fill(2, events=1)
     assert query.trigger() == 2
     scene.pair.replicate()
@@ -362,7 +362,7 @@ def test_a_server_that_is_restored_from_a_backup() -> None:
             pytest.skip("needs the server's data folder")
         with Outbox(server.create_database("app")) as outbox:
             outbox.install()
-            query = Query(outbox.superuser_dsn)
+            query = Query(outbox.jobs_dsn)
             outbox.fill(2, events=1)
             query.trigger()
             replace_folder(server, "data", "backup")
@@ -408,7 +408,7 @@ def test_a_dump_in_another_cluster(outbox: Outbox, query: Query) -> None:
             assert query.at["witness"] in witnesses
             advance(other, int(query.at["snapshot"].split(":")[1]) + 100)
             other.fill(5, events=1)
-            query.restart(other.superuser_dsn)
+            query.restart(other.jobs_dsn)
             assert "another one, or one into which a dump was restored" in query.refusal()
 
 
@@ -549,6 +549,8 @@ def test_a_witness_that_retention_has_removed_together_with_events(
     outbox.fill(3, events=1)
     outbox.conn.execute("delete from relay.witnesses where not kept")
     outbox.conn.execute("delete from outbox_message_t")
+    # As the `relay init` that sets retention up.
+    outbox.conn.execute("grant select on relay.removed to app_jobs")
     outbox.conn.execute(
         "insert into relay.removed (outbox, newest, snapshot)"
         " values ('public.outbox_message_t', pg_snapshot_xmax(pg_current_snapshot())::text::bigint::text::xid8, "
@@ -562,7 +564,7 @@ def test_a_witness_that_retention_has_removed_together_with_events(
     query.restart()
     assert query.trigger() == 2
     assert query.at["witness"]
-    plan(outbox.superuser_dsn, fromSnapshot=query.position)
+    plan(outbox.jobs_dsn, fromSnapshot=query.position)
 
 
 def test_a_new_query_begins_where_progress_says_that_one_is(outbox: Outbox, query: Query) -> None:
@@ -571,12 +573,12 @@ def test_a_new_query_begins_where_progress_says_that_one_is(outbox: Outbox, quer
     report = query.reader.reportLatestOffset()
     assert report is not None
     assert (report["position"], report["rowsBehind"]) == (query.position, 4)
-    other = Query(outbox.superuser_dsn, {"startingPosition": report["position"]})
+    other = Query(outbox.jobs_dsn, {"startingPosition": report["position"]})
     assert other.trigger() == 4
     other.reader.stop()
     assert sorted(query.read + other.read) == stored(outbox)
     parts = {"fromSnapshot": report["position"], "toSnapshot": other.position}
-    batch = DifferenceReader(parse({"dsn": outbox.superuser_dsn, **parts}, "batch"))
+    batch = DifferenceReader(parse({"dsn": outbox.jobs_dsn, **parts}, "batch"))
     assert sorted(ids(batch, batch.partitions())) == sorted(other.read)
 
 
@@ -584,7 +586,7 @@ def test_now_sees_what_is_committed_and_nothing_else(outbox: Outbox) -> None:
     for _ in range(3):
         outbox.conn.execute("select relay.take_witness()")
         outbox.fill(1, events=1)
-        query = Query(outbox.superuser_dsn, {"startingPosition": "now"})
+        query = Query(outbox.jobs_dsn, {"startingPosition": "now"})
         assert query.trigger() == 0
         outbox.fill(2, events=1)
         assert query.trigger() == 2

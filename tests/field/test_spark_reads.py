@@ -30,7 +30,7 @@ from tests.outbox import Outbox, event, host
 
 def rows(outbox: Outbox, *names: str, **options: str) -> list[dict[str, Any]]:
     """What a query over an outbox reads, in order of c_offset."""
-    parsed = parse({"dsn": outbox.superuser_dsn, "partitions": "2", "ordered": "false", **options})
+    parsed = parse({"dsn": outbox.jobs_dsn, "partitions": "2", "ordered": "false", **options})
     reader = DifferenceReader(parsed, [*names, "c_offset"])
     found = [
         row
@@ -73,11 +73,7 @@ def test_a_time_is_the_same_moment_in_every_time_zone(
     table.publish(host(1), event(event_ts="2026-03-08T10:30:00.000001+00:00"))
     table.conn.execute("set timezone to 'UTC'")
     table.conn.execute(f"alter table outbox_message_t alter event_ts type {kind}")
-    frame = (
-        elsewhere.read.format("outbox")
-        .schema("event_ts timestamp")
-        .options(dsn=table.superuser_dsn)
-    )
+    frame = elsewhere.read.format("outbox").schema("event_ts timestamp").options(dsn=table.jobs_dsn)
     (row,) = frame.load().selectExpr("unix_micros(event_ts) as at").collect()
     assert row.at == int(datetime(2026, 3, 8, 10, 30, tzinfo=UTC).timestamp()) * 1_000_000 + 1
 
@@ -148,7 +144,7 @@ def test_a_value_of_another_type_is_one_line_without_it(
 def test_a_column_that_is_no_time_is_refused_on_the_driver(table: Outbox) -> None:
     table.publish(host(1), event())
     table.conn.execute("alter table outbox_message_t alter event_ts type bigint using 1")
-    reader = DifferenceReader(parse({"dsn": table.superuser_dsn}))
+    reader = DifferenceReader(parse({"dsn": table.jobs_dsn}))
     with pytest.raises(RelayError, match="cannot cast type bigint to timestamp with time zone"):
         reader.partitions()
 
@@ -222,7 +218,7 @@ def test_tasks_have_as_many_rows_each_where_xids_are_sparse(outbox: Outbox) -> N
     outbox.conn.execute(
         "update outbox_message_t set c_xid = (1000000 + c_offset)::text::xid8 where c_offset > 100"
     )
-    table = parse({"dsn": outbox.superuser_dsn}).table
+    table = parse({"dsn": outbox.jobs_dsn}).table
     between = Difference(BEGINNING, Snapshot(2_000_000, 2_000_000))
 
     def sizes() -> list[int]:
@@ -251,7 +247,7 @@ def test_portions_of_a_sparse_table_have_each_row_once(outbox: Outbox) -> None:
     outbox.fill(60, events=5)
     outbox.conn.execute("analyze outbox_message_t")
     outbox.fill(20, events=5)
-    table = parse({"dsn": outbox.superuser_dsn}).table
+    table = parse({"dsn": outbox.jobs_dsn}).table
     seen = Snapshot.parse(outbox.value("select pg_current_snapshot()::text"))
     for tasks in (1, 2, 7, 64):
         portions = by_xid(outbox.conn, table, Difference(BEGINNING, seen), tasks)
@@ -259,7 +255,7 @@ def test_portions_of_a_sparse_table_have_each_row_once(outbox: Outbox) -> None:
         found = [
             str(each)
             for portion in portions
-            for batch in read(outbox.superuser_dsn, table, portion, 8, None, ["id"])
+            for batch in read(outbox.jobs_dsn, table, portion, 8, None, ["id"])
             for each in batch.column("id")
         ]
         assert sorted(found) == sorted(outbox.column("select id::text from outbox_message_t"))

@@ -179,7 +179,7 @@ def test_a_query_whose_checkpoint_is_lost_goes_on(
     def run() -> None:
         query = (
             session.readStream.format("outbox")
-            .options(dsn=outbox.superuser_dsn, partitions="2", maxEventsPerTrigger="4")
+            .options(dsn=outbox.jobs_dsn, partitions="2", maxEventsPerTrigger="4")
             .option("startingPosition", position_of(table))
             .load()
             .where("event_type <> 'left.out'")
@@ -192,7 +192,7 @@ def test_a_query_whose_checkpoint_is_lost_goes_on(
         query.awaitTermination(120)
 
     outbox.fill(3, events=2)
-    with psycopg.connect(outbox.superuser_dsn) as late:
+    with psycopg.connect(outbox.publisher_dsn) as late:
         late.execute("select relay.publish(%s, null, %s)", (host(9), Jsonb([event(1)])))
         outbox.fill(3, events=2)
         outbox.publish(host(1), event(1, "left.out"))
@@ -248,7 +248,7 @@ def test_a_task_whose_password_is_refused_does_not_wait(
 
     monkeypatch.setattr(reading, "connect", refuse)
     with pytest.raises(psycopg.OperationalError, match="authentication failed"):
-        ids_by(outbox.superuser_dsn, "3:3:")
+        ids_by(outbox.jobs_dsn, "3:3:")
     assert attempts == 1
 
 
@@ -273,14 +273,12 @@ def role(outbox: Outbox) -> Iterator[str]:
 
 def test_transactions_that_rolled_back_are_no_micro_batches(outbox: Outbox) -> None:
     outbox.fill(4, events=1)
-    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
+    with psycopg.connect(outbox.jobs_dsn, autocommit=True) as conn:
         for _ in range(300):
             with conn.transaction(force_rollback=True):
                 conn.execute("select pg_current_xact_id()")
     outbox.fill(4, events=1)
-    reader = StreamReader(
-        parse({"dsn": outbox.superuser_dsn, "ordered": "false", "partitions": "1"})
-    )
+    reader = StreamReader(parse({"dsn": outbox.jobs_dsn, "ordered": "false", "partitions": "1"}))
     try:
         offset, batches = reader.initialOffset(), []
         while (end := reader.latestOffset(offset, ReadMaxRows(3))) != offset:
@@ -301,7 +299,7 @@ def test_a_position_is_noted_by_a_new_session_where_the_server_ended_the_former(
 ) -> None:
     """It was an error that named rights and `relay init`."""
     outbox.fill(2)
-    reader = StreamReader(parse({"dsn": outbox.superuser_dsn, "reader": "lake"}))
+    reader = StreamReader(parse({"dsn": outbox.jobs_dsn, "reader": "lake"}))
     noted = "select snapshot::text from relay.readers where reader = 'lake'"
     try:
         end = reader.latestOffset(reader.initialOffset(), ReadMaxRows(100))
@@ -327,7 +325,7 @@ def test_a_trigger_goes_on_where_the_server_ends_its_session_in_the_middle(
         return call
 
     outbox.fill(2)
-    reader = StreamReader(parse({"dsn": outbox.superuser_dsn}))
+    reader = StreamReader(parse({"dsn": outbox.jobs_dsn}))
     for name in ("durable_position", "cut", "lost_after", "wait_until_visible"):
         monkeypatch.setattr(data_source, name, ended_first(getattr(data_source, name)))
     try:
@@ -367,7 +365,7 @@ def spark(spark_session: Session) -> Any:
 
 
 def events(spark: Any, outbox: Outbox, **options: str) -> Any:
-    given = {"dsn": outbox.superuser_dsn, "partitions": "1", **options}
+    given = {"dsn": outbox.jobs_dsn, "partitions": "1", **options}
     return spark.readStream.format("outbox").options(**given).load()
 
 
@@ -491,9 +489,7 @@ def test_what_a_filter_leaves_out_is_read_once_and_a_trigger_runs_once(
     spark: Any, outbox: Outbox, tmp_path: Path
 ) -> None:
     outbox.fill(5)
-    reader = spark.readStream.format("outbox").options(
-        dsn=outbox.superuser_dsn, maxEventsPerTrigger="3"
-    )
+    reader = spark.readStream.format("outbox").options(dsn=outbox.jobs_dsn, maxEventsPerTrigger="3")
     nothing = reader.load().where("event_type = 'none'").writeStream.format("noop")
     nothing = nothing.option("checkpointLocation", str(tmp_path / "checkpoint"))
     counts = []

@@ -91,7 +91,7 @@ def test_the_target_is_complete_up_to_a_time_that_goes_on(outbox: Outbox, mode: 
         outbox.wait_handled()
         first = now(outbox)
         wait_complete(outbox, "", first)
-        with psycopg.connect(outbox.superuser_dsn) as late:
+        with psycopg.connect(outbox.publisher_dsn) as late:
             late.execute(
                 "insert into outbox_message_t (id, host_id, event_type, payload) values (%s, %s, 'late', '{}')",
                 (host(77), host(2)),

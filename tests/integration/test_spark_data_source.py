@@ -45,9 +45,7 @@ def spark(spark_session: Session) -> SparkSession:
 
 def load(spark: SparkSession, outbox: Outbox, **options: str) -> DataFrame:
     return (
-        spark.read.format("outbox")
-        .options(dsn=outbox.superuser_dsn, partitions="2", **options)
-        .load()
+        spark.read.format("outbox").options(dsn=outbox.jobs_dsn, partitions="2", **options).load()
     )
 
 
@@ -157,7 +155,7 @@ def test_columns_of_other_names(spark: SparkSession, outbox: Outbox) -> None:
 
 def test_a_password_is_not_in_the_plan(spark: SparkSession, outbox: Outbox) -> None:
     outbox.publish(host(1), event(1))
-    dsn = psycopg.conninfo.make_conninfo(outbox.superuser_dsn, application_name="hunter2")
+    dsn = psycopg.conninfo.make_conninfo(outbox.jobs_dsn, application_name="hunter2")
     frame = spark.read.format("outbox").option("dsn", dsn).load()
     assert frame.count() == 1
     plan: str = frame._sc._jvm.PythonSQLUtils.explainString(frame._jdf.queryExecution(), "extended")  # type: ignore[union-attr]
@@ -180,7 +178,7 @@ def test_a_schema_of_fewer_columns_has_the_same_values(
 ) -> None:
     outbox.publish(host(1), event(1, aggregate_id=None), event(2, aggregate_id=""))
     outbox.publish(host(2), event(3, aggregate_id='a,"b"\n'), event(4, aggregate_id=None))
-    options = {"dsn": outbox.superuser_dsn, "partitions": "2", "ordered": ordered}
+    options = {"dsn": outbox.jobs_dsn, "partitions": "2", "ordered": ordered}
     frame = spark.read.format("outbox").schema(schema).options(**options).load()
     assert frame.columns == [each.split()[0] for each in schema.split(", ")]
     everything = load(spark, outbox, ordered=ordered).select(*frame.columns)
@@ -192,14 +190,14 @@ def test_a_schema_in_a_stream_and_in_sql(
 ) -> None:
     outbox.fill(5, events=2)
     frame = spark.readStream.format("outbox").schema("event_type string, id string")
-    writer = frame.options(dsn=outbox.superuser_dsn).load().writeStream.trigger(availableNow=True)
+    writer = frame.options(dsn=outbox.jobs_dsn).load().writeStream.trigger(availableNow=True)
     writer = writer.format("parquet").option("checkpointLocation", str(tmp_path / "checkpoint"))
     assert writer.start(str(tmp_path / "q")).awaitTermination(60)
     assert written(spark, tmp_path) == stored(outbox)
     assert spark.read.parquet(str(tmp_path / "q")).columns == ["event_type", "id"]
     name = f"two_{outbox.slot}"
     spark.sql(
-        f"create temporary view {name} (id string, payload string) using outbox options (dsn '{outbox.superuser_dsn}')"
+        f"create temporary view {name} (id string, payload string) using outbox options (dsn '{outbox.jobs_dsn}')"
     )
     assert ids(spark.table(name)) == stored(outbox)
     spark.sql(f"drop view {name}")
@@ -211,7 +209,7 @@ def test_a_schema_with_headers(spark: SparkSession, outbox: Outbox) -> None:
     outbox.conn.execute("update outbox_message_t set region = 'eu' where transaction_ordinal = 1")
     for schema in ("headers map<string,string>, id string", "headers map<string,string>"):
         frame = spark.read.format("outbox").schema(schema)
-        rows = frame.options(dsn=outbox.superuser_dsn, headers='["region"]').load().collect()
+        rows = frame.options(dsn=outbox.jobs_dsn, headers='["region"]').load().collect()
         regions = [row.headers["region"] for row in rows]
         assert sorted(regions, key=str) == sorted(
             outbox.column("select region from outbox_message_t"), key=str
@@ -238,9 +236,7 @@ def test_columns_that_a_schema_leaves_out_are_not_read(
 
 def test_a_wrong_schema_is_one_line_on_the_driver(spark: SparkSession, outbox: Outbox) -> None:
     frame = (
-        spark.read.format("outbox")
-        .schema("id string, kind string")
-        .options(dsn=outbox.superuser_dsn)
+        spark.read.format("outbox").schema("id string, kind string").options(dsn=outbox.jobs_dsn)
     )
     with pytest.raises(AnalysisException) as raised:
         frame.load().collect()
@@ -295,7 +291,7 @@ def test_what_is_wrong_is_one_line_on_the_driver(
 ) -> None:
     options, expected = WRONG[wrong]
     outbox.publish(host(1), event(1))
-    given = {"dsn": outbox.superuser_dsn, "ordered": "false"} | options
+    given = {"dsn": outbox.jobs_dsn, "ordered": "false"} | options
     if given["dsn"] == "stranger":
         given["dsn"] = other_role
     plan = planned_stream if reading == "stream" else planned_batch
@@ -311,9 +307,9 @@ def test_a_checkpoint_of_another_outbox_is_refused(outbox: Outbox) -> None:
     outbox.fill(2)
     outbox.conn.execute("create table orders_outbox (like outbox_message_t including all)")
     outbox.conn.execute("insert into orders_outbox select * from outbox_message_t")
-    reader = StreamReader(parse({"dsn": outbox.superuser_dsn}))
+    reader = StreamReader(parse({"dsn": outbox.jobs_dsn}))
     other = StreamReader(
-        parse({"dsn": outbox.superuser_dsn, "table": "public.orders_outbox", "reader": "o"})
+        parse({"dsn": outbox.jobs_dsn, "table": "public.orders_outbox", "reader": "o"})
     )
     try:
         end = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
@@ -335,7 +331,7 @@ def test_a_checkpoint_of_another_outbox_is_refused(outbox: Outbox) -> None:
 def test_a_checkpoint_of_another_server_is_refused(outbox: Outbox) -> None:
     """Where this one had given more transaction ids, rows up to the checkpoint's were skipped without a word."""
     outbox.fill(1)
-    reader = StreamReader(parse({"dsn": outbox.superuser_dsn, "startingPosition": "now"}))
+    reader = StreamReader(parse({"dsn": outbox.jobs_dsn, "startingPosition": "now"}))
     now = reader.initialOffset()
     assert set(now) == {"snapshot", "witness", "outbox", "server"}
     outbox.fill(1)
@@ -422,8 +418,8 @@ def test_where_relay_is_not_installed_a_stream_is_told_what_to_run(outbox: Outbo
     outbox.fill(1)
     outbox.conn.execute("drop function relay.recent_witness()")
     with pytest.raises(RelayError, match=r"cannot be kept: .*: run `relay init`, which brings"):
-        planned_stream({"dsn": outbox.superuser_dsn})
-    planned_batch({"dsn": outbox.superuser_dsn})
+        planned_stream({"dsn": outbox.jobs_dsn})
+    planned_batch({"dsn": outbox.jobs_dsn})
 
 
 def test_a_snapshot_that_names_no_witness_is_no_position(outbox: Outbox) -> None:
@@ -431,14 +427,14 @@ def test_a_snapshot_that_names_no_witness_is_no_position(outbox: Outbox) -> None
     plain = now(outbox)
     refused = rf"the snapshot {plain} names no witness, .*is of this server, (\S+), or set the option failOn"
     with pytest.raises(RelayError, match=f"option fromSnapshot: {refused}") as raised:
-        planned_batch({"dsn": outbox.superuser_dsn, "fromSnapshot": plain})
+        planned_batch({"dsn": outbox.jobs_dsn, "fromSnapshot": plain})
     named = re.search(refused, str(raised.value))
     assert named is not None
     with pytest.raises(RelayError, match=f"option startingPosition: {refused}"):
-        planned_stream({"dsn": outbox.superuser_dsn, "startingPosition": plain})
+        planned_stream({"dsn": outbox.jobs_dsn, "startingPosition": plain})
     for position, more in ((named[1], {}), (plain, {"failOnDataLoss": "false"}), ("3:3:", {})):
-        planned_batch({"dsn": outbox.superuser_dsn, "fromSnapshot": position, **more})
-        planned_stream({"dsn": outbox.superuser_dsn, "startingPosition": position, **more})
+        planned_batch({"dsn": outbox.jobs_dsn, "fromSnapshot": position, **more})
+        planned_stream({"dsn": outbox.jobs_dsn, "startingPosition": position, **more})
 
 
 def test_without_a_dsn_the_option_is_named(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +448,7 @@ def test_in_sql_the_outbox_is_a_temporary_view(spark: SparkSession, outbox: Outb
     """Spark gives the reader of a table none of the options of `create table`, and its `owner` to the source."""
     outbox.publish(host(1), event(1))
     name = f"outbox_{outbox.slot}"
-    using = f"using outbox options (dsn '{outbox.superuser_dsn}', partitions '1')"
+    using = f"using outbox options (dsn '{outbox.jobs_dsn}', partitions '1')"
     with pytest.raises(AnalysisException, match="write `create temporary view … using outbox"):
         spark.sql(f"create table {name} {using}")
     spark.sql(f"create temporary view {name} {using}")
@@ -470,7 +466,7 @@ def test_a_reader_that_cannot_be_noted_is_one_line(outbox: Outbox, other_role: s
 
 def test_a_snapshot_of_the_future_is_refused(outbox: Outbox) -> None:
     with pytest.raises(RelayError, match="this server's next transaction"):
-        planned_batch({"dsn": outbox.superuser_dsn, "fromSnapshot": "999999:999999:"})
+        planned_batch({"dsn": outbox.jobs_dsn, "fromSnapshot": "999999:999999:"})
 
 
 def test_a_field_without_a_column_of_its_own_name_is_null(
@@ -536,7 +532,7 @@ def test_times_without_a_zone_are_compared_in_utc(outbox: Outbox) -> None:
         ("2026-01-01T10:30:00+02:00", 1),
         ("2026-01-01T09:30:00-02:00", 0),
     ):
-        options = parse({"dsn": outbox.superuser_dsn, "fromTime": start})
+        options = parse({"dsn": outbox.jobs_dsn, "fromTime": start})
         between = Difference(Snapshot(1, 1), Snapshot.parse(now(outbox)))
         found = read(options.dsn, options.table, TaskPortion(between), 8, options.conditions)
         assert sum(len(batch) for batch in found) == expected
@@ -577,7 +573,7 @@ READERS = (
 
 def test_an_error_amid_the_rows_is_one_line(outbox: Outbox) -> None:
     outbox.fill(20)
-    options = parse({"dsn": outbox.superuser_dsn})
+    options = parse({"dsn": outbox.jobs_dsn})
     last = sql.SQL(
         "1 / (c_offset - (select max(c_offset) from public.outbox_message_t)) is not null"
     )
@@ -589,7 +585,7 @@ def test_an_error_amid_the_rows_is_one_line(outbox: Outbox) -> None:
 def test_a_session_that_ends_amid_the_rows_is_a_transient_fault(outbox: Outbox) -> None:
     large = event(payload={"text": "x" * 8_000_000})
     outbox.publish(host(1), large, large, large)
-    options = parse({"dsn": outbox.superuser_dsn})
+    options = parse({"dsn": outbox.jobs_dsn})
     found = read(options.dsn, options.table, portion_of(outbox), 8, None)
     assert len(next(found)) == 1
     outbox.conn.execute(f"select pg_terminate_backend(pid) {READERS}")
@@ -601,7 +597,7 @@ def test_a_session_that_ends_amid_the_rows_is_a_transient_fault(outbox: Outbox) 
 def test_rows_that_nobody_takes_are_not_waited_for(outbox: Outbox) -> None:
     for _ in range(3):
         outbox.publish(host(1), event(payload={"text": "x" * 2_000_000}))
-    options = parse({"dsn": outbox.superuser_dsn})
+    options = parse({"dsn": outbox.jobs_dsn})
     portion = replace(portion_of(outbox), xids=(3, 1 << 40))
     slow = sql.SQL("case when c_offset > 1 then pg_sleep(60) end is null")
     found = read(options.dsn, options.table, portion, 8, slow, ["payload"])
@@ -622,10 +618,10 @@ def test_an_older_server_is_refused(spark: SparkSession, outbox: Outbox) -> None
 
 def test_cuts_of_a_difference_are_disjoint_and_complete(outbox: Outbox) -> None:
     """Also where transactions of before the difference end in it."""
-    options = parse({"dsn": outbox.superuser_dsn})
+    options = parse({"dsn": outbox.jobs_dsn})
     with (
-        psycopg.connect(outbox.superuser_dsn) as early,
-        psycopg.connect(outbox.superuser_dsn) as open_still,
+        psycopg.connect(outbox.publisher_dsn) as early,
+        psycopg.connect(outbox.publisher_dsn) as open_still,
     ):
         publish_on(early, 1)
         outbox.fill(5, events=2)
@@ -660,12 +656,12 @@ def test_cuts_of_a_difference_are_disjoint_and_complete(outbox: Outbox) -> None:
 
 def hosts_of(outbox: Outbox, between: Difference, tasks: int) -> list[list[tuple[str, str, int]]]:
     """What each task of an ordered reading reads: host, id and c_offset."""
-    table = parse({"dsn": outbox.superuser_dsn}).table
+    table = parse({"dsn": outbox.jobs_dsn}).table
     names = ["host_id", "id", "c_offset"]
     return [
         [
             (row["host_id"], row["id"], row["c_offset"])
-            for batch in read(outbox.superuser_dsn, table, portion, 8, None, names)
+            for batch in read(outbox.jobs_dsn, table, portion, 8, None, names)
             for row in batch.to_pylist()
         ]
         for portion in by_host(outbox.conn, table, between, tasks)
@@ -681,8 +677,8 @@ def test_each_host_is_read_by_one_task_in_order(
     outbox.fill(3, events=2)
     outbox.conn.execute("update outbox_message_t set c_xid = null")
     with (
-        psycopg.connect(outbox.superuser_dsn) as early,
-        psycopg.connect(outbox.superuser_dsn) as open_still,
+        psycopg.connect(outbox.publisher_dsn) as early,
+        psycopg.connect(outbox.publisher_dsn) as open_still,
     ):
         publish_on(early, 1)
         outbox.fill(10, events=2, hosts=5)
@@ -744,12 +740,12 @@ def test_a_range_without_rows_is_empty(spark: SparkSession, outbox: Outbox, orde
 def rows_of(outbox: Outbox, between: Difference) -> list[str]:
     from relay.spark.reading import by_xid
 
-    options = parse({"dsn": outbox.superuser_dsn})
+    options = parse({"dsn": outbox.jobs_dsn})
     portions = by_xid(outbox.conn, options.table, between, 3)
     return [
         str(each)
         for portion in portions
-        for batch in read(outbox.superuser_dsn, options.table, portion, 8, None)
+        for batch in read(outbox.jobs_dsn, options.table, portion, 8, None)
         for each in batch.column("id")
     ]
 
@@ -769,7 +765,7 @@ def query(
     available = options.pop("available", None)
     frame = (
         spark.readStream.format("outbox")
-        .options(dsn=outbox.superuser_dsn, partitions="2", **options)
+        .options(dsn=outbox.jobs_dsn, partitions="2", **options)
         .load()
     )
     writer = (
@@ -800,8 +796,8 @@ def test_a_stream_reads_what_is_committed_once(
 ) -> None:
     """Around a transaction that stays open, one that rolls back, savepoints, and a restart from the checkpoint."""
     with (
-        psycopg.connect(outbox.superuser_dsn) as long,
-        psycopg.connect(outbox.superuser_dsn) as failing,
+        psycopg.connect(outbox.publisher_dsn) as long,
+        psycopg.connect(outbox.publisher_dsn) as failing,
     ):
         publish_on(long, 1)
         publish_on(failing, 2)
@@ -853,7 +849,7 @@ def test_rows_behind_are_counted_up_to_a_limit_and_a_lost_session_is_no_fault(
 ) -> None:
     monkeypatch.setattr("relay.spark.data_source.MOST_ROWS_BEHIND", 5)
     outbox.fill(10, events=1)
-    reader = StreamReader(parse({"dsn": outbox.superuser_dsn}))
+    reader = StreamReader(parse({"dsn": outbox.jobs_dsn}))
     try:
         start = reader.initialOffset()
         assert reader.reportLatestOffset() is None

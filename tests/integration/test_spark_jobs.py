@@ -50,5 +50,5 @@ def test_a_job_is_named_after_its_batch_and_its_rows_tell_what_they_carry(
         "bytes",
     ):
         assert f"{column}#" in plan
-    assert outbox.superuser_dsn not in plan
+    assert outbox.jobs_dsn not in plan
     assert "password" not in plan

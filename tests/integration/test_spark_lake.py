@@ -78,7 +78,7 @@ def lake(request: pytest.FixtureRequest, tmp_path: Path, outbox: Outbox) -> Lake
         "create table lake (id text, host_id text, date date, event_ts timestamptz, amount bigint, payload jsonb)"
     )
     return Lake(
-        {"jdbc": {"dsn": outbox.superuser_dsn, "table": "public.lake"}},
+        {"jdbc": {"dsn": outbox.lake_dsn, "table": "public.lake"}},
         lambda: outbox.column("select id from lake order by id"),
     )
 
@@ -220,7 +220,7 @@ def test_a_postgresql_table_that_does_not_fit_is_refused(
     spark: SparkSession, outbox: Outbox
 ) -> None:
     batch = batch_of(str(uuid4()), 1)
-    lake = Lake({"jdbc": {"dsn": outbox.superuser_dsn, "table": "public.nowhere"}}, list)
+    lake = Lake({"jdbc": {"dsn": outbox.lake_dsn, "table": "public.nowhere"}}, list)
     with pytest.raises(ConfigurationError, match="there is no table public"):
         lake.writer().check(spark)
     outbox.conn.execute("create table nowhere (id text)")

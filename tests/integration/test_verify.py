@@ -92,8 +92,8 @@ def test_what_was_written_is_equal_also_beside_what_comes_later(
     (tmp_path / "warehouse").mkdir()
     if kind == "jdbc":
         outbox.conn.execute(LAKE)
-    settings = outbox.settings(**config(kind, tmp_path, outbox.superuser_dsn, max_events=40))
-    with psycopg.connect(outbox.superuser_dsn) as late:
+    settings = outbox.settings(**config(kind, tmp_path, outbox.lake_dsn, max_events=40))
+    with psycopg.connect(outbox.publisher_dsn) as late:
         late.execute(
             "insert into outbox_message_t (id, host_id, event_type, payload) values (%s, %s, 'late', '{}')",
             (host(77), host(2)),
@@ -121,7 +121,7 @@ def test_what_was_written_is_equal_also_beside_what_comes_later(
 def test_each_kind_of_difference_is_named_with_its_ids(
     outbox: Outbox, spark_session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = outbox.settings(**config("delta", tmp_path, outbox.superuser_dsn))
+    settings = outbox.settings(**config("delta", tmp_path, outbox.lake_dsn))
     outbox.fill(20, events=5)
     write(outbox, settings, spark_session)
     ids = outbox.column("select id::text from outbox_message_t order by c_offset")
@@ -148,9 +148,7 @@ def test_each_kind_of_difference_is_named_with_its_ids(
     assert result.ids[CHANGED] == [ids[8]]
     assert result.ids[ONLY_THERE] == [str(host(9))]
     assert result.hashes[0] != result.hashes[1]
-    file = outbox.config_file(
-        tmp_path / "relay.yaml", **config("delta", tmp_path, outbox.superuser_dsn)
-    )
+    file = outbox.config_file(tmp_path / "relay.yaml", **config("delta", tmp_path, outbox.lake_dsn))
     told = relay("verify", "lake", "--config", str(file), "--ids", "1")
     assert told.returncode == 1
     assert told.stdout.startswith(
@@ -177,7 +175,7 @@ def snapshot(outbox: Outbox) -> str:
 def test_dead_deferred_and_edited_events_are_left_out(
     outbox: Outbox, spark_session: Session, tmp_path: Path
 ) -> None:
-    settings = outbox.settings(**config("delta", tmp_path, outbox.superuser_dsn))
+    settings = outbox.settings(**config("delta", tmp_path, outbox.lake_dsn))
     outbox.fill(10, events=5)
     outbox.publish(host(3), event(5, deliver_at="2100-01-01T00:00:00+00:00"))
     deferred = "select count(*) from relay.deferred where sink = 'lake'"
@@ -202,7 +200,7 @@ def test_what_retention_may_have_removed_is_told_apart(
     outbox: Outbox, spark_session: Session, tmp_path: Path
 ) -> None:
     """Without retention a row that only the table has is a difference; older rows than the outbox has never are."""
-    settings = outbox.settings(**config("delta", tmp_path, outbox.superuser_dsn))
+    settings = outbox.settings(**config("delta", tmp_path, outbox.lake_dsn))
     outbox.fill(10, events=5)
     write(outbox, settings, spark_session)
     outbox.conn.execute(
@@ -228,7 +226,7 @@ def test_a_query_that_keeps_the_id_is_compared_by_it(
     query = (
         "select id, c_offset, current_timestamp() as at from events where event_type <> 'skipped'"
     )
-    settings = outbox.settings(**config("delta", tmp_path, outbox.superuser_dsn, sql=query))
+    settings = outbox.settings(**config("delta", tmp_path, outbox.lake_dsn, sql=query))
     outbox.fill(10, events=5)
     outbox.publish(host(1), event(1, "skipped"))
     write(outbox, settings, spark_session)
@@ -256,7 +254,7 @@ def test_a_query_that_keeps_the_id_is_compared_by_it(
 def test_what_cannot_be_compared_is_refused(
     outbox: Outbox, spark_session: Session, tmp_path: Path, kind: str, more: Any, says: str
 ) -> None:
-    settings = outbox.settings(**config(kind, tmp_path, outbox.superuser_dsn, **more))
+    settings = outbox.settings(**config(kind, tmp_path, outbox.lake_dsn, **more))
     outbox.conn.execute(
         "insert into relay.sinks (group_id, sink, snapshot) values ('default', 'lake', pg_current_snapshot())"
     )
@@ -273,7 +271,7 @@ def test_what_can_never_be_compared_needs_no_session(
 ) -> None:
     """Spark was started first, which takes many seconds."""
     monkeypatch.setattr("relay.spark.session.Session.start", None)
-    settings = outbox.settings(**config(kind, tmp_path, outbox.superuser_dsn, **more))
+    settings = outbox.settings(**config(kind, tmp_path, outbox.lake_dsn, **more))
     with pytest.raises(ConfigurationError, match=r"^handlers\.lake\.(callable|format): "):
         verify(settings, "lake", None, None, 3)
 
@@ -292,7 +290,7 @@ def test_the_newest_row_of_each_key_is_compared(
 ) -> None:
     """Also of keys whose events are in different batches, are older than the range, or come later."""
     (tmp_path / "warehouse").mkdir()
-    settings = outbox.settings(**config(kind, tmp_path, outbox.superuser_dsn, **UPSERT))
+    settings = outbox.settings(**config(kind, tmp_path, outbox.lake_dsn, **UPSERT))
     for number in range(6):
         for _ in range(3):
             outbox.publish(host(number), event(number, aggregate_id=str(number)))
@@ -316,7 +314,7 @@ def test_the_newest_row_of_each_key_is_compared(
 def test_each_difference_of_a_key_is_named(
     outbox: Outbox, spark_session: Session, tmp_path: Path
 ) -> None:
-    settings = outbox.settings(**config("delta", tmp_path, outbox.superuser_dsn, **UPSERT))
+    settings = outbox.settings(**config("delta", tmp_path, outbox.lake_dsn, **UPSERT))
     for number in range(5):
         outbox.publish(host(number), event(1, aggregate_id=str(number)))
     write(outbox, settings, spark_session)
@@ -361,7 +359,7 @@ def test_each_difference_of_a_key_is_named(
 def test_ranges_that_do_not_exist_are_refused(
     outbox: Outbox, spark_session: Session, tmp_path: Path
 ) -> None:
-    settings = outbox.settings(**config("delta", tmp_path, outbox.superuser_dsn))
+    settings = outbox.settings(**config("delta", tmp_path, outbox.lake_dsn))
     with pytest.raises(ConfigurationError, match=r"the sink has not written yet|--from"):
         found(settings, spark_session)
     outbox.publish(host(1), event(1))
@@ -382,7 +380,7 @@ def test_the_runbook_mends_a_difference(
     outbox: Outbox, spark_session: Session, tmp_path: Path
 ) -> None:
     """Rows are removed by hand; the commands of the page make the table whole again, also for what came later."""
-    sections = config("delta", tmp_path, outbox.superuser_dsn)
+    sections = config("delta", tmp_path, outbox.lake_dsn)
     settings = outbox.settings(**sections)
     file = outbox.config_file(tmp_path / "relay.yaml", **sections)
     outbox.fill(10, events=5)
@@ -420,7 +418,7 @@ def test_a_killed_verification_leaves_nothing(
     outbox: Outbox, spark_session: Session, tmp_path: Path
 ) -> None:
     """Killed while its tasks run: its sessions and processes end, the sink goes on, and the next run is right."""
-    sections = config("delta", tmp_path, outbox.superuser_dsn)
+    sections = config("delta", tmp_path, outbox.lake_dsn)
     settings = outbox.settings(**sections)
     file = outbox.config_file(tmp_path / "relay.yaml", **sections)
     outbox.fill(10, events=5)
