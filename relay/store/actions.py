@@ -12,7 +12,8 @@ from psycopg.rows import class_row
 from psycopg.types.json import Jsonb
 
 WHO = """
-    coalesce(nullif(current_setting('relay.operator', true), '') || ' (as ' || current_user || ')', current_user)
+    coalesce(nullif(current_setting('relay.operator', true), '') || ' (as ' || relay.acting_role() || ')',
+             relay.acting_role())
 """
 """SQL: who acts, as `Acted.who` has it. Anybody may set the operator: the role is what the server knows."""
 

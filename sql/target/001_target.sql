@@ -440,6 +440,13 @@ create index if not exists dead_letter_queue_dead on relay.dead_letter_queue (de
 create index if not exists dead_letter_queue_undelivered on relay.dead_letter_queue (group_id, xid)
     where undelivered and sink = '';
 
+-- Who acts: the role as which the statement runs, and who opened the session where that is another one: neither `set role` nor a
+-- function in somebody else's session hides it.
+create or replace function relay.acting_role() returns text
+language sql stable
+return case when current_user = session_user then current_user::text
+            else current_user || ' (in a session of ' || session_user || ')' end;
+
 create table if not exists relay.dead_letter_actions (
     id             bigint generated always as identity primary key,
     group_id       text        not null,
@@ -448,7 +455,7 @@ create table if not exists relay.dead_letter_actions (
     transaction_id text,
     action         text        not null,
     reason         text,
-    acted_by       text        not null default current_user,
+    acted_by       text        not null default relay.acting_role(),
     acted_at       timestamptz not null default clock_timestamp()
 );
 create index if not exists dead_letter_actions_dead on relay.dead_letter_actions (dead_transaction);
@@ -463,14 +470,14 @@ create table if not exists relay.actions (
     action   text        not null,
     reason   text,
     detail   jsonb,
-    acted_by text        not null default current_user,
+    acted_by text        not null default relay.acting_role(),
     acted_at timestamptz not null default clock_timestamp()
 );
 create index if not exists actions_group on relay.actions (group_id, sink, id);
 
 -- A former edition took who opened the session.
-alter table relay.dead_letter_actions alter column acted_by set default current_user;
-alter table relay.actions alter column acted_by set default current_user;
+alter table relay.dead_letter_actions alter column acted_by set default relay.acting_role();
+alter table relay.actions alter column acted_by set default relay.acting_role();
 
 comment on table relay.actions is
     'one row for each thing that somebody did to a running group, such as deferred run; what, to how much of it: detail';
@@ -1033,7 +1040,7 @@ begin
 end
 $$;
 
-revoke all on function relay.chain(text), relay.notes_after(text, pg_snapshot), relay.lock_positions(text, int, int[], text[]),
+revoke all on function relay.acting_role(), relay.chain(text), relay.notes_after(text, pg_snapshot), relay.lock_positions(text, int, int[], text[]),
                        relay.claim_positions(text, int, int[]), relay.hold_keys(), relay.release_keys(),
                        relay.lock_streaks(), relay.note_streaks() from public;
 
@@ -1081,6 +1088,7 @@ begin
         grant usage on sequence relay.deferred_id_seq to relay;
         grant select, insert, update, delete on relay.spark_batches, relay.completeness to relay;
         grant select on relay.watermarks to relay;
+        grant execute on function relay.acting_role() to relay;
         grant execute on function relay.chain(text), relay.notes_after(text, pg_snapshot) to relay;
         grant execute on function relay.lock_positions(text, int, int[], text[]), relay.claim_positions(text, int, int[]) to relay;
         -- Handlers load events into a temporary relation, which a database may have reserved.

@@ -302,7 +302,7 @@ def test_a_sink_is_paused_moved_and_resumed(
             outbox.wait_handled()
             page = visitor.page(f"{G}/sink?name=hook")
             assert '<p class="big" id="unread">1</p>' in page
-            assert "by anna: maintenance" in page
+            assert "by anna (as app_relay): maintenance" in page
             assert len(hook.requests) == 1
             visitor.send(f"{G}/sink/resume", name="hook", reason="over")
             wait_until(lambda: len(hook.requests) == 2)
@@ -342,7 +342,7 @@ def test_endpoints_that_data_choose_are_disabled_and_enabled(outbox: Outbox) -> 
         )
         page = visitor.page(f"{G}/sink?name=hook")
         assert row["endpoint"] in page
-        assert "by anna: abuse" in page
+        assert "by anna (as app_relay): abuse" in page
         assert "hooks.example/1" not in page
         again = {"reason": "repaired", "endpoint": row["endpoint"]}
         assert api.post("/sinks/hook/endpoints/enable", **again) == {"changed": True}
@@ -604,7 +604,7 @@ def test_the_api_does_the_same(outbox: Outbox) -> None:
                 == "dead"
             )
             assert (
-                "cancelled by robot: because"
+                "cancelled by robot (as app_relay): because"
                 in api.get(f"/dead-letters/{first}")["events"][0]["exception"]
             )
             assert api.get("/partitions")["rows"]["rows"][0]["unread"] == 0

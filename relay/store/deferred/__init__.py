@@ -385,7 +385,7 @@ def stop_cancelled(conn: Connection, ids: Collection[int]) -> None:
                                    where d.id = any(%s::bigint[]) order by d.id for update skip locked))
             returning group_id, sink, event_ids)
         insert into relay.cancellations (event_id, group_id, sink, outcome, requested_by)
-        select distinct own.id, g.group_id, g.sink, 'cancelled', current_user
+        select distinct own.id, g.group_id, g.sink, 'cancelled', relay.acting_role()
           from gone as g cross join unnest(g.event_ids) as own (id)
             on conflict do nothing
         """,
