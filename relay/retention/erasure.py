@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import LiteralString
 
 from psycopg import sql
 
@@ -18,6 +20,8 @@ from relay.store.positions import sinks
 from relay.store.streams import slots_of
 from relay.store.suspects import shortened
 
+_SLOT_SECONDS = 60
+"""How long the slot may take to pass what is committed when the erasure begins."""
 _PAGES = 2_000
 """How many pages of a table are read in one database transaction."""
 
@@ -53,6 +57,8 @@ def erase(
             _require_applied(settings, target, host, unread)
         _require_passed(settings, source, target, host, unread)
         report.left += _in_other_slots(settings, source, unread)
+    if settings.source.mode == "wal":
+        _await_slot(settings, source, host, progress)
     transactions = _transactions_of(settings, source, target, host) if has_table else []
     # The target comes first: after an interruption, the outbox still has the ids of the host's transactions.
     with target.transaction():
@@ -63,6 +69,7 @@ def erase(
         report.removed["outbox"] = sum(_erase_from_outbox(settings, source, host, progress))
     if settings.source.owns_table:
         report.removed["subscribers"] = _erase_subscribers(source, host)
+    report.left += _declared(settings, source, target, host)
     report.left += _out_of_reach(settings)
     detail = {"host": host, "removed": report.removed, "force": force}
     actions.record(target, settings.group, "", "erase", None, detail)
@@ -96,7 +103,7 @@ def _require_passed(
 
     They are in the WAL, so that relay would apply them after the outbox had lost them.
     """
-    if settings.source.mode == "poll" or slot_state(source, settings.source.slot) is None:
+    if settings.source.mode != "auto" or slot_state(source, settings.source.slot) is None:
         return
     stored = sinks.read(target, settings.group, settings.sink_handlers)
     fed = {"", *(each.sink for each in stored if not each.needs_outbox)}
@@ -108,6 +115,33 @@ def _require_passed(
                 "cannot remove: let relay apply them, or stop it and move the group past them with "
                 "`relay offsets seek`, and run this again"
             )
+
+
+def _await_slot(
+    settings: Settings, source: Connection, host: str, progress: reporting.ProgressReport
+) -> None:
+    """Wait until the slot has passed all that is committed now. Raises ConfigurationError where it does not.
+
+    With mode wal no snapshot says what of the host it still brings.
+    """
+    row = source.execute("select pg_current_wal_insert_lsn()::text").fetchone()
+    for second in range(_SLOT_SECONDS):
+        slot = slot_state(source, settings.source.slot)
+        if row is None or slot is None or _has_passed(source, slot.confirmed_flush_lsn, row[0]):
+            return
+        if not slot.active:
+            break
+        progress("waiting for the slot: seconds", second, _SLOT_SECONDS)
+        time.sleep(1)
+    raise ConfigurationError(
+        f"--host: the slot {settings.source.slot!r} may still bring events of {host}, which --force cannot remove: let "
+        "relay apply them, or stop it and move the group past them with `relay offsets seek`, and run this again"
+    )
+
+
+def _has_passed(source: Connection, confirmed: str | None, position: str) -> bool:
+    row = source.execute("select %s::pg_lsn >= %s::pg_lsn", (confirmed, position)).fetchone()
+    return row is not None and row[0] is True
 
 
 def _in_other_slots(
@@ -123,11 +157,14 @@ def _in_other_slots(
 def _erase_subscribers(source: Connection, host: str) -> int:
     """Drop the subscribers of relay's readers that are named for a host, or have it in what they match."""
     removed = source.execute(
-        """
-        delete from relay.log_subscribers
-         where name = %(host)s or %(host)s = any (texts)
-            or jsonb_path_exists(params, '$.** ? (@ == $host)', jsonb_build_object('host', %(host)s::text))
-        """,
+        sql.SQL(
+            """
+            delete from relay.log_subscribers as s using relay.log_conditions as c
+             where c.id = s.condition_id
+               and (s.name = %(host)s or %(host)s = any (s.texts)
+                    or {params} or {match} or strpos(c.condition, to_json(%(host)s::text)::text) > 0)
+            """
+        ).format(params=_names_host("s.params"), match=_names_host("c.match")),
         {"host": host},
     ).rowcount
     source.execute(
@@ -135,6 +172,34 @@ def _erase_subscribers(source: Connection, host: str) -> int:
         " where not exists (select from relay.log_subscribers as s where s.condition_id = c.id)"
     )
     return removed
+
+
+def _names_host(column: LiteralString) -> sql.Composed:
+    """A condition: a JSON value has the host in it."""
+    return sql.SQL(
+        "coalesce(jsonb_path_exists({}, '$.** ? (@ == $host)', jsonb_build_object('host', %(host)s::text)), false)"
+    ).format(sql.SQL(column))
+
+
+def _declared(
+    settings: Settings, source: Connection, target: Connection, host: str
+) -> Iterator[str]:
+    """Name the readers, queues and schedules of others that have the host in what they declare."""
+    statement = "select name from relay.{} where {} or strpos(condition::text, to_json(%(host)s::text)::text) > 0 order by 1"
+    either = sql.SQL("({} or {})").format(_names_host("match"), _names_host("params"))
+    places = [(target, "queues", "queue", "match")]
+    if settings.source.owns_table:
+        places.append((source, "log_readers", "reader", "match"))
+    for conn, table, kind, key in places:
+        query = sql.SQL(statement).format(sql.Identifier(table), either)
+        for (name,) in conn.execute(query, {"host": host}):
+            yield f"the {kind} {name}, whose {key} or where names the host"
+    if settings.source.owns_table:
+        query = sql.SQL("select name from relay.schedules where {} order by 1").format(
+            _names_host("publish")
+        )
+        for (name,) in source.execute(query, {"host": host}):
+            yield f"the schedule {name}, which publishes events of it: drop it with relay.drop_schedule"
 
 
 def _require_applied(

@@ -77,6 +77,10 @@ def test_a_planted_name_is_nowhere_after_the_erasure(outbox: Outbox, tmp_path: P
     outbox.conn.execute(declared, ("s1", by_match, None, None))
     outbox.conn.execute(declared, ("s2", Jsonb({}), where, params))
     outbox.conn.execute(declared, ("s3", Jsonb({"host_id": str(host(1))}), None, None))
+    listed = Jsonb({"host_id": [str(PERSON), str(host(1))]})
+    outbox.conn.execute(declared, ("s4", listed, None, None))
+    literal = f'$.payload.host == "{PERSON}"'
+    outbox.conn.execute(declared, ("s5", Jsonb({}), literal, None))
     settings = outbox.settings(batch={"spool_directory": str(tmp_path)})
     with relaying(settings):
         publish(outbox, 3)
@@ -132,6 +136,45 @@ def test_what_the_slot_still_brings_is_not_said_to_be_erased(outbox: Outbox) -> 
         outbox.wait_handled()
     assert outbox.value("select count(*) from projection") == 1
     assert not tables_with(outbox.conn, NAME)
+
+
+def test_what_others_declare_for_the_host_is_named(outbox: Outbox) -> None:
+    """A schedule went on publishing events of the host; a queue and a reader had it in their conditions."""
+    by_host = Jsonb({"host_id": str(PERSON)})
+    literal = f'$.payload.host == "{PERSON}"'
+    outbox.conn.execute("select relay.declare_queue('mail', %s)", (by_host,))
+    outbox.conn.execute("select relay.declare_reader('feed', \"where\" => %s)", (literal,))
+    events = {"host_id": str(PERSON), **event(1)}
+    outbox.conn.execute(
+        "select relay.declare_schedule('daily', cron => '0 0 * * *', publish => %s)",
+        (Jsonb(events),),
+    )
+    outbox.conn.execute("select relay.declare_queue('other')")
+    report = erase(outbox.settings(), str(PERSON), True, outbox.installer_dsn)
+    assert [each for each in report.left if each.startswith("the ") and "WAL" not in each] == [
+        "the queue mail, whose match or where names the host",
+        "the reader feed, whose match or where names the host",
+        "the schedule daily, which publishes events of it: drop it with relay.drop_schedule",
+    ]
+
+
+def test_with_mode_wal_the_slot_passes_what_is_erased(outbox: Outbox) -> None:
+    """Nothing said what it still brings: the rows went, and a start applied them all."""
+    source = {**outbox.config()["source"], "mode": "wal"}
+    settings = outbox.settings(source=source)
+    publish(outbox, 2)
+    with pytest.raises(ConfigurationError, match="may still bring events of"):
+        erase(settings, str(PERSON), True, outbox.installer_dsn)
+    assert outbox.value("select count(*) from outbox_message_t") == 2
+    with relaying(settings):
+        publish(outbox)
+        outbox.wait_handled()
+        # While relay runs it waits for the slot.
+        erase(settings, str(PERSON), True, outbox.installer_dsn)
+    assert outbox.value("select count(*) from outbox_message_t") == 0
+    with relaying(settings):
+        outbox.publish(host(1), event(1))
+        wait_until(lambda: outbox.value("select count(*) from projection") == 4)
 
 
 def test_a_group_that_polls_erases_what_it_has_not_applied(outbox: Outbox) -> None:
