@@ -18,7 +18,6 @@ from contextlib import (
 )
 from typing import Any, Protocol
 
-from relay.client.adapters import own
 from relay.client.errors import WorkerError
 from relay.client.sessions import (
     Statement,
@@ -26,6 +25,7 @@ from relay.client.sessions import (
     require_sqlalchemy_transaction,
 )
 from relay.renewal import renew_sessions
+from relay.runtime.adapters import own
 
 
 class Link(Protocol):

@@ -11,8 +11,8 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from relay.client.adapters import own_adapters
 from relay.client.errors import ReaderError, reader_error
+from relay.runtime.adapters import own_adapters
 
 if TYPE_CHECKING:
     import psycopg

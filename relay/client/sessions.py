@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from relay.client.adapters import own
 from relay.client.errors import NotInTransaction, UnknownSession
+from relay.runtime.adapters import own
 
 Read = Callable[[Any], Any]
 """Reads what is wanted of a driver's result."""

@@ -10,10 +10,10 @@ import logging
 import random
 from typing import Any
 
-from relay.client.adapters import own_adapters
 from relay.client.errors import outage_of
 from relay.client.idle import Idle, either
 from relay.client.outages import OutageLog
+from relay.runtime.adapters import own_adapters
 
 log = logging.getLogger("relay.worker")
 

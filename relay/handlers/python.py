@@ -16,7 +16,7 @@ from relay.handlers import causes
 from relay.model.events import Transaction
 from relay.model.transactions import Routed
 from relay.runtime.timed import step
-from relay.store.connections import Connection
+from relay.store.connections import Connection, with_users_adapters
 from relay.store.handler_sessions import is_open
 
 _SIGN_ENDS_SECONDS = 10.0
@@ -47,12 +47,12 @@ class Python:
         ConfigurationError if it ended the database transaction. If it then began another one, the commit detects it.
         """
         factories = conn.row_factory, conn.cursor_factory
-        cursor = conn.cursor()
+        cursor = _cursor(conn)
         try:
             with handling(Causing((), self._max_hops)) as causing:
                 for transaction in routed:
                     if cursor.closed:
-                        cursor = conn.cursor()
+                        cursor = _cursor(conn)
                     step()
                     causing.begin(transaction.events)
                     if self._publishes:
@@ -64,6 +64,11 @@ class Python:
             cursor.close()
             # relay runs its own statements on the same connection.
             conn.row_factory, conn.cursor_factory = factories
+
+
+def _cursor(conn: Connection) -> psycopg.Cursor[Any]:
+    with with_users_adapters(conn):
+        return conn.cursor()
 
 
 def call(
@@ -79,7 +84,8 @@ def call(
     the transaction.
     """
     try:
-        function(transaction, cursor)
+        with with_users_adapters(conn):
+            function(transaction, cursor)
     except Exception as error:
         if _is_ended(conn) or _is_another(conn):
             raise transaction_ended([name]) from error

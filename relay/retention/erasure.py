@@ -185,7 +185,9 @@ def _declared(
     settings: Settings, source: Connection, target: Connection, host: str
 ) -> Iterator[str]:
     """Name the readers, queues and schedules of others that have the host in what they declare."""
-    statement = "select name from relay.{} where {} or strpos(condition::text, to_json(%(host)s::text)::text) > 0 order by 1"
+    statement = """
+        select name from relay.{} where {} or strpos(condition::text, to_json(%(host)s::text)::text) > 0 order by 1
+    """
     either = sql.SQL("({} or {})").format(_names_host("match"), _names_host("params"))
     places = [(target, "queues", "queue", "match")]
     if settings.source.owns_table:

@@ -24,6 +24,7 @@ from relay.runtime.shielding import shielded
 from relay.runtime.threads import pool
 from relay.sinks import Target
 from relay.store import session_settings
+from relay.store.connections import with_users_adapters
 from relay.store.handler_sessions import HandlerPool
 from relay.store.positions.completions import Completion, complete, forget
 from relay.store.positions.sinks import SinkMoved
@@ -107,7 +108,8 @@ class TargetSessions:
             if delivery._is_over:
                 raise Undelivered("the attempt was given up")
             conn.execute(session_settings.USERS_PATH_LOCALLY)
-            yield conn
+            with with_users_adapters(conn):
+                yield conn
 
     def enter_room(self) -> None:
         """Wait until there is a session for another call. Raises Undelivered if there is none in time."""

@@ -20,9 +20,11 @@ from secrets import token_hex
 from threading import Thread
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import psycopg
-from psycopg.adapt import Buffer, Dumper
+from psycopg.abc import AdaptContext
+from psycopg.adapt import AdaptersMap, Buffer, Dumper
 from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.types.datetime import IntervalLoader, TimestamptzLoader
 from psycopg.types.json import JsonbDumper, set_json_loads
@@ -40,6 +42,7 @@ from relay.model import exact_json
 from relay.model.events import Lsn
 from relay.model.moments import nearest, nearest_interval
 from relay.runtime import forks
+from relay.runtime.adapters import own_adapters
 from relay.store import refusals, session_settings
 from relay.store.session_settings import LOCK_TIMEOUT, SessionKind
 
@@ -173,11 +176,49 @@ class _IntervalLoader(IntervalLoader):
             return nearest_interval(is_negative=bytes(data).startswith(b"-"))
 
 
-def _adapt(conn: psycopg.Connection[Any]) -> None:
+def _adapt(context: AdaptContext) -> None:
     """Let a connection read what others may have written, and Python has not."""
-    set_json_loads(_json, conn)
-    conn.adapters.register_loader("timestamptz", _TimestamptzLoader)
-    conn.adapters.register_loader("interval", _IntervalLoader)
+    set_json_loads(_json, context)
+    context.adapters.register_loader("timestamptz", _TimestamptzLoader)
+    context.adapters.register_loader("interval", _IntervalLoader)
+
+
+def _adapt_values(context: AdaptContext) -> None:
+    """Let a connection write dicts as jsonb and `Lsn` as pg_lsn."""
+    context.adapters.register_dumper(dict, JsonbDumper)
+    context.adapters.register_dumper(Lsn, _LsnDumper)
+
+
+class _UsersAdapters:
+    """A context with what users' modules have registered for all connections, and what relay's pools add."""
+
+    connection = None
+
+    def __init__(self) -> None:
+        self.adapters = AdaptersMap(psycopg.adapters)
+        _adapt(self)
+        _adapt_values(self)
+
+
+@contextmanager
+def with_users_adapters(conn: psycopg.Connection[Any]) -> Iterator[None]:
+    """Let the cursors that a block opens have the adapters that users' modules have registered for all connections.
+
+    relay's own statements on the same connection do not have them.
+    """
+    session: Any = conn
+    own = session._adapters
+    users = _users_adapters.get(conn)
+    if users is None:
+        users = _users_adapters[conn] = _UsersAdapters().adapters
+    session._adapters = users
+    try:
+        yield
+    finally:
+        session._adapters = own
+
+
+_users_adapters: WeakKeyDictionary[psycopg.Connection[Any], AdaptersMap] = WeakKeyDictionary()
 
 
 def _json(value: str | bytes) -> Any:
@@ -201,9 +242,11 @@ def sessions_with(settings: Mapping[str, str]) -> Iterator[None]:
 def opened(
     dsn: Dsn, open_connection: Callable[..., psycopg.Connection[Any]], **options: Any
 ) -> psycopg.Connection[Any]:
-    """Open a connection with the secrets as they are now. Raises psycopg.OperationalError."""
+    """Open a connection with the secrets as they are now, with own adapters. Raises psycopg.OperationalError."""
     try:
-        conn = open_connection(dsn if isinstance(dsn, str) else dsn.conninfo(), **options)
+        conn = open_connection(
+            dsn if isinstance(dsn, str) else dsn.conninfo(), context=own_adapters(), **options
+        )
     except SecretUnavailable as error:
         key = "" if isinstance(dsn, str) else f"{dsn.key}: "
         raise NoCredentials(f"{key}{error}") from None
@@ -359,8 +402,7 @@ def new_pool(
     """
 
     def prepare(conn: psycopg.Connection[Any]) -> None:
-        conn.adapters.register_dumper(dict, JsonbDumper)
-        conn.adapters.register_dumper(Lsn, _LsnDumper)
+        _adapt_values(conn)
         _require_session(dsn, conn)
         session_settings.apply(conn, session)
         if configure is not None:

@@ -48,6 +48,7 @@ from psycopg import sql
 from psycopg.pq import ExecStatus
 
 from relay.faults import ConfigurationError, server_error
+from relay.runtime.adapters import own_adapters
 
 SEARCH_PATH = "pg_catalog, pg_temp"
 """Names without a schema mean PostgreSQL's own objects: others could run code of whoever may create objects.
@@ -172,7 +173,7 @@ def _statements(
     first = f"set {scope}search_path = {SEARCH_PATH}; "
     if kind is SessionKind.OWN:
         first += f"set {scope}statement_timeout = 0; "
-    return (sql.SQL(first + "select {}").format(sql.SQL(", ").join(calls))).as_bytes(None)
+    return (sql.SQL(first + "select {}").format(sql.SQL(", ").join(calls))).as_bytes(own_adapters())
 
 
 def apply(conn: psycopg.Connection[Any], settings: bytes) -> None:

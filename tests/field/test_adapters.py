@@ -15,7 +15,8 @@ import pytest
 
 from relay.client.errors import ReaderError, WorkerError, reader_error, worker_error
 from tests.integration.test_workers import fill, is_empty
-from tests.outbox import Outbox, event, host
+from tests.outbox import Outbox, event, host, wait_until
+from tests.process import ROOT, running
 
 REGISTER = """
 import sys
@@ -62,6 +63,21 @@ with psycopg.connect(sys.argv[1]) as conn:
 """
 
 
+HANDLES = """
+import json
+
+def handle(transaction, cursor):
+    for each in transaction.events:
+        # A list is jsonb, as the module has registered.
+        cursor.execute("insert into taken values (%s, 'handled')", ([each.payload["amount"], "Ä"],))
+        cursor.connection.execute("insert into taken values (%s, 'by connection')", ([1],))
+
+def send(delivery):
+    with delivery.transaction() as conn:
+        conn.execute("insert into taken values (%s, 'sent')", ([2],))
+"""
+
+
 def run(tmp_path: Path, program: str, dsn: str) -> str:
     (tmp_path / "program.py").write_text(REGISTER + program)
     ran = subprocess.run(
@@ -89,6 +105,33 @@ def test_a_worker_works(outbox: Outbox, tmp_path: Path) -> None:
 def test_a_publisher_publishes(outbox: Outbox, tmp_path: Path) -> None:
     run(tmp_path, PUBLISHES, outbox.publisher_dsn)
     assert outbox.column("select payload ->> 'Amount' from outbox_message_t") == ["Ä", "Ä"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "poll"])
+def test_relay_runs_with_handlers_that_register_adapters(
+    outbox: Outbox, tmp_path: Path, mode: str
+) -> None:
+    """`relay run` applied nothing: its arrays were sent as JSON. Handlers have what they have registered."""
+    (tmp_path / "registering.py").write_text(REGISTER + HANDLES)
+    outbox.conn.execute("create table taken (value jsonb, how text)")
+    outbox.conn.execute("grant all on taken to public")
+    config = {
+        "source": {**outbox.config()["source"], "mode": mode},
+        "handlers": {
+            "plain": {"type": "python", "callable": "registering:handle"},
+            "function": {"type": "function", "callable": "registering:send"},
+        },
+        "routes": [{"handlers": ["plain", "function"]}],
+    }
+    path = outbox.config_file(tmp_path / "relay.yaml", **config)
+    with running(path, memory="own", PYTHONPATH=f"{tmp_path}:{ROOT}"):
+        outbox.publish(host(1), event(7))
+        wait_until(lambda: outbox.value("select count(*) from taken") == 3)
+        wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
+    taken = outbox.conn.execute("select how, value::text from taken order by how").fetchall()
+    # The module's dumper of texts is its own, too.
+    assert taken == [("by connection", "[1]"), ("handled", '[7, "Ä"]'), ("sent", "[2]")]
+    assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""psycopg's own adapters for the client's statements, whatever the application has registered for all connections."""
+"""psycopg's own adapters for relay's statements, whatever users' modules have registered for all connections."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def own_adapters() -> Any:
 
 
 def own(cursor: Any) -> Any:
-    """Give a cursor of the application's connection, for a statement of the client, texts as psycopg has them."""
+    """Give a cursor of the application's connection, for a statement of relay, texts as psycopg has them."""
     from psycopg.types.string import StrDumper, TextLoader
 
     cursor.adapters.register_dumper(str, StrDumper)
