@@ -268,7 +268,8 @@ def _build_commands() -> None:
     from relay.cli.app import app
 
     build = typer.main.get_command
-    built = build(app)
+    built: Any = build(app)
+    list(built.commands.values())
 
     def get_command(typer_instance: typer.Typer) -> Any:
         return built if typer_instance is app else build(typer_instance)

@@ -80,7 +80,6 @@ def status(
     ] = None,
 ) -> None:
     """Show slot, partitions, sinks and dead letters."""
-    from relay.admin import sinks
     from relay.admin.status import lag_seconds, read
     from relay.observe.health import Limits, failures, incomplete
 
@@ -107,6 +106,9 @@ def status(
         lag = None if max_lag_seconds is None else lag_seconds(settings)
         sink_lags = {}
         if max_sink_lag_seconds is not None:
+            # It imports a tenth of a second.
+            from relay.admin import sinks
+
             sink_lags = sinks.lag_seconds(settings)
         failed += failures(state, limits, lag, sink_lags)
         return document, [_named(settings, line) for line in failed]
