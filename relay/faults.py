@@ -776,7 +776,8 @@ class TaskFault(Exception):
         lost = _lost_object(error)
         if lost is not None:
             return cls(FaultAction.STOP, f"{lost} does not exist: restore it from a backup")
-        return cls(FaultAction.STOP, f"{describe(error)}{_raised_at(error)}")
+        status = 2 if isinstance(error, psycopg.Error) and _permission_denied(error) else 1
+        return cls(FaultAction.STOP, f"{describe(error)}{_raised_at(error)}", status)
 
     def as_error(self) -> RelayError:
         """Return the error with which relay ends."""
