@@ -14,6 +14,7 @@ from threading import Event, Thread
 import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
+from psycopg.types.json import Jsonb
 
 from relay.admin.offsets import plan_seek, seek
 from relay.config.settings import Settings
@@ -31,6 +32,7 @@ from tests.outbox import (
     wait_until,
 )
 from tests.postgres import EmbeddedServer, start_server, start_standby
+from tests.roles import PASSWORD, Role
 
 pytestmark = pytest.mark.chaos
 
@@ -218,6 +220,30 @@ def test_a_failover_loses_events_that_were_applied(target: Outbox, synchronised:
         assert sorted(target.column("select id from projection")) == sorted(
             [*applied, *new, *newer]
         )
+
+
+@pytest.mark.rare
+@pytest.mark.timeout(300)
+def test_a_standby_is_polled_up_to_the_oldest_open_transaction(target: Outbox) -> None:
+    """Its snapshots do not tell which transactions are open on the primary."""
+    with streaming_pair() as pair:
+        pair.source.install_again(pair.settings(target))
+        as_relay = make_conninfo(pair.standby.dsn("app"), user=Role.RELAY, password=PASSWORD)
+        settings = pair.settings(target, as_relay, "poll")
+        pair.source.publish(host(1), event(0))
+        with psycopg.connect(pair.source.dsn) as slow:
+            slow.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb([event(1)])))
+            pair.source.publish(host(1), event(2))
+            pair.replicate()
+            with relaying(settings):
+                wait_until(lambda: target.handled() > 0)
+                # What came with it, in one commit, is what the difference has.
+                assert target.column("select amount from projection") == [0]
+                slow.commit()
+                pair.replicate()
+                wait_until(lambda: target.handled() == 3)
+        everything = pair.source.column("select id from outbox_message_t order by c_offset")
+    assert target.column("select id from projection order by seq") == everything
 
 
 @pytest.mark.rare

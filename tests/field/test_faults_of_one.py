@@ -17,6 +17,7 @@ from psycopg.conninfo import make_conninfo
 
 from relay.config.settings import Settings
 from relay.spark.session import Session
+from tests.integration.test_polling import poll_all
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 
 LIMITS = (
@@ -38,8 +39,15 @@ FAULTS = {
 }
 
 
-def settings(outbox: Outbox, engine: str = "inline", **retry: Any) -> Settings:
-    handler = {"type": "python", "callable": "tests.callables:hurt", "retry": retry}
+def settings(
+    outbox: Outbox, engine: str = "inline", order_by: str = "host", **retry: Any
+) -> Settings:
+    handler = {
+        "type": "python",
+        "callable": "tests.callables:hurt",
+        "order_by": order_by,
+        "retry": retry,
+    }
     return outbox.settings(
         engine,
         handlers={"python": handler},
@@ -130,6 +138,20 @@ def test_a_lock_that_all_wait_for_dead_letters_nothing(outbox: Outbox, pause: in
         wait_until(lambda: outbox.value("select count(*) from projection") == 16)
     assert not dead(outbox)
     outbox.assert_exact()
+
+
+def test_after_ten_in_a_row_the_others_are_deferred_without_an_attempt(outbox: Outbox) -> None:
+    """Each attempt costs as long as the time-out."""
+    with outbox.conn.transaction():
+        for number in range(15):
+            outbox.publish(host(1), event(number, aggregate_id="lock"))
+    with locked(outbox):
+        poll_all(settings(outbox, order_by="none"))
+    failed, blocked = outbox.conn.execute(
+        "select count(reason), count(*) filter (where reason is null) from relay.deferred"
+    ).fetchall()[0]
+    assert (failed, blocked) == (10, 5)
+    assert not dead(outbox)
 
 
 def test_a_session_that_ended_once_says_nothing_of_its_transaction(outbox: Outbox) -> None:

@@ -296,6 +296,33 @@ def test_the_part_of_a_commit_that_another_partition_has_is_polled(own: Outbox) 
         wait_applied(own, 1, 2, 3)
 
 
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_rows_that_were_committed_before_their_table_was_attached_are_polled_unless_they_are_seen(
+    own: Outbox, is_seen: bool
+) -> None:
+    """What a position sees when it becomes a part of the outbox cannot be told from what was restored."""
+    own.conn.execute(PARTITIONED)
+    settings = settings_of(own)
+    own.install_again(settings)
+    own.conn.execute("create table own_b (like own including all)")
+    with relaying(settings):
+        if is_seen:
+            publish(own, 2, part="b", table="own_b")
+        publish(own, 1)
+        wait_applied(own, 1)
+        own.wait_compared()
+    if not is_seen:
+        publish(own, 2, part="b", table="own_b")
+    own.conn.execute("alter table own attach partition own_b for values in ('b')")
+    expected = [1, 3] if is_seen else [1, 2, 3]
+    with relaying(settings):
+        publish(own, 3, part="b")
+        wait_until(lambda: set(expected) <= set(applied(own)), 20)
+        own.wait_drained()
+        own.wait_compared()
+    assert applied(own) == expected
+
+
 @pytest.mark.parametrize("mode", [pytest.param("auto", marks=pytest.mark.rare), "wal", "poll"])
 def test_an_outbox_that_is_renamed_away_ends_relay_in_one_line(own: Outbox, mode: str) -> None:
     own.conn.execute(PLAIN)

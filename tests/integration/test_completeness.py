@@ -28,8 +28,10 @@ from relay.source.outbox import polling
 from relay.source.server import current_position
 from relay.spark import sink_worker
 from relay.spark.session import Session
-from relay.store import completeness
+from relay.store import completeness, deferred
 from relay.store.completeness import Completeness, Watermark
+from relay.store.deferred import Deferral
+from tests.deferrals import undecoded
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.process import ROOT, relay
 
@@ -265,19 +267,32 @@ def test_the_command_tells_whether_a_time_is_reached(
         code, said = invoke(file, *options)
         assert code == 2
         assert says in said
+    shown = json.loads(invoke(file, "--json")[1])["watermarks"]
+    assert {each["reader"] for each in shown} == {"", "lake"}
+    (listed,) = admin_sinks.listed(settings)
+    (told,) = (each for each in read(settings).watermarks if each.reader == "lake")
+    assert listed.complete_before == told.complete_before
+
+
+def test_what_is_dead_or_deferred_is_counted(outbox: Outbox, tmp_path: Path) -> None:
+    """What is dead or deferred in the target counts for a sink only where no sink has had it."""
+    file = outbox.config_file(tmp_path / "relay.yaml", **lake(tmp_path / "lake", start="beginning"))
+    settings = load([file])
+    outbox.install_again(settings)
     outbox.conn.execute(
         "insert into relay.dead_letter_queue (group_id, sink, undelivered, exception, status)"
         " values ('default', '', true, 'x', 'dead'), ('default', '', false, 'x', 'dead'),"
         " ('default', 'lake', false, 'x', 'replaying'), ('default', '', true, 'x', 'replayed')"
     )
-    state = read(settings)
-    (mark,) = (each for each in state.watermarks if each.reader == "lake")
-    assert (mark.dead_letters, mark.deferred) == (2, 0)
-    assert "but for 2 dead letters and 0 deferred transactions" in invoke(file)[1]
-    shown = json.loads(invoke(file, "--json")[1])["watermarks"]
-    assert {each["reader"] for each in shown} == {"", "lake"}
-    (listed,) = admin_sinks.listed(settings)
-    assert listed.complete_before == mark.complete_before
+    for sink, *undelivered in (("", True, True, False), ("lake", False), ("hook", False)):
+        entries = ((undecoded(), Deferral((), undelivered=each)) for each in undelivered)
+        deferred.defer(outbox.conn, "default", entries, str(sink))
+    counted = {
+        each.reader: (each.dead_letters, each.deferred) for each in read(settings).watermarks
+    }
+    assert counted == {"": (2, 3), "lake": (2, 3)}
+    outbox.conn.execute("update relay.completeness set complete_before = now()")
+    assert "but for 2 dead letters and 3 deferred transactions" in invoke(file)[1]
 
 
 def stubs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

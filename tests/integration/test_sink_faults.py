@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Collection
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import psycopg
@@ -16,7 +17,7 @@ import pytest
 from relay.config.loading import load
 from relay.delivery import polling
 from relay.store import deferred
-from tests.integration.test_sinks import assert_in_order, ids, posting, state
+from tests.integration.test_sinks import assert_in_order, hanging_for, ids, posting, state
 from tests.outbox import Outbox, event, host, initialise, relaying, wait_until
 from tests.postgres import Server
 from tests.process import running
@@ -203,6 +204,33 @@ def test_another_way_to_read_the_source_costs_no_copy(
     assert set(webhook.ids().values()) == {1}
     assert_in_order(outbox, webhook, 4)
     outbox.assert_exact()
+
+
+def test_a_kill_repeats_rows_from_before_relay_from_the_oldest_in_flight(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    """They have no transaction id by which what is done after that one could be stored."""
+    for number in range(10):
+        outbox.publish(host(number), event(number))
+    outbox.conn.execute("update outbox_message_t set c_xid = null")
+    let_go = Event()
+    with Webhook(hanging_for(host(4), let_go)) as webhook:
+        config = posting(webhook, projected=False)
+        config["handlers"]["hook0"]["start"] = "beginning"
+        initialise(outbox.settings(**config))
+        file = outbox.config_file(tmp_path / "relay.yaml", **config)
+        with running(file) as service:
+            wait_until(lambda: len(webhook.accepted) == 9)
+            wait_until(lambda: outbox.value("select polled_offset from relay.sinks") == 4)
+            service.kill()
+        let_go.set()
+        with running(file) as service:
+            wait_until(lambda: set(webhook.ids()) == ids(outbox))
+            assert service.terminate() == 0
+    once = {id for id, count in webhook.ids().items() if count == 1}
+    assert once >= set(
+        outbox.column("select id::text from outbox_message_t where c_offset <= 4 order by 1")
+    )
 
 
 @pytest.mark.rare

@@ -31,6 +31,7 @@ from tests.outbox import (
     run_until_fault,
     wait_until,
 )
+from tests.postgres import Server
 from tests.process import running
 from tests.roles import Role
 from tests.webhook import Answer, Answers, Webhook
@@ -443,6 +444,46 @@ def test_a_change_to_mode_wal_is_refused_while_a_sink_is_not_attached(
     assert why in run_until_fault(only_wal)
 
 
+def test_where_only_the_wal_is_read_the_target_waits_for_room_in_a_sinks_buffer(
+    outbox: Outbox, webhooks: list[Webhook]
+) -> None:
+    """What is submitted, and what the buffer holds, each have `attach_bytes`."""
+    webhook, let_go = webhooks[0], Event()
+    webhook.answers = lambda _, body: (let_go.wait(60), Answer(204))[1]
+    settings = outbox.settings(
+        **posting(webhook, concurrency=1, order_by="none", timeout=60),
+        source=reading(outbox, "wal"),
+        sinks={"attach_bytes": 65_536, "attach_seconds": 60},
+        batch={"max_bytes": 8_192},
+    )
+    with relaying(settings) as service:
+        wait_until(lambda: state(outbox) == "attached")
+        for number in range(100):
+            outbox.publish(host(1), event(number, payload={"amount": 1, "x": "x" * 4_000}))
+        wait_until(
+            lambda: "waits for room in the buffer of sink hook0" in service._sinks.heartbeat.doing
+        )
+        assert 0 < outbox.handled() < 100
+        assert outbox.value("select count(*) from relay.deferred") == 0
+        let_go.set()
+        wait_until(lambda: len(webhook.accepted) == 100)
+        outbox.wait_handled()
+        outbox.wait_drained()
+    assert set(webhook.ids().values()) == {1}
+    outbox.assert_exact()
+
+
+def test_a_sink_that_only_the_wal_feeds_is_not_moved(
+    outbox: Outbox, webhooks: list[Webhook]
+) -> None:
+    settings = outbox.settings(**posting(webhooks[0]), source=reading(outbox, "wal"))
+    with relaying(settings):
+        wait_until(lambda: state(outbox) == "attached")
+    for to in ("beginning", "end", "1"):
+        with pytest.raises(ConfigurationError, match="past events are only in the slot"):
+            sinks.plan_seek(settings, "hook0", to)
+
+
 def test_a_sink_is_rebuilt_while_the_others_go_on(outbox: Outbox, webhooks: list[Webhook]) -> None:
     settings = outbox.settings(**posting(*webhooks))
     again, other = webhooks
@@ -618,6 +659,38 @@ def test_a_kill_repeats_only_what_was_not_done(
     assert twice <= set(
         outbox.column("select id::text from outbox_message_t where host_id = %s", (host(0),))
     )
+
+
+def test_a_target_that_is_restored_takes_sinks_back(
+    outbox: Outbox, webhooks: list[Webhook], server: Server
+) -> None:
+    """What they had delivered since the backup comes again, and nothing before it."""
+    webhook, name, saved = webhooks[0], f"{outbox.slot}_target", f"{outbox.slot}_saved"
+
+    def deliver(numbers: range) -> None:
+        with relaying(settings):
+            for number in numbers:
+                outbox.publish(host(number % 4), event(number))
+            wait_until(lambda: set(webhook.ids()) == ids(outbox))
+
+    try:
+        with Outbox(server.create_database(name)) as target:
+            settings = outbox.settings(
+                **posting(webhook, projected=False), target={"dsn": target.relay_dsn}
+            )
+            initialise(settings)
+        deliver(range(8))
+        server.create_database(saved, template=name)
+        before = ids(outbox)
+        deliver(range(8, 16))
+        server.drop_database(name)
+        server.create_database(name, template=saved)
+        with relaying(settings):
+            wait_until(lambda: len(webhook.accepted) == 24)
+        assert {id for id, count in webhook.ids().items() if count == 1} == before
+    finally:
+        server.drop_database(name)
+        server.drop_database(saved)
 
 
 def test_what_is_deferred_is_done_in_the_same_moment(
