@@ -80,18 +80,6 @@ def test_a_transaction_that_was_open_when_later_ones_were_read(
         assert [_number(each) for each in again.take(1)] == [1]
 
 
-def test_a_connection_that_breaks_within_a_transaction(
-    outbox: Outbox, address: str, token: str
-) -> None:
-    """Messages before the mark of the end of a batch came twice: electric-sql/electric#2869."""
-    _publish(outbox, *range(10))
-    with Source(address, token, after="beginning") as source:
-        source.take(4)
-        last = source.last
-    with Source(address, token, last) as source:
-        assert [_number(each) for each in source.take(6)] == list(range(4, 10))
-
-
 def test_a_transaction_of_which_the_end_does_not_match(
     outbox: Outbox, address: str, token: str
 ) -> None:

@@ -8,7 +8,6 @@ dask/distributed#5958, grpc/grpc#21819: a call that ends with what is no Excepti
 redpanda-data/connect#1001: a batch that waits to be full delays a stop.
 confluentinc/librdkafka#1363, tulios/kafkajs#1694, PostHog/posthog#84459: a limit of messages is none of bytes.
 redpanda-data/connect#4387: what follows a failed one in the batch stands before it in the receiver for good.
-floci-io/floci#3152: an answer that names no message, or one that nobody knows, confirms all.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import pytest
 from relay.faults import Fail, RetryLater, Undelivered
 from relay.model.dispositions import APPLIED, DeadLetter
 from relay.sinks import Again, OfBatch
-from tests.integration.test_http_batches import results_of
 from tests.unit.test_batches import Results, Run, run
 from tests.unit.test_dispatch import delivery
 
@@ -182,21 +180,3 @@ def test_what_follows_a_failed_one_is_delivered_after_it_last() -> None:
     found = run(fails, plan, retry={"defer_after": 1, "wait": 0.01})
     assert received == [0, 2, 3, 1, 2, 3]
     assert found.order == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"batchItemFailures": [{"itemIdentifier": ""}]}',
-        b'{"batchItemFailures": [{"itemIdentifier": null}]}',
-        b'{"batchItemFailures": [{"itemIdentifier": "unknown"}]}',
-        b'{"batchItemFailures": [{"id": "unknown"}]}',
-        b'{"batchItemFailures": {"itemIdentifier": "unknown"}}',
-        b'{"batchItemFailures": "unknown"}',
-        b'{"batchItemFailures": [',
-        b'\xef\xbb\xbf{"batchItemFailures": [{"itemIdentifier": "unknown"}]}',
-    ],
-)
-def test_an_answer_that_nobody_understands_confirms_nothing(body: bytes) -> None:
-    with pytest.raises(Undelivered):
-        results_of(body)

@@ -248,17 +248,23 @@ def attach_within(outbox: Outbox, before: bool, hosts: tuple[int, int]) -> None:
         conn.execute("alter table own attach partition own_b for values in ('b')")
 
 
-def test_a_partition_that_is_attached_with_rows_is_polled(own: Outbox) -> None:
+@pytest.mark.parametrize(
+    ("before", "hosts", "came"), [(False, (1, 1), [3]), (True, (1, 2), [2, 3])], ids=["all", "part"]
+)
+def test_a_partition_that_is_attached_with_rows_is_polled(
+    own: Outbox, before: bool, hosts: tuple[int, int], came: list[int]
+) -> None:
+    """With what of the commit came from the WAL, where another partition has that."""
     own.conn.execute(PARTITIONED)
     settings = settings_of(own)
     own.install_again(settings)
     with relaying(settings):
         publish(own, 1)
         wait_applied(own, 1)
-        attach_within(own, False, (1, 1))
-        wait_applied(own, 1, 3)
+        attach_within(own, before, hosts)
+        wait_applied(own, 1, *came)
         publish(own, 4, part="b")
-        wait_applied(own, 1, 3, 4)
+        wait_applied(own, 1, *came, 4)
 
 
 def test_a_commit_of_which_a_part_came_is_named_and_can_be_repaired(own: Outbox) -> None:
@@ -283,17 +289,6 @@ def test_a_commit_of_which_a_part_came_is_named_and_can_be_repaired(own: Outbox)
         own.wait_drained()
         own.wait_compared()
     assert applied(own) == [1, 2, 3]
-
-
-def test_the_part_of_a_commit_that_another_partition_has_is_polled(own: Outbox) -> None:
-    own.conn.execute(PARTITIONED)
-    settings = settings_of(own)
-    own.install_again(settings)
-    with relaying(settings):
-        publish(own, 1)
-        wait_applied(own, 1)
-        attach_within(own, True, (1, 2))
-        wait_applied(own, 1, 2, 3)
 
 
 @pytest.mark.parametrize("is_seen", [True, False])

@@ -267,18 +267,19 @@ def test_a_blocked_event_loop_does_not_keep_a_lease_past_the_deadline(outbox: Ou
     assert [state[:2] for state in states(outbox)] == [("leased", 2)]
 
 
-def test_a_stop_gives_the_key_of_its_message_back(outbox: Outbox) -> None:
+@leases
+def test_a_stop_gives_its_message_and_its_key_back(outbox: Outbox, lease: float | None) -> None:
     """janbjorge/pgqueuer#630, googleapis/python-pubsub#150, #276: what it interrupted stalled others."""
     fill(outbox, queue=Queue(name="mail", match=None, key="user"))
     for number in (1, 2):
         outbox.worker.execute(
             "select relay.enqueue('mail', %s::text::jsonb, key => 'a')", (number,)
         )
-    worker = Worker(outbox.worker_dsn, "mail", lease=60, grace=0.1, poll=0.02)
+    worker = Worker(outbox.worker_dsn, "mail", lease=lease, grace=0.1, poll=0.02)
     begun = threading.Event()
 
     @worker.handles()
-    async def handle(message: Message) -> None:
+    async def handle(message: Message, *_: object) -> None:
         begun.set()
         await asyncio.sleep(60)
 

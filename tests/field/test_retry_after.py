@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from relay.config.handlers import CircuitBreakerSettings, HttpHandler
 from relay.config.settings import Settings
@@ -51,27 +53,36 @@ def test_each_form_of_a_date_is_utc(zone: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "seconds"),
     [
-        "",
-        "soon",
-        "-1",
-        "1.5",
-        "12 Mar",
-        "Sun, 99 Foo 2026 00:00:00 GMT",
-        "2026-03-01T12:00:00Z",
-        "٣",
+        ("7", 7),
+        ("0", 0),
+        ("99999999999999", 86_400),
+        ("9" * 5_000, 86_400),
+        ("Sun, 06 Nov 1994 08:49:37 GMT", 0),
+        ("Sunday, 06-Nov-94 08:49:37 GMT", 0),
+        ("Sun Nov  6 08:49:37 1994", 0),
+        ("Fri, 31 Dec 9999 23:59:59 GMT", 86_400),
+        *(
+            (text, None)
+            for text in (
+                *("", "soon", "-1", "-5", "1.5", "nan", "inf", "1e9", "٣", "12 Mar"),
+                *("Sun, 99 Foo 2026 00:00:00 GMT", "Fri, 00 Jan 0000 00:00:00 GMT"),
+                *("Fri, 31 Dec 99999 23:59:59 GMT", "2026-03-01T12:00:00Z", None),
+            )
+        ),
     ],
 )
-def test_what_is_no_delay_and_no_date_asks_for_nothing(text: str) -> None:
-    assert retry_after(text) is None
+def test_a_delay_is_capped_and_what_is_none_asks_for_nothing(
+    text: str | None, seconds: float | None
+) -> None:
+    assert retry_after(text) == seconds
 
 
-def test_a_date_that_has_passed_and_one_of_another_century() -> None:
-    assert retry_after("Sun, 06 Nov 1994 08:49:37 GMT") == 0
-    assert retry_after("Sunday, 06-Nov-94 08:49:37 GMT") == 0
-    assert retry_after("Sun Nov  6 08:49:37 1994") == 0
-    assert retry_after("Fri, 31 Dec 9999 23:59:59 GMT") == 86_400
+@given(st.text() | st.from_regex(r"\w{3}, \d+ \w{3} -?\d+ \d+:\d+:\d+ ([+-]\d+|\w+)"))
+def test_whatever_it_says_is_no_exception(text: str) -> None:
+    found = retry_after(text)
+    assert found is None or 0 <= found <= 86_400
 
 
 class Limited:

@@ -147,16 +147,20 @@ def test_a_connection_of_django_that_was_lost_is_opened_again(
 
 
 @pytest.mark.parametrize("lease", [None, 30.0])
+@pytest.mark.parametrize("is_async", [False, True])
 def test_other_connections_of_a_worker_are_opened_again_too(
-    outbox: Outbox, effects: Callable[[], list[int]], lease: float | None
+    outbox: Outbox, effects: Callable[[], list[int]], lease: float | None, is_async: bool
 ) -> None:
     fill(outbox)
     worker = Worker(outbox.worker_dsn, "mail", concurrency=1, poll=0.1, lease=lease)
 
-    @worker.handles()
     def handle(message: Message | LeasedMessage, *session: Any) -> None:
         insert(message.payload)
 
+    async def handle_async(message: Message | LeasedMessage, *session: Any) -> None:
+        await sync_to_async(insert)(message.payload)
+
+    worker.handles()(handle_async if is_async else handle)
     with working(worker):
         for number in range(1, 4):
             outbox.worker.execute("select relay.enqueue('mail', to_jsonb(%s::int))", (number,))
@@ -181,21 +185,3 @@ def test_no_handler_waits_for_what_others_do_in_the_thread_of_the_orm(outbox: Ou
     with working(worker):
         wait_until(lambda: len(states(outbox)) == 0)
     assert sorted(called) == [1, 2]
-
-
-@pytest.mark.parametrize("lease", [None, 30.0])
-def test_connections_of_coroutine_functions_are_opened_again(
-    outbox: Outbox, effects: Callable[[], list[int]], lease: float | None
-) -> None:
-    fill(outbox)
-    worker = Worker(outbox.worker_dsn, "mail", concurrency=1, poll=0.1, lease=lease)
-
-    @worker.handles()
-    async def handle(message: Message | LeasedMessage, *session: Any) -> None:
-        await sync_to_async(insert)(message.payload)
-
-    with working(worker):
-        for number in range(1, 4):
-            outbox.worker.execute("select relay.enqueue('mail', to_jsonb(%s::int))", (number,))
-            wait_until(lambda number=number: effects() == [*range(1, number + 1)])  # type: ignore[misc]
-            kill(outbox)

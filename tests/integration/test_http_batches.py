@@ -148,18 +148,30 @@ def results_of(body: bytes) -> Sequence[Exception | None]:
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"batchItemFailures": [{"itemIdentifier": "nobody"}]}',
-        b'{"batchItemFailures": [{"itemIdentifier": ""}]}',
-        b'{"batchItemFailures": [{"id": "1"}]}',
-        b'{"batchItemFailures": ["1"]}',
-        b'{"batchItemFailures": {"itemIdentifier": "1"}}',
+        *(
+            b'{"batchItemFailures": %s}' % failures
+            for failures in (
+                b'[{"itemIdentifier": "nobody"}]',
+                b'[{"itemIdentifier": ""}]',
+                b'[{"itemIdentifier": null}]',
+                b'[{"id": "1"}]',
+                b'["1"]',
+                b'{"itemIdentifier": "1"}',
+                b'"1"',
+            )
+        ),
+        b'{"batchItemFailures": [',
         b'{"batchItemFailures": ',
+        b'\xef\xbb\xbf{"batchItemFailures": [{"itemIdentifier": "nobody"}]}',
         b'{"x": "' + b"x" * _ANSWER_BYTES + b'"}',
     ],
-    ids=["unknown", "empty", "other key", "a text", "no list", "cut", "too long"],
+    ids=[
+        *("unknown", "empty", "null", "other key", "a text in it", "no list", "a text"),
+        *("a cut list", "cut", "byte order mark", "too long"),
+    ],
 )
 def test_an_answer_that_nobody_understands_confirms_nothing(body: bytes) -> None:
-    """As of Lambda, which takes an unknown or empty identifier for a failure of the whole batch."""
+    """As of Lambda (floci-io/floci#3152), which takes an unknown or empty identifier for one of the whole batch."""
     with pytest.raises(Undelivered, match="answer"):
         results_of(body)
 

@@ -207,19 +207,6 @@ def test_a_backlog_is_read_in_order_of_insertion(outbox: Outbox) -> None:
     assert _drain(outbox.reader, 5) == [*range(600), 1000]
 
 
-def test_what_commits_late_is_not_missed(outbox: Outbox) -> None:
-    """A transaction that inserted before the position and committed after it is read then, and once."""
-    _declare(outbox.reader)
-    with psycopg.connect(outbox.publisher_dsn) as long:
-        _publish(long, 1)
-        _publish(outbox.publisher, 2)
-        assert _drain(outbox.reader) == [2]
-        assert _drain(outbox.reader) == []
-        long.commit()
-    _publish(outbox.publisher, 3)
-    assert _drain(outbox.reader) == [1, 3]
-
-
 def test_a_prepared_transaction_is_read_after_its_commit() -> None:
     """As one that is open for long, whatever became of its session."""
     with (

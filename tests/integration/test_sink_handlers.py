@@ -13,19 +13,16 @@ import time
 import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from email.utils import formatdate
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
 import trustme
-from hypothesis import given
-from hypothesis import strategies as st
 
 from relay.config.handlers import HttpHandler
 from relay.faults import ConfigurationError, Rejected, Undelivered, describe, exception_text
-from relay.sinks.http import Http, retry_after, signatures
+from relay.sinks.http import Http, signatures
 from tests.sinks import make_event, transaction
 from tests.webhook import Answer, Webhook
 
@@ -399,43 +396,6 @@ def test_a_compressed_response_is_not_inflated(webhook: Webhook) -> None:
 
 
 # Retry-After.
-
-
-@pytest.mark.parametrize(
-    ("value", "seconds"),
-    [
-        ("7", 7),
-        ("0", 0),
-        ("99999999999999", 86_400),
-        ("9" * 5_000, 86_400),
-        ("-5", None),
-        ("1.5", None),
-        ("nan", None),
-        ("inf", None),
-        ("1e9", None),
-        ("٣", None),
-        ("", None),
-        ("Fri, 31 Dec 9999 23:59:59 GMT", 86_400),
-        ("Fri, 31 Dec 99999 23:59:59 GMT", None),
-        ("Fri, 01 Jan 2010 00:00:00 GMT", 0),
-        ("Fri, 00 Jan 0000 00:00:00 GMT", None),
-    ],
-)
-def test_retry_after_is_capped_whatever_it_says(value: str, seconds: float | None) -> None:
-    assert retry_after(value) == seconds
-
-
-def test_retry_after_may_be_a_date() -> None:
-    later = retry_after(formatdate(time.time() + 60, usegmt=True))
-    assert later is not None
-    assert 55 < later <= 61
-    assert retry_after(None) is None
-
-
-@given(st.text() | st.from_regex(r"\w{3}, \d+ \w{3} -?\d+ \d+:\d+:\d+ ([+-]\d+|\w+)"))
-def test_no_retry_after_is_an_exception(value: str) -> None:
-    found = retry_after(value)
-    assert found is None or 0 <= found <= 86_400
 
 
 @pytest.mark.parametrize("value", ["99999999999999", "-1", "é", "nan", "9" * 4_000])

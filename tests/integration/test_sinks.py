@@ -315,20 +315,6 @@ def test_a_target_that_stands_still_does_not_stop_a_sink(
     outbox.assert_exact()
 
 
-def test_polling_feeds_sinks_too(outbox: Outbox, webhooks: list[Webhook]) -> None:
-    webhook = webhooks[0]
-    source = {**outbox.config()["source"], "mode": "poll"}
-    settings = outbox.settings(source=source, **posting(webhook), poll={"wait_period_ms": 100})
-    initialise(settings)
-    with relaying(settings):
-        for number in range(50):
-            outbox.publish(host(number % 4), event(number))
-        wait_until(lambda: len(webhook.accepted) == 50)
-        outbox.wait_handled()
-    assert set(webhook.ids().values()) == {1}
-    assert_in_order(outbox, webhook, 4)
-
-
 def test_only_the_wal_feeds_a_sink_that_fails(outbox: Outbox, webhooks: list[Webhook]) -> None:
     """What it cannot deliver is kept in the target: nothing could poll it."""
     webhook = webhooks[0]

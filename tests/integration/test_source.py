@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
@@ -251,19 +250,3 @@ def test_the_last_position_is_confirmed_at_a_clean_stop(outbox: Outbox, tmp_path
         assert service.terminate() == 0
     tip = outbox.value("select max(applied_lsn)::text from relay.consumer_offsets")
     assert outbox.confirmed(tip)
-
-
-def test_a_handlers_lock_timeout_is_tried_again(outbox: Outbox) -> None:
-    dsn = make_conninfo(outbox.relay_dsn, options="-c lock_timeout=200ms")
-    settings = outbox.settings(target={"dsn": dsn})
-    with psycopg.connect(outbox.superuser_dsn) as blocker, relaying(settings):
-        blocker.execute("lock table projection in access exclusive mode")
-        outbox.publish(host(1), event(1))
-        wait_until(lambda: outbox.value("select count(*) from pg_locks where not granted") > 0)
-        wait_until(lambda: outbox.value("select count(*) from pg_locks where not granted") == 0)
-        blocker.rollback()
-        outbox.wait_drained()
-        # Deferred by now, perhaps: then it is applied by a retry.
-        outbox.wait_handled()
-    assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
-    outbox.assert_exact()

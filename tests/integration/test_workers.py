@@ -371,22 +371,6 @@ def test_a_lease_that_is_lost_ends_the_call(outbox: Outbox) -> None:
     assert [state[:2] for state in states(outbox)] == [("leased", 4)]
 
 
-@pytest.mark.parametrize("lease", [None, 60.0], ids=["taken", "leased"])
-def test_a_stop_gives_unfinished_messages_back_at_once(outbox: Outbox, lease: float | None) -> None:
-    fill(outbox, 1)
-    worker = Worker(outbox.worker_dsn, "mail", lease=lease, grace=0.1, poll=0.02)
-    begun = threading.Event()
-
-    @worker.handles()
-    async def handle(message: Message, *conn: object) -> None:
-        begun.set()
-        await asyncio.sleep(60)
-
-    with working(worker):
-        assert begun.wait(20)
-    assert outbox.worker.value("select payload from relay.take('mail')") == 1
-
-
 def test_a_stop_lets_a_handler_finish(outbox: Outbox) -> None:
     fill(outbox, 1, 2)
     worker = Worker(outbox.worker_dsn, "mail", concurrency=1, poll=0.02)
@@ -402,19 +386,6 @@ def test_a_stop_lets_a_handler_finish(outbox: Outbox) -> None:
         assert begun.wait(20)
     assert done(outbox) == [1]
     assert [state for state, *_ in states(outbox)] == ["enqueued"]
-
-
-def test_a_worker_outlives_its_connections(outbox: Outbox) -> None:
-    fill(outbox)
-    worker = Worker(outbox.worker_dsn, "mail", concurrency=2, poll=0.02)
-    worker.handles()(lambda message, conn: None)
-    with working(worker):
-        for number in range(3):
-            fill(outbox, number)
-            wait_until(lambda: is_empty(outbox))
-            outbox.conn.execute(
-                "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'relay worker mail'"
-            )
 
 
 def test_a_handler_cannot_commit_by_itself(outbox: Outbox) -> None:

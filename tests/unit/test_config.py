@@ -390,7 +390,7 @@ def test_an_unknown_key_that_is_like_no_other_suggests_nothing() -> None:
         ("source: {columns: {id: 5}}", "source.columns.id: "),
         ("group: ''", "group: "),
         ("group: 5", "group: "),
-        ("partitions: many", "partitions: "),
+        ("partitions: many", "partitions: input should be a valid integer"),
         ("partitions: 0", "partitions: "),
         ("partitions: 8.5", "partitions: "),
         ("partitions: yes", "partitions: "),

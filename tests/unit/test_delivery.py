@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from email.utils import formatdate
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ import pytest
 from relay.config.handlers import HttpHandler
 from relay.model.events import EVENT_FIELDS, Event
 from relay.sinks import cloudevents
-from relay.sinks.http import public_url, retry_after, signatures
+from relay.sinks.http import public_url, signatures
 
 
 def event(**fields: str) -> Event:
@@ -60,16 +58,6 @@ def test_a_signature_is_that_of_the_standard_s_own_example() -> None:
 def test_an_address_is_shown_without_what_may_be_a_secret() -> None:
     url = "https://me:hunter2@shop.example:8443/events?token=hunter2&flag#hunter2"
     assert public_url(url) == "https://shop.example:8443/events?token=...&..."
-
-
-def test_retry_after_is_seconds_or_a_date() -> None:
-    assert retry_after("7") == 7
-    later = retry_after(formatdate(time.time() + 60, usegmt=True))
-    assert later is not None
-    assert 55 < later <= 61
-    assert retry_after("Fri, 01 Jan 2010 00:00:00 GMT") == 0
-    assert retry_after("soon") is None
-    assert retry_after(None) is None
 
 
 @pytest.mark.parametrize(

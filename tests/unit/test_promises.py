@@ -57,7 +57,7 @@ Atomic business transactions
   tests/unit/test_assembler.py::test_one_transaction_id_in_two_commits_makes_two_transactions
 Poison neither blocks nor spreads
   tests/integration/test_pipeline.py::test_many_failing_transactions_among_many
-  tests/integration/test_pipeline.py::test_one_failing_transaction_between_two_good_ones
+  tests/integration/test_pipeline.py::test_failing_transactions_between_good_ones
   tests/integration/test_brake.py::test_a_broken_handler_is_stopped_and_goes_on_when_it_is_mended
 An outage dead-letters nothing
   tests/chaos/test_faults.py::test_the_server_crashes_and_comes_back
@@ -91,7 +91,7 @@ a committed event has not come from the WAL
   tests/integration/test_hybrid.py::test_nothing_is_lost_or_repeated[lose_slot]
   tests/field/test_partial_commits.py::test_a_publication_that_changes_under_the_stream_is_noticed[swapped, auto]
 a commit of which the WAL has brought a part
-  tests/field/test_partial_commits.py::test_the_part_of_a_commit_that_another_partition_has_is_polled
+  tests/field/test_partial_commits.py::test_a_partition_that_is_attached_with_rows_is_polled[part]
   tests/field/test_partial_commits.py::test_a_commit_of_which_a_part_came_is_named_and_can_be_repaired
 host_id of a row is updated
   tests/field/test_partition_of_host.py::test_a_host_that_changes_after_the_delivery_is_not_delivered_again
@@ -279,7 +279,7 @@ an outage, or RetryLater, that an upcaster
   tests/integration/test_event_types.py::test_a_transient_fault_of_an_upcaster_defers_the_transaction
 everything else that a handler raises
   tests/unit/test_faults.py::test_a_fault_of_the_event_goes_to_the_dead_letters
-  tests/integration/test_pipeline.py::test_valid_json_that_the_handler_does_not_want
+  tests/integration/test_pipeline.py::test_failing_transactions_between_good_ones
 more than dead_letters.brake transactions in a row
   tests/integration/test_brake.py::test_a_broken_handler_is_stopped_and_goes_on_when_it_is_mended
   tests/integration/test_brake.py::test_a_stopped_sink_keeps_its_position_and_others_go_on

@@ -202,16 +202,11 @@ def test_a_long_number_elsewhere_in_the_payload_does_not_hide_the_value() -> Non
     assert matches({"payload.tier": "gold"}, payload=payload)
 
 
-def test_a_deep_payload_is_routed() -> None:
-    payload = f'{{"deep": {"[" * 900}{"]" * 900}, "tier": "gold"}}'
-    assert matches({"payload.tier": "gold"}, payload=payload)
-
-
-def test_a_payload_deeper_than_pythons_stack_is_routed() -> None:
+@pytest.mark.parametrize("levels", [900, 10_000])
+def test_a_deep_payload_is_routed(levels: int) -> None:
     """PostgreSQL takes jsonb of 10000 levels with its default max_stack_depth; Python's decoder gives up at 1000."""
-    payload = f'{{"deep": {"[" * 10_000}{"]" * 10_000}, "tier": "gold"}}'
-    routes = router({"match": {"payload.tier": "gold"}, "handlers": ["h"]})
-    assert routes.handlers(event(payload=payload)) == ("h",)
+    payload = f'{{"deep": {"[" * levels}{"]" * levels}, "tier": "gold"}}'
+    assert matches({"payload.tier": "gold"}, payload=payload)
 
 
 JSON = st.recursive(
