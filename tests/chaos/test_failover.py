@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from threading import Event, Thread
+from typing import Any
 
 import psycopg
 import pytest
@@ -107,6 +108,15 @@ def streaming_pair(
                 yield Pair(primary, source, standby, copy)
 
 
+def assert_applied_in_order(target: Outbox, ids: list[Any]) -> None:
+    """Assert that the target has these events, each once, and each host's in the order of their insertion."""
+    assert sorted(ids) == sorted(target.column("select id from projection"))
+    assert not target.column(
+        "select 1 from (select c_offset < lag(c_offset) over (partition by host_id order by seq) as overtaken"
+        " from projection) as followed where overtaken"
+    )
+
+
 def has_replayed(standby: Outbox, lsn: str) -> bool:
     """Whether the standby has come as far as a position of its primary."""
     return bool(standby.value("select pg_last_wal_replay_lsn() >= %s::pg_lsn", (lsn,)))
@@ -167,11 +177,7 @@ def test_a_standby_is_promoted(target: Outbox, synchronised: bool) -> None:
     assert recreated == (0 if synchronised else 1)
     assert target.positions_moved_back() == 0
     assert target.value("select timeline_history from relay.groups").startswith("1\t")
-    assert sorted(everything) == sorted(target.column("select id from projection"))
-    assert not target.column(
-        "select 1 from (select c_offset < lag(c_offset) over (partition by host_id order by seq) as overtaken"
-        " from projection) as followed where overtaken"
-    )
+    assert_applied_in_order(target, everything)
 
 
 @pytest.mark.rare
@@ -231,7 +237,7 @@ def test_a_standby_is_polled_up_to_the_oldest_open_transaction(target: Outbox) -
         as_relay = make_conninfo(pair.standby.dsn("app"), user=Role.RELAY, password=PASSWORD)
         settings = pair.settings(target, as_relay, "poll")
         pair.source.publish(host(1), event(0))
-        with psycopg.connect(pair.source.dsn) as slow:
+        with psycopg.connect(pair.source.publisher_dsn) as slow:
             slow.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb([event(1)])))
             pair.source.publish(host(1), event(2))
             pair.replicate()
@@ -320,11 +326,7 @@ def test_publishers_go_on_while_a_synchronous_standby_is_promoted(
             published = pair.copy.value("select count(*) from outbox_message_t")
             wait_until(lambda: target.handled() >= published)
         everything = pair.copy.column("select id from outbox_message_t")
-    assert sorted(everything) == sorted(target.column("select id from projection"))
-    assert not target.column(
-        "select 1 from (select c_offset < lag(c_offset) over (partition by host_id order by seq) as overtaken"
-        " from projection) as followed where overtaken"
-    )
+    assert_applied_in_order(target, everything)
 
 
 @pytest.mark.rare

@@ -860,39 +860,31 @@ def test_a_bad_dsn_in_the_environment_is_not_shown(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "text", "key"),
+    ("name", "value", "text", "blamed"),
     [
-        ("RELAY_PARTITIONS", "many", "partitions: 8", "partitions"),
-        ("RELAY_SOURCE__DSN", "no dsn", "source: {slot: relay}", "source.dsn"),
-        ("RELAY_SOURCE__SLOT", "Not-A-Slot", "source: {slot: relay}", "source.slot"),
-        ("relay_partitions", "many", "partitions: 8", "partitions"),
+        ("RELAY_PARTITIONS", "many", "partitions: 8", "environment: partitions"),
+        ("RELAY_SOURCE__DSN", "no dsn", "source: {slot: relay}", "environment: source.dsn"),
+        ("RELAY_SOURCE__SLOT", "Not-A-Slot", "source: {slot: a}", "environment: source.slot"),
+        ("relay_partitions", "many", "partitions: 8", "environment: partitions"),
+        (
+            "RELAY_CONFIG",
+            "shop.yaml",
+            "routes: [{handlers: [h]}]",
+            "shop.yaml: routes.0.handlers",
+        ),
+        ("RELAY_GROUP", "mine", "routes: [{handlers: [h]}]", "shop.yaml: routes.0.handlers"),
+        ("RELAY_GROUP", "mine", "grou: x", "shop.yaml: grou"),
+        ("RELAY_SOURCE__DSN", "host=h", "source: {dns: x}", "shop.yaml: source.dns"),
+        ("RELAY_SOURCE__DSN", "host=h", "source: {slot: Not-A-Slot}", "shop.yaml: source.slot"),
+        ("RELAYS_PARTITIONS", "x", "partitions: many", "shop.yaml: partitions"),
     ],
 )
-def test_the_environment_is_blamed_even_where_the_file_has_the_section(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, text: str, key: str
+def test_of_the_environment_and_the_file_the_one_that_is_wrong_is_blamed(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, text: str, blamed: str
 ) -> None:
     monkeypatch.setenv(name, value)
     (line,) = refused(text)
-    assert line.startswith(f"environment: {key}: ")
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "text", "key"),
-    [
-        ("RELAY_CONFIG", "shop.yaml", "routes: [{handlers: [h]}]", "routes.0.handlers"),
-        ("RELAY_GROUP", "mine", "routes: [{handlers: [h]}]", "routes.0.handlers"),
-        ("RELAY_GROUP", "mine", "grou: x", "grou"),
-        ("RELAY_SOURCE__DSN", "host=h", "source: {dns: x}", "source.dns"),
-        ("RELAY_SOURCE__DSN", "host=h", "source: {slot: Not-A-Slot}", "source.slot"),
-        ("RELAYS_PARTITIONS", "x", "partitions: many", "partitions"),
-    ],
-)
-def test_the_file_is_blamed_even_where_the_environment_says_something_too(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, text: str, key: str
-) -> None:
-    monkeypatch.setenv(name, value)
-    (line,) = refused(text)
-    assert line.startswith(f"shop.yaml: {key}: ")
+    assert line.startswith(f"{blamed}: ")
 
 
 def test_metrics_and_console_have_addresses_of_their_own(read: Load) -> None:
