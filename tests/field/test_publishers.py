@@ -31,6 +31,7 @@ from sqlalchemy.orm import (
 )
 from sqlalchemy.pool import NullPool
 
+from relay.admin.check import examine
 from relay.client import Event, EventInvalid, UnknownSession
 from relay.client import Outbox as Client
 from relay.client.alembic import include_name, include_object
@@ -426,6 +427,9 @@ def test_no_commit_waits_for_the_stream(killable_server: Server) -> None:
             wait_until(lambda: bool(outbox.column(streams)))
             outbox.wait_handled()
         wait_for_standbys(outbox, "ANY 1 (*)")
+        assert any(
+            "every commit of the server would wait" in each.text for each in examine(settings)
+        )
         # Without polling it cannot go on.
         stream = Receiver(settings)
         stream.start()

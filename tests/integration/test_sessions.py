@@ -17,6 +17,7 @@ from relay.model.events import Lsn
 from relay.spark.session import Session
 from relay.store.connections import connect, open_pool
 from relay.store.handler_sessions import HandlerPool
+from relay.store.positions import offsets
 from relay.store.positions.offsets import PartitionPosition
 from relay.store.positions.unflushed import require_kept
 from tests.outbox import Outbox, event, host, relaying, wait_until
@@ -108,6 +109,18 @@ def test_a_task_is_committed_whole_or_not_at_all(pool: HandlerPool) -> None:
         conn.execute("select 1 / 0")
     with pool.connection() as conn:
         assert conn.execute("select n from public.effects").fetchall() == [(1,)]
+
+
+def test_of_two_that_follow_one_position_the_key_refuses_the_second(outbox: Outbox) -> None:
+    """A lock keeps other tasks out; of one whose session and lock are lost, the key of the positions remains."""
+    moves = [offsets.Advance(1, Lsn(100), 1)]
+    with connect(outbox.relay_dsn) as first, connect(outbox.relay_dsn) as second:
+        with first.transaction():
+            positions = offsets.lock(first, "default", [1], []).positions
+        with first.transaction():
+            offsets.advance(first, "default", positions, moves)
+        with pytest.raises(psycopg.errors.UniqueViolation), second.transaction():
+            offsets.advance(second, "default", positions, moves)
 
 
 def test_a_connection_that_is_lost_at_the_commit_is_an_outage(pool: HandlerPool) -> None:

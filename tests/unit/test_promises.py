@@ -45,6 +45,7 @@ Effectively once in the target database
   tests/chaos/test_recovery.py::test_the_outcome_of_a_commit_is_not_known
   tests/integration/test_pipeline.py::test_redelivery_is_recognised
   tests/integration/test_polling.py::test_another_instance_may_go_on_between_any_two_statements_of_a_poll
+  tests/integration/test_sessions.py::test_of_two_that_follow_one_position_the_key_refuses_the_second
 Order
   tests/integration/test_pipeline.py::test_every_event_is_applied_once_in_order
   tests/integration/test_pipeline.py::test_order_survives_rows_of_every_size_and_poison
@@ -325,6 +326,7 @@ a Spark job or session that fails
   tests/chaos/test_faults.py::test_spark_workers_and_the_jvm_are_killed
 a process with a Spark task that is frozen
   tests/field/test_frozen_executors.py::test_a_frozen_python_worker_stops_the_group_for_a_bounded_time
+  tests/integration/test_sessions.py::test_a_node_that_lost_power_holds_nothing_for_hours
 Spark slots that other jobs
   tests/field/test_spark_sharing.py::test_the_pipeline_goes_on_while_a_slow_sink_has_every_slot
 

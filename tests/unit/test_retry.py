@@ -7,7 +7,12 @@ import psycopg
 import pytest
 
 from relay.runtime.parts import Condition
-from relay.runtime.retry import Backoff, RetryUntilSuccess
+from relay.runtime.retry import (
+    FIRST_WAIT_SECONDS,
+    LONGEST_WAIT_SECONDS,
+    Backoff,
+    RetryUntilSuccess,
+)
 
 
 class Elsewhere(Exception):
@@ -19,10 +24,14 @@ def condition() -> Condition:
 
 
 def test_waits_double_up_to_the_longest_until_they_are_reset() -> None:
-    backoff = Backoff(1.0, 5.0)
-    assert [backoff.take() for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
-    backoff.reset()
-    assert backoff.take() == 1.0
+    for first, longest in ((1.0, 5.0), (FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS)):
+        backoff = Backoff(first, longest)
+        waits = [backoff.take() for _ in range(9)]
+        assert waits == [min(first * 2**number, longest) for number in range(9)]
+        backoff.reset()
+        assert backoff.take() == first
+    # As the page of guarantees says.
+    assert (FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS) == (0.1, 5.0)
 
 
 def test_the_first_wait_is_not_longer_than_the_longest() -> None:
