@@ -40,7 +40,6 @@ from tests.outbox import (
     relaying_until_it_ends,
     wait_until,
 )
-from tests.pgbouncer import pooled
 from tests.process import relay
 from tests.sinks import make_event, transaction
 from tests.webhook import Webhook
@@ -202,34 +201,6 @@ def refusal(call: Callable[[], object]) -> list[str]:
     with pytest.raises(RelayError) as raised:
         call()
     return str(raised.value).splitlines()
-
-
-@pytest.mark.parametrize("side", ["source", "target"])
-def test_a_pooler_that_keeps_no_session_is_refused(outbox: Outbox, side: str) -> None:
-    """Locks stay behind in its sessions, and settings reach others: goauthentik/authentik#23876,
-    pgbouncer/pgbouncer#102, pgdogdev/pgdog#1407, electric-sql/electric#2682, neondatabase/website#5482."""
-    with pooled(outbox.relay_dsn) as dsn:
-        settings = (
-            with_source(outbox, dsn=dsn)
-            if side == "source"
-            else outbox.settings(target={"dsn": dsn})
-        )
-        for said in (errors(settings), refusal(lambda: initialise(settings))):
-            assert any(
-                each.startswith(f"{side}.dsn: 127.0.0.1 is a pooler")
-                and each.endswith("connect to PostgreSQL itself, or set the pooler to session mode")
-                for each in said
-            ), said
-
-
-def test_a_pooler_in_session_mode_serves_the_target(outbox: Outbox) -> None:
-    with pooled(outbox.relay_dsn, "session", 20) as dsn:
-        settings = outbox.settings(target={"dsn": dsn})
-        assert errors(settings) == []
-        outbox.publish(host(1), event())
-        with relaying(settings):
-            outbox.wait_handled()
-    outbox.assert_exact()
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,11 @@ def test_a_header_of_a_single_request_is_refused(name: str) -> None:
 
 
 def test_other_headers_are_sent_with_the_whole_body() -> None:
-    headers = {"Content-Type": "application/json", "authorization": "Bearer x", "ce-extra": "y"}
+    """Those of the configuration replace relay's own."""
+    headers = {
+        **{"Content-Type": "application/json", "User-Agent": "shop", "Host": "shop.example"},
+        **{"authorization": "Bearer x", "ce-extra": "y"},
+    }
     with Webhook() as webhook:
         settings = {"type": "http", "url": webhook.url, "headers": headers}
         sink = Http("hook", HttpHandler.model_validate(settings))

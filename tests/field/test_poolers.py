@@ -9,33 +9,47 @@ import pytest
 
 from relay.admin import check
 from relay.admin.findings import Severity
+from relay.admin.install import initialise
+from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.store.connections import connect, open_pool
 from tests.outbox import Outbox, event, host, relaying
 from tests.pgbouncer import pooled
 
 
+def errors(settings: Settings) -> list[str]:
+    """What `relay check` refuses."""
+    return [each.text for each in check.examine(settings) if each.level is Severity.ERROR]
+
+
 def test_a_pooler_in_transaction_mode_is_refused_before_anything_is_set(outbox: Outbox) -> None:
-    """pgbouncer/pgbouncer#1313, #452, #396, liquibase/liquibase#7092: other clients then found none of their tables."""
+    """pgbouncer/pgbouncer#1313, #452, #396, liquibase/liquibase#7092: other clients then found none of their tables.
+    goauthentik/authentik#23876, pgbouncer/pgbouncer#102, pgdogdev/pgdog#1407, electric-sql/electric#2682,
+    neondatabase/website#5482: locks stay behind in its sessions.
+    """
     with pooled(outbox.relay_dsn) as dsn:
-        refusal = "the pooler to session mode"
+        refusal = "connect to PostgreSQL itself, or set the pooler to session mode"
         with pytest.raises(
             ConfigurationError, match=f"dsn: .* is a pooler that gives .* {refusal}"
         ):
             connect(dsn)
-        source = outbox.config()["source"]
-        through: dict[str, Any] = {
-            "source": {
-                "source": {**source, "dsn": dsn, "mode": "poll"},
-                "target": {"dsn": outbox.relay_dsn},
-            },
+        source = {**outbox.config()["source"], "dsn": dsn}
+        through: dict[str, list[dict[str, Any]]] = {
+            "source": [
+                {"source": source},
+                {"source": {**source, "mode": "poll"}, "target": {"dsn": outbox.relay_dsn}},
+            ],
             # The lock of a sink's claim would stay in the pooler's session: nobody could claim the sink again.
-            "target": {"target": {"dsn": dsn}},
+            "target": [{"target": {"dsn": dsn}}],
         }
-        for key, changed in through.items():
-            found = check.examine(outbox.settings(**changed))
-            texts = [each.text for each in found if each.level is Severity.ERROR]
-            assert f"{key}.dsn: 127.0.0.1 is a pooler that gives" in texts[0]
+        for key, settings in (
+            (key, outbox.settings(**each)) for key, changed in through.items() for each in changed
+        ):
+            begins = f"{key}.dsn: 127.0.0.1 is a pooler that gives"
+            with pytest.raises(ConfigurationError, match=f"{begins} .* {refusal}"):
+                initialise(settings)
+            assert errors(settings)[0].startswith(begins)
+            assert errors(settings)[0].endswith(refusal)
         with psycopg.connect(dsn) as other:
             assert other.execute("show search_path").fetchone() == ('"$user", public',)
 
@@ -53,8 +67,12 @@ def test_a_pooler_in_session_mode_is_used(outbox: Outbox, size: int) -> None:
         with open_pool(dsn, 1) as pool, pool.connection() as conn:
             assert conn.execute("show lock_timeout").fetchone() == ("30s",)
         source = {**outbox.config()["source"], "dsn": dsn, "mode": "poll"}
-        settings = outbox.settings(source=source, target={"dsn": dsn})
-        with relaying(settings):
+        for settings in (
+            outbox.settings(target={"dsn": dsn}),
+            outbox.settings(source=source, target={"dsn": dsn}),
+        ):
+            assert errors(settings) == []
             outbox.publish(host(1), event(1))
-            outbox.wait_handled()
+            with relaying(settings):
+                outbox.wait_handled()
     outbox.assert_exact()

@@ -6,7 +6,6 @@ import base64
 import hmac
 import json
 import logging
-import ssl
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trustme
 
 from relay.admin.dead_letters import DeadLetters
 from relay.spark.session import Session
@@ -125,37 +123,6 @@ def test_a_binary_event_and_a_batch(outbox: Outbox, webhook: Webhook) -> None:
     assert whole.headers["content-type"] == "application/cloudevents-batch+json"
     assert [each["data"]["amount"] for each in json.loads(whole.body)] == [5, 6]
     assert whole.headers["idempotency-key"] == first.headers["ce-id"]
-
-
-def test_an_endpoint_behind_tls_and_relay_show_their_certificates(
-    outbox: Outbox, tmp_path: Path
-) -> None:
-    authority, stranger = trustme.CA(), trustme.CA()
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("127.0.0.1").configure_cert(server)
-    server.verify_mode = ssl.CERT_REQUIRED
-    authority.configure_trust(server)
-    known, other, mine = (str(tmp_path / name) for name in ("ca.pem", "other.pem", "mine.pem"))
-    authority.cert_pem.write_to_path(known)
-    stranger.cert_pem.write_to_path(other)
-    authority.issue_cert("relay.example").private_key_and_cert_chain_pem.write_to_path(mine)
-    outbox.publish(host(1), event(1))
-    with Webhook(tls=server) as webhook:
-        for tls in ({"ca_file": other, "cert_file": mine}, {"ca_file": known}):
-            with relaying(outbox.settings(**posting(webhook, tls=tls))):
-                wait_until(
-                    lambda: (
-                        outbox.value("select count(*) from relay.deferred where reason is not null")
-                        > 0
-                    )
-                )
-            outbox.conn.execute("update relay.deferred set reason = null")
-        assert webhook.requests == []
-        tls = {"ca_file": known, "cert_file": mine}
-        with relaying(outbox.settings(**posting(webhook, tls=tls))):
-            wait_until(lambda: len(webhook.requests) == 1)
-    assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
-    outbox.assert_exact()
 
 
 def test_what_an_endpoint_refuses_is_its_own_dead_letter(

@@ -247,17 +247,6 @@ def test_an_event_that_no_route_matches_is_in_a_queue_only_where_it_is_ignored(
         wait_until(lambda: enqueued(outbox) == [2, 3, 4])
 
 
-def test_a_handler_of_type_queue_fills_a_queue_by_name(outbox: Outbox) -> None:
-    declare(outbox, match=None)
-    config = outbox.config()
-    handlers = {**config["handlers"], "mail": {"type": "queue"}}
-    routes = [{"match": {"event_type": "mail.*"}, "handlers": ["projection", "mail"]}]
-    with relaying(outbox.settings(handlers=handlers, routes=[*routes, *config["routes"]])):
-        outbox.publish(host(1), event(1), event(2, "mail.due"))
-        outbox.wait_handled()
-    assert enqueued(outbox) == [2]
-
-
 def test_what_a_handler_of_type_queue_needs_is_checked_and_not_dropped(outbox: Outbox) -> None:
     settings = outbox.settings(
         handlers={"mail": {"type": "queue"}}, routes=[{"handlers": ["mail"]}]

@@ -118,6 +118,7 @@ no right to replicate
   tests/integration/test_hybrid.py::test_a_role_that_may_not_replicate_polls
   tests/integration/test_hybrid.py::test_no_walsender_is_free_and_the_slot_is_invalidated_and_wal_level_is_lowered
   tests/integration/test_hybrid.py::test_a_stream_that_ends_whenever_it_begins_is_one_outage
+  tests/field/test_ends.py::test_the_reason_why_relay_polls_is_that_of_now
 the server shuts down
   tests/field/test_server_ends.py::test_a_fast_shutdown_does_not_wait_for_relay
 synchronous_standby_names has a *
