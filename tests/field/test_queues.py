@@ -238,11 +238,11 @@ def test_a_scheduled_message_blocks_nobody(outbox: Outbox) -> None:
     """procrastinate-org/procrastinate#1599: a job for later stalled the ready jobs of its lock."""
     declare(outbox)
     with session(outbox) as conn:
-        later = outbox.worker.value(
-            "select relay.enqueue('mail', '{}', deliver_at => now() + '1 hour')"
-        )
+        scheduled = "select relay.enqueue('mail', '{}', deliver_at => now() + %s::interval)"
+        later = outbox.worker.value(scheduled, ("1 hour",))
+        due = outbox.worker.value(scheduled, ("0 seconds",))
         (ready,) = enqueue(outbox, "")
-        assert ids(conn, "take('mail', 10)") == [ready]
+        assert sorted(ids(conn, "take('mail', 10)")) == [due, ready]
     assert items(outbox) == [(later, "scheduled", 0)]
     declare(outbox, "user")
     with pytest.raises(psycopg.errors.FeatureNotSupported, match="ordered by a key"):

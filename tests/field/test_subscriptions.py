@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from datetime import timedelta
 from threading import Thread
 from typing import Any
 
@@ -499,26 +498,6 @@ def test_an_acknowledgement_of_before_a_move_moves_nothing(outbox: Outbox) -> No
                 each.done()
         again[0].done()
     assert _take(outbox, 1) == [[1]]
-
-
-def test_a_handler_that_works_for_long_keeps_its_reader(
-    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """aio-libs/aiokafka#848, dpkp/kafka-python#2422: it was taken for dead, and its message went round for ever."""
-    monkeypatch.setattr(log, "_SIGN_SECONDS", 0.0)
-    _publish(outbox.publisher, 1)
-    with closing(_reading(outbox, lease=1.2, expires=timedelta(minutes=5))) as reader:  # type: ignore[type-var]
-        transaction = next(reader)
-        outbox.conn.execute("update relay.readers set noted_at = now() - interval '6 minutes'")
-        wait_until(
-            lambda: bool(
-                outbox.column(
-                    "select 1 from relay.readers where noted_at > now() - interval '1 minute'"
-                )
-            )
-        )
-        assert outbox.column("select relay.expire_readers()") == []
-        transaction.done()
 
 
 def test_a_handler_that_fails_ends_the_iteration(outbox: Outbox) -> None:

@@ -517,9 +517,12 @@ def test_a_page_that_was_read_before_the_reader_was_moved_is_not_yielded(
 def test_a_handler_that_takes_long_keeps_its_reader_in_use(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where its transaction has moved the reader and is still open; it can be committed."""
+    """aio-libs/aiokafka#848, dpkp/kafka-python#2422: it was taken for dead, and its message went round for ever.
+
+    Also where its transaction has moved the reader and is still open; it can be committed.
+    """
     monkeypatch.setattr(log, "_SIGN_SECONDS", 0.0)
-    older = "update relay.readers set noted_at = now() - interval '4 minutes' where reader = 'r'"
+    older = "update relay.readers set noted_at = now() - interval '6 minutes' where reader = 'r'"
     recent = (
         "select 1 from relay.readers where reader = 'r' and noted_at > now() - interval '1 minute'"
     )
@@ -533,6 +536,7 @@ def test_a_handler_that_takes_long_keeps_its_reader_in_use(
         transaction = next(iterator)
         outbox.conn.execute(older.encode())
         wait_until(lambda: bool(outbox.column(recent)))
+        assert outbox.column("select relay.expire_readers()") == []
         with conn.transaction():
             with transaction.commit(conn):
                 pass

@@ -407,17 +407,6 @@ def test_expired_last_leases_use_up_no_limit(outbox: Outbox) -> None:
     assert outbox.column("select id from relay.queue_dead_letters order by id") == expired
 
 
-def test_a_scheduled_message_is_taken_from_its_time_on(outbox: Outbox) -> None:
-    declare(outbox, match=None)
-    enqueue = "select relay.enqueue('mail', '{}', deliver_at => now() + %s::interval)"
-    later, sooner = (outbox.value(enqueue, (after,)) for after in ("1 hour", "0 seconds"))
-    with worker(outbox) as conn:
-        assert ids(conn) == [sooner]
-        assert outbox.column("select id from relay.queue_items where state = 'scheduled'") == [
-            later
-        ]
-
-
 def test_a_paused_queue_is_filled_and_not_taken_from(outbox: Outbox) -> None:
     numbers = queue(outbox, "")
     assert outbox.worker.value("select relay.pause_queue('mail')")
