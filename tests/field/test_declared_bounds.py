@@ -163,7 +163,7 @@ def test_a_condition_that_takes_too_long_stops_its_queue_alone(outbox: Outbox) -
     json-path/JsonPath#874: a path of a customer blocked its thread, and nothing could end it. floci-io/floci#2697: an
     expression without bounds of time and depth pinned a core, without a word. IBM/JSONata4Java#23: the same.
     """
-    _declare_conditions(outbox.conn)
+    _declare_conditions(outbox.worker)
     with outbox.limited_role() as (_, dsn):
         settings = outbox.settings(target={"dsn": dsn})
         with relaying(settings):
@@ -191,7 +191,7 @@ def test_a_fill_with_a_condition_that_takes_too_long_goes_on_when_that_is_anothe
     outbox.publish(host(1), event(0, **MANY))
     with relaying(settings):
         outbox.wait_handled()
-        _declare_conditions(outbox.conn, "start => 'beginning'")
+        _declare_conditions(outbox.worker, "start => 'beginning'")
         stopped = "select count(*) from relay.queues where stopped_at is not null"
         wait_until(lambda: outbox.value(stopped) == 2, 120)
         outbox.publish(host(1), event(4))

@@ -22,7 +22,6 @@ from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 
 LIMITS = (
     "-c idle_in_transaction_session_timeout=300ms -c statement_timeout=1s -c lock_timeout=200ms"
-    " -c temp_file_limit=4MB"
 )
 OTHERS = 39
 FAULTS = {
@@ -67,8 +66,9 @@ def publish(outbox: Outbox, kind: str) -> Any:
 
 @contextmanager
 def locked(outbox: Outbox) -> Iterator[None]:
-    """Hold the row that `lock` needs."""
+    """Hold the row that `lock` needs, and limit temporary files, which an administrator may."""
     outbox.conn.execute("create table held as select 1 as id")
+    outbox.conn.execute(f"alter database \"{outbox.slot}\" set temp_file_limit = '4MB'".encode())
     with psycopg.connect(outbox.superuser_dsn) as conn:
         conn.execute("select from held for update")
         yield
