@@ -61,9 +61,9 @@ def snapshot_held(outbox: Outbox) -> Iterator[None]:
         yield
 
 
-def in_session(outbox: Outbox, *acts: Callable[[Connection], object]) -> None:
+def in_session(dsn: str, outbox: Outbox, *acts: Callable[[Connection], object]) -> None:
     """Run statements in a session of their own, which reports what it has counted when it ends."""
-    with connect(outbox.relay_dsn) as conn:
+    with connect(dsn) as conn:
         for act in acts:
             act(conn)
         pid = conn.info.backend_pid
@@ -79,7 +79,7 @@ def touched(
         return int(outbox.value(_TOUCHED, (schema, table)))
 
     before = count()
-    in_session(outbox, act)
+    in_session(outbox.relay_dsn, outbox, act)
     wait_until(lambda: count() > before)
     return count() - before
 
@@ -146,10 +146,10 @@ def test_a_task_touches_as_many_pages_after_thousands_of_others(held: Outbox) ->
     def tasks(number: int) -> int:
         return touched(held, lambda conn: stream.run(conn, number))
 
-    in_session(held, lambda conn: stream.run(conn, 500), stream.compare)
+    in_session(held.relay_dsn, held, lambda conn: stream.run(conn, 500), stream.compare)
     task, comparison = tasks(40), touched(held, stream.compare)
     for _ in range(16):
-        in_session(held, lambda conn: stream.run(conn, 250), stream.compare)
+        in_session(held.relay_dsn, held, lambda conn: stream.run(conn, 250), stream.compare)
     assert tasks(40) <= task * TOLERANCE
     assert touched(held, stream.compare) <= comparison * TOLERANCE
     # They are dead, and still there.
@@ -174,9 +174,9 @@ def test_a_task_touches_as_many_pages_after_hundreds_of_dead_letters(held: Outbo
                 conn.execute(DEFER, (GROUP, [str(host(2))]))
                 conn.execute("delete from relay.deferred")
 
-    in_session(held, lambda conn: fail(conn, 4), lambda conn: stream.run(conn, 200))
+    in_session(held.relay_dsn, held, lambda conn: fail(conn, 4), lambda conn: stream.run(conn, 200))
     task = touched(held, lambda conn: stream.run(conn, 40))
-    in_session(held, lambda conn: fail(conn, 400))
+    in_session(held.relay_dsn, held, lambda conn: fail(conn, 400))
     assert touched(held, lambda conn: stream.run(conn, 40)) <= task * TOLERANCE
 
 
@@ -184,11 +184,11 @@ def test_a_task_touches_as_many_pages_after_hundreds_of_dead_letters(held: Outbo
 def test_polling_touches_as_many_pages_after_hundreds_of_differences(held: Outbox) -> None:
     # What the stream has noted, polling no longer looks at.
     stream, polling = Stream(), Polling()
-    in_session(held, lambda conn: stream.run(conn, 500), stream.compare)
+    in_session(held.relay_dsn, held, lambda conn: stream.run(conn, 500), stream.compare)
     # As many that the indices have two levels.
-    in_session(held, lambda conn: polling.run(conn, 320))
+    in_session(held.relay_dsn, held, lambda conn: polling.run(conn, 320))
     difference = touched(held, lambda conn: polling.run(conn, 20))
-    in_session(held, lambda conn: polling.run(conn, 400))
+    in_session(held.relay_dsn, held, lambda conn: polling.run(conn, 400))
     assert touched(held, lambda conn: polling.run(conn, 20)) <= difference * TOLERANCE
 
 
@@ -209,7 +209,7 @@ def test_retention_touches_as_many_pages_for_the_last_rows_as_for_the_first(
                 (rows_of_a_commit,),
             )
 
-    in_session(held, publish)
+    in_session(held.publisher_dsn, held, publish)
     held.conn.execute("update relay.readers set snapshot = pg_current_snapshot()")
     fetched = "select idx_tup_fetch from pg_stat_user_tables where relname = 'outbox_message_t'"
     before = int(held.value(fetched))

@@ -466,7 +466,8 @@ def test_every_function_of_relay_has_a_path_of_its_own(outbox: Outbox) -> None:
 
 def test_a_table_of_the_jdbc_writer_is_found_as_the_user_names_it(outbox: Outbox) -> None:
     outbox.conn.execute("create schema lake; create table lake.events (id uuid)")
-    dsn = make_conninfo(outbox.relay_dsn, options="-c search_path=lake")
+    outbox.conn.execute("grant usage, create on schema lake to app_lake")
+    dsn = make_conninfo(outbox.lake_dsn, options="-c search_path=lake")
     writer = JdbcWriter("lake", JdbcSettings.model_validate({"dsn": dsn, "table": "events"}))
     with connect(dsn) as conn:
         assert writer._find(conn)[1:] == ("lake", "events")

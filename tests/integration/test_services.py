@@ -21,7 +21,8 @@ from relay.store.connections import connect
 from tests.observing import Scrape, ask, is_good
 from tests.outbox import LONG_SECONDS, Outbox, initialise, relaying, uninstall, wait_until
 from tests.postgres import Server
-from tests.process import Running, relay, running
+from tests.process import Running, administer, relay, running
+from tests.roles import Role, dsn_of, prepare
 
 TABLE = """
     create table {0}_outbox (id uuid primary key default gen_random_uuid(), host_id uuid not null,
@@ -85,13 +86,20 @@ def made(outbox: Outbox, sources: dict[str, str], folder: Path) -> Shop:
     shop = Shop({}, outbox.conn, {})
     for group, dsn in sources.items():
         conn = psycopg.connect(dsn, autocommit=True)
+        prepare(conn)
         conn.execute(TABLE.format(group).encode())
+        conn.execute(f"alter table {group}_outbox owner to app_owner".encode())
         outbox.conn.execute(VIEW.format(group).encode())
         name = f"{outbox.slot}_{group}"
         content = {
             "group": group,
             "source": {
-                **{"dsn": dsn, "table": f"public.{group}_outbox", "slot": name, "publication": name}
+                **{
+                    "dsn": dsn_of(Role.RELAY, dsn),
+                    "table": f"public.{group}_outbox",
+                    "slot": name,
+                    "publication": name,
+                }
             },
             "target": {"dsn": outbox.relay_dsn},
             "handlers": {
@@ -108,8 +116,13 @@ def made(outbox: Outbox, sources: dict[str, str], folder: Path) -> Shop:
         file = folder / f"{group}.yaml"
         file.write_text(yaml.safe_dump(content))
         shop.sources[group], shop.files[group] = conn, file
-    done = relay("init", "--config", str(shop.first), *shop.options)
-    assert done.returncode == 0, done.stderr
+    if len(set(sources.values())) == 1:
+        done = administer(outbox, "init", "--config", str(shop.first), *shop.options)
+        assert done.returncode == 0, done.stderr
+    else:
+        # `--admin-dsn` is that of one database.
+        for file in shop.files.values():
+            initialise(Settings(**yaml.safe_load(file.read_text())))
     return shop
 
 
@@ -199,7 +212,7 @@ def test_a_database_that_is_away_keeps_no_other_group(shop: Shop) -> None:
 
 @pytest.mark.rare
 def test_groups_share_one_spark_session(outbox: Outbox, tmp_path: Path) -> None:
-    shop = made(outbox, dict.fromkeys(("orders", "payments"), outbox.relay_dsn), tmp_path)
+    shop = made(outbox, dict.fromkeys(("orders", "payments"), outbox.superuser_dsn), tmp_path)
     for file in shop.files.values():
         content = yaml.safe_load(file.read_text())
         spark = {"batch": {"inline_max_events": 0}, "spark": {"master": "local[2]"}}
@@ -221,7 +234,7 @@ def test_groups_share_one_spark_session(outbox: Outbox, tmp_path: Path) -> None:
 def test_retention_of_a_table_does_not_wait_for_the_readers_of_another(
     outbox: Outbox, tmp_path: Path
 ) -> None:
-    shop = made(outbox, dict.fromkeys(("orders", "payments"), outbox.relay_dsn), tmp_path)
+    shop = made(outbox, dict.fromkeys(("orders", "payments"), outbox.superuser_dsn), tmp_path)
     content = yaml.safe_load(shop.files["orders"].read_text())
     settings = Settings(**content | {"retention": {"keep": "7d", "max_lag": "8d"}})
     shop.publish("payments", 0, 3)
@@ -241,7 +254,7 @@ def test_retention_of_a_table_does_not_wait_for_the_readers_of_another(
 
 
 def test_uninstalling_leaves_nothing_of_two_tables(outbox: Outbox, tmp_path: Path) -> None:
-    shop = made(outbox, dict.fromkeys(("orders", "payments"), outbox.relay_dsn), tmp_path)
+    shop = made(outbox, dict.fromkeys(("orders", "payments"), outbox.superuser_dsn), tmp_path)
     settings = Settings(**yaml.safe_load(shop.files["orders"].read_text()))
     uninstall(settings)
     assert not outbox.column(
@@ -257,7 +270,9 @@ def test_uninstalling_leaves_nothing_of_two_tables(outbox: Outbox, tmp_path: Pat
 def test_groups_of_a_process_share_one_address_for_metrics_and_health(
     outbox: Outbox, tmp_path: Path
 ) -> None:
-    shop = made(outbox, {"orders": outbox.relay_dsn, "payments": outbox.relay_dsn}, tmp_path)
+    shop = made(
+        outbox, {"orders": outbox.superuser_dsn, "payments": outbox.superuser_dsn}, tmp_path
+    )
     port = free_port()
     for file in shop.files.values():
         content = yaml.safe_load(file.read_text())
