@@ -26,7 +26,10 @@ from tests.roles import Role, join_roles
 
 
 def test_retention_removes_done_messages_as_the_role_relay(outbox: Outbox) -> None:
-    """Locking rows needs the right to update them, which the role relay does not have."""
+    """Locking rows needs the right to update them, which the role relay does not have.
+
+    cockroachdb/cockroach#57282, fireworq/fireworq#98
+    """
     outbox.conn.execute(
         """
         select relay.declare_queue('mail', null, keep_done => '1 hour');
@@ -149,7 +152,10 @@ LOSSES: dict[str, tuple[str, Callable[[Outbox], None], str]] = {
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_right_that_was_lost_is_found_and_given_again(outbox: Outbox, loss: str) -> None:
-    """`relay.publish` was refused to everybody, `relay check` was clean, and `relay init` said that all is there."""
+    """`relay.publish` was refused to everybody, `relay check` was clean, and `relay init` said that all is there.
+
+    graphile/worker#151, #25: which rights a worker and who enqueues need is found out one refusal after the other.
+    """
     change, refused, said = LOSSES[loss]
     assert lost(outbox) == []
     outbox.conn.execute(change.encode())
@@ -255,7 +261,7 @@ def test_a_dump_is_restored_where_the_roles_are_not(
 ) -> None:
     """Roles belong to the server, and no dump of a database has them.
 
-    supabase/cli#1457, hasura/graphql-engine#7188
+    pgadmin-org/pgadmin4#1977, supabase/cli#3531, cloudnative-pg/cloudnative-pg#5004
     """
     with restored(killable_server, outbox, options) as copy:
         settings = copy.settings()
@@ -349,7 +355,7 @@ def test_functions_that_stay_with_an_administrator_are_named(killable_server: Se
 def test_a_database_that_gives_everybody_nothing(database: str) -> None:
     """What PostgreSQL gives to PUBLIC is taken by who hardens a server: relay and its users need none of it.
 
-    CrunchyData/postgres-operator#3475, NikolayS/PgQue#96
+    CrunchyData/postgres-operator#3568, NikolayS/PgQue#96
     """
     with Outbox(database) as outbox:
         outbox.conn.execute(
@@ -418,7 +424,7 @@ def test_a_table_that_is_published_and_not_granted(outbox: Outbox, change: str) 
 
 
 def test_an_installer_that_does_not_own_the_table_is_told_whose_it_is(outbox: Outbox) -> None:
-    """planetscale/pgcopydb#59, risingwavelabs/risingwave#20625, debezium/debezium#2163"""
+    """planetscale/pgcopydb#59, risingwavelabs/risingwave#20625, #20689, #8471, debezium/debezium#2163"""
     outbox.conn.execute(OWN)
     outbox.conn.execute("grant usage on schema shop to app_owner")
     source = outbox.config()["source"] | {"table": "shop.events"}

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import sqlalchemy
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
+from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
@@ -100,14 +102,23 @@ def url_for_asyncpg(dsn: str) -> str:
     ).render_as_string(False)
 
 
-def test_fastapi(outbox: Outbox) -> None:
+@pytest.fixture
+def service_dsn(outbox: Outbox) -> Iterator[str]:
+    """The DSN of a service that has its own tables in `public`, and is a member of relay_publisher."""
+    with outbox.member("relay_publisher") as dsn:
+        role = conninfo_to_dict(dsn)["user"]
+        outbox.conn.execute(f"grant create on schema public to {role}".encode())
+        yield dsn
+
+
+def test_fastapi(outbox: Outbox, service_dsn: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ASK, str(host(1))],
         cwd=EXAMPLES / "fastapi_shop",
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
-            "DATABASE_URL": url_for_asyncpg(outbox.superuser_dsn),
+            "DATABASE_URL": url_for_asyncpg(service_dsn),
         },
         capture_output=True,
         text=True,
@@ -263,17 +274,16 @@ def test_alembic_over_asyncpg(database: str) -> None:
     assert asyncio.run(run()) == 1
 
 
-def test_the_blocks_of_the_document_run(outbox: Outbox) -> None:
+def test_the_blocks_of_the_document_run(outbox: Outbox, service_dsn: str) -> None:
     """Each Python block of docs/how-to/publish.md, one after the other, in one namespace."""
     text = Path(ROOT / "docs" / "how-to" / "publish.md").read_text()
     blocks = [part.partition("```")[0] for part in text.split("```python\n")[1:]]
     assert len(blocks) >= 6
-    outbox.conn.execute(
-        "create table orders (id bigint generated always as identity, amount numeric)"
-    )
+    with psycopg.connect(service_dsn) as conn:
+        conn.execute("create table orders (id bigint generated always as identity, amount numeric)")
     names: dict[str, Any] = {
-        "DSN": outbox.superuser_dsn,
-        "parameters": parameters(outbox.superuser_dsn),
+        "DSN": service_dsn,
+        "parameters": parameters(service_dsn),
         "tenant": host(1),
     }
     for block in blocks:

@@ -407,7 +407,7 @@ def test_the_dagster_example_requests_each_day_once(
 ) -> None:
     stubs(monkeypatch)
     found = example("dagster_sensor.py")
-    monkeypatch.setenv("OUTBOX_DSN", outbox.superuser_dsn)
+    monkeypatch.setenv("OUTBOX_DSN", outbox.relay_dsn)
     context = SimpleNamespace(cursor=None)
     context.update_cursor = lambda text: setattr(context, "cursor", text)
 

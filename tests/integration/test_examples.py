@@ -194,7 +194,7 @@ def test_notifications(outbox: Outbox, tmp_path: Path, monkeypatch: pytest.Monke
     outbox.conn.execute((folder / "tables.sql").read_bytes())
     config = tmp_path / "relay.yaml"
     config.write_text(yaml.safe_dump(configuration("notifications/relay.yaml", outbox)))
-    monkeypatch.setenv("DATABASE_URL", outbox.superuser_dsn)
+    monkeypatch.setenv("DATABASE_URL", outbox.worker_dsn)
     with Webhook() as provider, ExitStack() as stack:
         provider.answers = answers
         for name in ("EMAIL_PROVIDER", "SMS_PROVIDER"):
@@ -251,7 +251,7 @@ def test_reminders(outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     config = tmp_path / "relay.yaml"
     config.write_text(yaml.safe_dump(configuration("reminders/relay.yaml", outbox)))
-    monkeypatch.setenv("DATABASE_URL", outbox.superuser_dsn)
+    monkeypatch.setenv("DATABASE_URL", outbox.worker_dsn)
     assert administer(outbox, "init", "--config", str(config)).returncode == 0
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
     with ExitStack() as stack:

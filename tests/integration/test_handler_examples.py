@@ -48,7 +48,7 @@ def relaying(
     file.write_text(yaml.safe_dump(config))
     with running(
         file,
-        OUTBOX_DSN=outbox.superuser_dsn,
+        OUTBOX_DSN=outbox.relay_dsn,
         SIGNING_SECRET="whsec_c2VjcmV0",
         PYTHONPATH=f"{ROOT}:{EXAMPLES / example}",
         **environment,

@@ -60,7 +60,7 @@ def several(outbox: Outbox, folder: Path) -> Iterator[Replaced]:
         if block.file is not None:
             (folder / Path(block.file).name).write_text(block.text)
     prepare = 'psql "$SOURCE" -q -f tables.sql\nrelay init -c orders.yaml -c payments.yaml'
-    run_block(prepare, folder, **variables(outbox.superuser_dsn))
+    run_block(prepare, folder, **variables(outbox.installer_dsn))
     yield {}
 
 
@@ -267,7 +267,7 @@ def test_a_block_runs(
     with situation(outbox, folder) as replaced:
         for there, here in replaced.items():
             text = text.replace(there, here)
-        used = {**variables(outbox.superuser_dsn), "RELAY_ADMIN_DSN": outbox.installer_dsn}
+        used = {**variables(outbox.installer_dsn), "RELAY_ADMIN_DSN": outbox.installer_dsn}
         run_block(text, folder, **used)
 
 
