@@ -1,6 +1,7 @@
 """Administrators that are no superusers, whose rights over roles differ between PostgreSQL 15 and 16.
 
-cyrilgdn/terraform-provider-postgresql#407, fazer-ai/agents#195, larskanis/pg-ldap-sync#55, movetokube/postgres-operator#161.
+cyrilgdn/terraform-provider-postgresql#407, fazer-ai/agents#195, larskanis/pg-ldap-sync#55,
+movetokube/postgres-operator#161.
 """
 
 from __future__ import annotations
