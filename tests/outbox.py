@@ -132,9 +132,9 @@ def initialise(
     settings: Settings, source_dsn: str | None = None, target_dsn: str | None = None, **options: Any
 ) -> list[str]:
     """Do the work of `relay init` as who owns the databases, unless other DSNs are given."""
-    if source_dsn is None:
-        source_dsn = as_installer(settings.source_dsn)
-        target_dsn = None if settings.one_database else as_installer(settings.target_dsn)
+    source_dsn = source_dsn or as_installer(settings.source_dsn)
+    if target_dsn is None and not settings.one_database:
+        target_dsn = as_installer(settings.target_dsn)
     done = install.initialise(settings, source_dsn, target_dsn, **options)
     if source_dsn is not None:
         # The roles that it may have made.

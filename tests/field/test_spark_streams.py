@@ -299,7 +299,7 @@ def test_a_position_is_noted_by_a_new_session_where_the_server_ended_the_former(
 ) -> None:
     """It was an error that named rights and `relay init`."""
     outbox.fill(2)
-    reader = StreamReader(parse({"dsn": outbox.jobs_dsn, "reader": "lake"}))
+    reader = StreamReader(parse({"dsn": outbox.relay_dsn, "reader": "lake"}))
     noted = "select snapshot::text from relay.readers where reader = 'lake'"
     try:
         end = reader.latestOffset(reader.initialOffset(), ReadMaxRows(100))

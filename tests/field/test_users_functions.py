@@ -79,7 +79,7 @@ def test_a_handler_that_makes_the_transaction_read_only_is_told_so(
 
 def as_superuser(outbox: Outbox) -> dict[str, Any]:
     """Keys of a relay whose handlers may set what only a superuser may."""
-    return {"source": outbox.config()["source"] | {"dsn": outbox.relay_dsn}}
+    return {"source": outbox.config()["source"] | {"dsn": outbox.superuser_dsn}}
 
 
 @pytest.mark.parametrize(
