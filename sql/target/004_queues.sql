@@ -365,17 +365,23 @@ $$;
 
 -- Says that this transaction will insert messages: no mark passes the ids that it takes from the sequence afterwards. The lock
 -- carries the last id that was given before, whose low 31 bits are part of its key. One lock is enough for the transaction: each more
--- would take shared memory. The setting that says so is undone with the lock, also by a rollback to a savepoint.
+-- would take shared memory. The setting that has its id is undone with the lock, also by a rollback to a savepoint. Anybody may set it: so
+-- the lock is asked for again, which is nothing where the transaction has it.
 create or replace function relay.begin_messages() returns void
 language plpgsql set search_path = pg_catalog, pg_temp
 as $$
+declare
+    said   text := current_setting('relay.inserts_messages', true);
+    newest bigint;
+    since  bigint;
 begin
-    if current_setting('relay.inserts_messages', true) = 'yes' then
-        return;
+    select s.last_value into newest from relay.queue_message_ids as s;
+    since := case when said ~ '^[0-9]{1,18}$' then said::bigint end;
+    if since is null or since not between newest - 1073741824 and newest then
+        since := newest;
+        perform set_config('relay.inserts_messages', since::text, true);
     end if;
-    perform pg_advisory_xact_lock_shared(x'71696473'::int, (s.last_value % 2147483648)::int)
-       from relay.queue_message_ids as s;
-    perform set_config('relay.inserts_messages', 'yes', true);
+    perform pg_advisory_xact_lock_shared(x'71696473'::int, (since % 2147483648)::int);
 end
 $$;
 

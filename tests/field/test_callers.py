@@ -616,6 +616,30 @@ def test_who_acts_is_not_what_the_session_says(roles: Roles) -> None:
     assert acted == "app_relay (in a session of postgres)"
 
 
+@pytest.mark.parametrize("said", ["yes", "9223372036854775807", "100", "0", "-1"])
+def test_a_setting_does_not_say_that_marks_wait(roles: Roles, said: str) -> None:
+    """A trigger of anybody may set it: a message was below the mark when it came, and nobody ever took it."""
+    conn = roles.outbox.conn
+    enqueue = "select relay.enqueue('theirs', '{}', host_id => 'h')"
+    with roles.session(roles.victim) as other:
+        other.execute("select from relay.take('theirs', 9)")
+        other.execute(f"set relay.inserts_messages = '{said}'".encode())
+        other.execute("begin")
+        # The second call of a transaction asks for no other lock.
+        numbers = [other.execute(enqueue).fetchone() for _ in range(2)]
+        roles.run(roles.victim, f"{enqueue}; select from relay.take('theirs', 9)")
+        conn.execute("update relay.queue_marks set noted_at = noted_at - interval '1 minute'")
+        conn.execute(
+            "select relay.move_marks(q.id, s.mark, s.due_mark, s.noted_at)"
+            " from relay.queues as q, relay.queue_state(q.name, relay.this_call()) as s"
+        )
+        held = "select count(*) from pg_locks where locktype = 'advisory' and pid = %s"
+        assert roles.outbox.value(held, (other.info.backend_pid,)) == 1
+        other.execute("commit")
+        found = other.execute("select id from relay.take('theirs', 9)").fetchall()
+    assert found == numbers
+
+
 FORMER = """
     create or replace function pg_temp.give() returns void language plpgsql as $$
     declare
