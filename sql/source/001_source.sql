@@ -183,6 +183,14 @@ $set$;
 -- functions belong to the installing role.
 
 revoke all on all functions in schema relay from public;
+do $$
+begin
+    -- Of the outbox or the target in this database: whoever calls is asked who that is.
+    if to_regprocedure('relay.this_call()') is not null then
+        grant execute on function relay.this_call() to public;
+    end if;
+end
+$$;
 
 do $$
 declare

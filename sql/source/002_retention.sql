@@ -453,6 +453,14 @@ end
 $$;
 
 revoke all on all functions in schema relay from public;
+do $$
+begin
+    -- Of the outbox or the target in this database: whoever calls is asked who that is.
+    if to_regprocedure('relay.this_call()') is not null then
+        grant execute on function relay.this_call() to public;
+    end if;
+end
+$$;
 
 -- A schema that has outboxes already: functions that were written again have lost the rights of the outbox's owner.
 do $$

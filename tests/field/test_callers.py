@@ -377,6 +377,13 @@ FORGERIES = {
     " $$ select count(*) from relay.take('theirs', 1, c) $$; select public.own()",
     "a view": "create view public.held as select ({stamp})::relay.call as c; select from"
     " public.held, relay.take('theirs', 1, c)",
+    "a cast of its own": "create cast (varchar as relay.call) with inout as implicit;"
+    "select from relay.take('theirs', 1, ({stamp})::varchar)",
+    "an element like others": "create function public.alike(anycompatible, anycompatible) returns anycompatible"
+    " language sql as $$ select $2 $$; select from relay.take('theirs', 1, public.alike(null::relay.call, {stamp}))",
+    "an aggregate": LIKE.format("plpgsql", "begin return $2; end")
+    + "create aggregate public.last_of(text) (sfunc = public.alike, stype = relay.call);"
+    "select from relay.take('theirs', 1, (select public.last_of({stamp})))",
     "a purge": "select relay.purge_queue('theirs', {stamp})",
     "a reader": "select relay.drop_reader('theirs', {stamp})",
     "what is read": "select from relay.read('theirs', 1, null, {stamp})",

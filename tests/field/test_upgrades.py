@@ -12,7 +12,7 @@ from relay.store.connections import connect
 from tests.outbox import Outbox, event, host, initialise, relaying, wait_until
 
 LANDED = {
-    "source/001_source.sql": "c42b8e4ec290b92e1ae2319ee3830b0db56ceb636644674b73b5025d4e519d42",
+    "source/001_source.sql": "5ce8243b107639cd358df635f7689b4cf05907ed06b55d782afa4320f30e4827",
     "source/002_retention.sql": "df0c04db814389251ec0b725d068628dc31939f2d8838edaf43cbf8632343066",
     "outbox/001_outbox.sql": "0d54b3cc6e18713e7e0589b2346fef9e7f6556509bb20117ad8a62be0a7bc3bf",
     "outbox/002_schedules.sql": "88d9420a9eac1eb8ee5215c44db53d3c9c8456a26311c0cbf1aaa539381118fc",
