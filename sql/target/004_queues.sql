@@ -1210,7 +1210,7 @@ $$;
 -- touch what is in the queue, nor whether it is paused. `where` is a path of SQL/JSON into a message, such as
 -- '$.payload.amount >= $least', with its variables in `params`; it is true where it yields anything but false or null first.
 -- A queue that relay has stopped, for it could not evaluate its match or `where`, is filled again from a call that changes something
--- on; relay.rebuild_queue brings what it has missed. Whoever calls it with `configured` is relay.
+-- on; relay.rebuild_queue brings what it has missed. Only members of relay may call it with `configured`.
 create or replace function relay.declare_queue(
     name text, match jsonb default '{}', key text default 'none', attempts int default 5, backoff interval default '1 second',
     max_backoff interval default '5 minutes', workers text default null, paused boolean default false,
@@ -1270,6 +1270,10 @@ begin
     path := relay.condition_path(declare_queue."where", declare_queue.params, 'relay.declare_queue');
     if path is not null and declare_queue.match is null then
         raise invalid_parameter_value using message = 'relay.declare_queue: where: without match, no events go into the queue';
+    end if;
+    if declare_queue.configured and to_regrole('relay') is not null and not relay.may_act_as('relay', call) then
+        raise insufficient_privilege using
+            message = 'relay.declare_queue: configured: only a member of the role relay may give it';
     end if;
     if not exists (select from pg_roles where rolname = owner) then
         raise undefined_object using message = format('relay.declare_queue: workers: there is no role %L', owner);

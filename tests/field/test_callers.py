@@ -297,12 +297,14 @@ def test_a_function_with_its_owners_rights_acts_as_its_owner(roles: Roles) -> No
 def test_a_role_that_is_set_acts(roles: Roles) -> None:
     take = "select from relay.take('theirs')"
     conn = roles.outbox.conn
-    conn.execute(f"set role {roles.mallory}".encode())
-    with pytest.raises(psycopg.errors.InsufficientPrivilege):
-        conn.execute(take)
-    conn.execute(f"set role {roles.victim}".encode())
-    assert conn.execute(take).rowcount == 1
-    conn.execute("reset role")
+    conn.execute("set plan_cache_mode = force_generic_plan")
+    for _ in range(2):
+        conn.execute(f"set role {roles.victim}".encode())
+        assert conn.execute(take, prepare=True).rowcount == 1
+        conn.execute(f"set role {roles.mallory}".encode())
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            conn.execute(take, prepare=True)
+        conn.execute("reset role")
     # The owner of the reader, too.
     conn.execute(f"grant {roles.victim} to {roles.mallory}".encode())
     with roles.session(roles.mallory) as session:
@@ -311,6 +313,20 @@ def test_a_role_that_is_set_acts(roles: Roles) -> None:
     assert conn.execute("select owner from relay.log_readers where name = 'ours'").fetchall() == [
         (roles.victim,)
     ]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "relay.declare_queue('mine', null, configured => true)",
+        f"relay.declare_schedule('mine', {PUBLISH}, every => '1 hour', configured_by => 'default')",
+    ],
+)
+def test_only_relay_says_what_its_configuration_has(roles: Roles, call: str) -> None:
+    with pytest.raises(psycopg.errors.InsufficientPrivilege, match="configured"):
+        roles.run(roles.mallory, f"select {call}")
+    with psycopg.connect(roles.outbox.dsn_of(Role.RELAY)) as conn:
+        conn.execute(f"select {call}".encode())
 
 
 STAMP = "pg_backend_pid() || ' ' || extract(epoch from now()) || ' {victim}'"
