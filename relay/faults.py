@@ -18,7 +18,7 @@ How often and when a fault is retried is decided in `pipeline.retry_policy`, whe
             NotTried            the same, and it says nothing of the destination
             EndpointFailed      of one endpoint among many; the sink goes on
                 EndpointDown    the attempt does not count
-        StatementTimeout, HandlerTimeout, Braked, QueueMissing
+        StatementTimeout, HandlerTimeout (HandlerOccupied), Braked, QueueMissing
     Rejected                    dead-letter the transaction
         EndpointRejected        of one endpoint among many; does not stop the sink
             EndpointDisabled    the transaction holds no keys
@@ -250,6 +250,10 @@ class HandlerTimeout(TransientFault):
     """A Python handler takes longer for a single transaction than its `timeout`. Its message is safe in a log."""
 
 
+class HandlerOccupied(HandlerTimeout):
+    """A Python handler is not called, since too many calls of it go on after their `timeout`: no attempt was made."""
+
+
 class Braked(TransientFault):
     """A handler is stopped because it failed with too many transactions in a row. Its message is safe in a log.
 
@@ -437,9 +441,9 @@ def _is_transient_state(state: str) -> bool:
 
 def ends_session(error: BaseException) -> bool:
     """Return whether the session was ended since its transaction took too long: no savepoint is left."""
-    return isinstance(error, HandlerTimeout) or (
-        isinstance(error, psycopg.Error) and error.sqlstate in _ENDS_SESSION
-    )
+    if isinstance(error, HandlerTimeout):
+        return not isinstance(error, HandlerOccupied)
+    return isinstance(error, psycopg.Error) and error.sqlstate in _ENDS_SESSION
 
 
 def may_be_of_one(error: BaseException) -> bool:

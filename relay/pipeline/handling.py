@@ -24,6 +24,7 @@ from relay.event_types.upcasting import Upcasting
 from relay.faults import (
     Drop,
     FaultAction,
+    HandlerOccupied,
     HandlerTimeout,
     ProcessDied,
     StatementTimeout,
@@ -54,7 +55,7 @@ from relay.pipeline.routing import Assignment, Parts
 from relay.queues.declared import DeclaredQueues
 from relay.queues.filling import QUEUES, Filling
 from relay.runtime.retry import LONGEST_WAIT_SECONDS
-from relay.runtime.timed import Overrun, TimedThreads
+from relay.runtime.timed import Occupied, Overrun, TimedThreads
 from relay.store import suspects
 from relay.store.connections import Connection
 from relay.store.handler_sessions import end_session
@@ -302,7 +303,8 @@ class HandlerRunner:
         self, handler: str, error: BaseException, before: AttemptHistory, limit: FailureLimit
     ) -> Failed:
         policy = self._defers.get(handler) or self._unlimited[handler]
-        if may_be_of_one(error) and not self._is_proven(handler, before, limit):
+        is_called = not isinstance(error, HandlerOccupied)
+        if may_be_of_one(error) and not (is_called and self._is_proven(handler, before, limit)):
             after = policy.wait_uncounted(error, before)
             return RetryLater(handler, error, after, before.attempts)
         attempts = before.attempts + 1
@@ -517,7 +519,12 @@ class HandlerRunner:
                 handler.apply(conn, routed)
                 return
             try:
-                self._threads.run(partial(handler.apply, conn, routed), seconds, runs_in)
+                self._threads.run(name, partial(handler.apply, conn, routed), seconds, runs_in)
+            except Occupied as occupied:
+                raise HandlerOccupied(
+                    f"handlers.{name}: nothing is called, since {occupied.calls} calls go on after their timeout of "
+                    f"{seconds:g} s, the first one{occupied.position}: let what it waits for have a time-out of its own"
+                ) from None
             except Overrun:
                 end_session(conn)
                 raise HandlerTimeout(

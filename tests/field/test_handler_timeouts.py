@@ -15,6 +15,7 @@ import pytest
 
 from relay.config.settings import Settings
 from relay.model.events import Transaction
+from relay.runtime.timed import MOST_UNENDED
 from relay.spark.session import Session
 from tests.callables import record
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
@@ -83,6 +84,25 @@ def test_others_flow_and_the_call_is_given_up_as_retry_says(outbox: Outbox, how:
         MAY_END.set()
     assert outbox.value("select count(*) from projection where amount = 9") == 0
     outbox.assert_exact()
+
+
+def test_calls_that_do_not_end_are_bounded(outbox: Outbox) -> None:
+    """Each time-out left a thread behind, and each retry another one, as in ruby-concurrency/concurrent-ruby#639."""
+    occupied = (
+        "select count(*) from relay.deferred where strpos(reason, 'nothing is called') > 0"
+        " and strpos(reason, 'in hang') > 0"
+    )
+    with relaying(settings(outbox, wait=0.05, max_wait=0.1, jitter=0, attempts=3)):
+        for number in range(20, 34):
+            outbox.publish(host(number), event(number, "slow", aggregate_id="waits"))
+        wait_until(lambda: outbox.value(occupied) >= 1, 120)
+        outbox.publish(host(50), event(50))
+        wait_until(lambda: outbox.value("select count(*) from projection") == 1)
+        threads = [each for each in threading.enumerate() if each.name == "python handler"]
+        assert MOST_UNENDED <= len(threads) <= MOST_UNENDED + 2
+        MAY_END.set()
+        wait_until(lambda: outbox.value("select count(*) from projection") == 15, 120)
+    assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
 
 
 def test_on_both_engines(outbox: Outbox, engine: str, session: Session | None) -> None:
