@@ -97,6 +97,7 @@ class Service:
         self._pipeline = Pipeline(settings, spark, lower_bounds, self._listeners.committed)
         applier, timeout = self._pipeline.applier, settings.shutdown_timeout
         retry_worker = RetryWorker(applier, timeout, self.stop, self._listeners.redelivered)
+        self._retry_worker = retry_worker
         presence = Presence(
             dsn,
             group,
@@ -189,6 +190,8 @@ class Service:
             if self._readers is not None:
                 self._readers.wake()
             outcome = self._apply(batch)
+            if outcome.deferred:
+                self._retry_worker.wake()
             self._listeners.durable(batch, outcome, time.monotonic() - started)
             BATCH.set(None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from threading import Event
 
 from relay.faults import is_transient
 from relay.pipeline.apply import Applier, Redelivery
@@ -13,7 +14,7 @@ from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
 log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.5
-"""How often due transactions are queried: this or another process may have deferred some meanwhile."""
+"""How often due transactions are queried: another process, such as a command, may have changed their times."""
 
 
 class RetryWorker(Recurring):
@@ -47,16 +48,38 @@ class RetryWorker(Recurring):
         self._applier = applier
         self._retried = retried
         self._guarded = False
+        self._wakes = Event()
+        self._pause = 0.0
 
     def guard(self) -> None:
         """Guard retries, after a crash, until none is due any more. Call before `start`."""
         self._guarded = True
 
+    def wake(self) -> None:
+        """Ask for the times at once: a batch has deferred transactions."""
+        self._wakes.set()
+
     def stop(self) -> None:
         """End after the retry in flight."""
         self.stopping.set()
+        self._wakes.set()
+
+    def close(self) -> None:
+        """Let the thread end after the retry in flight, and wait for that."""
+        self.stop()
+        super().close()
 
     def turn(self) -> float:
+        """Wait until something may be due, and retry it; returns the seconds until the next call."""
+        self._wakes.wait(self._pause)
+        self._wakes.clear()
+        # After a fault, the pause is the condition's.
+        self._pause = 0.0
+        if not self.stopping.is_set():
+            self._pause = self._retry()
+        return 0.0
+
+    def _retry(self) -> float:
         """Retry what is due; returns the seconds until the next query."""
         self.heartbeat.update("retries what is deferred", Due.OPEN)
         times = self._applier.deferred_times()

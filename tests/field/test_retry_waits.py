@@ -11,12 +11,15 @@ import time
 from itertools import pairwise
 from typing import Any
 
+import psycopg
 import pytest
 
 from relay import Delivery, RetryLater
 from relay.client.worker import LeasedMessage, Message, Queue, Worker
 from relay.config.handlers import FunctionHandler
+from relay.model.events import Transaction
 from relay.outcomes import named_wait
+from relay.pipeline import retries
 from tests.integration.test_workers import fill, states
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.workers import working
@@ -84,6 +87,26 @@ def test_a_deferred_retry_of_a_sink_comes_in_time(outbox: Outbox) -> None:
     # Polling for what is due finds some of them up to half a second late, whatever the machine does.
     assert min(gaps) >= 0.6
     assert sorted(gaps)[len(gaps) // 2] < 0.75
+
+
+def refuse(transaction: Transaction, cursor: psycopg.Cursor[Any]) -> None:
+    TRIED.append(time.monotonic())
+    raise ValueError
+
+
+def test_a_deferred_retry_of_the_target_comes_in_time(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retries at 0.2, 1.2, 1.6 s: the first one was found when somebody looked, every half second."""
+    TRIED.clear()
+    monkeypatch.setattr(retries, "PAUSE_SECONDS", 300.0)
+    retry = {"on": "any", "attempts": 4, "backoff": [0.2], "jitter": 0}
+    handler = {"type": "python", "callable": f"{__name__}:refuse", "retry": retry}
+    settings = outbox.settings(handlers={"mail": handler}, routes=[{"handlers": ["mail"]}])
+    with relaying(settings):
+        outbox.publish(host(1), event(1))
+        wait_until(lambda: outbox.value("select count(*) from relay.dead_letter_queue") == 1)
+        assert len(TRIED) >= 4
 
 
 def test_a_handler_may_be_retried_until_it_succeeds(outbox: Outbox) -> None:
