@@ -126,26 +126,25 @@ class Lookup:
                 + session_settings.USERS_PATH_LOCALLY
             )
             cursor = conn.execute(self._select, dict(zip(self.names, values, strict=True)))
-            rows = cursor.fetchmany(2)
             columns = [each.name for each in cursor.description or ()]
-        if len(rows) > 1:
+            found = cursor.pgresult
+        if found is None or not found.ntuples:
+            return None
+        if found.ntuples > 1:
             raise EndpointRejected(
                 "endpoints.select returns more than one row for the event: return one endpoint"
             )
-        return (
-            {column: _text(value) for column, value in zip(columns, rows[0], strict=True)}
-            if rows
-            else None
-        )
+        # As the server writes them: Python has not all values that the server has, such as a date of infinity.
+        values_of = (found.get_value(0, number) for number in range(len(columns)))
+        return {
+            column: None if value is None else value.decode()
+            for column, value in zip(columns, values_of, strict=True)
+        }
 
     def close(self) -> None:
         """Close the sessions."""
         if self._pool is not None:
             self._pool.close()
-
-
-def _text(value: object) -> str | None:
-    return value if value is None or isinstance(value, str) else str(value)
 
 
 def _pool(target: Target) -> Pool:

@@ -16,7 +16,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from relay.admin import queues, readers, schedules, status
+from relay.admin import endpoints, queues, readers, schedules, status
 from relay.admin.check import examine
 from relay.admin.findings import Severity
 from relay.admin.retention import partition
@@ -33,6 +33,7 @@ from relay.store.dead_letters.selection import DeadLetterSelection, DeadTransact
 from relay.store.deferred import selection as deferred
 from relay.store.deferred.selection import DeferredSelection
 from tests.outbox import DEFER, Outbox, event, host, relaying, wait_until
+from tests.webhook import Webhook
 from tests.workers import working
 
 TIMES = ["infinity", "-infinity", "12026-01-01 00:00Z", "0044-03-15 00:00Z BC"]
@@ -40,7 +41,14 @@ TIMES = ["infinity", "-infinity", "12026-01-01 00:00Z", "0044-03-15 00:00Z BC"]
 COLUMNS = [
     ("relay.queue_messages", "available_at"),
     ("relay.queue_messages", "event_ts"),
+    ("relay.queue_messages", "enqueued_at"),
+    ("relay.queue_messages", "first_taken_at"),
     ("relay.queue_dead_letters", "event_ts"),
+    ("relay.queues", "paused_at"),
+    ("relay.queues", "stopped_at"),
+    ("relay.endpoints", "failing_since"),
+    ("relay.endpoints", "disabled_at"),
+    ("relay.endpoints", "changed_at"),
     ("relay.schedules", "due_at"),
     ("relay.schedules", "next_at"),
     ("relay.schedules", "passed_at"),
@@ -55,6 +63,9 @@ COLUMNS = [
 INTERVALS = [
     ("relay.log_readers", "expires"),
     ("relay.log_readers", "max_lag"),
+    ("relay.queues", "backoff"),
+    ("relay.queues", "max_backoff"),
+    ("relay.queues", "keep_done"),
 ]
 
 
@@ -77,6 +88,10 @@ def full(outbox: Outbox) -> Outbox:
     with relaying(outbox.settings()):
         outbox.wait_handled()
     conn.execute(DEFER, ("default", [str(host(3))]))
+    conn.execute(
+        "insert into relay.endpoints (group_id, sink, endpoint, address, failing_since)"
+        " values ('default', 'hook', 'e', 'http://a', now())"
+    )
     return outbox
 
 
@@ -87,6 +102,7 @@ def _lists(settings: Settings) -> Iterator[Callable[[], Any]]:
         yield lambda: [json_fields(each) for each in readers.listed(settings)]
         yield lambda: readers.summed(readers.listed(settings))
         yield lambda: [(each.when, each.state, each.begins) for each in schedules.listed(settings)]
+        yield lambda: [json_fields(each) for each in endpoints.listed(settings)]
         yield lambda: deferred.listed(target, "default", DeferredSelection(), 10)
         yield lambda: deferred.count(target, "default")
         yield lambda: dead_letters.listed(
@@ -162,6 +178,52 @@ def test_events_of_such_a_time_reach_whoever_does_not_look_at_it(
     early = value.startswith("-") or value.endswith("BC")
     assert (EARLIEST if early else LATEST) in worked
     assert outbox.value("select count(*) from relay.queue_items") == 0
+
+
+def test_the_row_of_an_endpoint_may_have_such_values(outbox: Outbox) -> None:
+    """A column that no template names made its tenant's events dead letters: `DataError: date too large`."""
+    outbox.conn.execute(
+        """
+        create table hook (url text, day date, at timestamptz, span interval, kind "char", size numeric);
+        grant select on hook to public;
+        insert into hook
+        values ('', 'infinity', '12026-01-01', '170000000 years', 0::"char", repeat('9', 5001)::numeric)
+        """
+    )
+    with Webhook() as webhook:
+        outbox.conn.execute("update hook set url = %s", (webhook.url,))
+        handler = {
+            "type": "http",
+            "url": "{endpoint.url}",
+            "headers": {"x-day": "{endpoint.day}", "x-span": "{endpoint.span}"},
+            "private_addresses": "allow",
+            "endpoints": {"select": "select * from hook where %(host_id)s is not null"},
+        }
+        settings = outbox.settings(handlers={"hook": handler}, routes=[{"handlers": ["hook"]}])
+        with relaying(settings):
+            outbox.publish(host(1), event(1))
+            wait_until(lambda: len(webhook.accepted) == 1)
+        sent = webhook.accepted[0].headers
+        assert (sent["x-day"], sent["x-span"]) == ("infinity", "170000000 years")
+    assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
+
+
+@pytest.mark.parametrize("path", ["payload.key", "metadata.key"])
+def test_a_key_may_be_the_char_0(outbox: Outbox, path: str) -> None:
+    """The type "char" has it, as an empty text: it is a key as any other."""
+    conn = outbox.conn
+    conn.execute("select relay.declare_queue('mail', key => %s)", (path,))
+    with relaying(outbox.settings()):
+        keyed = conn.execute(
+            "select jsonb_build_object('key', 0::\"char\", 'amount', 1)"
+        ).fetchone()
+        assert keyed is not None
+        outbox.publish(host(1), {**event(1), "payload": keyed[0], "metadata": keyed[0]})
+        outbox.wait_handled()
+        wait_until(lambda: outbox.value("select count(*) from relay.queue_items") == 1)
+    ((key,),) = conn.execute("select key from relay.queue_items").fetchall()
+    assert key is not None
+    assert outbox.value("select count(*) from relay.take('mail')") == 1
 
 
 def test_times_are_the_nearest_that_python_has() -> None:
