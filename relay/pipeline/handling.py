@@ -552,7 +552,8 @@ class HandlerRunner:
         except Exception as error:
             reason = _cause(conn, error)
             _require_open(conn, handler, reason)
-            if action_for(reason) is FaultAction.STOP or _is_of_target(reason):
+            is_stop = action_for(reason) is FaultAction.STOP
+            if is_stop or ends_session(reason) or _is_of_target(reason):
                 raise HandlerFailed(handler) from reason
             if last and isinstance(reason, Drop):
                 self._drops.note(handler.name, reason, routed.transactions[0].transaction_id)

@@ -1,7 +1,7 @@
 """A Python handler that hangs is given up after its timeout, and other handlers and hosts flow.
 
 coleifer/huey#864, graphile/worker#278, cardstack/boxel#1996 and humanmade/Cavalcade#18: one task that never ends holds
-its worker for ever.
+its worker for ever. commanded/commanded#653: a handler of batches had no timeout.
 """
 
 from __future__ import annotations
@@ -111,6 +111,24 @@ def test_on_both_engines(outbox: Outbox, engine: str, session: Session | None) -
     outbox.drain(settings(outbox, engine), session)
     assert outbox.value("select count(*) from projection") == 1
     assert "HandlerTimeout" in outbox.value("select reason from relay.deferred")
+
+
+@pytest.mark.parametrize("how", ["waits", "queries", "streams"])
+def test_what_is_not_reliable_skips_the_call_and_nothing_else(outbox: Outbox, how: str) -> None:
+    """The session has ended: no savepoint of it is left to go back to, which all transactions of the batch need."""
+    config = settings(outbox)
+    slow = config.handlers["slow"].model_copy(update={"reliable": False})
+    config = config.model_copy(update={"handlers": {**config.handlers, "slow": slow}})
+    for number in range(1, 4):
+        outbox.publish(host(number), event(number))
+    outbox.publish(host(9), event(9, "slow", aggregate_id=how))
+    outbox.publish(host(8), event(8, "slow"))
+    outbox.publish(host(4), event(4))
+    outbox.drain(config)
+    assert sorted(outbox.column("select amount::int from projection")) == [1, 2, 3, 4, 8]
+    assert not MAY_END.is_set()
+    assert outbox.value("select count(*) from relay.deferred") == 0
+    assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
 
 
 def test_a_limit_is_for_each_transaction(outbox: Outbox) -> None:
