@@ -204,8 +204,13 @@ class HandlerRunner:
         return Trial(trial.mode, {**known, str(error.suspect): error})
 
     def _can_isolate(self, error: BaseException) -> bool:
-        """Whether savepoints can find the transactions that have caused `error`."""
-        return action_for(reason_of(error)) is FaultAction.DEAD_LETTER or self._is_deferred(error)
+        """Whether savepoints can find the transactions that have caused `error`.
+
+        What deferred triggers raise at the commit is of no handler until its constraints are checked.
+        """
+        reason = reason_of(error)
+        is_of_one = action_for(reason) is FaultAction.DEAD_LETTER or may_be_of_one(reason)
+        return is_of_one or self._is_deferred(error)
 
     def _is_deferred(self, error: BaseException) -> bool:
         return isinstance(error, HandlerFailed) and self._is_retried(

@@ -2,7 +2,9 @@
 
 A single job that pauses, exceeds a limit of its session or is cancelled each time has stopped a whole worker in
 msolli/proletarian#26, level12/pals#28, osm-search/Nominatim#3083 and colophon-group/jobseek#1105 (idle in transaction),
-oban-bg/oban#137 and oban-bg/oban#446 (one job tried for ever, in front of all others).
+oban-bg/oban#137 and oban-bg/oban#446 (one job tried for ever, in front of all others). What a deferred constraint or
+trigger raises comes with the commit, where nobody looked for it, in spring-projects/spring-batch#2617,
+SweetProcess/django-pg-queue#16, OCA/queue#41 and porsager/postgres#1117.
 """
 
 from __future__ import annotations
@@ -36,6 +38,24 @@ FAULTS = {
     "raise 40001": "40001",
     "raise 54001": "54001",
 }
+AT_THE_COMMIT = {
+    "raise exception 'no' using errcode = '53100'": "53100",
+    "raise exception 'no' using errcode = '40001'": "40001",
+    "raise exception 'no' using errcode = '57014'": "StatementTimeout",
+    "perform from held for update": "55P03",
+}
+"""What a deferred trigger runs, and the fault."""
+DEFERRED = """
+    create function hurt() returns trigger language plpgsql as $$
+    begin
+        if new.amount = 0 then
+            {};
+        end if;
+        return null;
+    end $$;
+    create constraint trigger hurt after insert on projection deferrable initially deferred
+        for each row execute function hurt()
+"""
 
 
 def settings(
@@ -47,6 +67,8 @@ def settings(
         "order_by": order_by,
         "retry": retry,
     }
+    # Only a superuser may set it.
+    outbox.conn.execute(f"alter database {outbox.slot} set temp_file_limit = '4MB'".encode())
     return outbox.settings(
         engine,
         handlers={"python": handler},
@@ -101,6 +123,32 @@ def test_it_is_found_on_both_engines(outbox: Outbox, engine: str, session: Sessi
     assert outbox.value("select count(*) from projection") == OTHERS
     reason = outbox.value("select handler || ': ' || reason from relay.deferred")
     assert reason.startswith("python: IdleInTransactionSessionTimeout")
+
+
+@pytest.mark.parametrize("what", AT_THE_COMMIT)
+def test_what_a_deferred_trigger_raises_is_of_one(outbox: Outbox, what: str) -> None:
+    """It comes with the commit of all, and of no handler."""
+    with locked(outbox):
+        outbox.conn.execute(DEFERRED.format(what).encode())
+        poison = publish(outbox, "none")
+        with relaying(settings(outbox, attempts=2, wait=0.1, jitter=0)):
+            wait_until(lambda: outbox.value("select count(*) from projection") == OTHERS)
+            wait_until(lambda: bool(dead(outbox)))
+    ((transaction, handler, exception),) = dead(outbox)
+    assert (transaction, handler) == (poison, "python")
+    assert AT_THE_COMMIT[what] in exception
+    outbox.assert_exact()
+
+
+def test_a_deferred_trigger_hurts_on_both_engines(
+    outbox: Outbox, engine: str, session: Session | None
+) -> None:
+    what, fault = next(iter(AT_THE_COMMIT.items()))
+    outbox.conn.execute(DEFERRED.format(what).encode())
+    publish(outbox, "none")
+    outbox.drain(settings(outbox, engine), session)
+    assert outbox.value("select count(*) from projection") == OTHERS
+    assert fault in outbox.value("select reason from relay.deferred")
 
 
 def test_without_a_limit_it_is_deferred_and_an_operator_gives_it_up(outbox: Outbox) -> None:
