@@ -50,6 +50,8 @@ _SATISFYING = """
 """
 """Of messages, by their number, those that satisfy the condition of their queue. The fields of events are text."""
 
+_LOCK = "select from relay.queues limit 0"
+"""Takes the lock that `_SATISFYING` needs, for the database transaction."""
 
 _TOO_SLOW = "where: it takes too long to evaluate: make it simpler"
 
@@ -81,6 +83,8 @@ class Conditions:
         Also returns the queues whose condition takes too long, by their ids; of these no message is left. Raises
         psycopg.Error.
         """
+        # Nobody's lock of the table takes the time of a condition then.
+        conn.execute(_LOCK)
         # Halves then part one queue from the other.
         asked = sorted(
             (number for number, (_, queue) in enumerate(messages) if queue.is_conditional),

@@ -22,6 +22,7 @@ from relay.admin.queues import listed as queues_listed
 from relay.admin.readers import listed as readers_listed
 from relay.model import exact_json
 from relay.model.json_fields import json_fields
+from relay.queues import conditions
 from relay.store import migrations, schedules
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import running
@@ -179,6 +180,34 @@ def test_a_condition_that_takes_too_long_stops_its_queue_alone(outbox: Outbox) -
         assert by_name[name].fault == "where: it takes too long to evaluate: make it simpler"
     assert by_name["large"].stopped_at is None
     outbox.worker.value("select relay.drop_queue('slow')::text")
+
+
+def test_a_lock_of_the_table_takes_no_condition_s_time(outbox: Outbox) -> None:
+    """As `relay init` of another edition has it. The queue was stopped, and lacked what came.
+
+    reorg/pg_repack#200 and #349, dalibo/temboard#1381: a limit of a statement's time ends what waits for a lock.
+    strelov1/freehire#1284: readers wait behind a migration.
+    """
+    outbox.worker.execute(
+        "select relay.declare_queue('large', \"where\" => '$.payload.amount >= 2')"
+    )
+    waits = (
+        "select count(*) from pg_locks where relation = 'relay.queues'::regclass and not granted"
+    )
+    with relaying(outbox.settings()), psycopg.connect(outbox.superuser_dsn) as conn:
+        outbox.publish(host(1), event(1))
+        outbox.wait_handled()
+        conn.execute("lock table relay.queues in access exclusive mode")
+        outbox.publish(host(2), event(2))
+        wait_until(lambda: outbox.value(waits) > 0)
+        # More than a condition of one event is given.
+        conn.execute(
+            "select pg_sleep(%s)", (conditions.LIMIT_SECONDS + conditions.LAST_SECONDS + 1,)
+        )
+        conn.rollback()
+        wait_until(lambda: _in_queue(outbox, "large") == ["2"])
+    assert outbox.value("select count(*) from relay.queues where stopped_at is not null") == 0
+    outbox.assert_exact()
 
 
 def test_a_fill_with_a_condition_that_takes_too_long_goes_on_when_that_is_another(
