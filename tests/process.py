@@ -158,8 +158,3 @@ def running(
         if process.poll() is None:
             process.kill()
         process.wait(30)
-
-
-def lines_of(result: subprocess.CompletedProcess[str]) -> Sequence[str]:
-    """The error lines of a finished command."""
-    return result.stderr.splitlines()

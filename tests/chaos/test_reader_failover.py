@@ -17,7 +17,7 @@ from relay.client.reader import ReaderError, ReaderMoved, Subscription, subscrib
 from relay.retention import reader_positions
 from tests.api import API, ResumingClient, new_token, served
 from tests.chaos.test_failover import Pair, streaming_pair
-from tests.integration.test_subscribe import _EFFECT, _insert, _read_in_sql
+from tests.integration.test_subscribe import EFFECT, insert_number, read_in_sql
 from tests.outbox import Outbox, wait_until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.rare, pytest.mark.timeout(300)]
@@ -39,14 +39,14 @@ def _publish(dsn: str, publisher: int, ended: Event) -> None:
             while not ended.wait(0.005):
                 conn.execute("select pg_current_xact_id()")
                 with suppress(ZeroDivisionError), conn.transaction():
-                    _insert(conn, -1)
+                    insert_number(conn, -1)
                     raise ZeroDivisionError
                 if publisher == _PREPARING:
                     conn.commit()
                     conn.tpc_begin(str(number))
                 for _ in range(choose.randint(1, 3)):
                     number += 1
-                    _insert(conn, publisher * 10_000 + number)
+                    insert_number(conn, publisher * 10_000 + number)
                     conn.execute(
                         "insert into published values (%s)", (publisher * 10_000 + number,)
                     )
@@ -97,7 +97,7 @@ def _read_once(dsn: str, ended: Event) -> None:
             async for transaction in reader:
                 async with conn.transaction(), transaction.commit(conn):
                     for event in transaction.events:
-                        await conn.execute(_EFFECT, ("once", event.payload["number"]))
+                        await conn.execute(EFFECT, ("once", event.payload["number"]))
 
     while not ended.is_set():
         with suppress(psycopg.Error, ReaderError):
@@ -188,7 +188,7 @@ def test_each_event_is_read_as_promised_across_a_failover() -> None:
             return lambda: read(dsn, ended)
 
         client = ResumingClient(stack.enter_context(served(settings)), token)
-        kinds = (_read_once, _read_in_sql, elsewhere.read)
+        kinds = (_read_once, read_in_sql, elsewhere.read)
         readers = [reader(client.read), *(reader(read) for read in kinds for _ in range(2))]
         publishers = [publisher(each) for each in (*_IN_ORDER, _PREPARING)]
         with _running(readers, ended):

@@ -19,7 +19,7 @@ from relay.api import streams
 from relay.config.settings import Settings
 from tests.api import API, Program, Source, authorized, new_token, served, settings_of
 from tests.chaos.proxy import through_proxy
-from tests.integration.test_api import _number, _publish
+from tests.integration.test_api import number_of, publish_amounts
 from tests.outbox import Outbox, event, host, wait_until
 from tests.postgres import start_server
 
@@ -45,7 +45,7 @@ def test_what_is_published_during_the_handover_to_the_live_end(
 ) -> None:
     """A subscriber lost what came between its history and its registration: dunglas/mercure#178; others skipped from
     the replay to the head: commanded/eventstore#327, johanhaleby/occurrent#208."""
-    _publish(outbox, 0)
+    publish_amounts(outbox, 0)
     last = Program(address, token).get("/events")["next"]
     with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
 
@@ -59,9 +59,9 @@ def test_what_is_published_during_the_handover_to_the_live_end(
         publishing.start()
         for _ in range(5):
             with Source(address, token, last) as source:
-                assert [_number(each) for each in source.take(30)] == list(range(1, 31))
+                assert [number_of(each) for each in source.take(30)] == list(range(1, 31))
         with Source(address, token, last) as source:
-            assert [_number(each) for each in source.take(199)] == list(range(1, 200))
+            assert [number_of(each) for each in source.take(199)] == list(range(1, 200))
         publishing.join()
 
 
@@ -71,13 +71,13 @@ def test_a_transaction_that_was_open_when_later_ones_were_read(
     """Sequences that transactions in flight had reserved were passed over: JasperFx/marten#1629, #4952 and #4977."""
     with psycopg.connect(outbox.publisher_dsn) as late, Source(address, token).ready() as source:
         late.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb([event(1)])))
-        _publish(outbox, 2)
-        assert [_number(each) for each in source.take(1)] == [2]
+        publish_amounts(outbox, 2)
+        assert [number_of(each) for each in source.take(1)] == [2]
         last = source.last
         late.commit()
-        assert [_number(each) for each in source.take(2)] == [2, 1]
+        assert [number_of(each) for each in source.take(2)] == [2, 1]
     with Source(address, token, last) as again:
-        assert [_number(each) for each in again.take(1)] == [1]
+        assert [number_of(each) for each in again.take(1)] == [1]
 
 
 def test_a_transaction_of_which_the_end_does_not_match(
@@ -88,9 +88,9 @@ def test_a_transaction_of_which_the_end_does_not_match(
     with Source(address, token, after="beginning", type="order.*") as source:
         source.take(1)
         last = source.last
-    _publish(outbox, 3)
+    publish_amounts(outbox, 3)
     with Source(address, token, last, type="order.*") as source:
-        assert [_number(each) for each in source.take(1)] == [3]
+        assert [number_of(each) for each in source.take(1)] == [3]
 
 
 def test_a_position_ahead_of_the_log_is_refused(address: str, token: str) -> None:
@@ -129,7 +129,7 @@ def _pages(program: Program, most: int) -> list[int]:
     after = "beginning"
     while True:
         page = program.get("/events", after=after, limit=most)
-        found += map(_number, page["events"])
+        found += map(number_of, page["events"])
         after = page["next"]
         if not page["more"]:
             return found
@@ -143,7 +143,7 @@ def _stream(address: str, token: str, count: int, each: int) -> list[int]:
     while len(found) < count:
         with Source(address, token, last, **({} if last else {"after": "beginning"})) as source:
             took = source.take(min(each, count - len(found)))
-            found += map(_number, took)
+            found += map(number_of, took)
             last = source.ids[len(took) - 1]
     return found
 
@@ -159,15 +159,15 @@ def test_a_transaction_that_is_larger_than_a_page(outbox: Outbox, events: int) -
     settings = settings_of(outbox, replay=1_000_000)
     with served(settings) as address:
         token = new_token(settings)
-        _publish(outbox, -1)
+        publish_amounts(outbox, -1)
         _publish_at_once(outbox.conn, events)
-        _publish(outbox, -2)
+        publish_amounts(outbox, -2)
         wanted = [-1, *range(events), -2]
         assert _pages(Program(address, token), 1_000) == wanted
         assert _stream(address, token, len(wanted), events // 3 + 1) == wanted
         with Source(address, token).ready() as source:
             _publish_at_once(outbox.conn, events)
-            _publish(outbox, -3)
+            publish_amounts(outbox, -3)
             last, found = source.last, list[int]()
             while len(found) < events + 1:
                 # One that the end of the log was too quick for is cut, and resumes.
@@ -178,7 +178,7 @@ def test_a_transaction_that_is_larger_than_a_page(outbox: Outbox, events: int) -
                             again.block()
                         except EOFError:
                             break
-                    found += map(_number, again.events)
+                    found += map(number_of, again.events)
                     last = again.ids[-1] if again.ids else last
         assert found == [*range(events), -3]
 
@@ -199,13 +199,13 @@ def test_a_transaction_that_was_prepared_when_later_ones_were_streamed() -> None
                     "select relay.publish(%s, null, %s)", (host(1), Jsonb([event(1), event(2)]))
                 )
                 other.tpc_prepare()
-                _publish(outbox, 3)
-                assert [_number(each) for each in source.take(1)] == [3]
+                publish_amounts(outbox, 3)
+                assert [number_of(each) for each in source.take(1)] == [3]
                 last = source.last
                 outbox.conn.execute("commit prepared 'late'")
-                assert [_number(each) for each in source.take(3)] == [3, 1, 2]
+                assert [number_of(each) for each in source.take(3)] == [3, 1, 2]
             with Source(address, token, last) as again:
-                assert [_number(each) for each in again.take(2)] == [1, 2]
+                assert [number_of(each) for each in again.take(2)] == [1, 2]
 
 
 def test_a_database_that_is_killed_between_the_commit_and_the_answer() -> None:
@@ -253,9 +253,9 @@ def test_a_stream_has_a_position_before_its_first_event(
     never told that it was at the end: kurrent-io/KurrentDB#4115."""
     with Source(address, token).ready() as source:
         last = source.last
-    _publish(outbox, 1)
+    publish_amounts(outbox, 1)
     with Source(address, token, last) as source:
-        assert [_number(each) for each in source.take(1)] == [1]
+        assert [number_of(each) for each in source.take(1)] == [1]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_line_ends_in_what_was_published_make_no_fields(
     """fastapi/fastapi#15187, nestjs/nest#16686, fanout/django-eventstream#185, singingwolfboy/flask-sse#40."""
     kind = f"order.{text}"
     outbox.publish(host(1), event(1, kind, payload={"text": text, text: 1}, aggregate_id=text))
-    _publish(outbox, 2)
+    publish_amounts(outbox, 2)
     with Source(address, token, after="beginning") as source:
         first, second = source.take(2)
     assert (first["payload"], first["event_type"], first["aggregate_id"]) == (
@@ -275,7 +275,7 @@ def test_line_ends_in_what_was_published_make_no_fields(
         kind,
         text,
     )
-    assert _number(second) == 2
+    assert number_of(second) == 2
 
 
 def test_connections_that_are_reset_at_once_leave_no_slot_taken(address: str, token: str) -> None:
@@ -341,7 +341,9 @@ def test_a_burst_cuts_nobody_who_reads(
     with Source(address, token).ready() as source:
         last = source.last
     for first in range(0, 300, 10):
-        _publish(outbox, *range(first, first + 10), payload={"amount": 1, "note": "x" * 2_000})
+        publish_amounts(
+            outbox, *range(first, first + 10), payload={"amount": 1, "note": "x" * 2_000}
+        )
     while len(found) < 300:
         with Source(address, token, last) as source:
             source.limit(20)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.api import API, ENDED, Program, Source, authorized, new_token, served
 from tests.chaos.test_failover import Pair, streaming_pair
-from tests.integration.test_api import _number, _publish
+from tests.integration.test_api import number_of, publish_amounts
 from tests.outbox import wait_until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.rare, pytest.mark.timeout(300)]
@@ -38,17 +38,17 @@ def test_a_position_that_a_failover_has_lost_is_refused() -> None:
     events were not where their readers looked: pragmaticalabs/pragmatica#564."""
     with streaming_pair() as pair, _served(pair) as (address, token):
         with Source(address, token).ready() as source, Source(address, token).ready() as idle:
-            _publish(pair.source, 0)
+            publish_amounts(pair.source, 0)
             source.take(1)
             kept = source.last
             pair.cut()
             for number in range(1, 21):
-                _publish(pair.source, number)
+                publish_amounts(pair.source, number)
             source.take(21)
             lost = source.last
             _fail_over(pair, address, token)
             for number in range(100, 160):
-                _publish(pair.copy, number)
+                publish_amounts(pair.copy, number)
             passed = int(lost.split(":")[1])
             assert pair.copy.value("select pg_current_xact_id()::text::bigint") > passed
             for each in (source, idle):
@@ -59,9 +59,9 @@ def test_a_position_that_a_failover_has_lost_is_refused() -> None:
             assert refused.status_code == 410
             assert "has been replaced" in refused.json()["detail"]
         with Source(address, token, kept) as again:
-            assert [_number(each) for each in again.take(60)] == list(range(100, 160))
+            assert [number_of(each) for each in again.take(60)] == list(range(100, 160))
         pages = program.get("/events", after=kept)["events"]
-        assert [_number(each) for each in pages] == list(range(100, 160))
+        assert [number_of(each) for each in pages] == list(range(100, 160))
 
 
 def test_a_position_holds_in_a_failover_that_loses_nothing() -> None:
@@ -69,19 +69,19 @@ def test_a_position_holds_in_a_failover_that_loses_nothing() -> None:
     with streaming_pair() as pair, _served(pair) as (address, token):
         with Source(address, token).ready() as source:
             for number in range(10):
-                _publish(pair.source, number)
+                publish_amounts(pair.source, number)
             source.take(10)
             last = source.last
             pair.replicate()
             _fail_over(pair, address, token)
             for number in range(10, 20):
-                _publish(pair.copy, number)
+                publish_amounts(pair.copy, number)
             with suppress(*ENDED):  # where it had looked at more than was replicated
                 source.take(20)
-            read = [_number(each) for each in source.events]
+            read = [number_of(each) for each in source.events]
             assert read == list(range(len(read)))
         with Source(address, token, last) as again:
-            assert [_number(each) for each in again.take(10)] == list(range(10, 20))
+            assert [number_of(each) for each in again.take(10)] == list(range(10, 20))
 
 
 def test_without_the_right_to_read_the_history_the_witness_of_a_position_decides() -> None:

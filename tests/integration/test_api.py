@@ -22,7 +22,7 @@ from relay.demo.embedded import free_port
 from relay.faults import ConfigurationError
 from relay.observe import api_counts
 from tests.api import API, Program, Source, authorized, new_token, served, settings_of
-from tests.integration.test_log_readers import _History, _sessions
+from tests.integration.test_log_readers import History, open_sessions
 from tests.observing import Scrape, is_good
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay, running
@@ -39,7 +39,7 @@ def address(settings: Settings) -> Iterator[str]:
         yield address
 
 
-def _number(found: Any) -> int:
+def number_of(found: Any) -> int:
     return int(found["payload"]["amount"])
 
 
@@ -56,7 +56,7 @@ def _remove(outbox: Outbox, which: str = "") -> None:
     outbox.conn.execute(f"delete from outbox_message_t {which}".encode())
 
 
-def _publish(outbox: Outbox, *amounts: int, host_id: uuid.UUID = _HOST, **more: Any) -> None:
+def publish_amounts(outbox: Outbox, *amounts: int, host_id: uuid.UUID = _HOST, **more: Any) -> None:
     outbox.publish(host_id, *(event(amount, **more) for amount in amounts))
 
 
@@ -161,13 +161,13 @@ def test_a_token_is_for_its_right_hosts_and_types(
     token = new_token(settings, "narrow", hosts=[str(host(1))], types=["order.*", "x"])
     program = Program(address, token)
     with Source(address, token).ready() as source:
-        _publish(outbox, 1)
-        _publish(outbox, 2, host_id=host(2))
-        _publish(outbox, 3, event_type="card.charged")
-        _publish(outbox, 4, event_type="x")
-        assert [_number(each) for each in source.take(2)] == [1, 4]
-    assert [_number(each) for each in program.pages()] == [1, 4]
-    assert [_number(each) for each in program.pages(type="order.*")] == [1]
+        publish_amounts(outbox, 1)
+        publish_amounts(outbox, 2, host_id=host(2))
+        publish_amounts(outbox, 3, event_type="card.charged")
+        publish_amounts(outbox, 4, event_type="x")
+        assert [number_of(each) for each in source.take(2)] == [1, 4]
+    assert [number_of(each) for each in program.pages()] == [1, 4]
+    assert [number_of(each) for each in program.pages(type="order.*")] == [1]
     assert program.pages(host=str(host(2))) == []
     ids = outbox.column("select id::text from outbox_message_t order by c_offset")
     answers = [program.client.get(f"/events/{each}") for each in [*ids, uuid.uuid4()]]
@@ -227,17 +227,17 @@ def test_a_stream_resumes_within_a_transaction(
     electric-sql/electric#2869: messages before the mark of the end of a batch came twice.
     """
     token = new_token(settings)
-    _publish(outbox, 1, 2, 3)
-    _publish(outbox, 4, 5)
+    publish_amounts(outbox, 1, 2, 3)
+    publish_amounts(outbox, 4, 5)
     found, last = [], ""
     for _ in range(5):
         with Source(address, token, last, **({} if last else {"after": "beginning"})) as source:
             found += source.take(1)[:1]
             last = source.last
-    assert [_number(each) for each in found] == [1, 2, 3, 4, 5]
+    assert [number_of(each) for each in found] == [1, 2, 3, 4, 5]
     program = Program(address, token)
     for limit in (1, 2, 3, 100):
-        assert [_number(each) for each in program.pages(limit)] == [1, 2, 3, 4, 5]
+        assert [number_of(each) for each in program.pages(limit)] == [1, 2, 3, 4, 5]
 
 
 def test_a_client_of_which_little_matches_does_not_fall_behind(
@@ -248,13 +248,13 @@ def test_a_client_of_which_little_matches_does_not_fall_behind(
     token = new_token(settings)
     with Source(address, token, type="other").ready() as source:
         before = source.last
-        _publish(outbox, 1)
+        publish_amounts(outbox, 1)
         while source.last == before:
             source.block()
         last = source.last
     with Source(address, token, last) as source:
-        _publish(outbox, 2)
-        assert [_number(each) for each in source.take(1)] == [2]
+        publish_amounts(outbox, 2)
+        assert [number_of(each) for each in source.take(1)] == [2]
 
 
 def test_a_stream_that_is_too_far_behind_is_told_to_read_pages(outbox: Outbox) -> None:
@@ -262,7 +262,7 @@ def test_a_stream_that_is_too_far_behind_is_told_to_read_pages(outbox: Outbox) -
     with served(settings) as address:
         token = new_token(settings)
         for number in range(11):
-            _publish(outbox, number)
+            publish_amounts(outbox, number)
         with Source(address, token, after="beginning") as source:
             assert source.status == 204
         page = Program(address, token).get("/events", limit=1)
@@ -275,20 +275,20 @@ def test_removed_events_are_no_silent_gap(
 ) -> None:
     """A position before them is gone; one after them is not."""
     token = new_token(settings)
-    _publish(outbox, 1)
+    publish_amounts(outbox, 1)
     program = Program(address, token)
     before = program.get("/events", after="now")["next"]
-    _publish(outbox, 2)
+    publish_amounts(outbox, 2)
     after = program.get("/events", after="now")["next"]
     _remove(outbox)
-    _publish(outbox, 3)
+    publish_amounts(outbox, 3)
     for path in ("/events", "/events/stream"):
         gone = program.client.get(path, params={"after": before})
         assert gone.status_code == 410
         assert gone.headers["content-type"] == "application/problem+json"
-    assert [_number(each) for each in program.get("/events", after=after)["events"]] == [3]
+    assert [number_of(each) for each in program.get("/events", after=after)["events"]] == [3]
     with Source(address, token, after) as source:
-        assert [_number(each) for each in source.take(1)] == [3]
+        assert [number_of(each) for each in source.take(1)] == [3]
 
 
 def test_a_transaction_of_which_a_part_is_removed_is_no_silent_gap(
@@ -297,14 +297,14 @@ def test_a_transaction_of_which_a_part_is_removed_is_no_silent_gap(
     """A position within it is gone; one after it is not."""
     token = new_token(settings)
     program = Program(address, token)
-    _publish(outbox, 0, 1, 2, 3)
+    publish_amounts(outbox, 0, 1, 2, 3)
     within = program.get("/events", after="beginning", limit=1)["next"]
     after = program.get("/events", after="beginning")["next"]
     _remove(outbox, "where transaction_ordinal <= 2")
-    _publish(outbox, 9)
+    publish_amounts(outbox, 9)
     for path in ("/events", "/events/stream"):
         assert program.client.get(path, params={"after": within}).status_code == 410
-    assert [_number(each) for each in program.get("/events", after=after)["events"]] == [9]
+    assert [number_of(each) for each in program.get("/events", after=after)["events"]] == [9]
 
 
 def test_streams_are_bounded(outbox: Outbox) -> None:
@@ -339,8 +339,8 @@ def test_the_streams_of_a_revoked_token_end(
         source.until_the_end()
         with Source(address, token, source.last) as again:
             assert again.status == 401
-        _publish(outbox, 1)
-        assert [_number(each) for each in other.take(1)] == [1]
+        publish_amounts(outbox, 1)
+        assert [number_of(each) for each in other.take(1)] == [1]
 
 
 def test_a_client_that_takes_nothing_is_cut_and_resumes(
@@ -353,15 +353,17 @@ def test_a_client_that_takes_nothing_is_cut_and_resumes(
         reading = Thread(target=quick.take, args=(400,))
         reading.start()
         for number in range(400):
-            _publish(outbox, number, payload={"amount": number, "note": "x" * 50_000})
+            publish_amounts(outbox, number, payload={"amount": number, "note": "x" * 50_000})
         reading.join(60)
-        assert [_number(each) for each in quick.events] == list(range(400))
+        assert [number_of(each) for each in quick.events] == list(range(400))
         slow.until_the_end()
-        got = [_number(each) for each in slow.events]
+        got = [number_of(each) for each in slow.events]
         assert got == list(range(len(got)))
         assert len(got) < 400
     with Source(address, token, slow.last) as again:
-        assert [_number(each) for each in again.take(400 - len(got))] == list(range(len(got), 400))
+        assert [number_of(each) for each in again.take(400 - len(got))] == list(
+            range(len(got), 400)
+        )
 
 
 def test_what_the_api_counts_is_in_a_scrape(
@@ -386,7 +388,7 @@ def test_what_the_api_counts_is_in_a_scrape(
             assert value("streams_cut_total", reason="revoked") == 0
             with Source(address, one).ready() as first, Source(address, other).ready() as second:
                 assert value("streams") == 2
-                _publish(outbox, 1, 2)
+                publish_amounts(outbox, 1, 2)
                 document = {"host_id": str(_HOST), "event_type": "order.placed", "payload": {}}
                 for _ in range(2):
                     answer = httpx.post(
@@ -412,8 +414,8 @@ def test_what_the_api_counts_is_in_a_scrape(
 def test_the_state_of_an_event_has_no_payload(outbox: Outbox, tmp_path: Path) -> None:
     """Passed, and dead with the kind of fault alone."""
     settings = settings_of(outbox)
-    _publish(outbox, 1)
-    _publish(outbox, -7)
+    publish_amounts(outbox, 1)
+    publish_amounts(outbox, -7)
     with relaying(settings):
         outbox.wait_handled()
     ids = outbox.column("select id::text from outbox_message_t order by c_offset")
@@ -474,9 +476,11 @@ def test_relay_api_serves_alone_and_run_beside_relay(outbox: Outbox, tmp_path: P
             process.wait_said("the API is served")
             (said,) = [each for each in process.lines() if "the API is served" in each["message"]]
             address = f"http://{said['address']}"
-            _publish(outbox, 5, event_type="secret.thing", payload={"amount": 5, "word": "hush"})
+            publish_amounts(
+                outbox, 5, event_type="secret.thing", payload={"amount": 5, "word": "hush"}
+            )
             with Source(address, token, after="beginning", access_token=token) as source:
-                assert _number(source.take(1)[0]) == 5
+                assert number_of(source.take(1)[0]) == 5
             if command == "run":
                 wait_until(lambda: is_good(port, "/livez"))
                 # The address answers before the group begins.
@@ -498,11 +502,11 @@ def test_two_processes_serve_one_client(outbox: Outbox, settings: Settings) -> N
         with Source(one, token).ready() as source:
             last = source.last
         for number in range(30):
-            _publish(outbox, number)
+            publish_amounts(outbox, number)
             with Source((one, other)[number % 2], token, last) as source:
                 found += source.take(1)
                 last = source.last
-    assert [_number(each) for each in found] == list(range(30))
+    assert [number_of(each) for each in found] == list(range(30))
 
 
 @pytest.mark.parametrize(
@@ -515,8 +519,8 @@ def test_a_client_that_is_cut_at_random_gets_each_event_once_and_in_order(
     token = new_token(settings)
     rng = random.Random(seed)
     found: list[int] = []
-    with _sessions(outbox.superuser_dsn, 4) as sessions:
-        history = _History(seed, sessions)
+    with open_sessions(outbox.superuser_dsn, 4) as sessions:
+        history = History(seed, sessions)
         with Source(address, token).ready() as source:
             last = source.last
         publishing = Thread(target=_publish_randomly, args=(history,))
@@ -531,7 +535,7 @@ def test_a_client_that_is_cut_at_random_gets_each_event_once_and_in_order(
     assert sorted(int(each["payload"]["number"]) for each in paged) == sorted(found)
 
 
-def _publish_randomly(history: _History) -> None:
+def _publish_randomly(history: History) -> None:
     for _ in range(250):
         history.step()
 

@@ -22,14 +22,6 @@ def config(outbox: Outbox, tmp_path: Path) -> Path:
     return outbox.config_file(tmp_path / "relay.yaml")
 
 
-def forbid(outbox: Outbox, condition: str = "amount < 0") -> None:
-    """Nothing of an odd kind may be in the projection until it is allowed."""
-    outbox.conn.execute("alter table projection drop constraint if exists odd")
-    outbox.conn.execute(
-        f"alter table projection add constraint odd check (not ({condition}))".encode()
-    )
-
-
 def allow(outbox: Outbox) -> None:
     outbox.conn.execute(PLAIN)
 

@@ -69,7 +69,7 @@ def _declare(
     conn.execute("select relay.declare_reader('r', %s, %s)", (Jsonb(match or {}), start))
 
 
-class _History:
+class History:
     """Transactions of several sessions, one step at a time: which were committed when, and when each inserted last."""
 
     def __init__(self, seed: int, sessions: list[_Connection]) -> None:
@@ -142,7 +142,7 @@ class _History:
 
 
 @contextmanager
-def _sessions(dsn: str, count: int) -> Iterator[list[_Connection]]:
+def open_sessions(dsn: str, count: int) -> Iterator[list[_Connection]]:
     sessions = [psycopg.connect(dsn) for _ in range(count)]
     try:
         yield sessions
@@ -160,8 +160,8 @@ def test_each_event_is_read_once_and_in_order(outbox: Outbox, seed: int) -> None
     for name in ("late", "later"):
         outbox.reader.execute("select relay.declare_reader(%s)", (name,))
     read: list[int] = []
-    with _sessions(outbox.publisher_dsn, 6) as sessions:
-        history = _History(seed, sessions)
+    with open_sessions(outbox.publisher_dsn, 6) as sessions:
+        history = History(seed, sessions)
         for number in range(2000):
             history.step()
             if number % 37 == 0:

@@ -34,7 +34,7 @@ from relay.client.reader import (
 from relay.retention import reader_positions
 from tests.api import ResumingClient, new_token, served, settings_of
 from tests.client_sessions import parameters
-from tests.integration.test_log_readers import _History, _sessions
+from tests.integration.test_log_readers import History, open_sessions
 from tests.outbox import Outbox, relaying, wait_until
 from tests.pgbouncer import pooled
 
@@ -482,7 +482,7 @@ def test_the_next_page_is_read_while_a_handler_works(
         psycopg.connect(outbox.reader_dsn) as effects,
         closing(iter(_reader(outbox, page=2))) as iterator,  # type: ignore[type-var]
     ):
-        _insert(late, 100)
+        insert_number(late, 100)
         transaction = next(iterator)
         wait_until(lambda: pages == [1, 2])
         late.commit()
@@ -619,8 +619,8 @@ def test_random_histories(outbox: Outbox, seed: int) -> None:
     choose = random.Random(seed)
     outbox.reader.execute("select relay.declare_reader('r', start => 'beginning')")
     read: list[int] = []
-    with _sessions(outbox.publisher_dsn, 6) as sessions:
-        history = _History(seed, sessions)
+    with open_sessions(outbox.publisher_dsn, 6) as sessions:
+        history = History(seed, sessions)
         for _ in range(20):
             for _ in range(choose.randrange(60)):
                 history.step()
@@ -662,10 +662,10 @@ def _publish_at_random(dsn: str, publisher: int) -> None:
                 conn.execute("select pg_current_xact_id()")
                 for _ in range(choose.randint(1, 3)):
                     with suppress(ZeroDivisionError), conn.transaction():
-                        _insert(conn, -1)
+                        insert_number(conn, -1)
                         raise ZeroDivisionError
                     with conn.transaction():
-                        _insert(conn, -1 if fails else publisher * 1000 + number)
+                        insert_number(conn, -1 if fails else publisher * 1000 + number)
                     number += not fails
                 if choose.random() < 0.2:
                     conn.execute("select pg_sleep(0.05)")
@@ -673,14 +673,14 @@ def _publish_at_random(dsn: str, publisher: int) -> None:
                     raise ZeroDivisionError
 
 
-def _insert(conn: psycopg.Connection[Any], number: int) -> None:
+def insert_number(conn: psycopg.Connection[Any], number: int) -> None:
     conn.execute(
         "insert into public.outbox_message_t (host_id, event_type, payload) values (%s, 'any', %s)",
         (_HOST, Jsonb({"number": number})),
     )
 
 
-_EFFECT = "insert into effects (reader, number) values (%s, %s)"
+EFFECT = "insert into effects (reader, number) values (%s, %s)"
 
 
 def _subscribe_and_commit(dsn: str, ended: Event) -> None:
@@ -692,10 +692,10 @@ def _subscribe_and_commit(dsn: str, ended: Event) -> None:
             for transaction in reader:
                 with conn.transaction(), transaction.commit(conn):
                     for number in _numbers(transaction):
-                        conn.execute(_EFFECT, ("python", number))
+                        conn.execute(EFFECT, ("python", number))
 
 
-def _read_in_sql(dsn: str, ended: Event) -> None:
+def read_in_sql(dsn: str, ended: Event) -> None:
     """Read and advance in SQL, in the transaction of the effects."""
     while not ended.is_set():
         with suppress(psycopg.Error), psycopg.connect(dsn) as conn:
@@ -705,7 +705,7 @@ def _read_in_sql(dsn: str, ended: Event) -> None:
                         "select position, payload from relay.read('sql', 11)"
                     ).fetchall()
                     for _, payload in rows:
-                        conn.execute(_EFFECT, ("sql", payload["number"]))
+                        conn.execute(EFFECT, ("sql", payload["number"]))
                     if rows:
                         conn.execute("select relay.advance('sql', %s)", (rows[0][0],))
 
@@ -741,7 +741,7 @@ def _read_at_random(
     readers = [
         *(
             Thread(target=each, args=(outbox.reader_dsn, ended))
-            for each in (_subscribe_and_commit, _read_in_sql)
+            for each in (_subscribe_and_commit, read_in_sql)
             for _ in range(2)
         ),
         Thread(target=client.read, args=(outbox.reader_dsn, ended)),

@@ -1,4 +1,4 @@
-"""Names of relay have no word that docs/glossary.md lists as one to avoid, and the glossary has each term once."""
+"""Names of relay have no word that docs/glossary.md lists as one to avoid, and tests import no private names."""
 
 import ast
 import re
@@ -50,6 +50,17 @@ def test_words_of_names() -> None:
     assert words("_dead_letter_of") == ["of"]
     assert words("DeadLetters") == []
     assert words("letter_id") == ["letter", "id"]
+
+
+def test_no_test_imports_a_name_with_an_underscore_of_another() -> None:
+    imported = re.compile(r"^ *from (tests\.[\w.]+) import (\([^)]*\)|.*)", re.MULTILINE)
+    found = [
+        f"{file.relative_to(ROOT)}: {name} of {module}"
+        for file in sorted((ROOT / "tests").rglob("*.py"))
+        for module, names in imported.findall(file.read_text())
+        for name in re.findall(r"\b_\w+", names)
+    ]
+    assert not found, "give it a name without an underscore:\n" + "\n".join(found)
 
 
 def test_the_glossary_has_each_term_once() -> None:
