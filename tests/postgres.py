@@ -47,7 +47,11 @@ _CONTAINER_PORT = 5432
 _MEMORY = Path("/dev/shm")
 _ENOUGH_MEMORY = 8 << 30  # bytes
 
-CARELESS: Mapping[str, str] = {"fsync": "off", "full_page_writes": "off"}
+CARELESS: Mapping[str, str] = {
+    "fsync": "off",
+    "full_page_writes": "off",
+    "max_prepared_transactions": "4",
+}
 """Settings for a server that is never killed: each database that is made or dropped is a checkpoint."""
 
 
@@ -98,8 +102,13 @@ class Server(ABC):
         )
 
     def drop_database(self, name: str) -> None:
-        """Drop a database if it exists, with its slots and connections."""
+        """Drop a database if it exists, with its slots, connections and prepared transactions."""
         with psycopg.connect(self.dsn(), autocommit=True) as connection:
+            prepared = "select gid from pg_prepared_xacts where database = %s"
+            for (gid,) in connection.execute(prepared, (name,)).fetchall():
+                # One that a failed test has left would hold back the slots of all later tests.
+                with psycopg.connect(self.dsn(name), autocommit=True) as inside:
+                    inside.execute(sql.SQL("rollback prepared {}").format(gid))
             # DROP DATABASE WITH (FORCE) ends sessions, but fails while a slot of the database is active.
             connection.execute(
                 "select pg_terminate_backend(active_pid, 10000) from pg_replication_slots"

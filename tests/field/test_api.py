@@ -183,29 +183,24 @@ def test_a_transaction_that_is_larger_than_a_page(outbox: Outbox, events: int) -
         assert found == [*range(events), -3]
 
 
-def test_a_transaction_that_was_prepared_when_later_ones_were_streamed() -> None:
+def test_a_transaction_that_was_prepared_when_later_ones_were_streamed(
+    outbox: Outbox, address: str, token: str
+) -> None:
     """What was prepared before a reader's position and committed after it was skipped: kurrent-io/KurrentDB#627."""
-    with (
-        start_server({"max_prepared_transactions": "4"}) as server,
-        Outbox(server.create_database("app")) as outbox,
-    ):
-        outbox.install()
-        settings = settings_of(outbox)
-        with served(settings) as address, closing(psycopg.connect(outbox.superuser_dsn)) as other:
-            token = new_token(settings)
-            with Source(address, token).ready() as source:
-                other.tpc_begin("late")
-                other.execute(
-                    "select relay.publish(%s, null, %s)", (host(1), Jsonb([event(1), event(2)]))
-                )
-                other.tpc_prepare()
-                publish_amounts(outbox, 3)
-                assert [number_of(each) for each in source.take(1)] == [3]
-                last = source.last
-                outbox.conn.execute("commit prepared 'late'")
-                assert [number_of(each) for each in source.take(3)] == [3, 1, 2]
-            with Source(address, token, last) as again:
-                assert [number_of(each) for each in again.take(2)] == [1, 2]
+    with closing(psycopg.connect(outbox.superuser_dsn)) as other:
+        with Source(address, token).ready() as source:
+            other.tpc_begin("late")
+            other.execute(
+                "select relay.publish(%s, null, %s)", (host(1), Jsonb([event(1), event(2)]))
+            )
+            other.tpc_prepare()
+            publish_amounts(outbox, 3)
+            assert [number_of(each) for each in source.take(1)] == [3]
+            last = source.last
+            outbox.conn.execute("commit prepared 'late'")
+            assert [number_of(each) for each in source.take(3)] == [3, 1, 2]
+        with Source(address, token, last) as again:
+            assert [number_of(each) for each in again.take(2)] == [1, 2]
 
 
 def test_a_database_that_is_killed_between_the_commit_and_the_answer() -> None:

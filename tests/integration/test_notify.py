@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import psycopg
@@ -20,7 +19,6 @@ from relay.source.outbox.additions import NOTIFY_TRIGGER
 from relay.source.outbox.interval import LISTEN
 from relay.source.stream.receiver import Receiver
 from tests.outbox import Outbox, event, host, initialise, relaying, wait_until
-from tests.postgres import Server, start_server
 
 ADOPTED = """
     create table public.events (id uuid, host_id uuid, event_type text, payload jsonb, c_offset bigint)
@@ -145,40 +143,32 @@ def test_check_compares_the_trigger_with_the_configuration(outbox: Outbox) -> No
     assert found(listening)[0] is Severity.OK
 
 
-@pytest.fixture(scope="module")
-def preparing_server() -> Iterator[Server]:
-    with start_server({"max_prepared_transactions": "4"}) as running:
-        yield running
-
-
 @pytest.mark.parametrize("mode", ["wal", "poll"])
-def test_a_publisher_may_prepare_its_transaction(preparing_server: Server, mode: str) -> None:
-    with Outbox(preparing_server.create_database(f"prepared_{mode}")) as outbox:
-        outbox.install()
-        settings = configured(outbox, mode)
-        with relaying(settings):
-            outbox.publish(host(1), event(1))
-            outbox.wait_handled()
-            with psycopg.connect(outbox.publisher_dsn) as publisher:
-                publisher.execute(
-                    "select relay.publish(%s, null, %s)", (host(1), Jsonb([event(2), event(3)]))
-                )
-                publisher.execute(
-                    "insert into outbox_message_t (host_id, event_type, payload)"
-                    """ values (%s, 'x', '{"amount": 4}')""",
-                    (host(2),),
-                )
-                publisher.execute("prepare transaction 'later'")
-        # A relay that starts while it is prepared gets it, too.
-        with relaying(settings):
-            assert outbox.handled() == 1
-            outbox.conn.execute("commit prepared 'later'")
-            outbox.publish(host(1), event(5))
-            outbox.wait_handled()
-        amounts = "select amount::int from projection where host_id = %s order by seq"
-        assert outbox.column(amounts, (host(1),)) == [1, 2, 3, 5]
-        assert outbox.column(amounts, (host(2),)) == [4]
-        outbox.assert_exact()
+def test_a_publisher_may_prepare_its_transaction(outbox: Outbox, mode: str) -> None:
+    settings = configured(outbox, mode)
+    with relaying(settings):
+        outbox.publish(host(1), event(1))
+        outbox.wait_handled()
+        with psycopg.connect(outbox.publisher_dsn) as publisher:
+            publisher.execute(
+                "select relay.publish(%s, null, %s)", (host(1), Jsonb([event(2), event(3)]))
+            )
+            publisher.execute(
+                "insert into outbox_message_t (host_id, event_type, payload)"
+                """ values (%s, 'x', '{"amount": 4}')""",
+                (host(2),),
+            )
+            publisher.execute("prepare transaction 'later'")
+    # A relay that starts while it is prepared gets it, too.
+    with relaying(settings):
+        assert outbox.handled() == 1
+        outbox.conn.execute("commit prepared 'later'")
+        outbox.publish(host(1), event(5))
+        outbox.wait_handled()
+    amounts = "select amount::int from projection where host_id = %s order by seq"
+    assert outbox.column(amounts, (host(1),)) == [1, 2, 3, 5]
+    assert outbox.column(amounts, (host(2),)) == [4]
+    outbox.assert_exact()
 
 
 def listening_sessions(outbox: Outbox) -> int:

@@ -18,7 +18,6 @@ from relay.admin.status import read
 from relay.observe.health import Limits, failures
 from relay.source.stream import slot
 from tests.outbox import PROJECTION, Outbox, event, host, initialise, relaying, wait_until
-from tests.postgres import Server, start_server
 from tests.process import relay
 
 
@@ -26,12 +25,6 @@ from tests.process import relay
 def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot, "REPORT_AFTER_SECONDS", 0.1)
     monkeypatch.setattr(slot, "REPORT_EVERY_SECONDS", 0.1)
-
-
-@pytest.fixture(scope="module")
-def preparing_server() -> Iterator[Server]:
-    with start_server({"max_prepared_transactions": "4"}) as running:
-        yield running
 
 
 @contextmanager
@@ -47,13 +40,10 @@ def drop_slot(outbox: Outbox) -> None:
     outbox.conn.execute("select pg_drop_replication_slot(%s)", (outbox.slot,))
 
 
-def test_init_reports_what_it_waits_for(preparing_server: Server) -> None:
+def test_init_reports_what_it_waits_for(database: str) -> None:
     output: list[str] = []
-    of_slot = "source.slot: the slot 'told' is created when all"
-    with (
-        Outbox(preparing_server.create_database("told")) as outbox,
-        ThreadPoolExecutor(1) as threads,
-    ):
+    with Outbox(database) as outbox, ThreadPoolExecutor(1) as threads:
+        of_slot = f"source.slot: the slot '{outbox.slot}' is created when all"
         outbox.conn.execute(PROJECTION)
         with writing(outbox) as writer:
             writer.execute("create table prepared ()")
