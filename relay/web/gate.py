@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from fastapi import Request
 from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -74,6 +75,9 @@ class Gate:
                     await self._app(scope, bounded(receive, limit, count), guarded)
             else:
                 await refusal(scope, receive, guarded)
+        except ClientDisconnect:
+            # Any client can go in the middle of its request, and nobody is left to be answered.
+            return
         except Exception as error:
             # Without the error's text, which may hold a payload.
             log.error(

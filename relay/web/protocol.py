@@ -24,14 +24,17 @@ USER_TIMEOUT_SECONDS = 60
 class IdleTimeoutProtocol(H11Protocol):
     """HTTP/1.1 on a connection that is closed if no request comes for HEAD_SECONDS.
 
-    Where a server has as many connections as it may have requests, the one that has waited the longest for a request
-    is closed for a new one: whoever only connects keeps nobody out.
+    Where a server has as many connections as it may have requests, the one that has waited the longest is closed for a
+    new one, unless a whole request of a known caller is being handled: whoever only connects, begins a request or sends
+    wrong tokens keeps nobody out.
 
     The scope of a request has the connection as `relay.transport`, to end that of a client that takes nothing.
     """
 
     _timer: asyncio.TimerHandle | None = None
     _waits_since = 0.0
+    _handling: asyncio.Task[None] | None = None
+    _gave_way = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timeout when a client has connected."""
@@ -41,7 +44,12 @@ class IdleTimeoutProtocol(H11Protocol):
 
         async def connected(scope: Any, receive: Any, send: Any) -> None:
             scope["relay.transport"] = transport
-            await app(scope, receive, send)
+            self._handling = asyncio.current_task()
+            try:
+                await app(scope, receive, send)
+            except asyncio.CancelledError:
+                if not self._gave_way:
+                    raise
 
         self.app = connected
         option = getattr(socket, "TCP_USER_TIMEOUT", None)  # Linux
@@ -74,18 +82,30 @@ class IdleTimeoutProtocol(H11Protocol):
         waiting = [
             each
             for each in self.connections
-            if isinstance(each, IdleTimeoutProtocol) and each.is_idle
+            if isinstance(each, IdleTimeoutProtocol) and each.gives_way
         ]
         if waiting:
             oldest = min(waiting, key=lambda each: each._waits_since)
-            self.connections.discard(oldest)
-            oldest.transport.abort()
+            oldest._give_way()
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is being handled."""
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is None or cycle.response_complete
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether no request is being handled that has come whole, and from a caller whom the gate knows."""
+        return self.is_idle or self.cycle.more_body or "caller" not in self.scope["state"]
+
+    def _give_way(self) -> None:
+        self._gave_way = True
+        self.connections.discard(self)
+        self.transport.abort()
+        if self._handling is not None:
+            # It counts as a request until it ends.
+            self._handling.cancel()
 
     def _restart_timer(self) -> None:
         self._waits_since = self.loop.time()

@@ -21,9 +21,11 @@ import pytest
 from relay.api import callers, filters
 from relay.api import server as server_of_api
 from relay.config.settings import Address
+from relay.console import server as server_of_console
 from relay.intake.messages import MOST_VALUES, MessageReader, TooMany
 from relay.observe import server as observe_server
 from relay.observe.server import MOST_CLIENTS, listen
+from tests import console
 from tests.api import authorized, new_token, served, settings_of
 from tests.outbox import Outbox, wait_until
 
@@ -124,6 +126,104 @@ def test_wrong_tokens_take_no_thread_from_a_right_one(
                     each.cancel()
 
         asyncio.run(work())
+
+
+_LOGIN = (
+    b"POST /login HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-www-form-urlencoded\r\n"
+    b"Expect: 100-continue\r\nContent-Length: 100\r\n\r\n"
+)
+"""A login whose form does not come; the server says when it waits for it."""
+
+
+def test_half_sent_logins_keep_nobody_out_of_the_console(outbox: Outbox) -> None:
+    """64 of them, by anybody, and everybody else had status 503 for thirty seconds, again and again.
+
+    CVE-2007-6750, and Kludex/uvicorn#3029: whoever is connected counts, whatever they have sent.
+    """
+    settings = outbox.settings(observe=console.console_of())
+    with console.served(settings) as address, ExitStack() as opened:
+        place = urlsplit(address)
+        for _ in range(3):
+            for _ in range(server_of_console._REQUESTS):
+                each = opened.enter_context(socket.create_connection((place.hostname, place.port)))
+                each.settimeout(30)
+                each.sendall(_LOGIN)
+                assert each.recv(12) == b"HTTP/1.1 100"
+            found = httpx.get(
+                f"{address}/groups/default/sinks", headers=authorized(console.TOKEN), timeout=30
+            )
+            assert found.status_code == 200, found.text
+
+
+def test_half_sent_events_keep_nobody_out_of_the_api(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of one token kept out the others (jmrplens/gitlab-mcp-server#540)."""
+    monkeypatch.setattr(server_of_api, "_REQUESTS", 15)
+    settings = settings_of(outbox, streams=5)
+    with served(settings) as address, ExitStack() as opened:
+        mallory, token = new_token(settings, "mallory", ["publish"]), new_token(settings)
+        place = urlsplit(address)
+        head = (
+            f"POST /v1/events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {mallory}\r\n"
+            "Content-Type: application/json\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n"
+        )
+        for _ in range(40):
+            each = opened.enter_context(socket.create_connection((place.hostname, place.port)))
+            each.settimeout(30)
+            each.sendall(head.encode())
+            assert each.recv(12) == b"HTTP/1.1 100"
+        found = httpx.get(f"{address}/v1/events", headers=authorized(token), timeout=30)
+        assert found.status_code == 200, found.text
+
+
+def test_wrong_tokens_keep_nobody_out_of_the_api(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever guesses waits, and took a place of those who may come in: the right token had status 503."""
+    monkeypatch.setattr(server_of_api, "_REQUESTS", 15)
+    monkeypatch.setattr(callers, "_UNKNOWN_SECONDS", 60.0)
+    settings = settings_of(outbox, streams=5)
+    with served(settings) as address, ExitStack() as opened:
+        token = new_token(settings)
+        place = urlsplit(address)
+        waiting: list[str] = []
+        connected: list[socket.socket] = []
+        find = callers.Callers.find
+
+        async def finding(self: callers.Callers, sent: str) -> callers.TokenCaller | None:
+            waiting.append(sent)
+            return await find(self, sent)
+
+        monkeypatch.setattr(callers.Callers, "find", finding)
+        for n in range(1, 40):
+            each = opened.enter_context(socket.create_connection((place.hostname, place.port)))
+            each.sendall(
+                f"GET /v1/events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer w{n}\r\n\r\n".encode()
+            )
+            # What the server refuses does not come so far.
+            connected.append(each)
+            wait_until(lambda: len(waiting) == len(connected), 10)
+        found = httpx.get(f"{address}/v1/events", headers=authorized(token), timeout=30)
+        assert found.status_code == 200, found.text
+
+
+def test_a_client_that_goes_is_no_fault_of_the_console(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each was a line of level ERROR, "the console failed", which anybody could cause at will.
+
+    modelcontextprotocol/python-sdk#3469, fastapi/fastapi#15315: a client that disconnects in its body is an error.
+    """
+    settings = outbox.settings(observe=console.console_of())
+    with console.served(settings) as address:
+        place = urlsplit(address)
+        with socket.create_connection((place.hostname, place.port)) as conn:
+            conn.sendall(_LOGIN)
+            assert conn.recv(12) == b"HTTP/1.1 100"
+        for _ in range(3):
+            httpx.get(f"{address}/login")
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
 
 
 def test_a_body_of_tiny_values_is_refused_before_it_is_read() -> None:
