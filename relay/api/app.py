@@ -17,6 +17,7 @@ from relay.api.database import ApiDatabase
 from relay.api.positions import LogHistory
 from relay.api.publishing import Intake
 from relay.api.streams import Streams
+from relay.api.turns import Turns
 from relay.config.fields import nearest
 from relay.config.settings import ApiSettings, Settings
 from relay.web.gate import Gate
@@ -53,7 +54,7 @@ RESPONSES = described_problems(
         408: "the body took too long",
         413: "the body is too large",
         422: "a parameter is not valid, or none that the route has",
-        429: "the address has sent too many wrong tokens, or the token has too many streams",
+        429: "the address has sent too many wrong tokens, or the token has too many requests or streams",
         500: "the API failed, and its log says where",
         503: "the database cannot be reached or took too long, or too much is in flight; see `Retry-After`",
     }
@@ -80,6 +81,7 @@ def create_app(settings: Settings, api: ApiSettings) -> FastAPI:
     app.state.database = ApiDatabase(settings)
     app.state.callers = Callers(app.state.database)
     app.state.failures = Failures()
+    app.state.turns = Turns()
     app.state.history = LogHistory(settings)
     app.state.streams = Streams(
         settings, api, app.state.database, app.state.callers, app.state.history

@@ -20,6 +20,7 @@ from relay.api.database import ApiDatabase
 from relay.api.filters import ReadFilter, asked
 from relay.api.positions import LONGEST, LogHistory, parse, present, read_kept
 from relay.api.streams import EventStream
+from relay.api.turns import IN_TURN
 from relay.config.settings import Settings
 from relay.store.api_tokens import EVERY
 from relay.store.connections import Connection
@@ -110,7 +111,12 @@ _After = Annotated[
 ]
 
 
-@router.get("", responses={200: {"model": EventListing}, **_GONE}, response_class=JSONResponse)
+@router.get(
+    "",
+    dependencies=[IN_TURN],
+    responses={200: {"model": EventListing}, **_GONE},
+    response_class=JSONResponse,
+)
 def page(
     request: Request,
     wanted: Annotated[ReadFilter, Depends(asked)],
@@ -190,7 +196,11 @@ async def stream(
     return EventStream(request.app.state.streams, wanted, parse(last_event_id or after))
 
 
-@router.get("/{event_id}", responses=described_problems({404: "there is no such event"}))
+@router.get(
+    "/{event_id}",
+    dependencies=[IN_TURN],
+    responses=described_problems({404: "there is no such event"}),
+)
 def event(request: Request, event_id: UUID, caller: Reading) -> EventProgress:
     """Say how far an event is at each destination that today's routes give it."""
     settings: Settings = request.app.state.settings

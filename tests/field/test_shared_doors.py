@@ -13,12 +13,13 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-from relay.api import callers, filters
+from relay.api import callers, events, filters, turns
 from relay.api import server as server_of_api
 from relay.config.settings import Address
 from relay.console import server as server_of_console
@@ -206,6 +207,57 @@ def test_wrong_tokens_keep_nobody_out_of_the_api(
             wait_until(lambda: len(waiting) == len(connected), 10)
         found = httpx.get(f"{address}/v1/events", headers=authorized(token), timeout=30)
         assert found.status_code == 200, found.text
+
+
+def test_requests_of_one_token_keep_no_other_waiting(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """250 pages of one token that match little: a page of another took 27 s instead of 0.06 s.
+
+    PostgREST/postgrest#3517, #2348: whoever asks for what is slow has the whole pool.
+    eclipse-hawkbit/hawkbit#3345: one tenant's requests ended all others'.
+    """
+    slow = threading.Event()
+    asked: list[None] = []
+    page = events._page
+
+    def paging(conn: Any, history: Any, after: Any, takes: Any, limit: int) -> Any:
+        if limit == 7:
+            asked.append(None)
+            assert slow.wait(60)
+        return page(conn, history, after, takes, limit)
+
+    monkeypatch.setattr(events, "_page", paging)
+    settings = settings_of(outbox)
+    with served(settings) as address:
+        mallory, token = new_token(settings, "mallory"), new_token(settings)
+        url = f"{address}/v1/events"
+
+        async def ask(client: httpx.AsyncClient, sent: str, limit: int) -> int:
+            found = await client.get(url, headers=authorized(sent), params={"limit": limit})
+            assert found.status_code != 429 or found.headers["retry-after"]
+            return found.status_code
+
+        async def work() -> None:
+            limits = httpx.Limits(max_connections=100)
+            async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+                theirs = [
+                    asyncio.create_task(ask(client, mallory, 7))
+                    for _ in range(turns.MOST_REQUESTS + 10)
+                ]
+                while sum(each.done() for each in theirs) < 10 or len(asked) < turns.AT_ONCE:
+                    await asyncio.sleep(0.02)
+                for _ in range(3):
+                    assert await ask(client, token, 1) == 200
+                assert len(asked) == turns.AT_ONCE
+                slow.set()
+                answered = await asyncio.gather(*theirs)
+                assert sorted(answered) == [200] * turns.MOST_REQUESTS + [429] * 10
+
+        try:
+            asyncio.run(work())
+        finally:
+            slow.set()
 
 
 def test_a_client_that_goes_is_no_fault_of_the_console(
