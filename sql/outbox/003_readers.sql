@@ -780,7 +780,7 @@ $$;
 -- Says that this session waits for new events, until it ends, and returns the channel that it is notified on: relay sends a
 -- notification there, from a connection of its own, when events are committed. One may be lost, so ask from time to time as well.
 create or replace function relay.watch_log() returns text
-language plpgsql set search_path = pg_catalog, pg_temp
+language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 begin
     perform pg_advisory_lock_shared(x'72647277'::int, 0);
@@ -954,7 +954,7 @@ begin
                                 'read(text, int, text, relay.call)', 'advance(text, text, relay.call)',
                                 'seek(text, text, relay.call)', 'drop_reader(text, relay.call)', 'claim_reader(text, relay.call)',
                                 'keep_reader(text, relay.call)',
-                                'log_is_quiet(text)', 'expire_readers(relay.call)'] loop
+                                'watch_log()', 'log_is_quiet(text)', 'expire_readers(relay.call)'] loop
         execute format('alter function relay.%s owner to relay_owner', each);
     end loop;
     revoke create on schema relay from relay_owner;
