@@ -21,8 +21,8 @@ _LISTED = """
            not is_present.history as other_history,
            r.condition::text as where, r.params, r.lane_of, r.lane, r.lanes, r.lane_key,
            c.pid,
-           coalesce(extract(epoch from clock_timestamp() - greatest(least(unread.c_ts, '9999-12-30'), '0001-01-02')),
-                    0)::float8 as lag_seconds
+           coalesce(extract(epoch from clock_timestamp() - case when unread.c_ts is not null then
+                        greatest(least(unread.c_ts, '9999-12-30'), '0001-01-02') end), 0)::float8 as lag_seconds
       from relay.log_readers as r
       join lateral (select * from relay.log_positions as n
                      where n.reader = r.id order by n.number desc limit 1) as p on true

@@ -1485,8 +1485,8 @@ create or replace view relay.queue_figures as
 select f.queue, f.group_id, f.paused_at, f.ready, f.waiting, f.leased, f.dead, f.oldest_seconds, f.workers, f.filled, f.fill_error, f.stopped_at, f.fault
   from (select q.name as queue, q.group_id, q.paused_at, q.stopped_at, q.fault, open.messages as filled, open.error as fill_error, ready.messages + due.messages as ready, waiting.messages as waiting,
                leased.messages as leased, dead.messages as dead,
-               coalesce(extract(epoch from clock_timestamp() - greatest(least(oldest.enqueued_at, due.since, '9999-12-30'), '0001-01-02'))::float8, 0)
-                   as oldest_seconds,
+               coalesce(extract(epoch from clock_timestamp() - case when oldest.enqueued_at is not null or due.since is not null then
+                            greatest(least(oldest.enqueued_at, due.since, '9999-12-30'), '0001-01-02') end)::float8, 0) as oldest_seconds,
                (select count(*) from pg_stat_activity as a
                  where a.datname = current_database() and a.application_name = left('relay worker ' || case
                            when q.name collate "C" ~ '^[ -~]{1,50}$' then q.name

@@ -269,3 +269,23 @@ def test_partitions_are_made_ahead_beside_one_with_such_a_bound(
     faults = [each.text for each in examine(settings) if each.level is Severity.ERROR]
     assert not faults
     status.read(settings).as_json()
+
+
+def test_where_nothing_waits_nothing_is_late(outbox: Outbox) -> None:
+    """The bound of times that Python has not was that of no time at all: minus 8,000 years in an empty queue."""
+    outbox.worker.execute("select relay.declare_queue('q', '{}')")
+    outbox.reader.execute("select relay.declare_reader('r')")
+    assert outbox.worker.column("select oldest_seconds from relay.queue_figures") == [0]
+    assert [each.lag_seconds for each in readers.listed(outbox.settings())] == [0]
+    outbox.publish(host(1), event())
+    with relaying(outbox.settings()):
+        outbox.wait_handled()
+    for waits in (
+        outbox.worker.value("select oldest_seconds from relay.queue_figures"),
+        readers.listed(outbox.settings())[0].lag_seconds,
+    ):
+        assert 0 < waits < 3600
+    outbox.worker.execute("select relay.take('q')")
+    outbox.reader.execute("select relay.seek('r', 'now')")
+    assert outbox.worker.column("select oldest_seconds from relay.queue_figures") == [0]
+    assert [each.lag_seconds for each in readers.listed(outbox.settings())] == [0]
