@@ -17,7 +17,7 @@ from relay.cli.options import ConfigOption, JsonOption, time_of, warn, with_grou
 from relay.cli.terminal import DRY_RUN_SHOWS, ActionOptions, approved, print_table
 from relay.config.files import load
 from relay.faults import ConfigurationError
-from relay.observe.phrases import counted, due, moment, printable
+from relay.observe.phrases import counted, due, moment
 
 if TYPE_CHECKING:
     from relay.store.deferred.selection import Deferred, DeferredSelection, FoundDeferred
@@ -202,7 +202,7 @@ def deferred_run(options: DeferredSelectionOptions, action: ActionOptions) -> No
         due: dict[str, int] = opened.deferrals.run(selected, action.reason)
         print(counted(sum(due.values()), "transaction is", "transactions are"), "due")
         for line in opened.deferrals.idle(due):
-            warn(printable(line))
+            warn(line)
 
 
 @deferred.command("move")
@@ -229,7 +229,7 @@ def deferred_move(
         print(counted(sum(moved.values()), "transaction is moved", "transactions are moved"))
         _report_gone(selected, sum(moved.values()))
         for line in opened.deferrals.idle(moved):
-            warn(printable(line))
+            warn(line)
 
 
 @deferred.command("cancel")

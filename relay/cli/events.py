@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from relay.cli.options import ConfigOption, JsonOption
+from relay.cli.options import ConfigOption, JsonOption, say
 from relay.cli.terminal import print_table
 from relay.config.files import load
 from relay.model.json_fields import json_fields
@@ -50,7 +50,7 @@ def event(
     }
     for name, value in facts.items():
         if value:
-            print(f"{name} {value}")
+            say(f"{name} {value}")
     print_table(
         ("destination", "name", "handlers", "state", "attempts", "since", "until", "id", "reason"),
         (
@@ -70,6 +70,4 @@ def event(
     )
     for each in found.actions:
         where = f"sink {each.sink}" if each.sink else "target"
-        print(
-            f"{moment(each.acted_at)} {each.action} ({where}) by {each.who}: {each.reason or '-'}"
-        )
+        say(f"{moment(each.acted_at)} {each.action} ({where}) by {each.who}: {each.reason or '-'}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +12,7 @@ from relay.cli.options import (
     ConfigOption,
     JsonOption,
     YesOption,
+    say,
     warn,
     with_groups,
     with_options,
@@ -77,7 +77,7 @@ def init(
         except ConfigurationError as error:
             raise with_options(error, context) from None
         for line in done:
-            print(f"created {line}")
+            say(f"created {line}")
         if not done:
             print("everything exists already")
 
@@ -129,9 +129,8 @@ def check(
 
 def _print_findings(findings: list[Finding]) -> None:
     for finding in findings:
-        stream = sys.stderr if finding.level == "error" else sys.stdout
         for line in finding.text.splitlines():
-            print(f"{finding.level:8} {finding.subject:22} {line}", file=stream)
+            say(f"{finding.level:8} {finding.subject:22} {line}", error=finding.level == "error")
 
 
 @with_groups
@@ -144,7 +143,7 @@ def uninstall(administrator: AdministratorOptions, yes: YesOption = False) -> No
     removal = plan_removal(settings, source_dsn, target_dsn)
     if not yes:
         for line in removal.lines():
-            print(f"will drop {line}")
+            say(f"will drop {line}")
         approve(yes)
     for line in remove(settings, removal, source_dsn, target_dsn):
-        print(f"dropped {line}")
+        say(f"dropped {line}")

@@ -20,6 +20,7 @@ from rich.console import Console
 from relay.config.dsn import administrator_dsn
 from relay.faults import ConfigurationError
 from relay.logs import is_json
+from relay.observe.phrases import printable
 
 log = logging.getLogger(__name__)
 
@@ -132,19 +133,24 @@ def time_of(text: str) -> datetime:
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
+def say(text: str, *, error: bool = False) -> None:
+    """Print a line that has texts of others, such as names and faults: no terminal does what is in them."""
+    print(printable(text), file=sys.stderr if error else sys.stdout)
+
+
 def fail(text: str, status: int) -> NoReturn:
     """Print each line of a text as an error, or log it where logs are JSON, and end the process with an exit status."""
     for line in text.splitlines():
         if is_json():
             log.error("ended by an error", extra={"fault": line})
         else:
-            print(f"relay: {line}", file=sys.stderr)
+            say(f"relay: {line}", error=True)
     sys.exit(status)
 
 
 def warn(text: str) -> None:
     """Print a warning of a command that goes on."""
-    print(f"relay: warning: {text}", file=sys.stderr)
+    say(f"relay: warning: {text}", error=True)
 
 
 def with_options(error: ConfigurationError, context: typer.Context) -> ConfigurationError:

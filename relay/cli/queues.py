@@ -16,6 +16,7 @@ from relay.cli.options import (
     ReasonOption,
     YesOption,
     fail,
+    say,
     time_of,
 )
 from relay.cli.terminal import approve, print_table
@@ -79,7 +80,7 @@ def queue_list(config: ConfigOption = None, as_json: JsonOption = False) -> None
 def _print_state(queue: QueueFigures) -> None:
     """Say that a queue is being filled from the log, or is stopped."""
     if queue.stopped_at is not None:
-        print(
+        say(
             f"queue {queue.queue} is stopped since {moment(queue.stopped_at)}: {queue.fault}; declare it otherwise, or "
             f"run `relay queue rebuild {queue.queue}`, which brings what it has missed, too"
         )
@@ -87,7 +88,7 @@ def _print_state(queue: QueueFigures) -> None:
         return
     fails = f"; it cannot go on: {queue.fill_error}" if queue.fill_error else ""
     so_far = counted(queue.filled, "message", "messages")
-    print(f"queue {queue.queue} is being filled from the log, with {so_far} so far{fails}")
+    say(f"queue {queue.queue} is being filled from the log, with {so_far} so far{fails}")
 
 
 @queue.command("show")

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from relay.cli.options import ConfigOption, JsonOption, ReasonOption
+from relay.cli.options import ConfigOption, JsonOption, ReasonOption, say
 from relay.cli.service import FormatOption
 from relay.cli.terminal import print_table
 from relay.config.files import load
@@ -75,7 +75,7 @@ def schedule_next(
         print(json.dumps(times, indent=2, default=datetime.isoformat))
         return
     if not times:
-        print(found.fault or "there is no next time", file=sys.stderr)
+        say(found.fault or "there is no next time", error=True)
         return
     print_table(
         (found.timezone, "UTC"),
