@@ -19,6 +19,8 @@ from relay.store.locks import INSTALLATION
 WAIT_SECONDS = 0.2
 
 Side = Literal["source", "outbox", "target"]
+_BOTH = "both"
+"""The folder of what outbox and target have in common; one database may be both."""
 
 FORMER = {
     "source/001_source.sql": frozenset(
@@ -106,8 +108,16 @@ def sql_directory() -> Path:
 
 
 def files(side: Side) -> list[Path]:
-    """List the files of one side in the order in which they are applied."""
-    return sorted((sql_directory() / side).glob("*.sql"))
+    """List the files of one side in the order in which they are applied.
+
+    The outbox and the target have some in common, which come first.
+    """
+    own = _folder(side)
+    return own if side == "source" else _folder(_BOTH) + own
+
+
+def _folder(name: str) -> list[Path]:
+    return sorted((sql_directory() / name).glob("*.sql"))
 
 
 def name_of(file: Path) -> str:
@@ -152,7 +162,7 @@ def require(conn: psycopg.Connection[Any], side: Side, key: str) -> None:
     if not missing:
         _require_tables(conn, side, key)
         return
-    if applied.keys().isdisjoint(map(name_of, files(side))):
+    if applied.keys().isdisjoint(map(name_of, _folder(side))):
         raise ConfigurationError(
             f"{key}: relay is not installed in the database {conn.info.dbname!r} ({missing[0]}): run `relay init`"
         )
@@ -213,8 +223,9 @@ def _require_compatible(
         for name, digest in digests.items()
         if applied.get(name) not in (None, digest, *FORMER.get(name, ()))
     ]
+    folders = {name.partition("/")[0] for name in digests}
     unknown = sorted(
-        name for name in applied if name.startswith(f"{side}/") and name not in digests
+        name for name in applied if name.partition("/")[0] in folders and name not in digests
     )
     if altered:
         raise ConfigurationError(

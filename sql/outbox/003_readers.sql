@@ -207,43 +207,6 @@ as $$
                         'transaction_id', 'payload', 'metadata']) as f
 $$;
 
--- The path of a condition. Fails, in the name of a function, for text that is no path, without a variable that it has, and for what
--- costs too much to be evaluated for each event: each .** visits all that is below a value.
-create or replace function relay.condition_path("where" text, params jsonb, called text) returns jsonpath
-language plpgsql stable set search_path = pg_catalog, pg_temp
-as $$
-declare
-    path  jsonpath;
-    unset text;
-begin
-    if length("where") > 10000 then
-        raise invalid_parameter_value using message = format('%s: where must have at most 10000 characters', called);
-    end if;
-    begin
-        path := "where"::jsonpath;
-    exception when others then
-        raise invalid_parameter_value using message = format('%s: where is no path of SQL/JSON: %s', called, sqlerrm);
-    end;
-    -- What PostgreSQL prints of a path has names and texts in quotes.
-    if (select count(*) from regexp_matches(regexp_replace(path::text, '"(?:[^"\\]|\\.)*"', '""', 'g'), '[.][*][*]', 'g')) > 2 then
-        raise invalid_parameter_value using message = format('%s: where must have at most two .**', called);
-    end if;
-    perform relay.require_bounded(params, 20000, called || ': params');
-    if jsonb_typeof(params) <> 'object' then
-        raise invalid_parameter_value using message = format('%s: params must be an object, such as {"least": 100}', called);
-    end if;
-    -- Its variables are printed as $"least".
-    select v.name into unset
-      from regexp_matches(path::text, '([$]?)("(?:[^"\\]|\\.)*")', 'g') as token,
-           lateral (select token[2]::jsonb #>> '{}') as v (name)
-     where token[1] = '$' and not coalesce(params ? v.name, false);
-    if found then
-        raise invalid_parameter_value using message = format('%s: params: the variable %s of where is missing', called, unset);
-    end if;
-    return path;
-end
-$$;
-
 -- Of a former edition.
 drop function if exists relay.log_start(text);
 

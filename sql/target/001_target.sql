@@ -1,17 +1,6 @@
 -- Progress and dead letters. Installs in the database that the handlers write to, because effects, dead letters and
 -- offsets commit in one transaction.
 
-create schema if not exists relay;
-
-create table if not exists relay.migrations (
-    name       text primary key,
-    digest     text,
-    applied_at timestamptz not null default now()
-);
-
-comment on column relay.migrations.digest is
-    'SHA-256 of the file, in hexadecimal; null where psql applied it';
-
 -- One row for each partition of a group, which says that it exists and is locked by whoever moves it. It is never updated: a
 -- lock makes no new version of a row.
 create table if not exists relay.group_partitions (

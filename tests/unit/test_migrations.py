@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import groupby
 from pathlib import Path
 from typing import get_args
 
@@ -11,13 +12,14 @@ import pytest
 from relay.store.migrations import Side, files, name_of, tables
 
 SIDES = get_args(Side)
-FILES = [file for side in SIDES for file in files(side)]
+FILES = sorted({file for side in SIDES for file in files(side)})
 
 
 @pytest.mark.parametrize("side", SIDES)
 def test_files_apply_in_the_order_of_their_numbers(side: Side) -> None:
-    numbers = [int(file.name.split("_")[0]) for file in files(side)]
-    assert numbers == list(range(1, len(numbers) + 1))
+    for _, of_folder in groupby(files(side), lambda file: file.parent):
+        numbers = [int(file.name.split("_")[0]) for file in of_folder]
+        assert numbers == list(range(1, len(numbers) + 1))
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
