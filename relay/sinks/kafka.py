@@ -236,7 +236,7 @@ class _Producer:
         )
         self._reports: list[_Report] = []
         self._thread: Thread | None = None
-        self._is_closing = False
+        self._is_closed = self._is_closing = False
 
     def serves(self, marks: Hashable) -> bool:
         """Whether it can be used while the secrets have these marks."""
@@ -254,6 +254,9 @@ class _Producer:
             self._refusal = error.name()
 
     async def publish(self, sending: Sending, index: int) -> None:
+        if self._is_closed:
+            # Nobody would hear of it any more. With other secrets, the next attempt has another producer.
+            raise Undelivered("the producer is closed")
         if self._thread is None:
             loop = asyncio.get_running_loop()
             self._thread = Thread(target=self._poll, args=(loop,), name="kafka")
@@ -287,7 +290,8 @@ class _Producer:
         await self.close()
 
     async def close(self) -> None:
-        """Close the producer. Messages in flight are answered with a fault."""
+        """Close the producer. Messages in flight are answered with a fault, and none is taken any more."""
+        self._is_closed = True
         await asyncio.to_thread(self._producer.purge)
         self._is_closing = True
         if self._thread is not None:
