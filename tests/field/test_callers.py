@@ -712,25 +712,6 @@ def test_functions_of_a_former_edition_are_replaced(roles: Roles) -> None:
     assert initialise(outbox.settings()) == []
 
 
-def test_both_databases_ask_alike_who_calls() -> None:
-    """The target may be another database than the outbox's: what both have is the same text."""
-    folder = migrations.sql_directory()
-    one, other = (
-        re.search(
-            r"^-- Who calls\..*?^revoke all on function relay\.replace_functions.*?$",
-            text,
-            re.S | re.M,
-        )
-        for text in (
-            (folder / "target" / "004_queues.sql").read_text(),
-            (folder / "outbox" / "002_schedules.sql").read_text(),
-        )
-    )
-    assert one is not None
-    assert other is not None
-    assert one[0] == other[0]
-
-
 def test_no_function_asks_who_opened_the_session() -> None:
     for side in ("source", "outbox", "target", "inbox"):
         for file in migrations.files(side):  # type: ignore[arg-type]

@@ -340,7 +340,7 @@ def test_functions_run_as_a_role_that_can_do_just_what_they_do(outbox: Outbox) -
             "reschedule",
         ),
         *("retry", "run_schedule", "seek", "share_lanes", "subscribers_of", "take", "take_witness"),
-        *("tick", "watch_queue"),
+        *("tick", "watch_log", "watch_queue"),
     ]
     assert outbox.column(
         "select distinct pg_get_userbyid(proowner)::text from pg_proc"

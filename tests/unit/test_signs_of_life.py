@@ -23,6 +23,7 @@ class Session:
     """A connection in which a sign of life is in flight, after which its status is `then`."""
 
     broken = False
+    _adapters = None
 
     def __init__(self, then: TransactionStatus) -> None:
         self.lock = Lock()
