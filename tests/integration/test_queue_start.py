@@ -316,7 +316,7 @@ class Publishers:
     """Threads that publish until they are stopped, each for hosts of its own, in transactions of all kinds."""
 
     def __init__(self, outbox: Outbox, chance: random.Random, count: int = 3) -> None:
-        self._dsn = outbox.relay_dsn
+        self._dsn = outbox.publisher_dsn
         self._stopping = Event()
         seeds = [chance.random() for _ in range(count)]
         self._threads = [
