@@ -135,10 +135,15 @@ def route_to(queue: DeclaredQueue, match: dict[str, Any]) -> Route:
     return route
 
 
-def stop(conn: psycopg.Connection[Any], group: str, fault: QueueFault) -> None:
-    """Stop a queue that is not stopped, and say so. Raises psycopg.Error."""
-    if queues.stop(conn, group, fault.queue.id, str(fault)):
+def stop(conn: psycopg.Connection[Any], group: str, fault: QueueFault) -> bool:
+    """Stop a queue that is not stopped, and say so; returns False if it is to be stopped again later.
+
+    Raises psycopg.Error.
+    """
+    stopped = queues.stop(conn, group, fault.queue.id, str(fault))
+    if stopped:
         log.error(
             "a queue is stopped: no more events of the log go into it until it is declared otherwise or rebuilt",
             extra={"queue": fault.queue.name, "fault": str(fault)},
         )
+    return stopped is not None

@@ -70,6 +70,8 @@ class Filling:
         self._queue = queue
         self._conditions = conditions or Conditions(FIELDS)
         self._faults: dict[tuple[int, int], QueueFault] = {}
+        self._to_stop: dict[int, QueueFault] = {}
+        """The queues that lack events and could not be stopped, whatever they are declared to be meanwhile."""
 
     def configure(self, conn: Connection) -> None:
         """Do nothing: the tables are relay's own."""
@@ -126,7 +128,7 @@ class Filling:
                     if not stops:
                         raise fault
                     self._faults[fault.queue.id, declared.revision] = fault
-                    stop(conn, declared.group, fault)
+                    self._stop(conn, declared, fault)
                 if not messages:
                     continue
             if not filled:
@@ -152,9 +154,16 @@ class Filling:
             for _, queue in messages
             if (fault := self._faults.get((queue.id, declared.revision))) is not None
         }
-        for number in sorted(found):
-            stop(conn, declared.group, found[number])
+        faults = {**self._to_stop, **found}
+        for number in sorted(faults):
+            self._stop(conn, declared, faults[number])
         return [message for message in messages if message[1].id not in found]
+
+    def _stop(self, conn: Connection, declared: Declared, fault: QueueFault) -> None:
+        if stop(conn, declared.group, fault):
+            self._to_stop.pop(fault.queue.id, None)
+        else:
+            self._to_stop[fault.queue.id] = fault
 
 
 def _fields_of(key: str) -> tuple[str, ...]:

@@ -142,11 +142,20 @@ def stopped(conn: psycopg.Connection[Any], group: str) -> list[tuple[str, dateti
     ).fetchall()
 
 
-def stop(conn: psycopg.Connection[Any], group: str, queue: int, why: str) -> bool:
+def stop(conn: psycopg.Connection[Any], group: str, queue: int, why: str) -> bool | None:
     """Put no more events of the log into a queue, until it is declared otherwise or rebuilt; returns whether any went.
 
-    Raises psycopg.Error.
+    None if it is to be asked again, since another session declares a queue of the group now: who commits the events of
+    all does not wait for it. Raises psycopg.Error.
     """
+    free = conn.execute(
+        "select from relay.queues as q join relay.queue_revisions as r on r.group_id = q.group_id where q.id = %s"
+        " for update of q, r skip locked",
+        (queue,),
+    ).rowcount
+    if not free:
+        is_there = conn.execute("select from relay.queues where id = %s", (queue,)).rowcount > 0
+        return None if is_there else False
     stopped = conn.execute(
         "update relay.queues set stopped_at = clock_timestamp(), fault = %s where id = %s and stopped_at is null",
         (why, queue),

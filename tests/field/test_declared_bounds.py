@@ -210,6 +210,31 @@ def test_a_lock_of_the_table_takes_no_condition_s_time(outbox: Outbox) -> None:
     outbox.assert_exact()
 
 
+@pytest.mark.parametrize("declared", ["slow", "large"])
+def test_a_declaration_that_is_open_holds_back_nobody(outbox: Outbox, declared: str) -> None:
+    """What stops a queue waited for its row, or for the revision of all queues.
+
+    graphile/worker#121, oban-bg/oban#493: all wait for one client's lock; pikkujs/pikku#1360: idle in transaction.
+    """
+    _declare_conditions(outbox.worker)
+    with relaying(outbox.settings()), psycopg.connect(outbox.worker_dsn) as worker:
+        outbox.publish(host(1), event(1))
+        outbox.wait_handled()
+        worker.execute(
+            'select relay.declare_queue(%s, "where" => %s)', (declared, "$.payload.amount >= 3")
+        )
+        outbox.publish(host(1), event(0, **MANY))
+        for number in range(2, 6):
+            outbox.publish(host(number), event(number))
+        wait_until(lambda: outbox.value("select count(*) from projection") == 6)
+        wait_until(lambda: _in_queue(outbox, "large") == ["2", "3", "4", "5"])
+        worker.rollback()
+        outbox.publish(host(6), event(6))
+        stopped = "select count(*) from relay.queues where stopped_at is not null"
+        wait_until(lambda: outbox.value(stopped) == 2)
+    outbox.assert_exact()
+
+
 def test_a_fill_with_a_condition_that_takes_too_long_goes_on_when_that_is_another(
     outbox: Outbox,
 ) -> None:
