@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
@@ -29,6 +29,8 @@ _SUCCESSES_OF_ONE = 20
 """How many successes weigh as much as one dead letter where the limit is `gradual`."""
 _MOST_IN_A_ROW = 10
 """After so many faults of the target in a row, no other transaction of the handler is worth a time-out."""
+_SECONDS_OF_ONE = 6.0
+"""How long such a fault takes. One that takes longer counts as several: others wait a minute, not ten time-outs."""
 
 
 class FailureLimit:
@@ -62,11 +64,11 @@ class FailureLimit:
         self._counts: dict[str, tuple[str, float]] = {
             name: (each.fault, each.deaths) for name, each in self.streaks.items()
         }
-        self._of_target: Counter[str] = Counter()
+        self._of_target: defaultdict[str, float] = defaultdict(float)
 
-    def failed(self, handler: str) -> None:
+    def failed(self, handler: str, seconds: float) -> None:
         """Count a transaction that a handler could not apply for a fault of the target, such as a time-out."""
-        self._of_target[handler] += 1
+        self._of_target[handler] += max(1.0, seconds / _SECONDS_OF_ONE)
 
     def gives_up(self, handlers: Iterable[str]) -> bool:
         """Whether one of the handlers has had such faults with many transactions in a row."""

@@ -73,13 +73,14 @@ Histories = Mapping[int, AttemptHistory]
 class HandlerFailed(Exception):
     """A handler raised; the reason is the cause.
 
-    `suspect` is the name of the transaction if it was tried alone.
+    `suspect` is the name of the transaction if it was tried alone, and `seconds` is how long that took.
     """
 
     def __init__(self, handler: handlers.Handler) -> None:
         super().__init__(handler.name)
         self.handler = handler
         self.suspect: str | None = None
+        self.seconds = 0.0
 
 
 class HandlingMode(Enum):
@@ -452,13 +453,14 @@ class HandlerRunner:
         known = trial.known.get(name) if trial is not None and name is not None else None
         if known is not None and known.handler.name in portion.parts:
             return known
+        began = time.monotonic()
         try:
             with conn.transaction(_savepoint()):
                 self._call(conn, portion.parts, check_constraints=True)
         except HandlerFailed as failure:
             reason = reason_of(failure)
             _require_open(conn, failure.handler, reason)
-            failure.suspect = name
+            failure.suspect, failure.seconds = name, time.monotonic() - began
             if ends_session(reason) or not self._can_isolate(failure):
                 raise
             return failure
@@ -485,7 +487,7 @@ class HandlerRunner:
             if not self._settings.handlers[name].reliable:
                 self._note_loss(name, reason, alone.transactions[0].transaction_id)
                 return self._isolated(conn, alone.without(name), limit, 1)
-            limit.failed(name)
+            limit.failed(name, failure.seconds)
             return {0: DeadLetter(name, reason)}
         if not self._is_deferred(failure) and limit.require(name, reason, alone.transactions[0]):
             return {0: RetryLater(name, reason, LONGEST_WAIT_SECONDS)}

@@ -15,6 +15,7 @@ import pytest
 
 from relay.config.settings import Settings
 from relay.model.events import Transaction
+from relay.pipeline import failure_limit
 from relay.runtime.timed import MOST_UNENDED
 from relay.spark.session import Session
 from tests.callables import record
@@ -129,6 +130,22 @@ def test_what_is_not_reliable_skips_the_call_and_nothing_else(outbox: Outbox, ho
     assert not MAY_END.is_set()
     assert outbox.value("select count(*) from relay.deferred") == 0
     assert outbox.value("select count(*) from relay.dead_letter_queue") == 0
+
+
+def test_a_function_that_always_hangs_holds_others_back_for_a_minute(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eleven time-outs of 30 s, one after the other: TheHive-Project/Cortex#410, pools full of what hangs."""
+    monkeypatch.setattr(failure_limit, "_SECONDS_OF_ONE", 0.1)
+    for number in range(1, 9):
+        outbox.publish(host(number), event(number, "slow", aggregate_id="waits"))
+    outbox.publish(host(9), event(9))
+    outbox.drain(settings(outbox))
+    assert outbox.column("select amount::int from projection") == [9]
+    # Half a second counts as five: two of them are tried, and the others later.
+    tried = "select count(*) from relay.deferred where reason is not null"
+    assert outbox.value(tried) == 2
+    assert outbox.value("select count(*) from relay.deferred") == 8
 
 
 def test_a_limit_is_for_each_transaction(outbox: Outbox) -> None:
