@@ -6,7 +6,6 @@ Reports of users of comparable systems are named where they are tried. Declarati
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from relay.admin.readers import listed as readers_listed
 from relay.model import exact_json
 from relay.model.json_fields import json_fields
 from relay.queues import conditions
-from relay.store import migrations, schedules
+from relay.store import schedules
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import running
 
@@ -119,18 +118,6 @@ def test_a_condition_is_bounded_when_it_is_declared(
                 f'select relay.{call}"where" => %s, params => %s::jsonb)'.encode(),
                 (where, params),
             )
-
-
-def test_the_path_of_a_condition_is_read_alike_in_both_databases() -> None:
-    """The target may be another database than the outbox's: the functions that both have are the same text."""
-    folder = migrations.sql_directory()
-    target = (folder / "target" / "004_queues.sql").read_text()
-    outbox = "".join(file.read_text() for file in migrations.files("outbox"))
-    for name in ("require_bounded", "condition_path"):
-        (text,) = re.findall(
-            rf"create or replace function relay\.{name}\(.*?\n\$\$;\n", target, re.S
-        )
-        assert text in outbox
 
 
 SLOW = """
