@@ -84,7 +84,12 @@ def create_app(settings: Settings, api: ApiSettings) -> FastAPI:
     app.state.turns = Turns()
     app.state.history = LogHistory(settings)
     app.state.streams = Streams(
-        settings, api, app.state.database, app.state.callers, app.state.history
+        settings,
+        api,
+        app.state.database,
+        app.state.callers,
+        app.state.history,
+        app.state.turns,
     )
     app.state.intake = Intake(settings)
     app.state.responses = dict.fromkeys(("2xx", "3xx", "4xx", "5xx"), 0)

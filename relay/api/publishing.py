@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from http import HTTPStatus
 from threading import Lock
 from typing import Annotated, Any
@@ -308,7 +309,8 @@ async def _reply(
     watcher = asyncio.create_task(_watch(request, waiter))
     try:
         async with asyncio.timeout_at(until):
-            await waiter.wait(streams.read, streams.waiters.condition)
+            read = partial(streams.read, waiter.filter.caller)
+            await waiter.wait(read, streams.waiters.condition)
     except TimeoutError:
         pass
     finally:

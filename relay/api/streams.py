@@ -29,6 +29,7 @@ from relay.api.filters import ReadFilter
 from relay.api.positions import LogHistory, read_kept
 from relay.api.replies import Waiter, Waiters
 from relay.api.tail import Tail
+from relay.api.turns import Turns
 from relay.config.settings import ApiSettings, Settings
 from relay.model.snapshots import Snapshot
 from relay.store import log_pages
@@ -118,6 +119,7 @@ class Streams:
         database: ApiDatabase,
         callers: Callers,
         history: LogHistory,
+        turns: Turns,
     ) -> None:
         self.database = database
         self.history = history
@@ -129,6 +131,7 @@ class Streams:
         self.waiters = Waiters()
         """The requests that wait for an answer, which count as clients."""
         self._callers = callers
+        self._turns = turns
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tail = Tail(
             settings,
@@ -237,14 +240,15 @@ class Streams:
             return None
         return position
 
-    async def read(self, act: Callable[..., T], *arguments: Any) -> T:
-        """Run a function with a session of the database, in a thread."""
+    async def read(self, caller: TokenCaller, act: Callable[..., T], *arguments: Any) -> T:
+        """Run a function with a session of the database, in a thread, when it is the turn of a token."""
 
         def with_session() -> T:
             with self.database.connection() as conn:
                 return act(conn, *arguments)
 
-        return await to_thread.run_sync(with_session, limiter=self._readers)
+        async with self._turns.turn(caller):
+            return await to_thread.run_sync(with_session, limiter=self._readers)
 
     def close(self) -> None:
         """End all streams, and the tail. Safe in any thread."""
@@ -387,7 +391,7 @@ class EventStream(Response):
         if self._start is None:
             return None
         try:
-            return await self._streams.read(self._refusal_at, self._start)
+            return await self._streams.read(self._wanted.caller, self._refusal_at, self._start)
         except FAULTS as error:
             return public_refusal_of(error)
 
@@ -432,7 +436,7 @@ class EventStream(Response):
             await self._write(f"id: {reached}\n\n".encode())
 
     async def _send_page(self, after: LogPosition, until: Snapshot | None) -> _Read:
-        page = await self._streams.read(self._read_page, after, until)
+        page = await self._streams.read(self._wanted.caller, self._read_page, after, until)
         await self._send_read(page)
         if page.events:
             # Also if nothing matches, the client is further now.

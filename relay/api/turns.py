@@ -12,28 +12,42 @@ from starlette.exceptions import HTTPException
 
 from relay.api.callers import Reading, TokenCaller
 
-AT_ONCE = 4
-"""How many requests of a token use the databases at once: half of the sessions, and fewer of the threads."""
+AT_ONCE = 3
+"""How many requests and streams of a token read the databases at once: fewer than there are sessions, and readers."""
 MOST_REQUESTS = 50
-"""How many requests of a token there are at most, with those that wait: half of those that the server takes."""
+"""How many requests of a token there are at most, with those that wait, beside its streams: half of all."""
 RETRY_SECONDS = 1
 
 
 @dataclass(slots=True)
 class _OfToken:
+    users: int = 0
     requests: int = 0
     room: Semaphore = field(default_factory=lambda: Semaphore(AT_ONCE))
 
 
 class Turns:
-    """The turns of all tokens that have requests. Of the event loop."""
+    """The turns of all tokens that use the databases. Of the event loop."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, _OfToken] = {}
 
     @asynccontextmanager
     async def turn(self, caller: TokenCaller) -> AsyncIterator[None]:
-        """Wait for a turn of a token; the block has it. Raises HTTPException (429) if too many wait."""
+        """Wait for a turn of a token; the block has it."""
+        own = self._tokens.setdefault(caller.id, _OfToken())
+        own.users += 1
+        try:
+            async with own.room:
+                yield
+        finally:
+            own.users -= 1
+            if not own.users:
+                del self._tokens[caller.id]
+
+    @asynccontextmanager
+    async def request(self, caller: TokenCaller) -> AsyncIterator[None]:
+        """Have a turn of a token for a request. Raises HTTPException (429) if too many wait."""
         own = self._tokens.setdefault(caller.id, _OfToken())
         if own.requests >= MOST_REQUESTS:
             raise HTTPException(
@@ -43,17 +57,15 @@ class Turns:
             )
         own.requests += 1
         try:
-            async with own.room:
+            async with self.turn(caller):
                 yield
         finally:
             own.requests -= 1
-            if not own.requests:
-                del self._tokens[caller.id]
 
 
 async def _turn(request: Request, caller: Reading) -> AsyncIterator[None]:
     turns: Turns = request.app.state.turns
-    async with turns.turn(caller):
+    async with turns.request(caller):
         yield
 
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from relay.api import callers, events, filters, turns
+from relay.api import callers, events, filters, streams, turns
 from relay.api import server as server_of_api
 from relay.config.settings import Address
 from relay.console import server as server_of_console
@@ -27,8 +27,8 @@ from relay.intake.messages import MOST_VALUES, MessageReader, TooMany
 from relay.observe import server as observe_server
 from relay.observe.server import MOST_CLIENTS, listen
 from tests import console
-from tests.api import authorized, new_token, served, settings_of
-from tests.outbox import Outbox, wait_until
+from tests.api import Source, authorized, new_token, served, settings_of
+from tests.outbox import Outbox, event, host, wait_until
 
 
 @contextmanager
@@ -256,6 +256,42 @@ def test_requests_of_one_token_keep_no_other_waiting(
 
         try:
             asyncio.run(work())
+        finally:
+            slow.set()
+
+
+def test_streams_of_one_token_keep_no_other_waiting(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """240 that caught up made another one wait for five seconds instead of 0.1 s for each of its pages."""
+    slow = threading.Event()
+    asked: list[None] = []
+    read_page = streams.EventStream._read_page
+
+    def reading(self: streams.EventStream, conn: Any, after: Any, until: Any) -> Any:
+        if self._wanted.caller.name == "mallory":
+            asked.append(None)
+            assert slow.wait(60)
+        return read_page(self, conn, after, until)
+
+    monkeypatch.setattr(streams.EventStream, "_read_page", reading)
+    settings = settings_of(outbox)
+    outbox.publish(host(1), event())
+    with served(settings) as address:
+        mallory, token = new_token(settings, "mallory"), new_token(settings)
+        place = urlsplit(address)
+        head = (
+            "GET /v1/events/stream?after=beginning HTTP/1.1\r\nHost: x\r\n"
+            f"Authorization: Bearer {mallory}\r\n\r\n"
+        )
+        try:
+            assert place.hostname is not None
+            assert place.port is not None
+            with _connections(place.hostname, place.port, 20, head.encode()):
+                wait_until(lambda: len(asked) == turns.AT_ONCE, 20)
+                with Source(address, token, after="beginning") as source:
+                    assert len(source.take(1)) == 1
+                assert len(asked) == turns.AT_ONCE
         finally:
             slow.set()
 
