@@ -1313,6 +1313,13 @@ begin
     -- Waits for the portion that a fill from the log has in flight.
     delete from relay.queue_fills as f where f.queue_id = q.id;
     delete from relay.queue_fill_deferred as f where f.queue_id = q.id;
+    -- Waits for the workers that have messages, as long as these work. Tasks go on meanwhile: few messages are left for what is below.
+    for pass in 1..10 loop
+        delete from relay.queue_dead_letters as d where d.queue_id = q.id;
+        delete from relay.queue_done as d where d.queue_id = q.id;
+        delete from relay.queue_messages as m where m.queue_id = q.id;
+        exit when not found;
+    end loop;
     -- A task that read the queues before has the lock of its partitions until its messages are there.
     perform from relay.group_partitions as p where p.group_id = whose order by p.partition_id for update;
     delete from relay.queues as u where u.id = q.id;
