@@ -308,7 +308,14 @@ def test_what_spark_waits_for_is_told(
 ) -> None:
     """A master that is frozen, or a port where nobody listens: after a minute, "Spark has not started"."""
     waits_for_executors(broken, monkeypatch)
-    monkeypatch.setattr(session, "_open", lambda _: wait_until(lambda: not broken.is_set()))
+    opened = session._open
+
+    def wait_and_open(settings: SparkSettings) -> Any:
+        wait_until(lambda: not broken.is_set())
+        return opened(settings)
+
+    monkeypatch.setattr(session, "_open", wait_and_open)
+    sessions = []
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         away = f"127.0.0.1:{free_port()}"
         here = f"127.0.0.1:{frozen.getsockname()[1]}"
@@ -320,12 +327,15 @@ def test_what_spark_waits_for_is_told(
             if "master" in given:
                 given["conf"] = {"spark.authenticate": "false"}
             late = Session(SparkSettings.model_validate(given))
+            sessions.append(late)
             late.start()
             fault = f"Spark has not started for 0 s: {address} {why}"
             wait_until(lambda late=late: late.condition.fault is not None)  # type: ignore[misc]
             assert late.condition.fault is not None
             assert late.condition.fault.fault == fault
     broken.clear()
+    # Otherwise their threads would go on with what is no longer replaced, and end the shared session.
+    wait_until(lambda: all(each.is_ready for each in sessions))
 
 
 def test_groups_that_share_a_spark_session_show_it_alike(outbox: Outbox) -> None:
