@@ -30,13 +30,10 @@ _REMOVE = """
                                          'keep_reader', 'watch_log', 'log_is_quiet', 'wake_readers', 'expire_readers',
                                          'share_lanes', 'move_reader', 'reader_names', 'log_reader', 'log_start',
                                          'log_origin', 'log_position', 'present_history', 'require_history',
-                                         'lane_condition', 'event_satisfies', 'event_condition', 'condition_path',
+                                         'lane_condition', 'event_satisfies', 'event_condition',
                                          'match_condition', 'glob_expression', 'declare_subscriber', 'subscribers_of',
                                          'drop_subscriber', 'expire_subscribers', 'event_texts',
-                                         'next_transactions', 'read_log', 'require_bounded')
-                   -- The queues of a group in the same database have these, too.
-                   and not (p.proname in ('condition_path', 'require_bounded')
-                            and to_regclass('relay.queues') is not null) loop
+                                         'next_transactions', 'read_log') loop
             execute format('drop function %s', each);
         end loop;
     end
@@ -54,7 +51,7 @@ _REMOVE = """
 
 def install() -> list[str]:
     """Return the scripts in order. Each has several statements, and may be run again."""
-    return [script for side in ("source", "outbox") for script in _scripts(side)]
+    return [script for folder in ("source", "both", "outbox") for script in _scripts(folder)]
 
 
 def install_inbox() -> str:
@@ -67,13 +64,13 @@ def remove_inbox() -> str:
     return "drop table if exists relay.inbox"
 
 
-def _scripts(side: str) -> list[str]:
+def _scripts(folder: str) -> list[str]:
     package = Path(__file__).resolve().parent.parent
     shipped = package / "sql"
-    folder = shipped if shipped.is_dir() else package.parent / "sql"
+    folders = shipped if shipped.is_dir() else package.parent / "sql"
     return [
         _PIN_PATH + file.read_text(encoding="utf-8") + _USERS_PATH
-        for file in sorted((folder / side).glob("*.sql"))
+        for file in sorted((folders / folder).glob("*.sql"))
     ]
 
 

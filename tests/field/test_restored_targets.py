@@ -77,9 +77,12 @@ def test_batches_of_one_target_are_of_one_application(outbox: Outbox, tmp_path: 
 def test_a_restored_table_is_another_application(
     outbox: Outbox, tmp_path: Path, empty: LiteralString
 ) -> None:
-    """The dump fills another table of the same name, or the one that is there once it was emptied."""
+    """The dump fills another table of the same name, or the one that is there once it was emptied.
+
+    Who restores it is a superuser here.
+    """
     sink = Sink(tmp_path)
-    with connect(outbox.relay_dsn) as target:
+    with connect(outbox.superuser_dsn) as target:
         sink.write(target, "a")
         target.execute("create table public.saved as select * from relay.spark_batches")
         sink.write(target, "b")
