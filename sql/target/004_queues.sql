@@ -1071,7 +1071,7 @@ $$;
 -- Declares a queue: the events of the log that match go into it, from the first that is published after this transaction has
 -- committed; with `start`, from an earlier one on: beginning, which is the oldest that is there, a c_offset, or a time. `start` counts
 -- when the queue is made: relay.rebuild_queue fills one that is there again. Returns whether anything changed; a second call with the same arguments changes nothing, and writes nothing. It does not
--- touch what is in the queue, nor whether it is paused. `where` is a path of SQL/JSON into a message, such as
+-- touch what is in the queue, nor whether it is paused, nor, without `workers`, whose it is: of who declared it first. `where` is a path of SQL/JSON into a message, such as
 -- '$.payload.amount >= $least', with its variables in `params`; it is true where it yields anything but false or null first.
 -- A queue that relay has stopped, for it could not evaluate its match or `where`, is filled again from a call that changes something
 -- on; relay.rebuild_queue brings what it has missed. Only members of relay may call it with `configured`.
@@ -1178,6 +1178,8 @@ begin
         raise insufficient_privilege using
             message = format('the queue %L is that of the role %I: only its members may declare it', former.name, former.workers);
     end if;
+    -- An operator who declares it, or a member of its role, does not take it from those who work it.
+    owner := coalesce(declare_queue.workers, former.workers);
     if former.group_id <> whose then
         raise invalid_parameter_value using
             message = format('relay.declare_queue: the queue %L is filled by the group %L: drop it first', former.name,

@@ -197,6 +197,21 @@ def test_a_lock_of_the_table_takes_no_condition_s_time(outbox: Outbox) -> None:
     outbox.assert_exact()
 
 
+@pytest.mark.parametrize("who", ["relay_dsn", "installer_dsn", "superuser_dsn"])
+def test_an_operator_who_declares_a_queue_otherwise_leaves_it_to_its_workers(
+    outbox: Outbox, who: str
+) -> None:
+    """As the runbook of a queue that is stopped says: it was the operator's then, and its workers were refused."""
+    outbox.worker.execute("select relay.declare_queue('mail', '{}')")
+    with psycopg.connect(getattr(outbox, who), autocommit=True) as conn:
+        conn.execute("select relay.declare_queue('mail', '{\"event_type\": \"order.*\"}')")
+    with relaying(outbox.settings()):
+        outbox.publish(host(1), event(1))
+        outbox.wait_handled()
+    assert outbox.worker.column("select payload->>'amount' from relay.take('mail')") == ["1"]
+    assert outbox.worker.value("select relay.declare_queue('mail', '{}')")
+
+
 @pytest.mark.parametrize("declared", ["slow", "large"])
 def test_a_declaration_that_is_open_holds_back_nobody(outbox: Outbox, declared: str) -> None:
     """What stops a queue waited for its row, or for the revision of all queues.
