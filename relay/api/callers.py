@@ -49,7 +49,8 @@ _USE_SECONDS = 60.0
 class TokenCaller:
     """The holder of a token, and what the token gives a right to. `id` is that of the token.
 
-    `hosts` are ids as PostgreSQL prints them, or `*`, `types` are globs.
+    `hosts` are ids as PostgreSQL prints them, or `*`, `types` are globs. `sender` is a secret of all tokens of a name,
+    one after the other.
     """
 
     id: int
@@ -58,9 +59,10 @@ class TokenCaller:
     hosts: frozenset[str]
     types: tuple[str, ...]
     expires_at: datetime | None
+    sender: str
 
     @classmethod
-    def of(cls, row: TokenRow) -> TokenCaller:
+    def of(cls, row: TokenRow, sender: str) -> TokenCaller:
         """Return the caller of a token."""
         return cls(
             row.id,
@@ -69,6 +71,7 @@ class TokenCaller:
             frozenset(row.hosts),
             tuple(row.types),
             row.expires_at,
+            sender,
         )
 
     @property
@@ -199,13 +202,18 @@ class Callers:
         try:
             with self._database.connection() as conn:
                 found = api_tokens.valid(conn)
+                # Afterwards, so that each has its own.
+                senders = api_tokens.senders(conn)
                 self._note_use(conn, now)
         except FAULTS as error:
             self._fault = error, time.monotonic()
             self._condition.fails(describe(error))
             raise
         self._condition.works()
-        self._known = {digest: TokenCaller.of(row) for digest, row in found.items()}
+        self._known = {
+            digest: TokenCaller.of(row, senders.get(row.name, row.name))
+            for digest, row in found.items()
+        }
         self._read_at = time.monotonic()
 
     def _note_use(self, conn: Connection, now: float) -> None:

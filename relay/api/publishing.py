@@ -114,7 +114,7 @@ class Intake:
 
     async def read(self, body: bytes, caller: TokenCaller, key: str | None) -> IncomingEvents:
         """Read what a caller sends. Raises what `MessageReader.read` raises."""
-        id_of = () if key is None else (derived(caller.name, key),)
+        id_of = () if key is None else (derived(caller.sender, key),)
         arguments = (body, caller.may_see, *id_of)
         if len(body) > _ASIDE_BYTES:
             return await to_thread.run_sync(self.reader.read, *arguments, limiter=self._large)
@@ -198,7 +198,7 @@ async def publish(
         Header(
             min_length=1,
             max_length=_KEY_CHARACTERS,
-            description="Events without an id get ids that are derived from the token's name and this key: "
+            description="Events without an id get ids that are derived from the name's first token and this key: "
             "a repetition is not published again.",
         ),
     ] = None,

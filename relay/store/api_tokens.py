@@ -92,6 +92,18 @@ def valid(source: psycopg.Connection[Any]) -> dict[bytes, TokenRow]:
     return {row[0]: TokenRow(*row[1:]) for row in rows}
 
 
+def senders(source: psycopg.Connection[Any]) -> dict[str, str]:
+    """Read whose repetitions are the same, by the tokens' names: the digest of the first token of a name, which stays.
+
+    A name alone could be known to others, who would take the ids that are derived of it. Raises psycopg.Error.
+    """
+    return dict(
+        source.execute(
+            "select distinct on (name) name, encode(digest, 'hex') from relay.api_tokens order by name, id"
+        ).fetchall()
+    )
+
+
 def note_use(source: psycopg.Connection[Any], ids: Collection[int]) -> None:
     """Note that tokens are in use, where that was not noted within a minute. Raises psycopg.Error."""
     source.execute(

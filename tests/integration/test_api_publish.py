@@ -18,6 +18,7 @@ from relay.admin.check import examine
 from relay.admin.findings import Severity
 from relay.admin.tokens import revoke
 from relay.config.settings import Settings
+from relay.intake.messages import derived
 from relay.intake.writer import WAIT_SECONDS
 from relay.observe import api_counts
 from tests.api import API, authorized, new_token, served, settings_of
@@ -106,6 +107,24 @@ def test_a_key_is_of_its_token(outbox: Outbox, settings: Settings, address: str)
         token = new_token(settings, name, ["publish"])
         assert Publisher(address, token).post(placed(), "k").status_code == 202
     assert count(outbox) == 2
+
+
+def test_a_token_cannot_take_the_ids_of_another(
+    outbox: Outbox, settings: Settings, address: str
+) -> None:
+    """Whoever knew the name and the key could compute and publish them: the other's request then got 409."""
+    victim = Publisher(address, new_token(settings, "alice", ["publish"]))
+    (first,) = victim.post(placed(), "order 1").json()["ids"]
+    assert first != str(derived("alice", "order 1")(1))
+    stranger = Publisher(address, new_token(settings, "mallory", ["publish"]))
+    for key in ("order 2", "order 3"):
+        assert stranger.post(placed(id=str(derived("alice", key)(1)))).status_code == 202
+        assert victim.post(placed(), key).status_code == 202
+    # One that replaces it knows what its predecessor has sent.
+    revoke(settings, "alice", None)
+    later = Publisher(address, new_token(settings, "alice", ["publish"]))
+    answer = later.post(placed(), "order 1")
+    assert (answer.status_code, answer.json()["ids"]) == (200, [first])
 
 
 def test_every_fault_is_named(outbox: Outbox, shop: Publisher) -> None:

@@ -805,7 +805,7 @@ def test_the_former_schema_is_migrated(outbox: Outbox, tmp_path: Path, by: str) 
         Deferral({"host h1", "aggregate h1 t \n i"}),
         Deferral({"host "}, holds=False),
     )
-    file = migrations.files("target")[0]
+    file = migrations.sql_directory() / "target" / "001_target.sql"
     former = min(migrations.FORMER[migrations.name_of(file)])
     outbox.conn.execute(FORMER.encode())
     outbox.conn.execute(

@@ -49,7 +49,7 @@ def test_a_slow_loop_cuts_no_client_that_takes_and_one_that_does_not() -> None:
 
     async def scenario() -> None:
         streams = _streams()
-        caller = TokenCaller(1, "x", frozenset(["read"]), frozenset("*"), ("*",), None)
+        caller = TokenCaller(1, "x", frozenset(["read"]), frozenset("*"), ("*",), None, "")
         client = Client(ReadFilter(frozenset(), (), None, None, caller), lambda: None)
         streams._attached = {client.filter.key: {client}}
 
