@@ -504,7 +504,11 @@ def test_what_a_filter_leaves_out_is_read_once_and_a_trigger_runs_once(
 def test_a_column_that_is_added_beside_a_running_query_and_sessions_that_are_lost(
     spark: Any, outbox: Outbox, tmp_path: Path
 ) -> None:
-    writer = events(spark, outbox, reader="lake").select("id").writeStream.format("parquet")
+    writer = (
+        events(spark, outbox, dsn=outbox.relay_dsn, reader="lake")
+        .select("id")
+        .writeStream.format("parquet")
+    )
     writer = writer.option("path", str(tmp_path / "files"))
     query = writer.option("checkpointLocation", str(tmp_path / "checkpoint")).start()
     try:

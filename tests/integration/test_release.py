@@ -133,7 +133,7 @@ def test_the_wheel_with_its_dependencies_runs_the_service(
         assert found.returncode == 0, found.stderr
     applied = {
         f"{side}/{file.name}"
-        for side in ("source", "outbox", "target")
+        for side in ("source", "both", "outbox", "target")
         for file in (ROOT / "sql" / side).glob("*.sql")
     }
     with psycopg.connect(database) as conn:
