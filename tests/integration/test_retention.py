@@ -446,7 +446,7 @@ def test_a_spark_query_that_has_a_name_holds_its_events(
     def trigger() -> None:
         query = (
             spark.readStream.format("outbox")
-            .option("dsn", kept.jobs_dsn)
+            .option("dsn", kept.relay_dsn)
             .option("reader", "lake")
             .load()
             .writeStream.format("parquet")
