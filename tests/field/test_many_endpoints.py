@@ -333,7 +333,8 @@ def test_endpoints_that_work_are_forgotten_and_others_are_not(
     monkeypatch.setattr(endpoints, "MOST_IDLE", 100)
 
     async def test() -> None:
-        states = endpoint_states()
+        # However slow this is, it is not tried again meanwhile.
+        states = endpoint_states(circuit_breaker={"failures": 3, "cool_down": 60})
         await fails(states, 3)
         for number in range(1_000):
             states.succeeded(states.of(EndpointId(f"{number + 1:016x}", "http://a")), "host")
