@@ -499,6 +499,7 @@ def _trusting(topic: Topic, fronts: TlsFronts, trusted: Path) -> KafkaFeed:
 
 @contextmanager
 def _publishing(feed: KafkaFeed, outbox: Outbox) -> Iterator[BrokerIntake]:
+    outbox.let_handlers_publish()
     works = BrokerIntake(
         *("orders", feed, MessageReader(), outbox.relay_dsn, "shop", True),
         lambda result, messages: None,
