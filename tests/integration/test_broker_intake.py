@@ -171,6 +171,7 @@ def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
 
 
 def settings(outbox: Outbox, broker: Sender, **more: Any) -> Settings:
+    outbox.let_handlers_publish()
     section = {**broker.section, **more}
     return outbox.settings(intake={"orders": section}, unrouted="ignore", routes=[], handlers={})
 
