@@ -64,11 +64,6 @@ class Tail(Recurring):
         self.stopping.set()
         self.wanted.set()
 
-    def close(self) -> None:
-        """Let the thread end, and wait for that."""
-        self.stop()
-        super().close()
-
     def turn(self) -> float:
         """Read a page, or wait until there may be one."""
         if not self.wanted.is_set():

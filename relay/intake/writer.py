@@ -94,11 +94,6 @@ class CommitWriter(Recurring):
         with self._changed:
             self._changed.notify()
 
-    def close(self) -> None:
-        """Let the thread end after the commit in flight, and answer those that still wait."""
-        self.stop()
-        super().close()
-
     def turn(self) -> float:
         """Write the submissions that wait, or wait for one."""
         self._expire()

@@ -64,11 +64,6 @@ class RetryWorker(Recurring):
         self.stopping.set()
         self._wakes.set()
 
-    def close(self) -> None:
-        """Let the thread end after the retry in flight, and wait for that."""
-        self.stop()
-        super().close()
-
     def turn(self) -> float:
         """Wait until something may be due, and retry it; returns the seconds until the next call."""
         self._wakes.wait(self._pause)

@@ -235,8 +235,9 @@ class Recurring(Part):
         self._thread.start()
 
     def close(self) -> None:
-        """Let the thread end after the call in flight, and wait for that."""
+        """Let the thread end after the call in flight, and wait for that; `stop` ends what `turn` itself waits for."""
         self.stopping.set()
+        self.stop()
         self.join(self._close_seconds)
 
     def join(self, seconds: float) -> None:

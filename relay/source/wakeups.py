@@ -42,11 +42,6 @@ class ReaderWakeups(Recurring):
         self.stopping.set()
         self._committed.set()
 
-    def close(self) -> None:
-        """Let the thread end, and wait for that."""
-        self.stop()
-        super().close()
-
     def turn(self) -> float:
         """Wait for a commit, and notify the readers."""
         self._committed.wait()
