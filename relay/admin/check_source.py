@@ -179,7 +179,7 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
 
 def _api(conn: Connection, settings: Settings) -> Iterator[Finding]:
     """Check what the HTTP API needs of the source. Nothing of that keeps relay from starting."""
-    rights = {right for token in api_tokens.valid(conn).values() for right in token.rights}
+    rights = {right for token, _ in api_tokens.valid(conn).values() for right in token.rights}
     if not rights:
         yield Finding(
             Severity.WARNING,

@@ -202,18 +202,13 @@ class Callers:
         try:
             with self._database.connection() as conn:
                 found = api_tokens.valid(conn)
-                # Afterwards, so that each has its own.
-                senders = api_tokens.senders(conn)
                 self._note_use(conn, now)
         except FAULTS as error:
             self._fault = error, time.monotonic()
             self._condition.fails(describe(error))
             raise
         self._condition.works()
-        self._known = {
-            digest: TokenCaller.of(row, senders.get(row.name, row.name))
-            for digest, row in found.items()
-        }
+        self._known = {digest: TokenCaller.of(*token) for digest, token in found.items()}
         self._read_at = time.monotonic()
 
     def _note_use(self, conn: Connection, now: float) -> None:

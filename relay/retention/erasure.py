@@ -11,8 +11,10 @@ from psycopg import sql
 
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
+from relay.model.events import Lsn
 from relay.retention import reader_positions
 from relay.runtime import reporting
+from relay.source.server import current_position
 from relay.source.stream.slot import slot_state
 from relay.store import actions, locks
 from relay.store.connections import Connection
@@ -124,10 +126,10 @@ def _await_slot(
 
     With mode wal no snapshot says what of the host it still brings.
     """
-    row = source.execute("select pg_current_wal_insert_lsn()::text").fetchone()
+    end = current_position(source).lsn
     for second in range(_SLOT_SECONDS):
         slot = slot_state(source, settings.source.slot)
-        if row is None or slot is None or _has_passed(source, slot.confirmed_flush_lsn, row[0]):
+        if slot is None or Lsn.parse(slot.confirmed_flush_lsn or "0/0") >= end:
             return
         if not slot.active:
             break
@@ -137,11 +139,6 @@ def _await_slot(
         f"--host: the slot {settings.source.slot!r} may still bring events of {host}, which --force cannot remove: let "
         "relay apply them, or stop it and move the group past them with `relay offsets seek`, and run this again"
     )
-
-
-def _has_passed(source: Connection, confirmed: str | None, position: str) -> bool:
-    row = source.execute("select %s::pg_lsn >= %s::pg_lsn", (confirmed, position)).fetchone()
-    return row is not None and row[0] is True
 
 
 def _in_other_slots(
@@ -189,13 +186,13 @@ def _declared(
         select name from relay.{} where {} or strpos(condition::text, to_json(%(host)s::text)::text) > 0 order by 1
     """
     either = sql.SQL("({} or {})").format(_names_host("match"), _names_host("params"))
-    places = [(target, "queues", "queue", "match")]
+    declared = [(target, "queues", "queue")]
     if settings.source.owns_table:
-        places.append((source, "log_readers", "reader", "match"))
-    for conn, table, kind, key in places:
+        declared.append((source, "log_readers", "reader"))
+    for conn, table, kind in declared:
         query = sql.SQL(statement).format(sql.Identifier(table), either)
         for (name,) in conn.execute(query, {"host": host}):
-            yield f"the {kind} {name}, whose {key} or where names the host"
+            yield f"the {kind} {name}, whose match or where names the host"
     if settings.source.owns_table:
         query = sql.SQL("select name from relay.schedules where {} order by 1").format(
             _names_host("publish")

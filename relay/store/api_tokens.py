@@ -83,25 +83,19 @@ def newest(source: psycopg.Connection[Any], limit: int, before: int | None) -> l
         ).fetchall()
 
 
-def valid(source: psycopg.Connection[Any]) -> dict[bytes, TokenRow]:
-    """Read the tokens that are neither revoked nor expired, by digest. Raises psycopg.Error."""
+def valid(source: psycopg.Connection[Any]) -> dict[bytes, tuple[TokenRow, str]]:
+    """Read the tokens that are neither revoked nor expired, by digest, each with the sender of its requests.
+
+    The sender is the same for all tokens of a name, one after the other, and a secret, which the name is not: the
+    digest of the first of them. Raises psycopg.Error.
+    """
     rows = source.execute(
-        f"select digest, {_COLUMNS} from relay.api_tokens"  # noqa: S608
+        f"select digest, {_COLUMNS}, sender from relay.api_tokens"  # noqa: S608
+        " join (select distinct on (name) name, encode(digest, 'hex') as sender"
+        " from relay.api_tokens order by name, id) as first using (name)"
         " where revoked_at is null and (expires_at is null or expires_at > now())"
     )
-    return {row[0]: TokenRow(*row[1:]) for row in rows}
-
-
-def senders(source: psycopg.Connection[Any]) -> dict[str, str]:
-    """Read whose repetitions are the same, by the tokens' names: the digest of the first token of a name, which stays.
-
-    A name alone could be known to others, who would take the ids that are derived of it. Raises psycopg.Error.
-    """
-    return dict(
-        source.execute(
-            "select distinct on (name) name, encode(digest, 'hex') from relay.api_tokens order by name, id"
-        ).fetchall()
-    )
+    return {digest: (TokenRow(*row), sender) for digest, *row, sender in rows}
 
 
 def note_use(source: psycopg.Connection[Any], ids: Collection[int]) -> None:

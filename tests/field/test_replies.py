@@ -400,7 +400,7 @@ def test_a_server_that_has_frozen_keeps_no_request(
     thawed = ThreadEvent()
     valid = api_tokens.valid
 
-    def read(conn: Connection) -> dict[bytes, TokenRow]:
+    def read(conn: Connection) -> dict[bytes, tuple[TokenRow, str]]:
         thawed.wait(60)
         return valid(conn)
 

@@ -60,7 +60,6 @@ def test_a_request_waits_once_for_the_tokens(
     clock = Clock()
     monkeypatch.setattr(callers, "time", clock)
     monkeypatch.setattr(api_tokens, "valid", lambda conn: {})
-    monkeypatch.setattr(api_tokens, "senders", lambda conn: {})
     tokens: Any = Callers(cast("ApiDatabase", Database()))
     tokens._lock = Turns(clock, seconds)
     began = clock.now
