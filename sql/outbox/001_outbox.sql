@@ -188,7 +188,7 @@ begin
         grant usage on schema public to relay_owner;
     end if;
     grant insert on public.outbox_message_t to relay_owner;
-    -- To the role that calls it: a file of the source that is applied again takes the functions from PUBLIC.
+    -- To the role that calls it: an administrator may take functions from PUBLIC.
     grant execute on function relay.max_event_bytes() to relay_owner;
     grant execute on function relay.with_cause(jsonb, jsonb, bigint), relay.hops_of(jsonb) to relay_owner;
     grant create on schema relay to relay_owner;

@@ -182,15 +182,9 @@ $set$;
 -- Where the installing role may not create roles (managed servers), the grants are left to the administrator, and the
 -- functions belong to the installing role.
 
-revoke all on all functions in schema relay from public;
-do $$
-begin
-    -- Of the outbox or the target in this database: whoever calls is asked who that is.
-    if to_regprocedure('relay.this_call()') is not null then
-        grant execute on function relay.this_call() to public;
-    end if;
-end
-$$;
+-- By name: others of the schema, of other files, are for everybody.
+revoke all on function relay.require_room(regclass, text, bigint), relay.attach(regclass, text),
+                       relay.set_gapless(regclass, text, boolean), relay.set_notify(regclass, boolean) from public;
 
 do $$
 declare

@@ -452,15 +452,13 @@ begin
 end
 $$;
 
-revoke all on all functions in schema relay from public;
-do $$
-begin
-    -- Of the outbox or the target in this database: whoever calls is asked who that is.
-    if to_regprocedure('relay.this_call()') is not null then
-        grant execute on function relay.this_call() to public;
-    end if;
-end
-$$;
+revoke all on function relay.retention_floor(text), relay.partitions(regclass), relay.retained_outbox(text),
+                       relay.is_held(text, regclass, text), relay.partition_name(regclass, timestamptz, interval),
+                       relay.add_partition(regclass, timestamptz, timestamptz, interval),
+                       relay.create_ahead(text, timestamptz, timestamptz), relay.enclose_default(text, timestamptz),
+                       relay.validate_default(text), relay.exchange_default(text, timestamptz), relay.add_default(regclass, text),
+                       relay.note_removed(text, xid8), relay.drop_partition(text, text, timestamptz),
+                       relay.delete_portion(text, timestamptz, int, xid8), relay.retain(regclass, text, text) from public;
 
 -- A schema that has outboxes already: functions that were written again have lost the rights of the outbox's owner.
 do $$

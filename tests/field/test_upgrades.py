@@ -70,6 +70,22 @@ def test_publishers_go_on_after_a_migration(outbox: Outbox, name: str) -> None:
         assert outbox.column("select state from relay.sinks") == ["new"]
 
 
+def test_what_is_everybodys_stays_so_after_a_migration(outbox: Outbox) -> None:
+    """Files of the source took from PUBLIC also the functions of others, such as witnesses where all may read an outbox."""
+    outbox.conn.execute(
+        "grant select on outbox_message_t to public; select relay.let_keep_positions('outbox_message_t')"
+    )
+    everybodys = (
+        "select p.oid::regprocedure::text from pg_proc as p, aclexplode(p.proacl) as a"
+        " where p.pronamespace = 'relay'::regnamespace and a.grantee = 0 order by 1"
+    )
+    before = outbox.column(everybodys)
+    assert {"relay.this_call()", "relay.holds_witness(uuid)"} <= set(before)
+    for name in ("source/001_source.sql", "source/002_retention.sql"):
+        outbox.conn.execute((migrations.sql_directory() / name).read_bytes())
+    assert outbox.column(everybodys) == before
+
+
 FORMER_POSITIONS = """
     create temporary table state as select * from relay.consumer_offsets;
     create temporary table notes as select * from relay.applied_commits;
