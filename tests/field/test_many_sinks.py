@@ -133,7 +133,8 @@ def test_many_sinks_that_poll_share_connections(outbox: Outbox, webhook: Webhook
             return len(webhook.accepted) >= 81 * MANY
 
         wait_until(is_delivered)
-    assert median(counts) <= 18
+    # One more than before relay noted witnesses.
+    assert median(counts) <= 17
     # There are short sessions, too.
     assert max(counts) <= 24
     assert set(webhook.ids().values()) == {MANY}

@@ -91,11 +91,11 @@ def test_idle_connections_keep_nobody_out_of_the_api(
     settings = settings_of(outbox, streams=5)
     with served(settings) as address:
         token = new_token(settings)
-        place = urlsplit(address)
-        assert place.hostname is not None
-        assert place.port is not None
+        url = urlsplit(address)
+        assert url.hostname is not None
+        assert url.port is not None
         for sent in (b"", b"GET /v1/events HTTP/1.1\r\nHost: x\r\n"):
-            with _connections(place.hostname, place.port, 60, sent):
+            with _connections(url.hostname, url.port, 60, sent):
                 for _ in range(5):
                     found = httpx.get(f"{address}/v1/events", headers=authorized(token), timeout=30)
                     assert found.status_code == 200, found.text
@@ -143,10 +143,10 @@ def test_half_sent_logins_keep_nobody_out_of_the_console(outbox: Outbox) -> None
     """
     settings = outbox.settings(observe=console.console_of())
     with console.served(settings) as address, ExitStack() as opened:
-        place = urlsplit(address)
+        url = urlsplit(address)
         for _ in range(3):
             for _ in range(server_of_console._REQUESTS):
-                each = opened.enter_context(socket.create_connection((place.hostname, place.port)))
+                each = opened.enter_context(socket.create_connection((url.hostname, url.port)))
                 each.settimeout(30)
                 each.sendall(_LOGIN)
                 assert each.recv(12) == b"HTTP/1.1 100"
@@ -164,13 +164,13 @@ def test_half_sent_events_keep_nobody_out_of_the_api(
     settings = settings_of(outbox, streams=5)
     with served(settings) as address, ExitStack() as opened:
         mallory, token = new_token(settings, "mallory", ["publish"]), new_token(settings)
-        place = urlsplit(address)
+        url = urlsplit(address)
         head = (
             f"POST /v1/events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {mallory}\r\n"
             "Content-Type: application/json\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n"
         )
         for _ in range(40):
-            each = opened.enter_context(socket.create_connection((place.hostname, place.port)))
+            each = opened.enter_context(socket.create_connection((url.hostname, url.port)))
             each.settimeout(30)
             each.sendall(head.encode())
             assert each.recv(12) == b"HTTP/1.1 100"
@@ -181,13 +181,13 @@ def test_half_sent_events_keep_nobody_out_of_the_api(
 def test_wrong_tokens_keep_nobody_out_of_the_api(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever guesses waits, and took a place of those who may come in: the right token had status 503."""
+    """Whoever guesses waits, and took the room of those who may come in: the right token had status 503."""
     monkeypatch.setattr(server_of_api, "_REQUESTS", 15)
     monkeypatch.setattr(callers, "_UNKNOWN_SECONDS", 60.0)
     settings = settings_of(outbox, streams=5)
     with served(settings) as address, ExitStack() as opened:
         token = new_token(settings)
-        place = urlsplit(address)
+        url = urlsplit(address)
         waiting: list[str] = []
         connected: list[socket.socket] = []
         find = callers.Callers.find
@@ -198,7 +198,7 @@ def test_wrong_tokens_keep_nobody_out_of_the_api(
 
         monkeypatch.setattr(callers.Callers, "find", finding)
         for n in range(1, 40):
-            each = opened.enter_context(socket.create_connection((place.hostname, place.port)))
+            each = opened.enter_context(socket.create_connection((url.hostname, url.port)))
             each.sendall(
                 f"GET /v1/events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer w{n}\r\n\r\n".encode()
             )
@@ -279,15 +279,15 @@ def test_streams_of_one_token_keep_no_other_waiting(
     outbox.publish(host(1), event())
     with served(settings) as address:
         mallory, token = new_token(settings, "mallory"), new_token(settings)
-        place = urlsplit(address)
+        url = urlsplit(address)
         head = (
             "GET /v1/events/stream?after=beginning HTTP/1.1\r\nHost: x\r\n"
             f"Authorization: Bearer {mallory}\r\n\r\n"
         )
         try:
-            assert place.hostname is not None
-            assert place.port is not None
-            with _connections(place.hostname, place.port, 20, head.encode()):
+            assert url.hostname is not None
+            assert url.port is not None
+            with _connections(url.hostname, url.port, 20, head.encode()):
                 wait_until(lambda: len(asked) == turns.AT_ONCE, 20)
                 with Source(address, token, after="beginning") as source:
                     assert len(source.take(1)) == 1
@@ -305,8 +305,8 @@ def test_a_client_that_goes_is_no_fault_of_the_console(
     """
     settings = outbox.settings(observe=console.console_of())
     with console.served(settings) as address:
-        place = urlsplit(address)
-        with socket.create_connection((place.hostname, place.port)) as conn:
+        url = urlsplit(address)
+        with socket.create_connection((url.hostname, url.port)) as conn:
             conn.sendall(_LOGIN)
             assert conn.recv(12) == b"HTTP/1.1 100"
         for _ in range(3):

@@ -71,7 +71,7 @@ def test_publishers_go_on_after_a_migration(outbox: Outbox, name: str) -> None:
 
 
 def test_what_is_everybodys_stays_so_after_a_migration(outbox: Outbox) -> None:
-    """Files of the source took from PUBLIC also the functions of others, such as witnesses where all may read an outbox."""
+    """Files of the source took from PUBLIC the functions of other files, too, such as those of witnesses."""
     outbox.conn.execute(
         "grant select on outbox_message_t to public; select relay.let_keep_positions('outbox_message_t')"
     )
