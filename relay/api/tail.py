@@ -19,6 +19,7 @@ from relay.config.settings import Settings
 from relay.runtime.parts import Condition, Recurring
 from relay.store.connections import SHORT_TIMEOUTS, Connection, connect, sessions_with
 from relay.store.log_pages import AheadOfServer, LogPosition, OutboxPage, PageSize
+from relay.waits import Backoff
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Tail(Recurring):
         self._conn: Connection | None = None
         self._position: LogPosition | None = None
         self._size = PageSize()
-        self._pause = _FIRST_PAUSE_SECONDS
+        self._pauses = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
 
     def stop(self) -> None:
         """End after the statement in flight."""
@@ -105,7 +106,7 @@ class Tail(Recurring):
             self._deliver(page)
             self._position = page.end
         if page.transactions:
-            self._pause = _FIRST_PAUSE_SECONDS
+            self._pauses.reset()
         else:
             self._wait(conn)
 
@@ -113,13 +114,12 @@ class Tail(Recurring):
         """Wait for the next poll, or until relay says that there were commits."""
         poll = select.poll()
         poll.register(conn.pgconn.socket, select.POLLIN)
-        self._pause = min(self._pause * 2, _LONGEST_PAUSE_SECONDS)
-        if not poll.poll(self._pause * 1000):
+        if not poll.poll(self._pauses.take() * 1000):
             return
         conn.pgconn.consume_input()
         while conn.pgconn.notifies() is not None:
             # What relay has seen in the WAL may become visible a moment later.
-            self._pause = _FIRST_PAUSE_SECONDS
+            self._pauses.reset()
 
     def _connect(self) -> Connection:
         with sessions_with({"statement_timeout": f"{_STATEMENT_SECONDS * 1000:.0f}"}):

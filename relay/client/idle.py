@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from relay.waits import Backoff
+
 _FIRST_PAUSE_SECONDS = 0.005
 """How long an idle worker waits before it asks again; the pause doubles each time, up to `poll`."""
 _FIRST_DELAY_SECONDS = 0.002
@@ -52,7 +54,7 @@ class Idle:
     def __init__(self, poll: float) -> None:
         """`poll` is the most seconds between two polls of the workers that share them, see `trust`."""
         self._poll = self.longest = poll
-        self._pause = min(_FIRST_PAUSE_SECONDS, poll)
+        self._pauses = Backoff(_FIRST_PAUSE_SECONDS, poll)
         self._delay = 0.0
         self._sleeping: list[asyncio.Future[None]] = []
         self._polling: asyncio.TimerHandle | None = None
@@ -186,7 +188,7 @@ class Idle:
         """Let a slot poll after a pause, while one is idle."""
         if self._polling is None and self._sleeping:
             # Idle workers do not poll in step.
-            pause = min(self._pause, self.longest) * random.uniform(0.75, 1.25)  # noqa: S311
+            pause = min(self._pauses.next, self.longest) * random.uniform(0.75, 1.25)  # noqa: S311
             self._polling = _later(pause, self._end_pause)
 
     def _disarm(self) -> None:
@@ -196,15 +198,15 @@ class Idle:
 
     def _restart(self) -> None:
         """Begin again with the shortest pause."""
-        self._pause = min(_FIRST_PAUSE_SECONDS, self._poll)
+        self._pauses.reset()
         self._disarm()
         self._arm()
 
     def _end_pause(self) -> None:
         self._polling = None
-        self._pause = min(self._pause * 2, self.longest)
+        self._pauses.take(self.longest)
         # Where the database is slow, the first polls do not pile up.
-        if not self._asking or self._pause >= self.longest:
+        if not self._asking or self._pauses.next >= self.longest:
             self.wake()
         self._arm()
 

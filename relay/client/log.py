@@ -27,6 +27,7 @@ from relay.client.log_session import ReaderSession
 from relay.client.outages import OutageLog
 from relay.logs import enable
 from relay.model.events import Event
+from relay.waits import Backoff
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -91,9 +92,9 @@ class ClaimedReader:
         self._rows = min(page, _FIRST_ROWS)
         self._poll = poll
         self._lease = lease
-        self._pause = min(_FIRST_PAUSE_SECONDS, poll)
+        self._pauses = Backoff(_FIRST_PAUSE_SECONDS, poll)
         self._outage = outage
-        self._retry_pause = _FIRST_OUTAGE_SECONDS
+        self._retries = Backoff(_FIRST_OUTAGE_SECONDS, _LONGEST_OUTAGE_SECONDS, random_part=0.5)
         self._number = 0
         self._stored = ""
         """The snapshot of the reader's position; empty before the first claim."""
@@ -157,7 +158,7 @@ class ClaimedReader:
                 if isinstance(error, psycopg.errors.QueryCanceled):
                     self._rows = max(1, self._rows // 4)
                 self._lose(error)
-                self._session.wait(self._retry_seconds(), notified=False)
+                self._session.wait(self._retries.take(), notified=False)
         return None
 
     @property
@@ -216,7 +217,7 @@ class ClaimedReader:
         self._take_ahead()
         page, self._ahead = self._ahead, None
         if page is None or page.epoch != self._epoch:
-            if self._pause >= _QUIET_SECONDS and self._is_quiet():
+            if self._pauses.next >= _QUIET_SECONDS and self._is_quiet():
                 self._idle()
                 return None
             self._ask()
@@ -227,7 +228,7 @@ class ClaimedReader:
         if page.is_empty:
             self._pass()
             return None
-        self._pause = min(_FIRST_PAUSE_SECONDS, self._poll)
+        self._pauses.reset()
         asked = self._rows
         self._rows = max(1, min(self._most, int(_PAGE_BYTES / page.average_bytes())))
         if page.rows * 8 >= asked:
@@ -271,11 +272,9 @@ class ClaimedReader:
         """
         self._note()
         self._sign()
-        if self._wait(self._pause, notified=True):
+        if self._wait(self._pauses.take(), notified=True):
             # What relay has seen in the WAL may become visible a moment later.
-            self._pause = min(_FIRST_PAUSE_SECONDS, self._poll)
-        else:
-            self._pause = min(self._pause * 2, self._poll)
+            self._pauses.reset()
 
     def _sign(self) -> None:
         """Say that the reader is in use, if it was neither moved nor said so for a while."""
@@ -299,8 +298,7 @@ class ClaimedReader:
         """Go on past events that do not match. Raises ReaderMoved, ReaderError, psycopg.Error."""
         self._note()
         self._rows = max(self._rows, min(self._most * 10, _SKIPPED_ROWS))
-        self._wait(min(self._pause, _LONGEST_SKIP_SECONDS))
-        self._pause = min(self._pause * 2, _LONGEST_SKIP_SECONDS)
+        self._wait(self._pauses.take(_LONGEST_SKIP_SECONDS))
 
     def _is_quiet(self) -> bool:
         """Return whether nothing is new since a page without rows. Raises psycopg.Error."""
@@ -380,12 +378,7 @@ class ClaimedReader:
                         raise ReaderError(
                             f"reader {self.name}: the database does not answer"
                         ) from error
-                    self._stopping.wait(self._retry_seconds())
-
-    def _retry_seconds(self) -> float:
-        seconds = self._retry_pause * random.uniform(0.5, 1)  # noqa: S311
-        self._retry_pause = min(self._retry_pause * 2, _LONGEST_OUTAGE_SECONDS)
-        return seconds
+                    self._stopping.wait(self._retries.take())
 
     def _refused(self) -> ReaderMoved:
         """Forget the page: one of its later transactions would take the reader past the one that is refused."""
@@ -478,7 +471,7 @@ class ClaimedReader:
         return self._session.wait(seconds, notified)
 
     def _answers(self) -> None:
-        self._retry_pause = _FIRST_OUTAGE_SECONDS
+        self._retries.reset()
         self._outage.ends(self)
 
     def _lose(self, error: Exception) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from typing import Any
 
@@ -14,6 +15,7 @@ from relay.client.errors import outage_of
 from relay.client.idle import Idle, either
 from relay.client.outages import OutageLog
 from relay.runtime.adapters import own_adapters
+from relay.waits import Backoff
 
 log = logging.getLogger("relay.worker")
 
@@ -26,7 +28,7 @@ async def listen(dsn: str, queue: str, idle: Idle) -> None:
     """Wake idle slots until the task is cancelled, or until it is known that no notification will come."""
     import psycopg
 
-    pause = _FIRST_PAUSE_SECONDS
+    pauses = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, random_part=0.5)
     outage = OutageLog(
         log,
         {"queue": queue},
@@ -63,9 +65,9 @@ async def listen(dsn: str, queue: str, idle: Idle) -> None:
             # A slot may be in a long pause, and a notification lost.
             idle.poll()
         if idle.was_woken:
-            pause, idle.was_woken = _FIRST_PAUSE_SECONDS, False
-        await asyncio.sleep(pause * random.uniform(0.5, 1))  # noqa: S311
-        pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
+            pauses.reset()
+            idle.was_woken = False
+        await asyncio.sleep(pauses.take())
 
 
 async def _is_pooled(conn: Any) -> bool:
@@ -94,13 +96,12 @@ async def _wake(conn: Any, queue: str, idle: Idle) -> None:
             await conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
         workers, unaware = await _watchers(conn, queue)
         idle.poll()
-        pause = _FIRST_COUNT_SECONDS
+        counts = Backoff(_FIRST_COUNT_SECONDS, math.inf)
         while True:
             if not unaware:
                 idle.trust(workers)
-            if not await _pass_on(
-                conn, idle, min(pause, idle.count_after) if unaware else idle.count_after
-            ):
+            after = idle.count_after
+            if not await _pass_on(conn, idle, counts.take(after) if unaware else after):
                 break
             # Were the connection dead, nobody would answer, nor notify.
             idle.distrust()
@@ -109,7 +110,6 @@ async def _wake(conn: Any, queue: str, idle: Idle) -> None:
             if unaware and not unaware & running:
                 idle.wake()
             unaware &= running
-            pause *= 2
         idle.distrust()
         await conn.execute("select pg_advisory_unlock_all()")
 

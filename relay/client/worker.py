@@ -9,7 +9,6 @@ import asyncio
 import inspect
 import logging
 import os
-import random
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,6 +28,7 @@ from relay.client.outbox import Outbox
 from relay.client.slots import Around, AsyncSlot, Handling, Slot
 from relay.client.wakeups import listen
 from relay.logs import enable
+from relay.waits import Backoff
 
 __all__ = ["LeaseLost", "LeasedMessage", "Message", "Queue", "Worker", "WorkerError"]
 
@@ -299,7 +299,7 @@ class Worker:
 
         Each time on a new connection, if it is the slot's own: the former may be to a server that is a standby now.
         """
-        pause = _FIRST_OUTAGE_SECONDS
+        pauses = Backoff(_FIRST_OUTAGE_SECONDS, _LONGEST_OUTAGE_SECONDS, random_part=0.5)
         while not self._stopping.is_set():
             try:
                 result = await call()
@@ -315,8 +315,7 @@ class Worker:
                 await close()
             # Another slot looks for messages meanwhile.
             self._idle.wake()
-            await either(self._stopping, pause * random.uniform(0.5, 1))  # noqa: S311
-            pause = min(pause * 2, _LONGEST_OUTAGE_SECONDS)
+            await either(self._stopping, pauses.take())
         return None
 
     def _opened(self) -> tuple[Callable[..., Awaitable[Any]], Callable[[], Awaitable[None]]]:

@@ -26,10 +26,10 @@ from relay.model.snapshots import full_xids
 from relay.model.transactions import Routed
 from relay.pipeline.failure_limit import FailureLimit
 from relay.pipeline.routing import BatchRouter
-from relay.runtime.retry import Backoff
 from relay.sinks import BatchSink, Sink
 from relay.store.positions.sinks import ATTACHED, CAUGHT_UP, LAGGING, SinkState
 from relay.store.presence import instances
+from relay.waits import Backoff
 
 log = logging.getLogger(__name__)
 

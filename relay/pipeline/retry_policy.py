@@ -28,6 +28,7 @@ from relay.model.dispositions import AttemptHistory, DeadLetter, Failed, RetryLa
 from relay.outcomes import named_wait
 from relay.runtime.retry import FIRST_WAIT_SECONDS
 from relay.runtime.threads import Thread
+from relay.waits import doubled
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +40,6 @@ SLOW_SECONDS = 0.02
 """A call that takes no longer is not slow."""
 _FORGIVEN = 1 / 60
 """How many of these seconds are forgotten a second."""
-_MOST_DOUBLINGS = 1_000
-"""Below the greatest exponent of a float: `wait` is in the range of floats at any number of attempts."""
 
 Waits = Callable[[int], float]
 """The seconds of the wait after the failed attempt of a number, from 1."""
@@ -137,7 +136,7 @@ def _waits(handler: str, settings: RetrySettings) -> Waits:
         return lambda attempt: min(wait * attempt, most)
 
     def exponential(attempt: int) -> float:
-        return min(wait * 2.0 ** min(attempt - 1, _MOST_DOUBLINGS), most)
+        return doubled(wait, attempt - 1, most)
 
     if backoff == "exponential":
         return exponential

@@ -8,6 +8,7 @@ Source: PostgreSQL documentation, "Table Partitioning" and "ALTER TABLE".
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ import psycopg
 from psycopg import sql
 
 from relay.store.connections import Connection
+from relay.waits import Backoff
 
 T = TypeVar("T")
 
@@ -122,7 +124,7 @@ def with_short_lock(source: Connection, act: Callable[[], T], attempts: int = AT
 
     Raises psycopg.errors.LockNotAvailable after the last attempt.
     """
-    pause = PAUSE_SECONDS
+    pauses = Backoff(PAUSE_SECONDS, math.inf)
     for attempt in range(attempts):
         try:
             with source.transaction():
@@ -131,8 +133,7 @@ def with_short_lock(source: Connection, act: Callable[[], T], attempts: int = AT
         except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
             if attempt + 1 == attempts:
                 raise
-            time.sleep(pause)
-            pause *= 2
+            time.sleep(pauses.take())
     raise AssertionError
 
 

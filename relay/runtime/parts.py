@@ -17,6 +17,7 @@ from threading import Event, Lock
 
 from relay.faults import RelayError, TaskFault
 from relay.runtime.threads import Thread
+from relay.waits import doubled
 
 SOON_SECONDS = 30.0
 LATE_SECONDS = 600.0
@@ -91,7 +92,7 @@ class Condition:
         if not self._attempts:
             return 0.0
         first = self._first_pause or FIRST_PAUSE_SECONDS
-        return min(self._longest_pause, first * 2.0 ** min(self._attempts - 1, 16))
+        return doubled(first, self._attempts - 1, self._longest_pause)
 
     def fails(
         self,

@@ -28,25 +28,6 @@ _growing = wait_exponential_jitter(
 )
 
 
-class Backoff:
-    """Waits that double from `first` to `longest` seconds with each that is taken, until `reset`."""
-
-    def __init__(
-        self, first: float = FIRST_WAIT_SECONDS, longest: float = LONGEST_WAIT_SECONDS
-    ) -> None:
-        self._first = self._next = min(first, longest)
-        self._longest = longest
-
-    def take(self) -> float:
-        """Return how long to wait now, in seconds."""
-        wait, self._next = self._next, min(self._next * 2, self._longest)
-        return wait
-
-    def reset(self) -> None:
-        """Make the next wait short: there was no fault, or something to do."""
-        self._next = self._first
-
-
 class RetryUntilSuccess:
     """Repeats a call with a `retryable` fault after growing waits, and raises the fault once `stopping` is set.
 

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 
 from relay.config.handlers import CircuitBreakerSettings
+from relay.waits import doubled
 
 _FIRST_SECONDS = 1.0
 LONGEST_ASKED_SECONDS = 3_600.0
@@ -77,7 +78,7 @@ class CircuitBreaker:
         self._failed.add(key)
         if self.is_open:
             if self._trying:
-                self._open(min(self._wait * 2, self._settings.cool_down))
+                self._open(doubled(self._wait, 1, self._settings.cool_down))
             return False
         if not self._enabled or self._failures < self._settings.failures:
             return False

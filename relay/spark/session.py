@@ -22,8 +22,9 @@ from relay.config.settings import Settings, SparkSettings
 from relay.faults import ConfigurationError, first_line
 from relay.runtime.memory import return_arrow_blocks
 from relay.runtime.parts import Condition
-from relay.runtime.retry import Backoff, RetryUntilSuccess
+from relay.runtime.retry import RetryUntilSuccess
 from relay.spark.jvm import java_home, start_gateway
+from relay.waits import Backoff
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

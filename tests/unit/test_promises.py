@@ -237,7 +237,8 @@ connection lost or refused (class 08)
   tests/unit/test_faults.py::test_what_each_exception_leads_to
   tests/field/test_wrong_sessions.py::test_a_session_is_replaced_after_a_fault_that_may_be_its_own
   tests/field/test_cached_plans.py::test_a_prepared_statement_of_another_client_of_the_pooler
-  tests/unit/test_retry.py::test_waits_double_up_to_the_longest_until_they_are_reset
+  tests/unit/test_retry.py::test_waits_are_those_of_the_page_of_guarantees
+  tests/unit/test_waits.py::test_waits_double_until_they_are_reset
 an error that wraps one of these
   tests/unit/test_faults.py::test_an_error_that_wraps_an_outage_names_it
   tests/unit/test_faults.py::test_from_none_says_that_the_cause_does_not_count

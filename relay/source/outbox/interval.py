@@ -11,9 +11,9 @@ import psycopg
 from relay.config.settings import Settings
 from relay.faults import describe
 from relay.runtime.parts import Condition
-from relay.runtime.retry import Backoff
 from relay.runtime.threads import Thread, Wakeup
 from relay.store.connections import Dsn, connect
+from relay.waits import Backoff
 
 log = logging.getLogger(__name__)
 

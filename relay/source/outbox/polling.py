@@ -27,7 +27,7 @@ from relay.model.events import Lsn
 from relay.model.snapshots import RowCounts, Xids
 from relay.model.transactions import Transactions
 from relay.runtime.parts import SOON_SECONDS, Condition, Due, Heartbeat, Part
-from relay.runtime.retry import Backoff, RetryUntilSuccess
+from relay.runtime.retry import RetryUntilSuccess
 from relay.source.outbox.differences import Difference
 from relay.source.outbox.interval import Interval
 from relay.source.outbox.rows import OutboxRows, Portion, prepare_reading
@@ -41,6 +41,7 @@ from relay.store.completeness import Completeness, Moments
 from relay.store.connections import Pool, connect, open_pool
 from relay.store.positions import offsets, snapshots
 from relay.store.positions.snapshots import ChainLink
+from relay.waits import Backoff
 
 log = logging.getLogger(__name__)
 

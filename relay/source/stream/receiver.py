@@ -28,7 +28,6 @@ from relay.model.events import POSTGRES_EPOCH, Lsn
 from relay.model.transactions import Transactions
 from relay.model.tuples import ProtocolError
 from relay.runtime.parts import Due
-from relay.runtime.retry import Backoff
 from relay.runtime.threads import Thread, Wakeup
 from relay.source.decode.assembler import Assembler, OpenCommit
 from relay.source.decode.emitted import Emitted
@@ -41,6 +40,7 @@ from relay.source.stream.confirmation import Confirmation
 from relay.source.stream.replication import Replication
 from relay.source.stream.walsender import WalStream, end_of_stream
 from relay.store.suspects import Suspects
+from relay.waits import Backoff
 
 log = logging.getLogger(__name__)
 
