@@ -98,7 +98,7 @@ class BrokerIntake(Recurring):
             SOON_SECONDS,
             longest_pause=10.0,
         )
-        super().__init__(condition, close_seconds=5.0)
+        super().__init__(condition, ends_at_stop=True, close_seconds=5.0)
         self.name = name
         self._count = count
         self._stands_still = False
@@ -106,10 +106,6 @@ class BrokerIntake(Recurring):
         self._reader = reader
         self._rejects = rejects
         self._publisher = Publisher(dsn, locks.intake(group, name))
-
-    def stop(self) -> None:
-        """End after the messages in flight."""
-        self.stopping.set()
 
     def turn(self) -> float:
         """Take messages until relay stops. Raises the faults of the broker and of the database."""

@@ -139,14 +139,10 @@ class QueueFills(Recurring):
             "queues are filled from the log again",
             SOON_SECONDS,
         )
-        super().__init__(condition, close_seconds=5.0)
+        super().__init__(condition, ends_at_stop=True, close_seconds=5.0)
         self._settings = settings
         self._target: Connection | None = None
         self._filler: _Filler | None = None
-
-    def stop(self) -> None:
-        """End after the portion in flight."""
-        self.stopping.set()
 
     def turn(self) -> float:
         """Fill the queues that are to be filled; returns the seconds until the next poll."""

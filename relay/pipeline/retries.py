@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from threading import Event
 
 from relay.faults import is_transient
 from relay.pipeline.apply import Applier, Redelivery
@@ -43,39 +42,19 @@ class RetryWorker(Recurring):
             condition,
             failed,
             is_final=lambda error: not is_transient(error),
+            ends_at_stop=True,
             close_seconds=timeout,
         )
         self._applier = applier
         self._retried = retried
         self._guarded = False
-        self._wakes = Event()
-        self._pause = 0.0
 
     def guard(self) -> None:
         """Guard retries, after a crash, until none is due any more. Call before `start`."""
         self._guarded = True
 
-    def wake(self) -> None:
-        """Ask for the times at once: a batch has deferred transactions."""
-        self._wakes.set()
-
-    def stop(self) -> None:
-        """End after the retry in flight."""
-        self.stopping.set()
-        self._wakes.set()
-
     def turn(self) -> float:
-        """Wait until something may be due, and retry it; returns the seconds until the next call."""
-        self._wakes.wait(self._pause)
-        self._wakes.clear()
-        # After a fault, the pause is the condition's.
-        self._pause = 0.0
-        if not self.stopping.is_set():
-            self._pause = self._retry()
-        return 0.0
-
-    def _retry(self) -> float:
-        """Retry what is due; returns the seconds until the next query."""
+        """Retry what is due; returns the seconds until the next query, which `wake` asks for at once."""
         self.heartbeat.update("retries what is deferred", Due.OPEN)
         times = self._applier.deferred_times()
         found = self._applier.retry_deferred(self._guarded) if times.may_be_due else None

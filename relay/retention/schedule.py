@@ -73,7 +73,7 @@ class Schedule(Recurring):
             "retention fails and is retried",
             "retention works again",
         )
-        super().__init__(condition, failed, close_seconds=5.0)
+        super().__init__(condition, failed, ends_at_stop=True, close_seconds=5.0)
 
     def start(self) -> None:
         """Start the thread; pause sinks that were given up. Raises ConfigurationError if the group was given up."""
@@ -85,10 +85,6 @@ class Schedule(Recurring):
         ):
             self._stop_given_up(source, target)
         super().start()
-
-    def stop(self) -> None:
-        """End after the statement in flight."""
-        self.stopping.set()
 
     def turn(self) -> float:
         """Run retention once, on connections that are kept until a fault."""

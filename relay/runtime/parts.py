@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
-from threading import Event, Lock
+from threading import TIMEOUT_MAX, Event, Lock
 
 from relay.faults import RelayError, TaskFault
 from relay.runtime.threads import Thread
@@ -24,6 +24,8 @@ LATE_SECONDS = 600.0
 """After how many seconds a fault that stays is logged again: soon if relay stands still meanwhile."""
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 60.0
+UNTIL_WOKEN = TIMEOUT_MAX
+"""A pause that only `Recurring.wake` ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +202,11 @@ class Part:
 
 
 class Recurring(Part):
-    """A part that calls `turn` again and again in a thread, until `close`.
+    """A part that calls `turn` again and again in a thread, after the pause that it returns or a `wake`, until `close`.
 
     After a fault it goes on, after the pause of its condition. Only a fault that `is_final` ends it, by default a
     RelayError: it is `error` then, and `failed` is called once, which ends relay. Without `failed` no fault ends it.
+    The first call comes after `first_pause` seconds. The thread ends at `close` or, if it `ends_at_stop`, at `stop`.
     `close` waits `close_seconds` for the call in flight.
     """
 
@@ -213,6 +216,8 @@ class Recurring(Part):
         failed: Callable[[], None] | None = None,
         *,
         is_final: Callable[[Exception], bool] = lambda error: isinstance(error, RelayError),
+        first_pause: float = 0.0,
+        ends_at_stop: bool = False,
         close_seconds: float = 0.0,
     ) -> None:
         self.condition = condition
@@ -220,6 +225,9 @@ class Recurring(Part):
         self.heartbeat = Heartbeat()
         self._failed = failed
         self._is_final = is_final
+        self._ends_at_stop = ends_at_stop
+        self._first_pause = first_pause
+        self._woken = Event()
         self._close_seconds = close_seconds
         self._error: RelayError | None = None
         self._thread = Thread(target=self._run, name=condition.part)
@@ -235,9 +243,24 @@ class Recurring(Part):
         """Start the thread."""
         self._thread.start()
 
+    def wake(self) -> None:
+        """End the pause before the next call, now or once the call in flight has returned; not one after a fault."""
+        self._woken.set()
+
+    def pause(self, seconds: float) -> None:
+        """Wait in the thread for some seconds, until `wake`, or until it is to end."""
+        if not self.stopping.is_set():
+            self._woken.wait(seconds)
+            self._woken.clear()
+
+    def stop(self) -> None:
+        """Ask the thread to end after the call in flight, if it is to end before `close`."""
+        if self._ends_at_stop:
+            self._end()
+
     def close(self) -> None:
         """Let the thread end after the call in flight, and wait for that; `stop` ends what `turn` itself waits for."""
-        self.stopping.set()
+        self._end()
         self.stop()
         self.join(self._close_seconds)
 
@@ -262,16 +285,19 @@ class Recurring(Part):
         return self._thread.is_alive()
 
     def _run(self) -> None:
+        pause = self._first_pause
         try:
             while not self.stopping.is_set():
-                self.stopping.wait(self._turn())
+                self.pause(pause)
+                if not self.stopping.is_set():
+                    pause = self._turn()
         except Exception as error:
-            self._end(error)
+            self._note_end(error)
         finally:
             self.release()
 
     def _turn(self) -> float:
-        """Call `turn`; returns the seconds until the next call, also after a fault. Raises a final one."""
+        """Call `turn`, and wait after a fault; returns the seconds until the next call. Raises a final one."""
         try:
             return self.turn()
         except Exception as error:
@@ -279,9 +305,14 @@ class Recurring(Part):
                 raise
             if not self.stopping.is_set():  # the end of others may cause it
                 self.condition.fails(TaskFault.of(error).text)
-            return self.condition.pause
+            self.stopping.wait(self.condition.pause)
+            return 0.0
 
-    def _end(self, error: Exception) -> None:
+    def _end(self) -> None:
+        self.stopping.set()
+        self.wake()
+
+    def _note_end(self, error: Exception) -> None:
         if self.stopping.is_set() and not isinstance(error, RelayError):
             return  # the end of others may cause it
         self._error = error if isinstance(error, RelayError) else TaskFault.of(error).as_error()

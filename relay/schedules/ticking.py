@@ -78,16 +78,12 @@ class Ticker(Recurring):
             SOON_SECONDS,
             longest_pause=1.0,
         )
-        super().__init__(condition, failed, close_seconds=5.0)
+        super().__init__(condition, failed, ends_at_stop=True, close_seconds=5.0)
         self._settings = settings
         self._conn: Connection | None = None
         self._has_declared = False
         self._refused: dict[tuple[UUID, int], float] = {}
         """The schedules, in a version, whose event was refused, and when they are tried again."""
-
-    def stop(self) -> None:
-        """End after the statement in flight."""
-        self.stopping.set()
 
     def turn(self) -> float:
         """Publish what is due; returns the seconds until the next schedule is."""

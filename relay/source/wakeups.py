@@ -6,12 +6,11 @@ Readers poll all the same, so nothing depends on it.
 from __future__ import annotations
 
 import logging
-from threading import Event
 
 import psycopg
 
 from relay.config.settings import Settings
-from relay.runtime.parts import Condition, Recurring
+from relay.runtime.parts import UNTIL_WOKEN, Condition, Recurring
 from relay.store.connections import Connection, connect
 from relay.store.groups import APPLICATION_NAME
 
@@ -22,32 +21,18 @@ _NOBODY_SECONDS = 2.0
 
 
 class ReaderWakeups(Recurring):
-    """Sends a notification after commits, as long as a reader waits for one."""
+    """Sends a notification when it is woken after commits, as long as a reader waits for one."""
 
     def __init__(self, settings: Settings) -> None:
         condition = Condition(
             "readers", log, "readers are not woken, and poll", "readers are woken again"
         )
-        super().__init__(condition, close_seconds=5.0)
+        super().__init__(condition, first_pause=UNTIL_WOKEN, ends_at_stop=True, close_seconds=5.0)
         self._settings = settings
-        self._committed = Event()
         self._conn: Connection | None = None
 
-    def wake(self) -> None:
-        """Notify the readers soon. Never blocks."""
-        self._committed.set()
-
-    def stop(self) -> None:
-        """End after the statement in flight."""
-        self.stopping.set()
-        self._committed.set()
-
     def turn(self) -> float:
-        """Wait for a commit, and notify the readers."""
-        self._committed.wait()
-        self._committed.clear()
-        if self.stopping.is_set():
-            return 0.0
+        """Notify the readers of a commit."""
         try:
             if self._conn is None:
                 self._conn = connect(self._settings.source_dsn, application_name=APPLICATION_NAME)
@@ -59,10 +44,10 @@ class ReaderWakeups(Recurring):
             self.release()
             raise
         self.condition.works()
-        if any_waits:
-            return 0.0
-        self.release()
-        return _NOBODY_SECONDS
+        if not any_waits:
+            self.release()
+            self.stopping.wait(_NOBODY_SECONDS)
+        return UNTIL_WOKEN
 
     def release(self) -> None:
         """Close the connection."""

@@ -105,7 +105,8 @@ class SparkWorker(Recurring):
                 f"handlers.{name}: writes with Spark again",
                 first_pause=FIRST_WAIT_SECONDS,
                 longest_pause=LONGEST_WAIT_SECONDS,
-            )
+            ),
+            ends_at_stop=True,
         )
         self._name = name
         self._meter = meter or Meter()
@@ -127,25 +128,19 @@ class SparkWorker(Recurring):
         self._is_known_archive = False
         # A former process may have left one.
         self._shows_fault = True
-        self._woken = Event()
         self._noting = Lock()
         self._job_group = f"relay sink {name}"
 
-    def stop(self) -> None:
-        """Ask the thread to end after the batch in flight. Safe in a signal handler."""
-        self.stopping.set()
-        self._woken.set()
-
     def claim(self) -> None:
         """Try to claim the sink now: another process may have released it."""
-        self._woken.set()
+        self.wake()
 
     def turn(self) -> float:
         """Work the sink until `stop`, or a fault; pause if another process works it."""
         try:
             if not self._claim.take():
                 self.condition.clear()
-                self._pause(CLAIM_SECONDS)
+                self.pause(CLAIM_SECONDS)
                 return 0.0
             while not self.stopping.is_set():
                 self.heartbeat.update("writes", Due.OPEN)
@@ -158,19 +153,13 @@ class SparkWorker(Recurring):
         except Exception as error:
             if not self.stopping.is_set():
                 self._fail(error)
-                self._pause(self.condition.pause)
+                self.pause(self.condition.pause)
         return 0.0
 
     def release(self) -> None:
         """Close the connections, with them the claim, and this sink's session."""
         self._disconnect()
         self._leave_own_session()
-
-    def _pause(self, seconds: float) -> None:
-        """Wait until `claim` or `stop`, at most `seconds`."""
-        self._woken.wait(seconds)
-        if not self.stopping.is_set():
-            self._woken.clear()
 
     def _fail(self, error: Exception) -> None:
         """Report the fault, store it for `relay sink list`, and close the connections."""
@@ -219,7 +208,7 @@ class SparkWorker(Recurring):
         if due is not None:
             self._write(due)
             return
-        self._pause(min(POLL_SECONDS, max(self._handler.every / 4, FIRST_WAIT_SECONDS)))
+        self.pause(min(POLL_SECONDS, max(self._handler.every / 4, FIRST_WAIT_SECONDS)))
 
     def _load(self) -> SinkState:
         return self._claim.load(self._handler.start)
