@@ -16,6 +16,7 @@ from psycopg import sql
 from relay.admin.connections import require_schema
 from relay.api.positions import EventsLost, EventsRemoved, LogHistory, present, read_page
 from relay.config.settings import Settings
+from relay.runtime.notifications import take_notifications
 from relay.runtime.parts import Condition, Recurring
 from relay.store.connections import SHORT_TIMEOUTS, Connection, connect, sessions_with
 from relay.store.log_pages import AheadOfServer, LogPosition, OutboxPage, PageSize
@@ -116,8 +117,7 @@ class Tail(Recurring):
         poll.register(conn.pgconn.socket, select.POLLIN)
         if not poll.poll(self._pauses.take() * 1000):
             return
-        conn.pgconn.consume_input()
-        while conn.pgconn.notifies() is not None:
+        if take_notifications(conn.pgconn):
             # What relay has seen in the WAL may become visible a moment later.
             self._pauses.reset()
 

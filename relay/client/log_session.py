@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from relay.client.errors import ReaderError, reader_error
 from relay.runtime.adapters import own_adapters
+from relay.runtime.notifications import take_notifications
 
 if TYPE_CHECKING:
     import psycopg
@@ -170,11 +171,7 @@ class ReaderSession:
             if self._wakeup.fileno() in readable:
                 return False
             if readable and pgconn is not None:
-                pgconn.consume_input()
-                found = False
-                while pgconn.notifies() is not None:
-                    found = True
-                if found and notified:
+                if take_notifications(pgconn) and notified:
                     return True
         return False
 
@@ -216,10 +213,8 @@ class LaneSession(ReaderSession):
         if self._conn is None:
             self.waits_until = 0.0
             return
-        pgconn = self._conn.pgconn
         try:
-            pgconn.consume_input()
-            while pgconn.notifies() is not None:
+            if take_notifications(self._conn.pgconn):
                 self.waits_until = 0.0
         except psycopg.Error:
             self.waits_until = 0.0

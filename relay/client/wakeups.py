@@ -15,6 +15,7 @@ from relay.client.errors import outage_of
 from relay.client.idle import Idle, either
 from relay.client.outages import OutageLog
 from relay.runtime.adapters import own_adapters
+from relay.runtime.notifications import take_notifications
 from relay.waits import Backoff
 
 log = logging.getLogger("relay.worker")
@@ -134,11 +135,7 @@ async def _pass_on(conn: Any, idle: Idle, seconds: float) -> bool:
     try:
         while True:
             # What libpq has read already comes first: the socket does not show it.
-            conn.pgconn.consume_input()
-            found = False
-            while conn.pgconn.notifies() is not None:
-                found = True
-            if found and not idle.notify():
+            if take_notifications(conn.pgconn) and not idle.notify():
                 return False
             await either(arrived, ends - loop.time())
             if not arrived.is_set():

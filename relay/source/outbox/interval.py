@@ -6,10 +6,9 @@ import logging
 import selectors
 from collections.abc import Callable
 
-import psycopg
-
 from relay.config.settings import Settings
 from relay.faults import describe
+from relay.runtime.notifications import take_notifications
 from relay.runtime.parts import Condition
 from relay.runtime.threads import Thread, Wakeup
 from relay.store.connections import Dsn, connect
@@ -118,18 +117,6 @@ class Listener:
             selector.register(self._stopped, selectors.EVENT_READ)
             selector.register(conn.pgconn.socket, selectors.EVENT_READ)
             while not self._stopped.wait(0):
-                if _drain(conn.pgconn):
+                if take_notifications(conn.pgconn):
                     self._notified()
                 selector.select()
-
-
-def _drain(pgconn: psycopg.pq.abc.PGconn) -> int:
-    """Read all pending notifications; returns how many there were. Raises psycopg.OperationalError."""
-    before, count = -1, 0
-    # Reads until the socket has nothing more: TLS may buffer data that select() does not show.
-    while count > before:
-        before = count
-        pgconn.consume_input()
-        while pgconn.notifies() is not None:
-            count += 1
-    return count
