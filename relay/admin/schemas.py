@@ -14,7 +14,8 @@ from urllib.parse import quote
 from pydantic import PydanticUserError
 
 from relay.config.settings import EventsSettings
-from relay.event_types.registry import EventType, registered
+from relay.event_types.event_type import EventType
+from relay.event_types.registry import registered
 from relay.faults import ConfigurationError
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from relay.model.events import FIELDS, Commit, Event, Events, Lsn, Row, Transaction
 from relay.model.page_snapshots import PageSnapshots
 
 if TYPE_CHECKING:
-    from relay.client.log import ClaimedReader
+    from concurrent.futures import Executor
 
 READ = f"select {', '.join(FIELDS)}, c_xid, position from relay.read($1, $2, $3)"  # noqa: S608
 """The statement whose rows are a page; its parameters are those of `relay.read`."""
@@ -28,11 +28,32 @@ def parts_of(position: str) -> tuple[int, str, str]:
     return int(number), snapshot, origin
 
 
+class PagedLog(Protocol):
+    """Whoever reads pages, and is moved past their transactions: `relay.client.log.ClaimedReader`."""
+
+    name: str
+    kind: type[LogTransaction]
+    commit_kind: type[LogCommit]
+    executor: Executor | None
+
+    def done(self, mark: PageMark) -> None:
+        """Move past a transaction and those before it."""
+
+    def begin_commit(self, mark: PageMark) -> dict[str, str]:
+        """Return what `relay.advance` needs in the transaction that moves past it."""
+
+    def note_commit(self, mark: PageMark) -> None:
+        """Note that the transaction is about to commit."""
+
+    def forget(self) -> None:
+        """Forget the pages."""
+
+
 @dataclass(frozen=True, slots=True)
 class PageMark:
     """Which transaction of which page it is, for what moves the reader past it."""
 
-    log: ClaimedReader
+    log: PagedLog
     page: LogPage
     index: int
 
@@ -140,7 +161,7 @@ class LogPage:
         ]
         return sum(sizes) / len(sizes)
 
-    def transaction(self, index: int, log: ClaimedReader) -> LogTransaction:
+    def transaction(self, index: int, log: PagedLog) -> LogTransaction:
         """Return a transaction of the page."""
         first = self._starts[index]
         last = self._starts[index + 1] if index + 1 < len(self._starts) else self.rows

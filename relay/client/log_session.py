@@ -170,9 +170,8 @@ class ReaderSession:
             readable = [number for number, _ in poll.poll(left * 1000)]
             if self._wakeup.fileno() in readable:
                 return False
-            if readable and pgconn is not None:
-                if take_notifications(pgconn) and notified:
-                    return True
+            if readable and pgconn is not None and take_notifications(pgconn) and notified:
+                return True
         return False
 
     def wake(self) -> None:

@@ -17,7 +17,7 @@ from relay.client import sessions
 from relay.client.errors import ReaderError, ReaderMoved, reader_error
 from relay.client.lanes import SharedLanes
 from relay.client.log import ClaimedReader, logger
-from relay.client.log_pages import LogCommit, LogTransaction
+from relay.client.log_pages import LogCommit, LogTransaction, PagedLog
 from relay.client.log_session import ReaderSession
 from relay.client.outages import OutageLog
 from relay.model.events import Event
@@ -110,7 +110,7 @@ class AsyncReadTransaction(LogTransaction):
         await asyncio.get_running_loop().run_in_executor(log.executor, log.done, self.mark)
 
 
-def _translated(error: Exception, log: ClaimedReader) -> Exception:
+def _translated(error: Exception, log: PagedLog) -> Exception:
     known = reader_error(error, log.name)
     if isinstance(known, ReaderMoved):
         log.forget()

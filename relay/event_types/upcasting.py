@@ -12,7 +12,7 @@ from pydantic import BaseModel, PydanticUserError, ValidationError
 from pydantic_core import ErrorDetails, PydanticKnownError
 
 from relay.config.fields import dig
-from relay.event_types.registry import EventType
+from relay.event_types.event_type import EventType
 from relay.faults import FaultAction, InvalidEvent, action_for
 from relay.model import exact_json
 from relay.model.events import Event, Row, TypedEvent

@@ -241,6 +241,15 @@ def build_sinks(
     }
 
 
+def _module_of(settings: DeliveryHandler) -> str:
+    """The module with the sink of a type that relay brings."""
+    if isinstance(settings, HttpHandler) and settings.has_templates:
+        return "http_endpoints"
+    if isinstance(settings, FunctionHandler | HttpHandler) and settings.in_batches:
+        return f"{settings.type}_batches"
+    return str(settings.type)
+
+
 def _sink(
     name: str, settings: DeliveryHandler, upcaster: Upcasting | None, target: Target | None
 ) -> Sink:
@@ -251,7 +260,7 @@ def _sink(
         if kind not in KINDS:
             sink = sink_types.build(name, kind, settings)
         else:
-            module = import_module(f"relay.sinks.{kind}")
+            module = import_module(f"relay.sinks.{_module_of(settings)}")
             sink = (
                 module.sink(name, settings, target)
                 if isinstance(settings, FunctionHandler | HttpHandler)

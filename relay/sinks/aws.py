@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import AfterValidator
 
@@ -19,9 +19,6 @@ from relay.config.types import Alike, Own
 from relay.faults import Rejected, Undelivered
 from relay.sinks.batching import Outgoing, RequestLimits
 from relay.sinks.brokers import BrokerSettings, Message
-
-if TYPE_CHECKING:
-    from relay.sinks.aws_client import AwsClient
 
 LIMITS = RequestLimits(messages=10, size=256 * 1024, requests=16)
 OF_THE_EVENT = re.compile("InvalidMessageContents|InvalidParameter|InvalidAttributeValue|TooLong")
@@ -54,6 +51,21 @@ class AwsSettings(BrokerSettings):
         return {**super().templates, "key": Template(self.key)}
 
 
+class Client(Protocol):
+    """The client of a service: `relay.sinks.aws_client`, which only what sends imports."""
+
+    async def open(self) -> None:
+        """Open it. Raises Undelivered."""
+
+    async def close(self) -> None:
+        """Close the connections."""
+
+    async def call(
+        self, operation: str, parameters: dict[str, Any], *, has_entries: bool = True
+    ) -> dict[str, Any]:
+        """Send a request; returns the response. Raises Undelivered, and Rejected if one of its entries is at fault."""
+
+
 class AwsService:
     """A service that takes several messages in one request. Its children send them, by `send` of `BatchService`."""
 
@@ -61,7 +73,7 @@ class AwsService:
     """The field of an entry that has the body of the message."""
     limits = LIMITS
 
-    def __init__(self, client: AwsClient) -> None:
+    def __init__(self, client: Client) -> None:
         self.client = client
 
     async def open(self) -> None:

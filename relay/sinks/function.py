@@ -45,11 +45,6 @@ _KEY_FIELDS = {"host": "host_id", "user": "user_id", "aggregate": "aggregate_id"
 
 def sink(name: str, settings: FunctionHandler, target: Target | None) -> Function:
     """The sink of `type: function`. Raises ConfigurationError for a function that cannot be imported or called so."""
-    if settings.in_batches:
-        # It inherits from this module's class.
-        from relay.sinks.function_batches import FunctionOfBatches
-
-        return FunctionOfBatches(name, settings, target)
     return Function(name, settings, target)
 
 

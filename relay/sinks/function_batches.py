@@ -11,10 +11,11 @@ from datetime import datetime
 from typing import Any
 
 from relay.causes import begin
+from relay.config.handlers import FunctionHandler
 from relay.config.imports import WORK
 from relay.faults import DestinationRefused, Drop, describe
 from relay.model.events import Transaction
-from relay.sinks import ATTEMPTS, Again, OfBatch
+from relay.sinks import ATTEMPTS, Again, OfBatch, Target
 from relay.sinks.function import (
     Delivering,
     Delivery,
@@ -165,6 +166,11 @@ class Deliveries:
         self._is_over = True
         for each in self._members:
             each._give_up()
+
+
+def sink(name: str, settings: FunctionHandler, target: Target | None) -> FunctionOfBatches:
+    """The sink of `type: function` with `batch`. Raises ConfigurationError as that of `relay.sinks.function`."""
+    return FunctionOfBatches(name, settings, target)
 
 
 class FunctionOfBatches(Function):

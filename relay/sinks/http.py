@@ -71,15 +71,6 @@ _NOT_PUBLIC = "the endpoint's address is not public, and private_addresses refus
 
 def sink(name: str, settings: HttpHandler, target: Target | None = None) -> Http:
     """The sink of `type: http`. Raises ConfigurationError for an address, a certificate or a secret of no use."""
-    if settings.has_templates:
-        # It inherits from this module's class.
-        from relay.sinks.http_endpoints import HttpEndpoints
-
-        return HttpEndpoints(name, settings, target)
-    if settings.in_batches:
-        from relay.sinks.http_batches import HttpBatches
-
-        return HttpBatches(name, settings)
     return Http(name, settings)
 
 

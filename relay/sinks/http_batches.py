@@ -18,9 +18,10 @@ from typing import Any, NoReturn
 from aiohttp import ClientResponse
 from pydantic_core import from_json
 
+from relay.config.handlers import HttpHandler
 from relay.faults import DestinationRefused, Rejected, Undelivered
 from relay.model.events import Transaction
-from relay.sinks import Again, cloudevents
+from relay.sinks import Again, Target, cloudevents
 from relay.sinks.http import Destination, Http
 
 _ANSWER_BYTES = 2_000_000
@@ -29,6 +30,11 @@ _FAILURES = "batchItemFailures"
 _TOO_MANY_REQUESTS = 429
 _LEAST_SECONDS = 0.1
 """What an endpoint asks for that limits the rate and does not say for how long."""
+
+
+def sink(name: str, settings: HttpHandler, target: Target | None) -> HttpBatches:
+    """The sink of `type: http` with `batch`. Raises ConfigurationError as that of `relay.sinks.http`."""
+    return HttpBatches(name, settings)
 
 
 class HttpBatches(Http):

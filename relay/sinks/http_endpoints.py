@@ -32,6 +32,11 @@ MOST_KNOWN = 10_000
 """How many addresses are remembered as they were parsed, each of about two kilobytes."""
 
 
+def sink(name: str, settings: HttpHandler, target: Target | None) -> HttpEndpoints:
+    """The sink of `type: http` whose keys have templates. Raises ConfigurationError as that of `relay.sinks.http`."""
+    return HttpEndpoints(name, settings, target)
+
+
 def identity_of(to: Destination) -> EndpointId:
     """What identifies the endpoint of a destination."""
     digest = sha256(str(to.url).encode()).hexdigest()[:16]

@@ -34,4 +34,5 @@ def sink(name: str, settings: Settings) -> Publishing:
     # Only what sends needs the client library, whose import takes long.
     from relay.sinks.pubsub_client import PubSub
 
-    return Publishing(name, settings, Batching(PubSub(settings), settings.timeout), settings.key)
+    service = PubSub(settings.endpoint, settings.timeout)
+    return Publishing(name, settings, Batching(service, settings.timeout), settings.key)

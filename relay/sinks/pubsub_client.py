@@ -27,7 +27,6 @@ from google.pubsub_v1.types import PubsubMessage
 from relay.faults import Rejected, Unauthorized, Undelivered
 from relay.sinks.batching import Outgoing, RequestLimits
 from relay.sinks.brokers import Message, Renewed
-from relay.sinks.pubsub import Settings
 
 _TOPIC = re.compile(r"projects/[^/]+/topics/[^/]+")
 _EMULATOR = "http://"
@@ -54,9 +53,10 @@ class PubSub:
 
     limits = RequestLimits(messages=1_000, size=9_000_000, requests=64, whole=True)
 
-    def __init__(self, settings: Settings) -> None:
-        self._endpoint = settings.endpoint
-        self._timeout = settings.timeout
+    def __init__(self, endpoint: str | None, timeout: float) -> None:
+        """`endpoint` is that of the settings; `timeout` counts for a request, in seconds."""
+        self._endpoint = endpoint
+        self._timeout = timeout
         self._clients = Renewed(self._open, _close)
 
     async def open(self) -> None:

@@ -6,17 +6,14 @@ Source: Amazon SQS Developer Guide, "Amazon SQS message quotas" and "Exactly-onc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from relay.config.types import Alike
 from relay.faults import Undelivered
 from relay.sinks import aws
-from relay.sinks.aws import AwsService, AwsSettings, Entry
+from relay.sinks.aws import AwsService, AwsSettings, Client, Entry
 from relay.sinks.batching import Batching
 from relay.sinks.brokers import Publishing
-
-if TYPE_CHECKING:
-    from relay.sinks.aws_client import AwsClient
 
 
 class Settings(AwsSettings):
@@ -41,7 +38,7 @@ class Sqs(AwsService):
 
     BODY = "MessageBody"
 
-    def __init__(self, client: AwsClient) -> None:
+    def __init__(self, client: Client) -> None:
         super().__init__(client)
         self._urls: dict[str, str] = {}
 

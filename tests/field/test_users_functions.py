@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from relay.config.imports import load
-from relay.event_types.registry import EventType
+from relay.event_types.event_type import EventType
 from relay.faults import ConfigurationError, exception_text
 from relay.spark.session import Session
 from relay.spark.sink_worker import SparkWorker

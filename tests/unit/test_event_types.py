@@ -17,7 +17,8 @@ from pydantic_core import PydanticCustomError
 import relay
 from relay.config.loading import load
 from relay.config.settings import Settings
-from relay.event_types.registry import EventType, registered
+from relay.event_types.event_type import EventType
+from relay.event_types.registry import registered
 from relay.event_types.upcasting import Upcasting
 from relay.faults import (
     ConfigurationError,

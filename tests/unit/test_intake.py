@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from relay.config.intake import NatsSource
-from relay.event_types.registry import EventType
+from relay.event_types.event_type import EventType
 from relay.event_types.upcasting import Upcasting
 from relay.faults import Undelivered
 from relay.intake.messages import (
