@@ -15,7 +15,7 @@ from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
 from relay.faults import TransientFault, refused_for_good
 from relay.model.snapshots import BEGINNING, Snapshot
-from relay.retention.removals import lost_after
+from relay.retention.lost_events import lost_after
 from relay.source.server import TimelineHistory, durable_position
 from relay.source.stream.walsender import identify, open_replication
 from relay.source.witnesses import HeldWitnesses, newest_of, recent

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 from relay.api.callers import Publishing, TokenCaller
 from relay.api.filters import MOST_PATTERNS, Pattern, ReadFilter
 from relay.api.replies import MOST_SECONDS, Waiter
+from relay.api.shared_commits import WAIT_SECONDS, CommitWriter
 from relay.api.streams import Streams
 from relay.config.settings import Settings
 from relay.event_types.registry import registered
@@ -38,7 +39,6 @@ from relay.intake.messages import (
     json_path,
 )
 from relay.intake.publishing import Accepted, Conflict, NotCommitted, Refused
-from relay.intake.writer import WAIT_SECONDS, CommitWriter
 from relay.store.log_pages import LogEvent
 from relay.web.problems import PROBLEM, HttpRefusal, Problem, described_problems, problem
 from relay.web.requests import is_json

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from relay.client.log import ClaimedReader
+from relay.client.claimed_reader import ClaimedReader
 from relay.client.log_pages import LogPage, LogTransaction
 from relay.client.log_session import LaneSession
 

@@ -29,7 +29,7 @@ def parts_of(position: str) -> tuple[int, str, str]:
 
 
 class PagedLog(Protocol):
-    """Whoever reads pages, and is moved past their transactions: `relay.client.log.ClaimedReader`."""
+    """Whoever reads pages, and is moved past their transactions: `relay.client.claimed_reader.ClaimedReader`."""
 
     name: str
     kind: type[LogTransaction]

@@ -14,9 +14,9 @@ from datetime import timedelta
 from typing import Any
 
 from relay.client import sessions
+from relay.client.claimed_reader import ClaimedReader, logger
 from relay.client.errors import ReaderError, ReaderMoved, reader_error
 from relay.client.lanes import SharedLanes
-from relay.client.log import ClaimedReader, logger
 from relay.client.log_pages import LogCommit, LogTransaction, PagedLog
 from relay.client.log_session import ReaderSession
 from relay.client.outages import OutageLog

@@ -19,13 +19,13 @@ from functools import partial
 from threading import Thread
 from typing import Any, TypeVar
 
+from relay.client.attempts import Around, AsyncSlot, Handling, Slot
 from relay.client.databases import Database
 from relay.client.errors import LeaseLost, NoHandler, WorkerError, outage_of, worker_error
 from relay.client.idle import Idle, either
 from relay.client.messages import LeasedMessage, Message, Queue, application_name
 from relay.client.outages import OutageLog
 from relay.client.outbox import Outbox
-from relay.client.slots import Around, AsyncSlot, Handling, Slot
 from relay.client.wakeups import listen
 from relay.logs import enable
 from relay.waits import Backoff

@@ -52,8 +52,8 @@ from relay.faults import ConfigurationError, RelayError, first_line
 from relay.model import headers
 from relay.model.events import SQL_TYPES
 from relay.model.snapshots import Snapshot
+from relay.retention.lost_events import lost_after
 from relay.retention.reader_positions import note_reader
-from relay.retention.removals import lost_after
 from relay.source.outbox.differences import Difference, cut
 from relay.source.server import durable_position, is_standby
 from relay.source.witnesses import holds

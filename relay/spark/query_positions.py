@@ -16,7 +16,7 @@ from psycopg import sql
 
 from relay.faults import RelayError
 from relay.model.snapshots import Snapshot, Witness
-from relay.retention.removals import lost_after
+from relay.retention.lost_events import lost_after
 from relay.source.outbox.differences import Difference, cut
 from relay.source.server import SourcePosition, durable_position, is_standby
 from relay.source.witnesses import holds, recent

@@ -20,10 +20,10 @@ from relay.admin.events import EventDestination
 from relay.api import streams
 from relay.api.events import EventState
 from relay.api.positions import LogHistory
+from relay.api.shared_commits import CommitWriter
 from relay.api.tail import Tail
 from relay.config.settings import Settings
 from relay.intake.messages import IncomingEvents, MessageReader
-from relay.intake.writer import CommitWriter
 from relay.model.snapshots import Snapshot
 from relay.store.connections import Connection
 from relay.store.log_pages import LogPosition

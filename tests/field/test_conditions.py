@@ -96,7 +96,7 @@ def test_a_reader_moves_past_what_does_not_match(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eventuous/eventuous#559: the checkpoint of a filter without matches never moved: each start scanned all."""
-    monkeypatch.setattr("relay.client.log._NOTE_SECONDS", 0.0)
+    monkeypatch.setattr("relay.client.claimed_reader._NOTE_SECONDS", 0.0)
     reader = subscribe(
         outbox.reader_dsn, "r", where="$.payload.n == 1", start="beginning", poll=0.02
     )

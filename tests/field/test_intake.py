@@ -26,11 +26,11 @@ from typing import Any, Self
 import psycopg
 import pytest
 
+from relay.api.shared_commits import CommitWriter
 from relay.faults import Undelivered
 from relay.intake.consuming import BrokerIntake, Taken
 from relay.intake.messages import IncomingEvents, Invalid, MessageReader, derived
 from relay.intake.publishing import Accepted, Conflict, NotCommitted, Publisher, Refused
-from relay.intake.writer import CommitWriter
 from tests.chaos.proxy import through_proxy
 from tests.outbox import Outbox, host, wait_until
 

@@ -18,9 +18,9 @@ import pytest
 from psycopg.types.json import Jsonb
 
 from relay.api import callers, publishing
+from relay.api.shared_commits import CommitWriter
 from relay.api.tail import Tail
 from relay.config.settings import Settings
-from relay.intake.writer import CommitWriter
 from relay.model.snapshots import Snapshot
 from relay.observe import api_counts
 from relay.store import api_tokens

@@ -19,8 +19,8 @@ import pytest
 from psycopg.types.json import Jsonb
 
 import relay
-from relay.client import log
-from relay.client.log import ClaimedReader
+from relay.client import claimed_reader
+from relay.client.claimed_reader import ClaimedReader
 from relay.client.log_pages import LogPage
 from relay.client.log_session import ReaderSession
 from relay.client.reader import ReaderError, ReaderMoved, ReadTransaction, subscribe
@@ -150,7 +150,7 @@ def test_an_idle_reader_does_not_read_because_others_commit(
 
     monkeypatch.setattr(ReaderSession, "send", sent)
     monkeypatch.setattr(ReaderSession, "value", got)
-    monkeypatch.setattr(log, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(claimed_reader, "_QUIET_SECONDS", 0.0)
     outbox.reader.execute("select relay.declare_reader('r')")
     found: list[list[int]] = []
     thread = Thread(target=lambda: found.extend(_take(outbox, 1, poll=0.02)))
@@ -213,7 +213,7 @@ def test_a_reader_that_waits_notices_that_it_was_moved(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """apache/pulsar#139: a cursor could be moved only while no consumer was connected."""
-    monkeypatch.setattr(log, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(claimed_reader, "_QUIET_SECONDS", 0.0)
     quiet = _recorded(monkeypatch, "_is_quiet")
     found: list[list[int]] = []
     ended: list[ReaderError] = []
@@ -245,7 +245,7 @@ def test_the_position_passes_what_does_not_match(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eventuous/eventuous#559, kurrent-io/KurrentDB#3320: a filter without matches never moved the checkpoint."""
-    monkeypatch.setattr(log, "_NOTE_SECONDS", 0.0)
+    monkeypatch.setattr(claimed_reader, "_NOTE_SECONDS", 0.0)
     outbox.reader.execute("select relay.declare_reader('r')")
     _publish(outbox.publisher, 1, event_type="other")
     found: list[list[int]] = []
@@ -262,7 +262,7 @@ def test_the_position_passes_what_does_not_match_in_the_quiet_after_it(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eventuous/eventuous#559: the checkpoint stayed before the last events without a match, while no others came."""
-    monkeypatch.setattr(log, "_NOTE_SECONDS", 3600.0)
+    monkeypatch.setattr(claimed_reader, "_NOTE_SECONDS", 3600.0)
     passed = _recorded(monkeypatch, "_pass")
     outbox.reader.execute("select relay.declare_reader('r')")
     _publish(outbox.publisher, 1, event_type="other")
@@ -272,7 +272,7 @@ def test_the_position_passes_what_does_not_match_in_the_quiet_after_it(
     thread.start()
     wait_until(lambda: bool(passed))
     assert outbox.reader.execute("select from relay.read('r')").rowcount
-    monkeypatch.setattr(log, "_NOTE_SECONDS", 0.0)
+    monkeypatch.setattr(claimed_reader, "_NOTE_SECONDS", 0.0)
     wait_until(lambda: not outbox.reader.execute("select from relay.read('r')").rowcount)
     _publish(outbox.publisher, 2, event_type="wanted")
     thread.join(30)
@@ -297,7 +297,7 @@ def test_a_reader_that_waits_does_not_expire(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """bsm/sarama-cluster#124, zendesk/racecar#419: an idle consumer committed nothing, and its offsets expired."""
-    monkeypatch.setattr(log, "_SIGN_SECONDS", 0.0)
+    monkeypatch.setattr(claimed_reader, "_SIGN_SECONDS", 0.0)
     outbox.reader.execute("select relay.declare_reader('r', expires => '5 minutes')")
     thread = Thread(target=_take, args=(outbox, 1), kwargs={"start": None})
     thread.start()
@@ -442,7 +442,7 @@ def _wait_for_page(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
             super().__init__(*given)
             pages.append(self.number)
 
-    monkeypatch.setattr(log, "LogPage", Noted)
+    monkeypatch.setattr(claimed_reader, "LogPage", Noted)
     return lambda count: wait_until(lambda: len(pages) >= count)
 
 

@@ -17,9 +17,9 @@ from relay.admin import tokens
 from relay.admin.check import examine
 from relay.admin.findings import Severity
 from relay.admin.tokens import revoke
+from relay.api.shared_commits import WAIT_SECONDS
 from relay.config.settings import Settings
 from relay.intake.messages import derived
-from relay.intake.writer import WAIT_SECONDS
 from relay.observe import api_counts
 from tests.api import API, authorized, new_token, served, settings_of
 from tests.outbox import Outbox, host, wait_until

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from relay.api.shared_commits import CommitWriter
 from relay.intake.messages import IncomingEvents, MessageReader, derived
 from relay.intake.publishing import Accepted, Conflict, NotCommitted, Publisher, Refused
-from relay.intake.writer import CommitWriter
 from tests.outbox import Outbox, host, initialise, wait_until
 from tests.postgres import Server
 

@@ -19,7 +19,7 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from relay.client import log
+from relay.client import claimed_reader
 from relay.client.log_session import LaneSession, ReaderSession
 from relay.client.outages import OutageLog
 from relay.client.reader import ReaderError, ReaderMoved, ReadTransaction, subscribe
@@ -357,7 +357,7 @@ def test_the_answer_to_a_beat_is_left_to_it(
         return execute(self, statement, parameters)
 
     monkeypatch.setattr(ReaderSession, "execute", slow)
-    monkeypatch.setattr(log, "_BEATS", 60)
+    monkeypatch.setattr(claimed_reader, "_BEATS", 60)
     with _running(outbox, lambda transaction: transaction.done(), poll=2):
         wait_until(lambda: len(taken) >= 6)
     assert not any(taken)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from psycopg.conninfo import make_conninfo
 from psycopg.types.json import Jsonb
 
-from relay.client import log
+from relay.client import claimed_reader
 from relay.retention import reader_positions
 from tests.outbox import Outbox
 from tests.postgres import Server, start_server
@@ -224,9 +224,9 @@ def test_a_prepared_transaction_is_read_after_its_commit() -> None:
             "select (relay.log_reader('r', relay.this_call())).number, pg_current_snapshot()::text"
         ).fetchall()[0]
         given = (seen, f"{number}/{seen}")
-        assert outbox.reader.value(log._IS_QUIET, given), "nothing is new"
+        assert outbox.reader.value(claimed_reader._IS_QUIET, given), "nothing is new"
         outbox.conn.execute("commit prepared 'one'")
-        assert outbox.reader.value(log._IS_QUIET, given) is None
+        assert outbox.reader.value(claimed_reader._IS_QUIET, given) is None
         assert _drain(outbox.reader) == [1]
 
 
@@ -238,9 +238,9 @@ def test_an_idle_reader_does_not_look_at_the_log_while_no_transaction_has_ended(
         # One snapshot, whatever goes on in other databases of the server.
         outbox.reader.execute("set transaction isolation level repeatable read")
         seen = str(outbox.reader.value("select pg_current_snapshot()::text"))
-        assert outbox.reader.value(log._IS_QUIET, (seen, unusable)) == seen
+        assert outbox.reader.value(claimed_reader._IS_QUIET, (seen, unusable)) == seen
     with pytest.raises(psycopg.errors.InvalidTextRepresentation):
-        outbox.reader.value(log._IS_QUIET, ("1:1:", unusable))
+        outbox.reader.value(claimed_reader._IS_QUIET, ("1:1:", unusable))
 
 
 def test_reading_changes_nothing(outbox: Outbox) -> None:

@@ -21,7 +21,7 @@ from psycopg.types.json import Jsonb
 from pydantic import BaseModel
 
 import relay
-from relay.client import log
+from relay.client import claimed_reader
 from relay.client.log_pages import LogPage
 from relay.client.reader import (
     AsyncReadTransaction,
@@ -400,7 +400,7 @@ def test_what_was_refused_comes_again(outbox: Outbox) -> None:
 
 def test_relay_wakes_readers_that_wait(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that would ask only after ten minutes gets what comes before."""
-    monkeypatch.setattr(log, "_FIRST_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr(claimed_reader, "_FIRST_PAUSE_SECONDS", 600.0)
     ended = Event()
 
     def publish() -> None:
@@ -466,7 +466,7 @@ def _note_pages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             super().__init__(*given)
             numbers.append(self.number)
 
-    monkeypatch.setattr(log, "LogPage", Noted)
+    monkeypatch.setattr(claimed_reader, "LogPage", Noted)
     return numbers
 
 
@@ -521,7 +521,7 @@ def test_a_handler_that_takes_long_keeps_its_reader_in_use(
 
     Also where its transaction has moved the reader and is still open; it can be committed.
     """
-    monkeypatch.setattr(log, "_SIGN_SECONDS", 0.0)
+    monkeypatch.setattr(claimed_reader, "_SIGN_SECONDS", 0.0)
     older = "update relay.readers set noted_at = now() - interval '6 minutes' where reader = 'r'"
     recent = (
         "select 1 from relay.readers where reader = 'r' and noted_at > now() - interval '1 minute'"
@@ -573,7 +573,7 @@ def test_an_outage_is_logged_when_it_ends(
         failed.append(error)
         return "gone"
 
-    monkeypatch.setattr(log, "outage_of", counted)
+    monkeypatch.setattr(claimed_reader, "outage_of", counted)
     outbox.reader.execute("select relay.declare_reader('r')")
     with closing(iter(_reader(outbox, start=None))) as iterator:  # type: ignore[type-var]
         reading = Thread(target=lambda: next(iterator).done())

@@ -8,7 +8,7 @@ import logging
 import psycopg
 import pytest
 
-from relay.client import log, wakeups
+from relay.client import claimed_reader, wakeups
 from relay.client.idle import Idle
 from relay.client.outages import OutageLog
 from relay.client.reader import subscribe
@@ -84,8 +84,8 @@ def test_a_reader_logs_an_outage_once(
 ) -> None:
     """However often it tries again; one that is stopped does not say that it is over."""
     caplog.set_level("INFO", "relay.reader")
-    monkeypatch.setattr(log, "_FIRST_OUTAGE_SECONDS", 0.001)
-    monkeypatch.setattr(log, "_LONGEST_OUTAGE_SECONDS", 0.001)
+    monkeypatch.setattr(claimed_reader, "_FIRST_OUTAGE_SECONDS", 0.001)
+    monkeypatch.setattr(claimed_reader, "_LONGEST_OUTAGE_SECONDS", 0.001)
     reader = subscribe("host=127.0.0.1 port=1", "r")
     failed: list[Exception] = []
 
@@ -95,7 +95,7 @@ def test_a_reader_logs_an_outage_once(
             reader.stop()
         return "refused"
 
-    monkeypatch.setattr(log, "outage_of", counted)
+    monkeypatch.setattr(claimed_reader, "outage_of", counted)
     assert list(reader) == []
     assert caplog.messages == ["the database does not answer: refused"]
     assert caplog.records[0].__dict__["reader"] == "r"
