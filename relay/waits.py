@@ -31,6 +31,8 @@ class Backoff:
         most = self._longest if longest is None else longest
         wait = min(self.next, most)
         self.next = doubled(wait, 1, most)
+        if not self._random_part:
+            return wait
         return wait * (1 - self._random_part * random.random())  # noqa: S311
 
     def reset(self) -> None:

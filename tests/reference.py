@@ -43,6 +43,7 @@ MODULES = (
     "relay.sinks.cloudevents",
     "relay.client",
     "relay.client.schedule",
+    "relay.client.enqueueing",
     "relay.client.scheduled",
     "relay.client.worker",
     "relay.client.reader",

@@ -118,7 +118,18 @@ def queue_show(
         print("no such message", file=sys.stderr)
         return
     print_table(
-        ("id", "state", "event", "event type", "key", "attempts", "enqueued", "available", "error"),
+        (
+            "id",
+            "state",
+            "event",
+            "event type",
+            "key",
+            "attempts",
+            "enqueued",
+            "available",
+            "error",
+            "note",
+        ),
         (
             (
                 str(each.id),
@@ -130,6 +141,7 @@ def queue_show(
                 moment(each.enqueued_at),
                 moment(each.available_at),
                 each.error or "-",
+                "-" if each.note is None else json.dumps(each.note),
             )
             for each in found
         ),

@@ -31,6 +31,7 @@ from relay.client.messages import (
     COMPLETE,
     EXTEND,
     LEASE,
+    NOTE,
     RELEASE,
     Lease,
     LeasedMessage,
@@ -162,10 +163,6 @@ def _age(message: Message) -> float:
     return (datetime.now(UTC) - message.first_taken_at).total_seconds()
 
 
-def _parameter(message: Message) -> str:
-    return json.dumps(message.of_attempt)
-
-
 def _left(message: Message | None, is_completed: bool) -> Left:
     """Return what the end of an attempt leaves; without a message it could not be read."""
     if message is None or not is_completed:
@@ -173,8 +170,8 @@ def _left(message: Message | None, is_completed: bool) -> Left:
     return Left.NOTHING if message.key is None else Left.KEY
 
 
-def _complete(message: LeasedMessage, completed: list[str]) -> None:
-    if completed != ["true"]:
+def _require_own(message: LeasedMessage, is_own: list[str]) -> None:
+    if is_own != ["true"]:
         raise LeaseLost(f"message {message.id} of the queue {message.queue} is another worker's")
 
 
@@ -223,7 +220,7 @@ class Slot:
                 self._reply(message, session)
         except BaseException as error:
             return self._handling.ending(message, error)
-        return COMPLETE, _parameter(message)
+        return COMPLETE, message.of_completion
 
     def _lease(self, taken: Taken) -> Left | None:
         with self._link.transaction() as session:
@@ -234,7 +231,9 @@ class Slot:
             taken(has_more(row))
             try:
                 message = LeasedMessage(
-                    queue=self._handling.queue, lease=Lease(self._completing), **values_of(row)
+                    queue=self._handling.queue,
+                    lease=Lease(self._completing, self._note),
+                    **values_of(row),
                 )
             except Exception as error:
                 self.execute(*self._handling.unreadable(row, error))
@@ -269,8 +268,12 @@ class Slot:
         with self._link.transaction() as session:
             yield session
             self._reply(message, session)
-            _complete(message, self._link.fetch(session, COMPLETE, _parameter(message)))
+            _require_own(message, self._link.fetch(session, COMPLETE, message.of_completion))
         message.lease.is_completed = True
+
+    def _note(self, message: LeasedMessage, parameter: str) -> None:
+        with self._link.transaction() as session:
+            _require_own(message, self._link.fetch(session, NOTE, parameter))
 
     def _reply(self, message: Message, session: Any) -> None:
         if message.replies and message.host_id is not None:
@@ -341,7 +344,7 @@ class AsyncSlot:
             if _is_stopping(error):
                 raise
             return self._handling.ending(message, self._ended(error, limit))
-        return COMPLETE, _parameter(message)
+        return COMPLETE, message.of_completion
 
     def _ended(self, error: BaseException, limit: asyncio.Timeout) -> BaseException:
         """Return what has ended a call: the deadline, if that has passed."""
@@ -360,7 +363,9 @@ class AsyncSlot:
             taken(has_more(row))
             try:
                 message = LeasedMessage(
-                    queue=self._handling.queue, lease=Lease(self._completing), **values_of(row)
+                    queue=self._handling.queue,
+                    lease=Lease(self._completing, self._note),
+                    **values_of(row),
                 )
             except Exception as error:
                 await self.execute(*self._handling.unreadable(row, error))
@@ -376,7 +381,7 @@ class AsyncSlot:
                 self._handling.lost(message)
             except BaseException as error:
                 if _is_stopping(error):
-                    await self.execute(RELEASE, _parameter(message))
+                    await self.execute(RELEASE, json.dumps(message.of_attempt))
                     raise
                 if not message.is_lost:
                     ended = self._ended(error, limit)
@@ -404,8 +409,12 @@ class AsyncSlot:
         async with self._link.transaction() as session:
             yield session
             await self._reply(message, session)
-            _complete(message, await self._link.fetch(session, COMPLETE, _parameter(message)))
+            _require_own(message, await self._link.fetch(session, COMPLETE, message.of_completion))
         message.lease.is_completed = True
+
+    async def _note(self, message: LeasedMessage, parameter: str) -> None:
+        async with self._link.transaction() as session:
+            _require_own(message, await self._link.fetch(session, NOTE, parameter))
 
     async def _reply(self, message: Message, session: Any) -> None:
         if message.replies and message.host_id is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from relay.client.errors import EventInvalid, WorkerError
 from relay.client.event import Event, caused_by
+from relay.client.payloads import encode_object
 from relay.client.sessions import Statement
 from relay.model.moments import moment_of
 from relay.outcomes import Drop, Fail, named_wait
@@ -114,7 +115,8 @@ _TAKEN = (
 CLAIM = _call("relay.claim", "p.a->>'queue'", result=_TAKEN)
 LEASE = _call("relay.lease", "p.a->>'queue'", "1", _SECONDS, result=_TAKEN)
 EXTEND = _call("relay.extend", *_OF_ATTEMPT, _SECONDS)
-COMPLETE = _call("relay.complete", *_OF_ATTEMPT)
+COMPLETE = _call("relay.complete", *_OF_ATTEMPT, "(p.a->'result')::jsonb")
+NOTE = _call("relay.note_message", *_OF_ATTEMPT, "(p.a->'note')::jsonb")
 RELEASE = _call("relay.release", *_OF_ATTEMPT, _SECONDS, "p.a->>'error'")
 RETRY = _call("relay.retry", *_OF_ATTEMPT, _SECONDS, "p.a->>'error'")
 FAIL = _call("relay.fail", *_OF_ATTEMPT, "p.a->>'error'")
@@ -149,6 +151,8 @@ class Message:
     first_taken_at: datetime
     replies: list[Event] = field(default_factory=list, repr=False, compare=False)
     """What `reply` has collected."""
+    results: list[Any] = field(default_factory=list, repr=False, compare=False)
+    """What `keep` was given; the last one counts."""
 
     def reply(self, event: Event) -> None:
         """Publish an event in answer, in the commit that completes the message, with this message's host.
@@ -161,6 +165,20 @@ class Message:
             raise EventInvalid("reply: the message has no host_id, which an event must have")
         self.replies.append(replace(event, metadata=caused_by(self) | dict(event.metadata or {})))
 
+    def keep(self, result: Any) -> None:
+        """Have a result shown in `relay.queue_items` for the queue's `keep_done`, once the message is completed.
+
+        It is a value that the payload of an `Event` can be; the last call counts. Raises EventInvalid for another one.
+        """
+        encode_object({"result": result})
+        self.results.append(result)
+
+    @property
+    def of_completion(self) -> str:
+        """The parameters of the statement that completes this attempt."""
+        kept = {"result": self.results[-1]} if self.results else {}
+        return encode_object(self.of_attempt | kept)
+
     @property
     def of_attempt(self) -> dict[str, Any]:
         """The parameters that name this attempt in a statement."""
@@ -169,9 +187,10 @@ class Message:
 
 @dataclass(slots=True)
 class Lease:
-    """The state of a leased message in its worker; `begin` opens the transaction that completes it."""
+    """A leased message in its worker; `begin` opens the transaction that completes it, `note` runs NOTE."""
 
     begin: Callable[[LeasedMessage], Any]
+    note: Callable[[LeasedMessage, str], Any]
     is_lost: bool = False
     is_completed: bool = False
 
@@ -186,6 +205,14 @@ class LeasedMessage(Message):
     def is_lost(self) -> bool:
         """Whether another worker has the message meanwhile: what the handler does now is in vain."""
         return self.lease.is_lost
+
+    def note(self, value: Any) -> Any:
+        """Say how far the work is: `relay.queue_items` shows it at once. Await it in an asynchronous worker.
+
+        It is a value that the payload of an `Event` can be. Raises EventInvalid for another one, LeaseLost if another
+        worker has the message meanwhile, and what the driver raises. Not within `transaction`.
+        """
+        return self.lease.note(self, encode_object(self.of_attempt | {"note": value}))
 
     def transaction(self) -> Any:
         """Return a context manager whose transaction completes the message, together with the effects of its block.

@@ -18,14 +18,24 @@ from relay.client.errors import EventInvalid
 
 def encode(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a JSON array. Raises EventInvalid, which names the event and the path of a value."""
+    return _encoded(rows, {f"events[{number}].": row for number, row in enumerate(rows)})
+
+
+def encode_object(values: dict[str, Any]) -> str:
+    """Return an object of JSON. Raises EventInvalid, which names the path of a value."""
+    return _encoded(values, {"": values})
+
+
+def _encoded(given: Any, objects: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a value as JSON; `objects` are those that it has, by what their paths begin with."""
     try:
-        text = _ENCODER.encode(rows)
+        text = _ENCODER.encode(given)
         # A driver would refuse a lone surrogate, too, but not say where it is.
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise _explained(rows, error) from None
+        raise _explained(objects, error) from None
     if "\\u0000" in text:
-        _require_no_nul(rows)
+        _require_no_nul(objects)
     return text
 
 
@@ -61,22 +71,20 @@ _ENCODER = json.JSONEncoder(
 )
 
 
-def _explained(rows: list[dict[str, Any]], error: Exception) -> EventInvalid:
-    for number, row in enumerate(rows):
-        for column, value in row.items():
-            for path, what in _faults(value, column, 0):
-                return EventInvalid(f"events[{number}].{path}: {what}")
+def _explained(objects: Mapping[str, Mapping[str, Any]], error: Exception) -> EventInvalid:
+    for prefix, values in objects.items():
+        for column, value in values.items():
+            for path, what in _faults(value, f"{prefix}{column}", 0):
+                return EventInvalid(f"{path}: {what}")
     return EventInvalid(f"the events cannot be written as JSON: {type(error).__name__}")
 
 
-def _require_no_nul(rows: list[dict[str, Any]]) -> None:
-    for number, row in enumerate(rows):
-        for column, value in row.items():
-            for path, text in _texts(value, column):
+def _require_no_nul(objects: Mapping[str, Mapping[str, Any]]) -> None:
+    for prefix, values in objects.items():
+        for column, value in values.items():
+            for path, text in _texts(value, f"{prefix}{column}"):
                 if "\0" in text:
-                    raise EventInvalid(
-                        f"events[{number}].{path}: has a NUL character, which jsonb cannot store"
-                    )
+                    raise EventInvalid(f"{path}: has a NUL character, which jsonb cannot store")
 
 
 _MAX_DEPTH = 200

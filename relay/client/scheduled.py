@@ -123,20 +123,21 @@ async def move_messages_async(
 
 def _event(event_id: Id, host_id: Id | None, at: datetime | None = None) -> str:
     host = None if host_id is None else str(host_id)
-    return json.dumps({"event_id": str(event_id), "host_id": host, "at": _moment(at)})
+    return json.dumps({"event_id": str(event_id), "host_id": host, "at": moment(at)})
 
 
 def _messages(
     queue: str, number: int | None, event_id: Id | None, key: str | None, at: datetime | None = None
 ) -> str:
     event = None if event_id is None else str(event_id)
-    given = {"queue": queue, "id": number, "event_id": event, "key": key, "at": _moment(at)}
+    given = {"queue": queue, "id": number, "event_id": event, "key": key, "at": moment(at)}
     return json.dumps(given)
 
 
-def _moment(at: datetime | None) -> str | None:
+def moment(at: datetime | None, name: str = "at") -> str | None:
+    """Return a time as text. Raises EventInvalid, which names the argument, for one without a time zone."""
     if at is not None and at.utcoffset() is None:
-        raise EventInvalid("at: has no time zone: give it one, such as datetime.now(UTC)")
+        raise EventInvalid(f"{name}: has no time zone: give it one, such as datetime.now(UTC)")
     return None if at is None else at.isoformat()
 
 

@@ -51,7 +51,7 @@ class AwsSettings(BrokerSettings):
         return {**super().templates, "key": Template(self.key)}
 
 
-class Client(Protocol):
+class ServiceClient(Protocol):
     """The client of a service: `relay.sinks.aws_client`, which only what sends imports."""
 
     async def open(self) -> None:
@@ -73,7 +73,7 @@ class AwsService:
     """The field of an entry that has the body of the message."""
     limits = LIMITS
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: ServiceClient) -> None:
         self.client = client
 
     async def open(self) -> None:

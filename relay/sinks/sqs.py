@@ -11,7 +11,7 @@ from typing import Literal
 from relay.config.types import Alike
 from relay.faults import Undelivered
 from relay.sinks import aws
-from relay.sinks.aws import AwsService, AwsSettings, Client, Entry
+from relay.sinks.aws import AwsService, AwsSettings, Entry, ServiceClient
 from relay.sinks.batching import Batching
 from relay.sinks.brokers import Publishing
 
@@ -38,7 +38,7 @@ class Sqs(AwsService):
 
     BODY = "MessageBody"
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: ServiceClient) -> None:
         super().__init__(client)
         self._urls: dict[str, str] = {}
 

@@ -58,6 +58,9 @@ class QueueItem:
     first_taken_at: datetime | None
     available_at: datetime | None
     error: str | None
+    unique_key: str | None
+    note: Any
+    result: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +131,8 @@ def items(
     """Read at most `limit` items of a queue in some states, the oldest first. Raises psycopg.Error."""
     with conn.cursor(row_factory=class_row(QueueItem)) as cursor:
         return cursor.execute(
-            "select id, state, event_id, event_type, key, attempts, enqueued_at, first_taken_at, available_at, error"
-            " from relay.queue_items where queue = %s and state = any(%s) order by id limit %s",
+            "select id, state, event_id, event_type, key, attempts, enqueued_at, first_taken_at, available_at, error,"
+            " unique_key, note, result from relay.queue_items where queue = %s and state = any(%s) order by id limit %s",
             (name, list(states), limit),
         ).fetchall()
 

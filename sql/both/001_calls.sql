@@ -33,7 +33,8 @@ begin
 end
 $$;
 
--- Drops the functions that a former edition has without `call`, and gives who was granted one the right to what replaces it.
+-- Drops the functions that a former edition has without `call`, or with fewer arguments before it, and gives who was granted one the
+-- right to what replaces it.
 create or replace function relay.replace_functions() returns void
 language plpgsql set search_path = pg_catalog, pg_temp
 as $$
@@ -46,8 +47,8 @@ begin
         select f.oid::regprocedure as name, f.proacl as rights, f.proowner as owner, present.oid::regprocedure as present
           from pg_proc as f
           join pg_proc as present on present.pronamespace = f.pronamespace and present.proname = f.proname
-         where f.pronamespace = to_regnamespace('relay') and 'relay.call'::regtype <> all (f.proargtypes::oid[])
-           and 'relay.call'::regtype = any (present.proargtypes::oid[])
+         where f.pronamespace = to_regnamespace('relay') and 'relay.call'::regtype = any (present.proargtypes::oid[])
+           and ('relay.call'::regtype <> all (f.proargtypes::oid[]) or f.pronargs < present.pronargs)
     loop
         for granted in select a.grantee::regrole as role, a.is_grantable from aclexplode(former.rights) as a
                         where a.grantee not in (0, former.owner) loop

@@ -84,7 +84,9 @@ create table if not exists relay.queue_messages (
     interruptions     int         not null default 0
 ) with (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_cost_delay = 0,
         autovacuum_vacuum_insert_scale_factor = 0.2, autovacuum_analyze_scale_factor = 0.5);
-alter table relay.queue_messages add column if not exists interruptions int not null default 0;
+alter table relay.queue_messages add column if not exists interruptions int not null default 0,
+                                 add column if not exists unique_key text collate "C",
+                                 add column if not exists note jsonb;
 create index if not exists queue_messages_ready on relay.queue_messages (queue_id, id) where available_at is null;
 create index if not exists queue_messages_ready_keys on relay.queue_messages (queue_id, key, id)
     where available_at is null and key is not null;
@@ -92,6 +94,7 @@ create index if not exists queue_messages_later on relay.queue_messages (queue_i
 create index if not exists queue_messages_held on relay.queue_messages (queue_id, id) where available_at is not null;
 create index if not exists queue_messages_held_keys on relay.queue_messages (queue_id, key, available_at)
     where available_at is not null and key is not null;
+create index if not exists queue_messages_unique on relay.queue_messages (queue_id, unique_key) where unique_key is not null;
 
 comment on column relay.queue_messages.id is
     'the number of the message, in the order of insertion';
@@ -106,6 +109,10 @@ comment on column relay.queue_messages.available_at is
 
 comment on column relay.queue_messages.interruptions is
     'how many transactions that had claimed it were aborted since its last retry, as far as relay.claim has seen';
+comment on column relay.queue_messages.unique_key is
+    'relay.enqueue puts no second message with it into the queue';
+comment on column relay.queue_messages.note is
+    'what its worker says of the work, with relay.note_message';
 
 -- Messages whose attempts are exhausted, and those that a worker has given up.
 create table if not exists relay.queue_dead_letters (
@@ -129,6 +136,7 @@ create table if not exists relay.queue_dead_letters (
     error             text,
     dead_at           timestamptz not null default clock_timestamp()
 );
+alter table relay.queue_dead_letters add column if not exists unique_key text;
 create index if not exists queue_dead_letters_queue on relay.queue_dead_letters (queue_id, id);
 
 comment on column relay.queue_dead_letters.error is
@@ -150,6 +158,7 @@ create table if not exists relay.queue_done (
     error          text,
     done_at        timestamptz not null default clock_timestamp()
 );
+alter table relay.queue_done add column if not exists note jsonb, add column if not exists result jsonb;
 create index if not exists queue_done_times on relay.queue_done (queue_id, done_at);
 create index if not exists queue_done_events on relay.queue_done (event_id);
 
@@ -157,6 +166,10 @@ comment on column relay.queue_done.error is
     'why the last attempt that failed did so';
 comment on column relay.queue_done.done_at is
     'when its completion was called; it commits later';
+comment on column relay.queue_done.note is
+    'what its worker said last of the work, with relay.note_message';
+comment on column relay.queue_done.result is
+    'what relay.complete was given';
 
 -- Lower bounds of what can be taken. Whoever takes starts there instead of at the left end of an index, where the entries of taken
 -- messages stay as long as somebody holds a snapshot. Bounds are appended, for the same reason; each of them stays true.
@@ -577,21 +590,23 @@ as $$
     with gone as (delete from relay.queue_messages where ctid = any (these) returning *)
     insert into relay.queue_dead_letters (
         id, queue_id, key, attempts, enqueued_at, first_taken_at, event_id, event_type, host_id, user_id, aggregate_type,
-        aggregate_id, aggregate_version, event_ts, transaction_id, payload, metadata, error)
+        aggregate_id, aggregate_version, event_ts, transaction_id, payload, metadata, error, unique_key)
     select id, queue_id, key, attempts, enqueued_at, first_taken_at, event_id, event_type, host_id, user_id, aggregate_type,
-           aggregate_id, aggregate_version, event_ts, transaction_id, payload, metadata, coalesce(why, error)
+           aggregate_id, aggregate_version, event_ts, transaction_id, payload, metadata, coalesce(why, error), unique_key
       from gone
 $$;
 
+drop function if exists relay.keep_messages(tid[], int); -- without `result`
+
 -- Keeps what is to be seen of locked messages that are done; `attempt` is the one that is, by default the next of each.
-create or replace function relay.keep_messages(these tid[], attempt int default null) returns void
+create or replace function relay.keep_messages(these tid[], attempt int default null, result jsonb default null) returns void
 language plpgsql
 as $$
 begin
     insert into relay.queue_done (
-        id, queue_id, key, attempts, enqueued_at, first_taken_at, event_id, event_type, host_id, error)
+        id, queue_id, key, attempts, enqueued_at, first_taken_at, event_id, event_type, host_id, error, note, result)
     select id, queue_id, key, coalesce(attempt, attempts + 1), enqueued_at, coalesce(first_taken_at, clock_timestamp()), event_id,
-           event_type, host_id, error
+           event_type, host_id, error, note, keep_messages.result
       from relay.queue_messages where ctid = any (these);
 end
 $$;
@@ -819,9 +834,10 @@ begin
 end
 $$;
 
--- Ends a message that was leased or claimed: it is done. Returns whether it was still this worker's.
+-- Ends a message that was leased or claimed: it is done. Returns whether it was still this worker's. relay.queue_items shows the result
+-- for the queue's keep_done.
 create or replace function relay.complete(
-    queue text, id bigint, attempt int, call relay.call default relay.this_call()
+    queue text, id bigint, attempt int, result jsonb default null, call relay.call default relay.this_call()
 ) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set plan_cache_mode = force_generic_plan
@@ -846,7 +862,7 @@ begin
     end if;
     location := relay.lock_message(q.id, complete.id, complete.attempt, false);
     if q.keeps and location is not null then
-        perform relay.keep_messages(array[location], complete.attempt);
+        perform relay.keep_messages(array[location], complete.attempt, complete.result);
     end if;
     delete from relay.queue_messages as m where m.ctid = location;
     return location is not null;
@@ -869,6 +885,25 @@ begin
     location := relay.lock_message(q.id, extend.id, extend.attempt, true);
     update relay.queue_messages as m set available_at = greatest(clock_timestamp(), q.due_mark) + greatest(duration, '0 s')
      where m.ctid = location;
+    return location is not null;
+end
+$$;
+
+-- Says how far the work on a leased message is, for relay.queue_items, which shows it at once. Returns whether the message was still
+-- this worker's.
+create or replace function relay.note_message(
+    queue text, id bigint, attempt int, note jsonb, call relay.call default relay.this_call()
+) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set plan_cache_mode = force_generic_plan
+as $$
+declare
+    q        record;
+    location tid;
+begin
+    q := relay.require_queue(queue, call);
+    location := relay.lock_message(q.id, note_message.id, note_message.attempt, true);
+    update relay.queue_messages as m set note = note_message.note where m.ctid = location;
     return location is not null;
 end
 $$;
@@ -983,9 +1018,9 @@ begin
         returning *)
     insert into relay.queue_messages (
         queue_id, key, event_id, event_type, host_id, user_id, aggregate_type, aggregate_id, aggregate_version, event_ts,
-        transaction_id, payload, metadata)
+        transaction_id, payload, metadata, unique_key)
     select g.queue_id, g.key, g.event_id, g.event_type, g.host_id, g.user_id, g.aggregate_type, g.aggregate_id,
-           g.aggregate_version, g.event_ts, g.transaction_id, g.payload, g.metadata
+           g.aggregate_version, g.event_ts, g.transaction_id, g.payload, g.metadata, g.unique_key
       from gone as g order by g.id;
     get diagnostics counted = row_count;
     perform relay.wake_workers(q.id);
@@ -993,13 +1028,57 @@ begin
 end
 $$;
 
+-- The message of a queue that is enough for a unique key, and has what on_duplicate says now; null without one.
+create or replace function relay.duplicate_of(
+    the_queue bigint, wanted text, on_duplicate text, at timestamptz, event_id text, event_type text, payload jsonb, metadata jsonb
+) returns bigint
+language plpgsql
+as $$
+declare
+    waiting tid[];
+    given   bigint;
+begin
+    if current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+        raise feature_not_supported using
+            message = 'relay.enqueue: a unique_key needs a READ COMMITTED transaction: others do not see what was enqueued since they began';
+    end if;
+    -- Those who enqueue with one key take turns until they commit, so that each sees what the one before has put in.
+    perform pg_advisory_xact_lock(x'71756e69'::int, hashtext(the_queue || ' ' || wanted));
+    if on_duplicate = 'skip' then
+        -- Also one that a transaction has taken, and not yet deleted for others.
+        select m.id into given from relay.queue_messages as m
+         where m.queue_id = the_queue and m.unique_key = wanted order by m.id limit 1;
+        return given;
+    end if;
+    -- Not one whose lease is over: its worker may complete it all the same.
+    waiting := array(select m.ctid from relay.queue_messages as m
+                      where m.queue_id = the_queue and m.unique_key = wanted and not m.leased
+                      order by m.id desc limit 1 for update skip locked);
+    begin
+        update relay.queue_messages as m
+           set event_id = case when on_duplicate = 'replace' then coalesce(duplicate_of.event_id, m.event_id) else m.event_id end,
+               event_type = case when on_duplicate = 'replace' then duplicate_of.event_type else m.event_type end,
+               payload = case when on_duplicate = 'replace' then duplicate_of.payload else m.payload end,
+               metadata = case when on_duplicate = 'replace' then duplicate_of.metadata else m.metadata end,
+               available_at = case when at is not null then greatest(at, clock_timestamp()) else m.available_at end
+         where m.ctid = any (waiting) returning m.id into given;
+    exception when others then
+        raise; -- a transaction within: see relay.was_aborted
+    end;
+    return given;
+end
+$$;
+
 -- Puts a message into a queue in the caller's transaction, beside the log; returns its id. `key` is what orders it within the host:
 -- a user_id, an aggregate's type and id with a space between them, or the value of the queue's path. With a time it can be taken from
 -- then on.
+-- With a unique_key, no second message is put in while one with that key waits or is worked, and the id is that of the first. With
+-- on_duplicate => 'replace' the one that waits gets these contents, and the time if there is one; with 'move' only the time. One that is
+-- worked has its contents already: then another is put in, which waits behind it, and for which the same holds.
 create or replace function relay.enqueue(
     queue text, payload jsonb, event_type text default 'message', host_id text default null, key text default null,
     deliver_at timestamptz default null, metadata jsonb default null, event_id text default null,
-    call relay.call default relay.this_call()
+    unique_key text default null, on_duplicate text default 'skip', call relay.call default relay.this_call()
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
@@ -1007,9 +1086,18 @@ declare
     q      record;
     within text;
     host   text := coalesce(enqueue.host_id, '');
+    wanted text := case when octet_length(enqueue.unique_key) > 1000 then encode(sha256(convert_to(enqueue.unique_key, 'UTF8')), 'hex')
+                        else enqueue.unique_key end;
     given  bigint;
 begin
     q := relay.require_queue(queue, call);
+    if coalesce(enqueue.on_duplicate, '') not in ('skip', 'replace', 'move') then
+        raise invalid_parameter_value using
+            message = format('relay.enqueue: on_duplicate is %L: give skip, replace or move', enqueue.on_duplicate);
+    end if;
+    if enqueue.on_duplicate = 'move' and deliver_at is null then
+        raise null_value_not_allowed using message = 'relay.enqueue: on_duplicate is move: give a deliver_at';
+    end if;
     if q.keyed and deliver_at is not null then
         raise feature_not_supported using
             message = format('the messages of the queue %L are ordered by a key: publish an event with deliver_at instead', queue);
@@ -1025,11 +1113,22 @@ begin
     if deliver_at is not null then
         perform relay.begin_times();
     end if;
-    insert into relay.queue_messages (queue_id, key, available_at, event_id, event_type, host_id, payload, metadata)
+    if wanted is not null then
+        given := relay.duplicate_of(q.id, wanted, enqueue.on_duplicate,
+                                    case when deliver_at is not null then greatest(deliver_at, q.due_mark) end,
+                                    enqueue.event_id, enqueue.event_type, enqueue.payload, enqueue.metadata);
+        if given is not null then
+            if deliver_at <= clock_timestamp() then
+                perform relay.wake_workers(q.id);
+            end if;
+            return given;
+        end if;
+    end if;
+    insert into relay.queue_messages (queue_id, key, available_at, event_id, event_type, host_id, payload, metadata, unique_key)
     values (q.id, case when q.keyed then host || ' ' || within end,
             case when deliver_at is not null then greatest(deliver_at, clock_timestamp(), q.due_mark) end,
             coalesce(enqueue.event_id, gen_random_uuid()::text), enqueue.event_type,
-            enqueue.host_id, enqueue.payload, enqueue.metadata)
+            enqueue.host_id, enqueue.payload, enqueue.metadata, wanted)
     returning queue_messages.id into given;
     -- A time that comes later wakes nobody: a poll finds it.
     if deliver_at is null or deliver_at <= clock_timestamp() then
@@ -1334,18 +1433,20 @@ end
 $$;
 
 create or replace view relay.queue_items as
-select i.queue, i.id, i.event_id, i.event_type, i.state, i.attempts, i.key, i.enqueued_at, i.first_taken_at, i.available_at, i.error
+select i.queue, i.id, i.event_id, i.event_type, i.state, i.attempts, i.key, i.enqueued_at, i.first_taken_at, i.available_at, i.error, i.unique_key, i.note, i.result
   from (select q.name as queue, m.id, m.event_id, m.event_type,
                case when m.leased and m.available_at > clock_timestamp() then 'leased'
                     when m.available_at is not null and (m.attempts > 0 or m.error is not null) then 'retry'
                     when m.available_at > clock_timestamp() then 'scheduled' else 'enqueued' end as state,
-               m.attempts, m.key, m.enqueued_at, m.first_taken_at, m.available_at, m.error
+               m.attempts, m.key, m.enqueued_at, m.first_taken_at, m.available_at, m.error, m.unique_key, m.note, null::jsonb as result
           from relay.queues as q join relay.queue_messages as m on m.queue_id = q.id
         union all
-        select q.name, d.id, d.event_id, d.event_type, 'dead', d.attempts, d.key, d.enqueued_at, d.first_taken_at, null, d.error
+        select q.name, d.id, d.event_id, d.event_type, 'dead', d.attempts, d.key, d.enqueued_at, d.first_taken_at, null, d.error,
+               d.unique_key, null, null
           from relay.queues as q join relay.queue_dead_letters as d on d.queue_id = q.id
         union all
-        select q.name, d.id, d.event_id, d.event_type, 'done', d.attempts, d.key, d.enqueued_at, d.first_taken_at, null, d.error
+        select q.name, d.id, d.event_id, d.event_type, 'done', d.attempts, d.key, d.enqueued_at, d.first_taken_at, null, d.error,
+               null, d.note, d.result
           from relay.queues as q join relay.queue_done as d on d.queue_id = q.id and d.done_at > now() - q.keep_done) as i;
 
 comment on view relay.queue_items is
@@ -1422,7 +1523,7 @@ begin
                  where p.pronamespace = 'relay'::regnamespace
                    and p.proname in ('calling_role', 'may_act_as', 'queue_state', 'require_queue', 'begin_messages', 'begin_times', 'move_marks', 'note_progress',
                                      'was_aborted', 'remove_messages', 'lock_messages', 'dead_letter_messages', 'keep_messages', 'take', 'claim',
-                                     'lease', 'lock_message', 'complete', 'extend', 'release', 'retry', 'fail', 'requeue', 'enqueue',
+                                     'lease', 'lock_message', 'complete', 'extend', 'note_message', 'release', 'retry', 'fail', 'requeue', 'duplicate_of', 'enqueue',
                                      'declare_queue', 'wake_workers', 'watch_queue', 'queue_watchers', 'satisfies', 'is_event_field', 'note_queues', 'queues_revision',
                                      'pause_queue', 'purge_queue', 'drop_queue', 'rebuild_queue', 'fill_start', 'require_bounded', 'condition_path') loop
         execute format('revoke all on function %s from public', each);
@@ -1451,11 +1552,12 @@ begin
         grant select on relay.queue_figures to relay_worker;
         grant execute on function relay.take(text, int, relay.call), relay.claim(text, int, relay.call),
             relay.lease(text, int, interval, relay.call),
-            relay.complete(text, bigint, int, relay.call), relay.extend(text, bigint, int, interval, relay.call),
+            relay.complete(text, bigint, int, jsonb, relay.call), relay.extend(text, bigint, int, interval, relay.call),
+            relay.note_message(text, bigint, int, jsonb, relay.call),
             relay.release(text, bigint, int, interval, text, relay.call),
             relay.retry(text, bigint, int, interval, text, relay.call), relay.fail(text, bigint, int, text, relay.call),
             relay.requeue(text, bigint[], relay.call),
-            relay.enqueue(text, jsonb, text, text, text, timestamptz, jsonb, text, relay.call),
+            relay.enqueue(text, jsonb, text, text, text, timestamptz, jsonb, text, text, text, relay.call),
             relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text, interval, text, jsonb,
                                 boolean, text, relay.call),
             relay.pause_queue(text, boolean, relay.call), relay.purge_queue(text, relay.call), relay.drop_queue(text, relay.call),
@@ -1506,13 +1608,14 @@ begin
         relay.begin_messages(), relay.begin_times(),
         relay.move_marks(bigint, bigint, timestamptz, timestamptz, bigint), relay.note_progress(record, record), relay.was_aborted(xid), relay.remove_messages(tid[]),
         relay.lock_messages(bigint, boolean, int, bigint, timestamptz, bigint, int),
-        relay.dead_letter_messages(tid[], text), relay.keep_messages(tid[], int), relay.lock_message(bigint, bigint, int, boolean),
+        relay.dead_letter_messages(tid[], text), relay.keep_messages(tid[], int, jsonb),
+        relay.duplicate_of(bigint, text, text, timestamptz, text, text, jsonb, jsonb), relay.lock_message(bigint, bigint, int, boolean),
         relay.is_event_field(text), relay.wake_workers(bigint), relay.fill_start(text, text, text),
         relay.require_bounded(jsonb, int, text), relay.condition_path(text, jsonb, text), relay.note_queues(text) to relay_owner;
     grant create on schema relay to relay_owner;
     -- A function's new owner must have the right to create in its schema.
     for each in select p.oid from pg_proc as p where p.pronamespace = 'relay'::regnamespace and p.prosecdef
-                   and p.proname in ('take', 'claim', 'lease', 'complete', 'extend', 'release', 'retry', 'fail', 'requeue', 'enqueue',
+                   and p.proname in ('take', 'claim', 'lease', 'complete', 'extend', 'note_message', 'release', 'retry', 'fail', 'requeue', 'enqueue',
                                      'declare_queue', 'pause_queue', 'purge_queue', 'drop_queue', 'rebuild_queue', 'watch_queue', 'queue_watchers') loop
         execute format('alter function %s owner to relay_owner', each);
     end loop;

@@ -360,7 +360,7 @@ def test_a_spark_sink_that_cannot_write_is_shown(
     def work(self: SparkWorker) -> None:
         if broken.is_set():
             raise RuntimeError("s3cret")
-        self._pause(0.05)
+        self.pause(0.05)
 
     caplog.set_level(logging.INFO, "relay.spark")
     monkeypatch.setattr(SparkWorker, "work", work)

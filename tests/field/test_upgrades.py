@@ -14,12 +14,13 @@ from tests.outbox import Outbox, event, host, initialise, relaying, wait_until
 LANDED = {
     "source/001_source.sql": "5ce8243b107639cd358df635f7689b4cf05907ed06b55d782afa4320f30e4827",
     "source/002_retention.sql": "df0c04db814389251ec0b725d068628dc31939f2d8838edaf43cbf8632343066",
+    "both/001_calls.sql": "ec2934fb89db7d136f48bf531f4bcab47cbaa80f5c3ed956a086383bb9020061",
     "outbox/001_outbox.sql": "0d54b3cc6e18713e7e0589b2346fef9e7f6556509bb20117ad8a62be0a7bc3bf",
     "outbox/002_schedules.sql": "88d9420a9eac1eb8ee5215c44db53d3c9c8456a26311c0cbf1aaa539381118fc",
     "outbox/003_readers.sql": "482df0493cde99c8bad6f5900aaf2fca317222ce0a31f25bf174097187505ea3",
     "outbox/004_subscribers.sql": "1d55bbf552465fe7f01ce21f3b490628ee0301ba07503cdb80f4f01aa1b43c74",
     "target/001_target.sql": "f4812c7bc10f1d7437d3b79cdf1325df4d7bae94485a7c615aac189dc8ea1f0d",
-    "target/004_queues.sql": "d510da2f737a58e94f69f2779de435205655e42fb2368e28efd08052383d39ff",
+    "target/004_queues.sql": "40f4cdde688e3aa4d30463ebeaafb9dea99830c1c199de54fea81977905fb6f8",
     "target/005_scheduled.sql": "9f62e2e8db6a6bce67c2d7ad277994a55f51c4af397bfd9ff23cbbdfafd1b314",
 }
 """The editions of the files in the relay that landed before, each of which has changed since."""

@@ -19,7 +19,7 @@ import psycopg
 import pytest
 
 from relay import Drop, Fail, RetryLater
-from relay.client import Event, idle, slots, wakeups
+from relay.client import Event, attempts, idle, wakeups
 from relay.client.idle import Idle, Left, Query
 from relay.client.middleware import backoff, limit, timing
 from relay.client.worker import LeasedMessage, Message, Queue, Worker, WorkerError
@@ -134,7 +134,7 @@ def test_what_a_handler_raises_ends_its_message(outbox: Outbox) -> None:
 
 
 def test_handlers_are_chosen_by_event_type(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "_NO_HANDLER_SECONDS", 0)
+    monkeypatch.setattr(attempts, "_NO_HANDLER_SECONDS", 0)
     worker = Worker(outbox.worker_dsn, Queue(name="mail", attempts=1), poll=0.05)
     handled: list[tuple[str, str]] = []
 
@@ -165,7 +165,7 @@ def test_a_message_without_a_handler_is_left_to_workers_of_another_version(
     outbox: Outbox, is_async: bool, lease: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message has one attempt, which no worker may use up that cannot handle it, whatever runs around the call."""
-    monkeypatch.setattr(slots, "_GIVEN_BACK_SECONDS", 0.05)
+    monkeypatch.setattr(attempts, "_GIVEN_BACK_SECONDS", 0.05)
     fill(outbox, 1, queue=Queue(name="mail", match=None, attempts=1), event_type="mail.new")
     handled: list[int] = []
 
