@@ -218,7 +218,7 @@ class LogReader:
                 routed = self._routed(transactions)
                 if routed is None:
                     continue
-                keys, at = wanted.positions_of(routed.transactions, between.after.xmax)
+                keys, at = wanted.located(routed.transactions)
                 positions = at.tolist()
                 xids = [0] * len(positions) if wanted.unmarked else keys.tolist()
                 yield Polled(routed, positions, xids, positions[0] - 1, large)

@@ -121,11 +121,10 @@ def _sees(snapshot: Snapshot, share: Share) -> Mask:
 
 
 class _ToPut(NamedTuple):
-    """Transactions to be put into a queue. `next_xid` is about that of the source, `shares` are those they are of."""
+    """Transactions to be put into a queue; `shares` are those they are of."""
 
     shares: Sequence[Share]
     wanted: Sequence[Wanted]
-    next_xid: int
 
 
 class QueueFills(Recurring):
@@ -329,12 +328,12 @@ class _Filler:
             for portion in portions:
                 if self._is_stopping():
                     return
-                fill = self._portion(fill, portion, between)
+                fill = self._portion(fill, portion)
         with self._locked(fill):
             queue_fills.end_difference(self._target, fill)
 
-    def _portion(self, fill: QueueFill, portion: Portion, between: Difference) -> QueueFill:
-        chosen = _chosen(fill, portion.shares, None, between.after.xmax)
+    def _portion(self, fill: QueueFill, portion: Portion) -> QueueFill:
+        chosen = _chosen(fill, portion.shares, None)
         with self._source.connection() as source, self._locked(fill):
             count = self._put(source, fill, chosen)
             queue_fills.advance(self._target, fill, portion.upto, count)
@@ -391,7 +390,7 @@ class _Filler:
         later = noted[~applied.newest.sees(noted) & ~fill.before.sees(noted)]
         if len(later):
             shares += self._shares(source, _exactly(later, now))
-        return _chosen(fill, shares, applied, now.xmax)
+        return _chosen(fill, shares, applied)
 
     def _shares(self, source: Connection, between: Difference) -> Iterator[Share]:
         with closing(self._rows.plan(source, between, offsets.FIRST, whole=False)) as portions:
@@ -437,9 +436,7 @@ class _Filler:
                 waits = np.isin(transactions.facts["last_offset"], unapplied)
                 if waits.any():
                     late = transactions.take(np.flatnonzero(waits))
-                    queue_fills.pass_by(
-                        self._target, fill, list(self._passed(late, wanted, chosen.next_xid))
-                    )
+                    queue_fills.pass_by(self._target, fill, list(self._passed(late, wanted)))
                     transactions = transactions.take(np.flatnonzero(~waits))
                 if len(transactions):
                     count += self._copy(fill, transactions, large)
@@ -453,11 +450,9 @@ class _Filler:
         with closing(self._rows.commits(source, wanted, large)) as found:
             yield from found
 
-    def _passed(
-        self, transactions: Transactions, wanted: Wanted, next_xid: int
-    ) -> Iterator[Passed]:
+    def _passed(self, transactions: Transactions, wanted: Wanted) -> Iterator[Passed]:
         decoder = self._router.decoder(transactions.columns)
-        found, positions = wanted.positions_of(transactions, next_xid)
+        found, positions = wanted.located(transactions)
         last_offsets = transactions.facts["last_offset"].tolist()
         for index, (last, position) in enumerate(
             zip(last_offsets, positions.tolist(), strict=True)
@@ -576,11 +571,9 @@ def _exactly(xids: Xids, now: Snapshot) -> Difference:
     return Difference(Snapshot(min(now.xmin, int(xids[0])), now.xmax, tuple(others)), now)
 
 
-def _chosen(
-    fill: QueueFill, shares: Sequence[Share], applied: _Applied | None, next_xid: int
-) -> _ToPut:
+def _chosen(fill: QueueFill, shares: Sequence[Share], applied: _Applied | None) -> _ToPut:
     """Choose of shares what a fill puts in: what is `applied`, or all, but for what is before its beginning."""
-    return _ToPut(shares, list(select(shares, partial(_to_put, fill, applied))), next_xid)
+    return _ToPut(shares, list(select(shares, partial(_to_put, fill, applied))))
 
 
 def _to_put(fill: QueueFill, applied: _Applied | None, share: Share) -> dict[int, Mask]:

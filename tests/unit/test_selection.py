@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,14 +69,20 @@ def test_each_transaction_is_read_in_the_partitions_that_lack_it(
     assert found == expected
 
 
-def test_a_position_is_found_by_the_key_that_was_read() -> None:
-    share = Share((0, 1), 3, np.array([9, 4, 6], np.int64), np.array([1, 2, 3], np.int64))
+@pytest.mark.parametrize("unmarked", [False, True])
+def test_a_position_is_found_by_the_key_that_was_read(unmarked: bool) -> None:
+    """Of xids the server sends the lower half, also of a row that is more than half a cycle of them old."""
+    old, recent = 4, (7 << 32) + 6
+    share = Share(
+        (0, 1), 3, np.array([recent, 9, old], np.int64), np.array([1, 2, 3], np.int64), unmarked
+    )
     mask = np.array([True, False, True])
     (wanted,) = select([share], lambda each: everywhere(each, mask))
     assert wanted.done is None
     facts = np.zeros(2, [("xid", np.int64), ("last_offset", np.int64)])
-    facts["xid"] = [6, 9]
+    facts["xid"] = [0, 0] if unmarked else [old, 6]
+    facts["last_offset"] = [old, recent] if unmarked else [70, 80]
     read = cast(Transactions, SimpleNamespace(facts=facts))
-    keys, positions = wanted.positions_of(read, next_xid=100)
-    assert keys.tolist() == [6, 9]
+    keys, positions = wanted.located(read)
+    assert keys.tolist() == [old, recent]
     assert positions.tolist() == [3, 1]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from relay.model.batch import Share
-from relay.model.snapshots import Xids, full_xids
+from relay.model.snapshots import XID_CYCLE, Xids
 from relay.model.transactions import Int64Array, Mask, Transactions
 
 _NONE = "{}"
@@ -29,15 +29,18 @@ class Wanted(NamedTuple):
     done: Sequence[str] | None = None
     unmarked: bool = False
 
-    def positions_of(self, transactions: Transactions, next_xid: int) -> tuple[Xids, Int64Array]:
+    def located(self, transactions: Transactions) -> tuple[Xids, Int64Array]:
         """The key (a full xid, or a c_offset) and the position of each of some transactions that were read.
 
-        `next_xid` is about that of the source.
+        A log may have rows that are further back than half a cycle of xids, so they are told by what was wanted.
         """
         facts = transactions.facts
-        keys = facts["last_offset"] if self.unmarked else full_xids(facts["xid"], next_xid)
-        order = np.argsort(self.xids, kind="stable")
-        return keys, self.positions[order[np.searchsorted(self.xids, keys, sorter=order)]]
+        known, read = self.xids % XID_CYCLE, facts["xid"]
+        if self.unmarked:
+            known, read = self.xids, facts["last_offset"]
+        order = np.argsort(known, kind="stable")
+        found = order[np.searchsorted(known, read, sorter=order)]
+        return self.xids[found], self.positions[found]
 
 
 def select(shares: Iterable[Share], unread: Unread) -> Iterator[Wanted]:
