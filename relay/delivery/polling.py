@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Collection,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, closing
 from dataclasses import dataclass
-from tempfile import SpooledTemporaryFile
-from typing import Any
-
-import numpy as np
-import psycopg
 
 from relay.config.settings import Settings
 from relay.delivery.checkpoint import Checkpoint, SinkContext
@@ -20,11 +22,11 @@ from relay.delivery.progress import SinkCommit, SinkProgress, commits_of
 from relay.delivery.submission import Submission
 from relay.model.batch import Share
 from relay.model.snapshots import Xids
-from relay.model.transactions import Mask, Routed, Transactions
+from relay.model.transactions import Mask, Routed
 from relay.pipeline.routing import BatchRouter
+from relay.source.outbox.cursor import Cursor
 from relay.source.outbox.differences import Difference
-from relay.source.outbox.rows import OutboxRows, Portion
-from relay.source.outbox.selection import Wanted, everywhere, select
+from relay.source.outbox.selection import Unread, everywhere
 from relay.store.connections import Pool
 from relay.store.positions.sinks import BEFORE_FIRST
 
@@ -34,8 +36,6 @@ JOINING_TRANSACTIONS = 10_000
 """How many transactions are polled at most while a sink joins the stream: all of them are remembered."""
 REMEMBERED_COMMITS = 50_000
 """How many commits are polled at most after one that is not done."""
-_PLAN_BYTES = 256 * 1024
-"""How many bytes of the plan of a difference are in memory; 24 for each transaction."""
 FIRST_POLL_SECONDS = 0.01
 """The first wait between two polls that find nothing; it doubles up to `poll.wait_period_ms`."""
 
@@ -159,69 +159,31 @@ class LogReader:
     def __init__(self, settings: Settings, sink: str, router: BatchRouter, source: Pool) -> None:
         self._sink = sink
         self._router = router
-        self._rows = OutboxRows(settings)
-        self._spool_directory = settings.batch.spool_directory
-        self._source = source
+        self._cursor = Cursor(settings, source.connection)
 
     def read(self, between: Difference, after: int, excluded: Xids) -> Generator[Polled]:
         """The transactions of a difference after position `after`, without `excluded` (full xids, int64, any order).
 
         Raises TransientFault if a standby has not replayed the difference yet.
         """
-        with closing(self._plan(between, after)) as portions:
+
+        def unread(share: Share) -> Mapping[int, Mask]:
+            return everywhere(share, ~share.among(excluded))
+
+        # The connection is for other sinks too.
+        with closing(self._cursor.kept_plan(between, after)) as portions:
             for portion in portions:
                 # Read whole, since the sink may take long, and an open query holds back vacuum.
-                yield from self._portion(between, portion.shares, excluded)
+                yield from list(self._polled(portion.shares, unread))
                 yield Polled(None, (), (), portion.upto, ())
 
-    def _plan(self, between: Difference, after: int) -> Generator[Portion]:
-        """Plan a difference; the plan of a large one is kept in a file, since its connection is for other sinks too."""
-        directory = None if self._spool_directory is None else str(self._spool_directory)
-        with SpooledTemporaryFile(_PLAN_BYTES, dir=directory) as plan:
-            with (
-                self._source.connection() as conn,
-                closing(self._rows.plan(conn, between, after, whole=False)) as portions,
-            ):
-                for portion in portions:
-                    pickle.dump(portion, plan)
-            plan.seek(0)
-            while True:
-                try:
-                    yield pickle.load(plan)  # noqa: S301 this process has just written it
-                except EOFError:
-                    return
-
-    def _portion(
-        self, between: Difference, shares: Collection[Share], excluded: Xids
-    ) -> list[Polled]:
-        def unread(share: Share) -> Mapping[int, Mask]:
-            is_marked = not share.unmarked
-            return everywhere(share, ~(is_marked & np.isin(share.xids, excluded)))
-
-        polled: list[Polled] = []
-        with self._source.connection() as conn:
-            large = self._rows.large(conn, shares)
-            for wanted in select(shares, unread):
-                polled += self._rows_of(conn, between, wanted, large)
-        return polled
-
-    def _rows_of(
-        self,
-        conn: psycopg.Connection[Any],
-        between: Difference,
-        wanted: Wanted,
-        large: Collection[int],
-    ) -> Generator[Polled]:
-        # Closed before the connection: a COPY in flight would keep it from returning to the pool.
-        with closing(self._rows.commits(conn, wanted, large)) as commits:
-            for transactions in commits:
-                routed = self._routed(transactions)
-                if routed is None:
-                    continue
-                keys, at = wanted.located(routed.transactions)
-                positions = at.tolist()
-                xids = [0] * len(positions) if wanted.unmarked else keys.tolist()
-                yield Polled(routed, positions, xids, positions[0] - 1, large)
-
-    def _routed(self, transactions: Transactions) -> Routed | None:
-        return self._router.route(transactions).parts.get(self._sink)
+    def _polled(self, shares: Collection[Share], unread: Unread) -> Iterator[Polled]:
+        large = self._cursor.large(shares)
+        for transactions, wanted in self._cursor.read(shares, unread, large):
+            routed = self._router.route(transactions).parts.get(self._sink)
+            if routed is None:
+                continue
+            keys, at = wanted.located(routed.transactions)
+            positions = at.tolist()
+            xids = [0] * len(positions) if wanted.unmarked else keys.tolist()
+            yield Polled(routed, positions, xids, positions[0] - 1, large)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from relay.model.events import Lsn
+from relay.model.snapshots import Snapshot, Xids
 from relay.model.trace_context import TraceRecord
-from relay.model.transactions import Int64Array, Transactions
+from relay.model.transactions import Int64Array, Mask, Transactions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,6 +26,18 @@ class Share:
     xids: Int64Array
     positions: Int64Array
     unmarked: bool = False
+
+    def among(self, xids: Xids) -> Mask:
+        """Which of the transactions are among some (full xids, in any order)."""
+        if self.unmarked:
+            return np.zeros(len(self.xids), np.bool_)
+        return np.isin(self.xids, xids)
+
+    def seen_by(self, snapshot: Snapshot) -> Mask:
+        """Which of the transactions a snapshot sees."""
+        if self.unmarked:
+            return np.full(len(self.xids), not snapshot.is_beginning)
+        return snapshot.sees(self.xids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

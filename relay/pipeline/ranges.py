@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -14,8 +13,8 @@ from relay.faults import RelayError
 from relay.model.batch import Range, Share
 from relay.model.snapshots import Xids
 from relay.model.transactions import Mask, Transactions
-from relay.source.outbox.rows import OutboxRows, prepare_reading
-from relay.source.outbox.selection import select
+from relay.source.outbox.cursor import Cursor
+from relay.source.outbox.rows import prepare_reading
 from relay.store.connections import Pool, open_pool
 from relay.store.positions import offsets
 
@@ -27,7 +26,7 @@ class RangeReader:
         self._source_dsn = settings.source_dsn
         self._connections = connections
         self._batch = settings.batch
-        self._rows = OutboxRows(settings)
+        self._cursor = Cursor(settings, lambda: self._source.connection())
 
     def close(self) -> None:
         """Close the connections."""
@@ -47,18 +46,13 @@ class RangeReader:
         `lower_bounds` are the positions up to which each partition is done, `noted` the full xids that are done after
         them (int64).
         """
-        for wanted in select(task.shares, partial(unread, lower_bounds, noted)):
-            with (
-                self._source.connection() as source,
-                # Closed before the connection: a COPY in flight would keep it from returning to the pool.
-                closing(self._rows.commits(source, wanted, task.by_reference)) as found,
-            ):
-                yield from found
+        left = partial(unread, lower_bounds, noted)
+        for found in self._cursor.read(task.shares, left, task.by_reference):
+            yield found.transactions
 
     def by_reference(self, task: Range) -> Range:
         """The range without the contents of rows that are too large to be read. Raises RelayError if there are none."""
-        with self._source.connection() as source:
-            large = tuple(self._rows.large(source, task.shares))
+        large = tuple(self._cursor.large(task.shares))
         if not large:
             raise RelayError(
                 "source.table: rows are too large for the server to send together, and none is larger than "
@@ -122,6 +116,4 @@ def _unread_in(share: Share, lower_bound: int | None, noted: Xids | None) -> Mas
     if lower_bound is None:
         return np.zeros(len(share.xids), np.bool_)
     found: Mask = share.positions > lower_bound
-    if noted is None or share.unmarked:
-        return found
-    return found & ~np.isin(share.xids, noted)
+    return found if noted is None else found & ~share.among(noted)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,9 +28,10 @@ from relay.model.snapshots import RowCounts, Xids
 from relay.model.transactions import Transactions
 from relay.runtime.parts import SOON_SECONDS, Condition, Due, Heartbeat, Part
 from relay.runtime.retry import RetryUntilSuccess
+from relay.source.outbox.cursor import Cursor
 from relay.source.outbox.differences import Difference
 from relay.source.outbox.interval import Interval
-from relay.source.outbox.rows import OutboxRows, Portion, prepare_reading
+from relay.source.outbox.rows import Portion, prepare_reading
 from relay.source.recognition import Recognition
 from relay.source.server import SourcePosition, current_position, durable_position
 from relay.source.state import POLLS, SourceState
@@ -67,7 +68,7 @@ class _Plan:
 
     before: ChainLink
     after: ChainLink
-    portions: Iterator[Portion]
+    portions: Generator[Portion]
     reached: dict[int, int] = field(default_factory=dict)
 
     def window(self, portion: Portion) -> Window:
@@ -85,10 +86,11 @@ class Poller:
         """`heartbeat` is that of the thread that polls."""
         self._settings = settings
         self._heartbeat = heartbeat or Heartbeat()
-        self._rows = OutboxRows(settings)
         self._own = settings.poll.partition_ids or range(settings.partitions)
         # One connection holds the plan of a difference open, the other serves queries.
         self._source: Pool = open_pool(settings.source_dsn, 2, _prepare_polling)
+        self._cursor = Cursor(settings, self._source.connection)
+        self._rows = self._cursor.rows
         self._target: Pool = open_pool(settings.target_dsn, 1)
         self._plan: _Plan | None = None
         # A process that was killed may have left snapshots before the first one that this one polls from.
@@ -313,9 +315,7 @@ class Poller:
 
     def _batch(self, window: Window, by_reference: bool) -> Batch:
         if by_reference:
-            with self._source.connection() as conn:
-                large = self._rows.large(conn, window.shares)
-            window = replace(window, by_reference=tuple(large))
+            window = replace(window, by_reference=tuple(self._cursor.large(window.shares)))
         self._windows += 1
         return Batch(
             number=self._windows,
@@ -351,15 +351,10 @@ class Poller:
             links.append(opened)
         after = links[_index(links, before.id) + 1]
         polled = min(c.polled_offset for c in positions if c.snapshot_id == before.id)
-        return _Plan(before, after, self._portions(before, after, polled, applied))
-
-    def _portions(
-        self, before: ChainLink, after: ChainLink, polled: int, applied: RowCounts
-    ) -> Iterator[Portion]:
         between = Difference(before.snapshot, after.snapshot)
-        with self._source.connection() as conn:
-            most = GUARDED_EVENTS if self._guarded_events > 0 else None
-            yield from self._rows.plan(conn, between, polled, applied=applied, most=most)
+        most = GUARDED_EVENTS if self._guarded_events > 0 else None
+        portions = self._cursor.plan(between, polled, whole=True, applied=applied, most=most)
+        return _Plan(before, after, portions)
 
     def _open(self, last: ChainLink) -> ChainLink | None:
         """Add the source's current snapshot to the chain; None if it shows no new rows."""
@@ -428,7 +423,7 @@ class Poller:
         plan, self._plan = self._plan, None
         if plan is not None:
             with suppress(psycopg.Error):
-                plan.portions.close()  # type: ignore[attr-defined]
+                plan.portions.close()
 
     def _require_marked(self, source: psycopg.Connection[Any]) -> None:
         """Check once that the outbox has the columns that polling needs. Raises ConfigurationError."""
