@@ -17,7 +17,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 from psycopg import sql
@@ -44,9 +43,11 @@ from relay.queues.declared import Declared, DeclaredQueue, QueueFault, route_to,
 from relay.queues.filling import FIELDS, QUEUES, Filling
 from relay.retention import reader_positions
 from relay.runtime.parts import SOON_SECONDS, Condition, Recurring
+from relay.source.outbox.cursor import Cursor
 from relay.source.outbox.differences import Difference, array, condition, cut
-from relay.source.outbox.rows import OutboxRows, Portion, not_received, prepare_reading
-from relay.source.outbox.selection import Wanted, everywhere, select
+from relay.source.outbox.rows import not_received, prepare_reading
+from relay.source.outbox.selection import Unread, Wanted, everywhere, whole
+from relay.source.outbox.unread import AppliedPosition, applied_at
 from relay.source.server import current_position, durable_position
 from relay.source.witnesses import cover, require_history
 from relay.store import locks, queue_fills
@@ -76,16 +77,17 @@ class _Moved(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Applied:
-    """What each partition has applied: its snapshot, a part of the next difference, and noted transactions."""
+    """What each partition has applied, in order of their numbers, and the transactions noted beside (full xids)."""
 
-    positions: Sequence[offsets.PartitionPosition]
+    positions: Sequence[AppliedPosition]
     links: Sequence[ChainLink]
     noted: Mapping[int, Xids]
 
     @property
     def oldest(self) -> Snapshot:
         """The snapshot of which every partition has applied everything."""
-        return self.links[min(map(self._index, self.positions))].snapshot
+        reached = {each.snapshot for each in self.positions}
+        return next(link.snapshot for link in self.links if link.snapshot in reached)
 
     @property
     def newest(self) -> Snapshot:
@@ -95,36 +97,15 @@ class _Applied:
     @property
     def xids(self) -> Xids:
         """All noted transactions, full xids, ascending."""
-        none = np.zeros(0, np.int64)
-        return np.unique(np.concatenate([none, *self.noted.values()]))
+        return np.unique(np.concatenate([_NONE, *self.noted.values()]))
 
     def mask(self, share: Share, partition: int) -> Mask:
         """Which transactions of a share a partition has applied."""
-        position = self.positions[partition]
-        index = self._index(position)
-        before, after = self.links[index], self.links[min(index + 1, len(self.links) - 1)]
-        found = _sees(before.snapshot, share)
-        found |= _sees(after.snapshot, share) & (share.positions <= position.polled_offset)
-        if not share.unmarked and partition in self.noted:
-            found |= np.isin(share.xids, self.noted[partition])
-        return found
-
-    def _index(self, position: offsets.PartitionPosition) -> int:
-        ids = [link.id for link in self.links]
-        return ids.index(position.snapshot_id or ids[-1])
+        noted = share.among(self.noted.get(partition, _NONE))
+        return noted | self.positions[partition].covers(share)
 
 
-def _sees(snapshot: Snapshot, share: Share) -> Mask:
-    if share.unmarked:
-        return np.full(len(share.xids), not snapshot.is_beginning)
-    return snapshot.sees(share.xids)
-
-
-class _ToPut(NamedTuple):
-    """Transactions to be put into a queue; `shares` are those they are of."""
-
-    shares: Sequence[Share]
-    wanted: Sequence[Wanted]
+_NONE = np.zeros(0, np.int64)
 
 
 class QueueFills(Recurring):
@@ -216,12 +197,13 @@ class _Filler:
         self._group = settings.group
         self._target = target
         self._is_stopping = is_stopping
-        self._rows = OutboxRows(settings)
         self._router = BatchRouter(settings)
         self._upcaster = Upcasting(registered(settings.events))
         self._conditions = Conditions(FIELDS)
         # One connection has the plan of a difference, the other reads rows.
         self._source: Pool = open_pool(settings.source_dsn, 2, prepare_reading)
+        self._cursor = Cursor(settings, self._source.connection)
+        self._rows = self._cursor.rows
         target.execute("select set_config('lock_timeout', %s, false)", (LOCK_TIMEOUT,))
 
     def close(self) -> None:
@@ -269,7 +251,7 @@ class _Filler:
                 "declare it without start, or set source.mode: auto"
             )
         noted = snapshots.noted_in(self._target, self._group, range(len(positions)))
-        return _Applied(positions, links, noted)
+        return _Applied(applied_at(positions, links), links, noted)
 
     # The beginning of a fill.
 
@@ -319,31 +301,23 @@ class _Filler:
 
     def _read(self, fill: QueueFill, between: Difference) -> None:
         """Put a difference into the queue, in portions: each is one commit with the progress of the fill."""
-        with (
-            self._source.connection() as planning,
-            closing(
-                self._rows.plan(planning, between, fill.polled_offset, whole=False)
-            ) as portions,
-        ):
+        unread = partial(_to_put, fill, None)
+        with closing(self._cursor.plan(between, fill.polled_offset)) as portions:
             for portion in portions:
                 if self._is_stopping():
                     return
-                fill = self._portion(fill, portion)
+                with self._locked(fill):
+                    count = self._put(fill, portion.shares, unread)
+                    queue_fills.advance(self._target, fill, portion.upto, count)
+                fill = self._reread(fill)
         with self._locked(fill):
             queue_fills.end_difference(self._target, fill)
-
-    def _portion(self, fill: QueueFill, portion: Portion) -> QueueFill:
-        chosen = _chosen(fill, portion.shares, None)
-        with self._source.connection() as source, self._locked(fill):
-            count = self._put(source, fill, chosen)
-            queue_fills.advance(self._target, fill, portion.upto, count)
-        return self._reread(fill)
 
     # The end of a fill.
 
     def _join(self, fill: QueueFill) -> bool:
         """Put in what partitions have applied beyond the last difference; tasks put in the rest. False: not yet."""
-        with self._source.connection() as source, self._target.transaction():
+        with self._target.transaction():
             # Until the commit, nobody retries, and no task applies anything.
             locks.lock_in_transaction(self._target, locks.retries(self._group))
             with self._locked(fill):
@@ -351,9 +325,10 @@ class _Filler:
                 # A snapshot that replaces the last one replaces notes, too.
                 locks.lock_in_transaction(self._target, locks.chain(self._group))
                 applied = self._applied()
-                if not self._is_near(fill, applied) or self._lacks_earlier(source, fill, applied):
+                if not self._is_near(fill, applied) or self._lacks_earlier(fill, applied):
                     return False
-                count = self._put(source, fill, self._rest(source, fill, applied))
+                unread = partial(_to_put, fill, applied)
+                count = self._put(fill, list(self._rest(fill, applied)), unread)
                 queue_fills.end(self._target, self._group, fill, count)
         log.info("a queue is filled", extra={"queue": fill.queue})
         return True
@@ -374,14 +349,14 @@ class _Filler:
             _, count = cut(source, table, between, rows)
         return count >= rows
 
-    def _rest(self, source: Connection, fill: QueueFill, applied: _Applied) -> _ToPut:
-        """What partitions have applied beyond the fill, each something else."""
+    def _rest(self, fill: QueueFill, applied: _Applied) -> Iterator[Share]:
+        """What partitions have applied beyond the fill, each something else, is among this."""
         assert fill.before is not None  # noqa: S101
-        shares: list[Share] = []
         rest = Difference(fill.before, applied.newest)
         if not rest.is_empty:
-            shares += self._shares(source, rest)
-        now = current_position(source).snapshot
+            yield from self._cursor.shares(rest)
+        with self._source.connection() as source:
+            now = current_position(source).snapshot
         noted = applied.xids
         if not now.sees(noted).all():
             raise TransientFault(
@@ -389,66 +364,50 @@ class _Filler:
             )
         later = noted[~applied.newest.sees(noted) & ~fill.before.sees(noted)]
         if len(later):
-            shares += self._shares(source, _exactly(later, now))
-        return _chosen(fill, shares, applied)
+            yield from self._cursor.shares(_exactly(later, now))
 
-    def _shares(self, source: Connection, between: Difference) -> Iterator[Share]:
-        with closing(self._rows.plan(source, between, offsets.FIRST, whole=False)) as portions:
-            for portion in portions:
-                yield from portion.shares
-
-    def _lacks_earlier(self, source: Connection, fill: QueueFill, applied: _Applied) -> bool:
+    def _lacks_earlier(self, fill: QueueFill, applied: _Applied) -> bool:
         """Whether the target has still to apply events that are left out, since the fill begins after them."""
         if fill.from_offset is None or fill.seen is None:
             return False
         between = Difference(applied.oldest, fill.seen)
         if between.is_empty:
             return False
-        found = source.execute(
-            sql.SQL("select from {} where {} and {} < {} and {} <> all ({}) limit 1").format(
-                sql.Identifier(*self._settings.source.table_name),
-                condition(between),
-                sql.Identifier(self._settings.source.mapping["c_offset"]),
-                fill.from_offset,
-                sql.Identifier("c_xid"),
-                array(applied.xids.tolist(), "xid8"),
-            ),
-            prepare=False,
-        )
+        with self._source.connection() as source:
+            found = source.execute(
+                sql.SQL("select from {} where {} and {} < {} and {} <> all ({}) limit 1").format(
+                    sql.Identifier(*self._settings.source.table_name),
+                    condition(between),
+                    sql.Identifier(self._settings.source.mapping["c_offset"]),
+                    fill.from_offset,
+                    sql.Identifier("c_xid"),
+                    array(applied.xids.tolist(), "xid8"),
+                ),
+                prepare=False,
+            )
         return bool(found.rowcount)
 
     # What both put in.
 
-    def _put(self, source: Connection, fill: QueueFill, chosen: _ToPut) -> int:
+    def _put(self, fill: QueueFill, shares: Sequence[Share], unread: Unread) -> int:
         """Put in transactions, after those that were passed by and are applied now; returns the messages."""
         unapplied = queue_fills.unapplied(self._target, self._group)
-        count = 0
         passed = queue_fills.take_passed(self._target, fill, unapplied)
-        only = np.array([each.last_offset for each in passed], np.int64)
-        for wanted in _again(passed):
-            for transactions in self._commits(source, wanted, ()):
-                kept = np.isin(transactions.facts["last_offset"], only)
-                if kept.any():
-                    count += self._copy(fill, transactions.take(np.flatnonzero(kept)), ())
-        large = self._rows.large(source, chosen.shares)
-        for wanted in chosen.wanted:
-            for transactions in self._commits(source, wanted, large):
-                waits = np.isin(transactions.facts["last_offset"], unapplied)
-                if waits.any():
-                    late = transactions.take(np.flatnonzero(waits))
-                    queue_fills.pass_by(self._target, fill, list(self._passed(late, wanted)))
-                    transactions = transactions.take(np.flatnonzero(~waits))
-                if len(transactions):
-                    count += self._copy(fill, transactions, large)
-        self._require_kept(source, fill)
+        again, only = list(_again(passed)), np.array([each.last_offset for each in passed])
+        large = self._cursor.large([*again, *shares])
+        count = 0
+        for transactions, _ in self._cursor.read(again, whole, large):
+            kept = np.isin(transactions.facts["last_offset"], only)
+            count += self._copy(fill, transactions.take(np.flatnonzero(kept)), large)
+        for transactions, wanted in self._cursor.read(shares, unread, large):
+            waits = np.isin(transactions.facts["last_offset"], unapplied)
+            if waits.any():
+                late = transactions.take(np.flatnonzero(waits))
+                queue_fills.pass_by(self._target, fill, list(self._passed(late, wanted)))
+                transactions = transactions.take(np.flatnonzero(~waits))
+            count += self._copy(fill, transactions, large)
+        self._require_kept(fill)
         return count
-
-    def _commits(
-        self, source: Connection, wanted: Wanted, large: Collection[int]
-    ) -> Iterator[Transactions]:
-        # A COPY in flight would keep the connection from returning to the pool.
-        with closing(self._rows.commits(source, wanted, large)) as found:
-            yield from found
 
     def _passed(self, transactions: Transactions, wanted: Wanted) -> Iterator[Passed]:
         decoder = self._router.decoder(transactions.columns)
@@ -466,6 +425,8 @@ class _Filler:
 
     def _copy(self, fill: QueueFill, transactions: Transactions, large: Collection[int]) -> int:
         """Put transactions into the queue; returns the messages. One that cannot be put in is a dead letter there."""
+        if not len(transactions):
+            return 0
         try:
             if large:
                 self._require_received(transactions, large)
@@ -527,9 +488,10 @@ class _Filler:
             extra={"queue": fill.queue, "c_offset": only.last_offset, "fault": describe(error)},
         )
 
-    def _require_kept(self, source: Connection, fill: QueueFill) -> None:
+    def _require_kept(self, fill: QueueFill) -> None:
         """Raise ConfigurationError if retention has given up the fill: what was read may be incomplete."""
-        given_up = reader_positions.given_up(source, self._target, self._group)
+        with self._source.connection() as source:
+            given_up = reader_positions.given_up(source, self._target, self._group)
         if reader_positions.of_queue(fill.queue) in given_up:
             raise ConfigurationError(
                 "retention has given up the fill (retention.max_lag), and events that it has not read may be gone: run "
@@ -571,30 +533,25 @@ def _exactly(xids: Xids, now: Snapshot) -> Difference:
     return Difference(Snapshot(min(now.xmin, int(xids[0])), now.xmax, tuple(others)), now)
 
 
-def _chosen(fill: QueueFill, shares: Sequence[Share], applied: _Applied | None) -> _ToPut:
-    """Choose of shares what a fill puts in: what is `applied`, or all, but for what is before its beginning."""
-    return _ToPut(shares, list(select(shares, partial(_to_put, fill, applied))))
-
-
 def _to_put(fill: QueueFill, applied: _Applied | None, share: Share) -> dict[int, Mask]:
+    """What a fill puts in of a share: what is `applied`, or all, but for what is before its beginning."""
     left: Mask = np.full(len(share.xids), True)
     if fill.from_offset is not None and fill.seen is not None:
-        left = ~((share.positions < fill.from_offset) & _sees(fill.seen, share))
+        left = ~((share.positions < fill.from_offset) & share.seen_by(fill.seen))
     if applied is None:
         return everywhere(share, left)
     return {partition: left & applied.mask(share, partition) for partition in share.partitions}
 
 
-def _again(passed: Sequence[Passed]) -> Iterator[Wanted]:
+def _again(passed: Sequence[Passed]) -> Iterator[Share]:
+    """The database transactions of what was passed by."""
     for unmarked in (True, False):
-        pairs = sorted(
-            {
-                (key, each.position)
-                for each in passed
-                if each.unmarked == unmarked
-                for key in each.keys
-            }
-        )
+        pairs = {
+            (key, each.position)
+            for each in passed
+            if each.unmarked == unmarked
+            for key in each.keys
+        }
         if pairs:
-            xids, positions = np.array(pairs, np.int64).T
-            yield Wanted(xids, positions, unmarked=unmarked)
+            keys, positions = np.array(sorted(pairs), np.int64).T
+            yield Share((0,), len(pairs), keys, positions, unmarked)

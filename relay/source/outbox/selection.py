@@ -61,6 +61,11 @@ def everywhere(share: Share, mask: Mask) -> dict[int, Mask]:
     return dict.fromkeys(share.partitions, mask)
 
 
+def whole(share: Share) -> dict[int, Mask]:
+    """All transactions of a share, in all of its partitions."""
+    return everywhere(share, np.full(len(share.xids), True))
+
+
 def _of_kind(shares: Iterable[Share], unread: Unread) -> Wanted:
     none = np.zeros(0, np.int64)
     xids, positions, done = [none], [none], list[str]()

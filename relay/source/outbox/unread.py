@@ -14,8 +14,10 @@ import numpy as np
 import psycopg
 from psycopg import sql
 
+from relay.model.batch import Share
 from relay.model.events import INSERTED_BY
 from relay.model.snapshots import Snapshot, Xids
+from relay.model.transactions import Mask
 from relay.source.outbox.differences import array
 from relay.source.outbox.table import OutboxTable, partition_of
 from relay.store.connections import Connection
@@ -45,15 +47,26 @@ class AppliedPosition:
     after: Snapshot
     polled_offset: int
 
+    def covers(self, share: Share) -> Mask:
+        """Which transactions of a difference are part of it."""
+        polled: Mask = share.positions <= self.polled_offset
+        return share.seen_by(self.snapshot) | (share.seen_by(self.after) & polled)
+
 
 def applied_in(
     target: psycopg.Connection[Any], group: str, partition: int | None = None
 ) -> list[AppliedPosition]:
     """Read what each partition, or one, has applied; empty where only the WAL is read. Raises psycopg.Error."""
-    positions, links = offsets.positions_and_chain(target, group)
+    found = applied_at(*offsets.positions_and_chain(target, group))
+    return [each for each in found if partition in (None, each.partition)]
+
+
+def applied_at(
+    positions: Sequence[offsets.PartitionPosition], links: Sequence[snapshots.ChainLink]
+) -> list[AppliedPosition]:
+    """What partitions have applied whose positions refer to a chain of snapshots; empty without one."""
     if not links:
         return []
-    positions = [position for position in positions if partition in (None, position.partition_id)]
     index = {link.id: number for number, link in enumerate(links)}
     applied = []
     for position in positions:
