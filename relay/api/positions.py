@@ -56,7 +56,7 @@ def parse(text: str) -> LogPosition | None:
     )
     if xid is None:
         return given
-    if given.covered or not snapshot.sees(np.array([int(xid)])).all():
+    if given.covered or not snapshot.shows(np.array([int(xid)])):
         raise _refused()
     return replace(given, xid=int(xid), offset=int(offset))
 

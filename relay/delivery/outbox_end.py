@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection
 from concurrent.futures import Executor
 
 from relay.config.settings import Settings
-from relay.model.snapshots import Snapshot
+from relay.model.snapshots import Snapshot, Xids
 from relay.runtime.shielding import shielded
 from relay.source.outbox.differences import Difference
 from relay.source.outbox.rows import OutboxRows
+from relay.source.outbox.visibility import JOIN_SECONDS
 from relay.source.server import SourcePosition, current_position, durable_position
 from relay.source.witnesses import Covering
 from relay.store.connections import Pool
+
+FIRST_POLL_SECONDS = 0.01
+"""The first wait between two polls that find nothing; it doubles up to `poll.wait_period_ms`."""
 
 _Answers = tuple[SourcePosition | None, frozenset[Snapshot]]
 """A position of the source, and the snapshots which do not see all rows that it sees."""
@@ -32,12 +37,20 @@ class OutboxEnd:
         self._asks_position = False
         self._answering: asyncio.Task[_Answers] | None = None
 
-    async def position(self) -> SourcePosition:
-        """Read the current position of the source, whose commits are durable there."""
-        self._asks_position = True
-        seen, _ = await self._answer()
-        assert seen is not None  # noqa: S101
-        return seen
+    async def position(self, *shown: Snapshot | Xids) -> SourcePosition | None:
+        """Read a position of the source, whose commits are durable there, that shows snapshots and transactions.
+
+        These are full xids. None if they stay invisible for JOIN_SECONDS.
+        """
+        ends = time.monotonic() + JOIN_SECONDS
+        while True:
+            self._asks_position = True
+            seen, _ = await self._answer()
+            if seen is not None and seen.snapshot.shows(*shown):
+                return seen
+            if time.monotonic() > ends:
+                return None
+            await asyncio.sleep(FIRST_POLL_SECONDS)
 
     async def require_history(self) -> None:
         """Raise TransientFault where the source is not known to be of the history of the stored positions."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import (
     AsyncGenerator,
@@ -30,14 +29,10 @@ from relay.source.outbox.selection import Unread, everywhere
 from relay.store.connections import Pool
 from relay.store.positions.sinks import BEFORE_FIRST
 
-JOIN_SECONDS = 5.0
-"""How long a sink that joins the stream waits for commits that were streamed and are not visible yet."""
 JOINING_TRANSACTIONS = 10_000
 """How many transactions are polled at most while a sink joins the stream: all of them are remembered."""
 REMEMBERED_COMMITS = 50_000
 """How many commits are polled at most after one that is not done."""
-FIRST_POLL_SECONDS = 0.01
-"""The first wait between two polls that find nothing; it doubles up to `poll.wait_period_ms`."""
 
 
 class SinkPolling:
@@ -93,19 +88,14 @@ class SinkPolling:
         """Submit everything up to a snapshot that sees `streamed` (full xids), while the feed buffers the stream.
 
         The sink is ready once the snapshot is known. False if there are too many transactions, if the session leaves
-        the stream meanwhile, or if some of `streamed` stay invisible for JOIN_SECONDS.
+        the stream meanwhile, or if some of `streamed` stay invisible.
         """
         end = self._progress.end
         if end is None:
             return True
-        ends = time.monotonic() + JOIN_SECONDS
-        while True:
-            seen = await self._context.outbox_end.position()
-            if seen.snapshot.covers(end) and seen.snapshot.sees(streamed).all():
-                break
-            if time.monotonic() > ends:
-                return False
-            await asyncio.sleep(FIRST_POLL_SECONDS)
+        seen = await self._context.outbox_end.position(end, streamed)
+        if seen is None:
+            return False
         self._context.ready.set()
         self._progress.reach(seen.lsn)
         count = 0

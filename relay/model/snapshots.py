@@ -61,6 +61,13 @@ class Snapshot:
         later = sum(xid >= self.xmax for xid in other.in_progress)
         return other.xmax - self.xmax <= later and not bool(other.sees(self._between).any())
 
+    def shows(self, *wanted: Snapshot | Xids) -> bool:
+        """Whether all is visible that some snapshots see, and that some transactions (full xids) have committed."""
+        return all(
+            self.covers(each) if isinstance(each, Snapshot) else bool(self.sees(each).all())
+            for each in wanted
+        )
+
     @cached_property
     def _between(self) -> Xids:
         return np.array(self.in_progress, np.int64)

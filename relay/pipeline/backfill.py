@@ -30,7 +30,6 @@ from relay.faults import (
     FaultAction,
     RelayError,
     TaskFault,
-    TransientFault,
     action_for,
     describe,
 )
@@ -48,7 +47,8 @@ from relay.source.outbox.differences import Difference, array, condition, cut
 from relay.source.outbox.rows import not_received, prepare_reading
 from relay.source.outbox.selection import Unread, Wanted, everywhere, whole
 from relay.source.outbox.unread import AppliedPosition, applied_at
-from relay.source.server import current_position, durable_position
+from relay.source.outbox.visibility import require_visible
+from relay.source.server import durable_position
 from relay.source.witnesses import cover, require_history
 from relay.store import locks, queue_fills
 from relay.store.connections import Connection, Pool, connect, open_pool
@@ -355,13 +355,9 @@ class _Filler:
         rest = Difference(fill.before, applied.newest)
         if not rest.is_empty:
             yield from self._cursor.shares(rest)
-        with self._source.connection() as source:
-            now = current_position(source).snapshot
         noted = applied.xids
-        if not now.sees(noted).all():
-            raise TransientFault(
-                "source.dsn: its server does not show yet what was applied: a synchronous standby is absent, or it lags"
-            )
+        with self._source.connection() as source:
+            now = require_visible(source, noted)
         later = noted[~applied.newest.sees(noted) & ~fill.before.sees(noted)]
         if len(later):
             yield from self._cursor.shares(_exactly(later, now))

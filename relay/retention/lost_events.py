@@ -64,7 +64,7 @@ def lost_after(conn: Connection, outbox: str, position: Snapshot) -> Loss | None
     if not rows:
         return None
     newest = max(xid for xid, _ in rows)
-    if not position.sees(np.array([newest])).all():
+    if not position.shows(np.array([newest])):
         return Loss(newest, is_certain=True)
     were_open = np.array([xid for xid in position.in_progress if xid < newest], np.int64)
     ended = np.zeros(len(were_open), np.bool_)

@@ -502,7 +502,7 @@ class StreamSource(Part):
             )
         self._enter(POLLS, "a commit is too large to be received")
         xid = full_xids(np.array([commit.xid]), self.receiver.state.next_xid)
-        if not last.snapshot.sees(xid).all():
+        if not last.snapshot.shows(xid):
             if (window := self._poller.window(by_reference=True)) is None:
                 self._stopping.wait(BUSY_SECONDS)
             else:

@@ -18,9 +18,10 @@ from relay.faults import RelayError
 from relay.model.snapshots import Snapshot, Witness
 from relay.retention.lost_events import lost_after
 from relay.source.outbox.differences import Difference, cut
+from relay.source.outbox.visibility import TASK_SECONDS
 from relay.source.server import SourcePosition, durable_position, is_standby
 from relay.source.witnesses import holds, recent
-from relay.spark.reading import VISIBLE_SECONDS, MappedTable, lost
+from relay.spark.reading import MappedTable, lost
 from relay.store.connections import Connection
 
 log = logging.getLogger(__name__)
@@ -166,7 +167,7 @@ class StreamPositions:
         seen = position.snapshot
         if not self.keeps:
             return QueryPosition(seen)
-        deadline = time.monotonic() + VISIBLE_SECONDS
+        deadline = time.monotonic() + TASK_SECONDS
         while True:
             newest = newest_witness(conn)
             # A standby has to take the newest that there is.
@@ -221,7 +222,7 @@ class StreamPositions:
             return True
         now = time.monotonic()
         self._absent_since = self._absent_since or now
-        return now - self._absent_since < VISIBLE_SECONDS
+        return now - self._absent_since < TASK_SECONDS
 
     def advance(
         self,
@@ -265,7 +266,7 @@ class StreamPositions:
         if not follows and not self._has_rows(conn, before, bound):
             self._rowless = rowless
             return position, 0
-        deadline = time.monotonic() + VISIBLE_SECONDS
+        deadline = time.monotonic() + TASK_SECONDS
         while True:
             self._witness = newest_witness(conn)
             found = self._up_to(conn, position, self._witness, most)

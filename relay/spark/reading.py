@@ -45,8 +45,8 @@ from relay.model.events import FIELDS, INSERTED_BY, SQL_TYPES
 from relay.model.snapshots import Snapshot
 from relay.source.decode.translation import Encoding
 from relay.source.outbox.differences import XID, Difference, condition
-from relay.source.outbox.rows import require_visible
 from relay.source.outbox.table import partition_of
+from relay.source.outbox.visibility import TASK_SECONDS, require_visible
 from relay.source.server import is_standby
 from relay.source.witnesses import holds
 from relay.store.connections import Connection, Dsn, connect
@@ -61,8 +61,6 @@ COLUMNS = (*FIELDS, INSERTED_BY, PARTITION)
 A table with headers has a column `headers` too, the last one unless the reader wants another order.
 """
 
-VISIBLE_SECONDS = 30.0
-"""How long a task waits for a replica to reach the snapshot that the driver read."""
 CONNECT_SECONDS = 30.0
 """How long a task tries to connect: a local Spark gives it no second attempt, and a cluster three more at once."""
 MOST_PLANNED_ROWS = 1_000_000
@@ -151,7 +149,7 @@ def read(
     `names` are the columns of the batches, in this order, and PostgreSQL sends no others; None stands for all that the
     table has. `partitions` is the modulus of the column `partition`; only rows for which `conditions` hold are read.
     `afterwards` gets the connection when all rows are read. It closes the connection at the end. Raises TransientFault
-    where the server has not reached the portion's snapshot after VISIBLE_SECONDS, psycopg.Error for a transient fault
+    where the server has not reached the portion's snapshot after TASK_SECONDS, psycopg.Error for a transient fault
     and where no connection can be opened for CONNECT_SECONDS, RelayError where the table cannot be read.
     """
     names = table.columns if names is None else names
@@ -208,14 +206,14 @@ def without_values(error: psycopg.Error) -> str:
 
 @retry(
     retry=retry_if_exception_type(TransientFault),
-    stop=stop_after_delay(VISIBLE_SECONDS),
+    stop=stop_after_delay(TASK_SECONDS),
     wait=wait_fixed(0.1),
     reraise=True,
 )
 def wait_until_visible(conn: Connection, snapshot: Snapshot, witness: UUID | None = None) -> None:
     """Wait until the server shows what a snapshot sees, in the history that a witness names.
 
-    Raises TransientFault after VISIBLE_SECONDS, RelayError where the server has another history, and psycopg.Error.
+    Raises TransientFault after TASK_SECONDS, RelayError where the server has another history, and psycopg.Error.
     """
     if witness is None:
         require_visible(conn, snapshot)

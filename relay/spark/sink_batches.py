@@ -74,7 +74,7 @@ def find(
         return None
     seen = durable_position(source)
     end = position.following or seen.snapshot
-    if not (seen.snapshot.covers(position.snapshot) and seen.snapshot.covers(end)):
+    if not seen.snapshot.shows(position.snapshot, end):
         # A standby may lag.
         return None
     moments.note(seen.snapshot, seen.at)

@@ -306,7 +306,7 @@ def copy_resumes(dsn: str) -> None:
 def test_a_replica_of_another_history_is_refused_once_it_has_had_the_time(
     scene: Scene, replica: Query, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(query_positions, "VISIBLE_SECONDS", 0.2)
+    monkeypatch.setattr(query_positions, "TASK_SECONDS", 0.2)
     replica.offsets[0] = {**replica.at, "witness": "00000000-0000-4000-8000-000000000000"}
     assert replica.trigger() == 0
     with pytest.raises(RelayError, match=GONE):
@@ -321,7 +321,7 @@ def test_a_replica_for_which_nobody_writes_witnesses_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(query_positions, "STANDSTILL_SECONDS", 0.0)
-    monkeypatch.setattr(query_positions, "VISIBLE_SECONDS", 0.2)
+    monkeypatch.setattr(query_positions, "TASK_SECONDS", 0.2)
     scene.pair.source.fill(3, events=1)
     scene.pair.replicate()
 

@@ -18,14 +18,13 @@ from relay.faults import (
     NotReceived,
     RelayError,
     TooLarge,
-    TransientFault,
     exceeds_limits,
     first_line,
     is_transient,
 )
 from relay.model.batch import Share
 from relay.model.events import INSERTED_BY, Event
-from relay.model.snapshots import RowCounts, Snapshot, Xids
+from relay.model.snapshots import RowCounts, Xids
 from relay.model.transactions import Rows, Transactions, Undecoded
 from relay.source.decode.grouping import Grouping
 from relay.source.decode.layout import Layout, polled, require_contents
@@ -34,7 +33,7 @@ from relay.source.decode.translation import Encoding, Translation
 from relay.source.outbox.differences import Difference, array, condition
 from relay.source.outbox.selection import Wanted
 from relay.source.outbox.table import OutboxTable, refused
-from relay.source.server import current_position
+from relay.source.outbox.visibility import require_visible
 from relay.store.connections import Connection
 from relay.store.positions.snapshots import xids_of
 
@@ -449,19 +448,6 @@ def not_received(
         return None
     where = f"{table}, c_offset {', '.join(map(str, found))}"
     return NotReceived(f"payload and metadata are too large, they are only in {where}", found)
-
-
-def require_visible(conn: Connection, wanted: Snapshot | Xids) -> None:
-    """Raise TransientFault if the connection's server does not show yet what another connection has seen.
-
-    `wanted` is a snapshot, or full xids (int64).
-    """
-    now = current_position(conn).snapshot
-    visible = now.covers(wanted) if isinstance(wanted, Snapshot) else now.sees(wanted).all()
-    if not visible:
-        raise TransientFault(
-            "source.dsn: its server lags: it does not show the transactions to be polled yet"
-        )
 
 
 def _values_of(line: Buffer) -> list[bytes | None]:
