@@ -157,6 +157,13 @@ def left_out(table: MappedTable, contents: Contents) -> sql.Composable | None:
     return sql.SQL(" and ").join(wanted) if wanted else None
 
 
+def rows_of(table: MappedTable, contents: Contents) -> sql.Composable:
+    """The condition on the rows of a batch."""
+    between = condition(Difference(contents.before, contents.after))
+    wanted = left_out(table, contents)
+    return between if wanted is None else sql.SQL("{} and {}").format(between, wanted)
+
+
 def packed_rows(rows: Sequence[Sequence[Any]], names: Sequence[str]) -> bytes:
     """Rows of a frame's columns as an Arrow IPC stream. Times are microseconds since 1970, dates days since 1970."""
     import pyarrow as pa

@@ -7,6 +7,7 @@ Commits with an event for later (`deliver_at`) are left out of it, and deferred 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -15,13 +16,14 @@ import numpy as np
 from psycopg import sql
 
 from relay.config.settings import Settings
+from relay.model.batch import Share
 from relay.model.events import EVENT_FIELDS, SQL_TYPES, Event
 from relay.model.transactions import Routed, Undecoded
 from relay.pipeline.deferral import Ordering
 from relay.pipeline.routing import BatchRouter
-from relay.source.outbox.differences import XID, Difference, array, condition, cut
-from relay.source.outbox.rows import OutboxRows
-from relay.source.outbox.selection import Wanted
+from relay.source.outbox.cursor import Cursor
+from relay.source.outbox.differences import XID, Difference, array, cut
+from relay.source.outbox.selection import whole
 from relay.source.server import durable_position
 from relay.source.witnesses import cover
 from relay.spark import frames
@@ -106,14 +108,11 @@ def find(
 
 def has_rows(source: Connection, table: MappedTable, contents: Contents) -> bool:
     """Whether a batch's difference has rows that are not left out of it. Raises psycopg.Error."""
-    wanted = frames.left_out(table, contents)
-    if wanted is None:
+    if frames.left_out(table, contents) is None:
         return True
     cursor = source.execute(
-        sql.SQL("select from {} where {} and {} limit 1").format(
-            table.identifier,
-            condition(Difference(contents.before, contents.after)),
-            wanted,
+        sql.SQL("select from {} where {} limit 1").format(
+            table.identifier, frames.rows_of(table, contents)
         ),
         prepare=False,
     )
@@ -224,16 +223,14 @@ def scheduled_commits(
     column = table.mapping["deliver_at"]
     if column not in columns(source, table):
         return []
-    wanted = frames.left_out(table, contents)
     rows = source.execute(
         sql.SQL(
             "select distinct {xid}::text::bigint from {table}"
-            " where {between} and {wanted} and {xid} is not null and {column}::timestamptz > {now}"
+            " where {rows} and {xid} is not null and {column}::timestamptz > {now}"
         ).format(
             xid=XID,
             table=table.identifier,
-            between=condition(Difference(contents.before, contents.after)),
-            wanted=sql.SQL("true") if wanted is None else wanted,
+            rows=frames.rows_of(table, contents),
             column=sql.Identifier(column),
             now=sql.Literal(clock.present(target)),
         ),
@@ -252,17 +249,15 @@ def cancelled_commits(
     column, event_id = table.mapping["deliver_at"], table.mapping["id"]
     if not event_id or column not in columns(source, table) or not has_requests(target):
         return []
-    wanted = frames.left_out(table, contents)
     rows = source.execute(
         sql.SQL(
             "select {xid}::text::bigint, concat({id}) from {table}"
-            " where {between} and {wanted} and {xid} is not null and {column} is not null"
+            " where {rows} and {xid} is not null and {column} is not null"
         ).format(
             xid=XID,
             id=sql.Identifier(event_id),
             table=table.identifier,
-            between=condition(Difference(contents.before, contents.after)),
-            wanted=sql.SQL("true") if wanted is None else wanted,
+            rows=frames.rows_of(table, contents),
             column=sql.Identifier(column),
         ),
         prepare=False,
@@ -282,8 +277,8 @@ def scheduled(
     """
     router = BatchRouter(settings)
     ordering = Ordering({sink: settings.handlers[sink]})
-    wanted = Wanted(np.array(sorted(xids), np.int64), np.zeros(len(xids), np.int64))
-    for transactions in OutboxRows(settings).commits(source, wanted):
+    commits = Share((0,), len(xids), np.array(sorted(xids)), np.zeros(len(xids), np.int64))
+    for transactions, _ in Cursor(settings, lambda: nullcontext(source)).read([commits], whole):
         routed = router.route(transactions).parts.get(sink)
         if routed is None:
             continue
