@@ -90,7 +90,7 @@ class OutboxEnd:
             outdated = frozenset(
                 each
                 for each in asked
-                # A standby may lag. At the beginning the query would miss rows that are older than the column c_xid.
+                # A standby may lag. Who is at the beginning leaves it also without rows, and may join the stream then.
                 if seen.covers(each)
                 and (each.is_beginning or not self._rows.is_empty(conn, Difference(each, seen)))
             )

@@ -173,7 +173,6 @@ class LogReader:
             routed = self._router.route(transactions).parts.get(self._sink)
             if routed is None:
                 continue
-            keys, at = wanted.located(routed.transactions)
+            xids, at = wanted.located(routed.transactions)
             positions = at.tolist()
-            xids = [0] * len(positions) if wanted.unmarked else keys.tolist()
-            yield Polled(routed, positions, xids, positions[0] - 1, large)
+            yield Polled(routed, positions, xids.tolist(), positions[0] - 1, large)

@@ -407,12 +407,12 @@ class _Filler:
 
     def _passed(self, transactions: Transactions, wanted: Wanted) -> Iterator[Passed]:
         decoder = self._router.decoder(transactions.columns)
-        found, positions = wanted.located(transactions)
+        xids, positions = wanted.located(transactions)
         last_offsets = transactions.facts["last_offset"].tolist()
         for index, (last, position) in enumerate(
             zip(last_offsets, positions.tolist(), strict=True)
         ):
-            keys = [int(found[index])]
+            keys = [int(xids[index])]
             if wanted.unmarked:
                 (rows,) = transactions.part(index, index + 1).portions(1 << 40, 1 << 40)
                 (values,) = decoder.columns(rows, ["c_offset"])

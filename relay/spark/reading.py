@@ -1,7 +1,8 @@
 """Reads a difference of the outbox as Arrow record batches, in portions, one for each task.
 
-A portion is a COPY in CSV, parsed by pyarrow. ADBC, which makes Arrow of a binary COPY, costs more a row and a
-connection.
+Tasks read side by side, so their portions are of hosts or of c_xid; those of `relay.source.outbox.cursor` follow one
+another, and are read as transactions. A portion is a COPY in CSV, parsed by pyarrow. ADBC, which makes Arrow of a
+binary COPY, costs more a row and a connection.
 
 Source: PostgreSQL documentation, "COPY"; Arrow, "Reading and Writing CSV files".
 """

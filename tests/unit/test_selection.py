@@ -83,6 +83,6 @@ def test_a_position_is_found_by_the_key_that_was_read(unmarked: bool) -> None:
     facts["xid"] = [0, 0] if unmarked else [old, 6]
     facts["last_offset"] = [old, recent] if unmarked else [70, 80]
     read = cast(Transactions, SimpleNamespace(facts=facts))
-    keys, positions = wanted.located(read)
-    assert keys.tolist() == [old, recent]
+    xids, positions = wanted.located(read)
+    assert xids.tolist() == ([0, 0] if unmarked else [old, recent])
     assert positions.tolist() == [3, 1]

@@ -89,7 +89,7 @@ class Cursor:
 
     def read(
         self, shares: Iterable[Share], unread: Unread, by_reference: Collection[int] = ()
-    ) -> Iterator[Found]:
+    ) -> Generator[Found]:
         """Read the transactions of some shares that are unread, in order, first those older than the column c_xid.
 
         The contents of rows with a c_offset in `by_reference` are not read.

@@ -30,7 +30,7 @@ class Wanted(NamedTuple):
     unmarked: bool = False
 
     def located(self, transactions: Transactions) -> tuple[Xids, Int64Array]:
-        """The key (a full xid, or a c_offset) and the position of each of some transactions that were read.
+        """The full xid (0 if it has none) and the position of each of some transactions that were read.
 
         A log may have rows that are further back than half a cycle of xids, so they are told by what was wanted.
         """
@@ -40,7 +40,8 @@ class Wanted(NamedTuple):
             known, read = self.xids, facts["last_offset"]
         order = np.argsort(known, kind="stable")
         found = order[np.searchsorted(known, read, sorter=order)]
-        return self.xids[found], self.positions[found]
+        xids = np.zeros(len(found), np.int64) if self.unmarked else self.xids[found]
+        return xids, self.positions[found]
 
 
 def select(shares: Iterable[Share], unread: Unread) -> Iterator[Wanted]:
