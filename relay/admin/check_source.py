@@ -32,6 +32,8 @@ from relay.source.outbox.additions import (
     COUNTER_TRIGGER,
     NOTIFY_TRIGGER,
     has_index,
+    has_own_index,
+    indexed_column,
     is_gapless,
     require_numbered,
     sends_notify,
@@ -162,6 +164,8 @@ def check_source(conn: Connection, settings: Settings) -> Iterator[Finding]:
         if columns.columns(conn, source.table_name):
             yield _index(conn, settings)
     yield _offsets(conn, settings)
+    if columns.columns(conn, source.table_name):
+        yield _offset_index(conn, source)
     if source.mode == "auto" and not source.owns_table:
         yield _updates(conn, settings)
     yield _notify(conn, settings)
@@ -190,7 +194,7 @@ def _api(conn: Connection, settings: Settings) -> Iterator[Finding]:
         found = finding_of("api", "relay may publish", publishing.require, conn, "api")
         # Reading goes on.
         yield replace(found, level=Severity.WARNING) if found.level is Severity.ERROR else found
-    if settings.source.mode == "wal" and not has_index(conn, settings):
+    if settings.source.mode == "wal" and not has_index(conn, settings.source, "c_xid"):
         yield Finding(
             Severity.WARNING,
             "api",
@@ -269,7 +273,7 @@ def _marks(conn: Connection, settings: Settings) -> Finding:
 
 
 def _index(conn: Connection, settings: Settings) -> Finding:
-    if has_index(conn, settings):
+    if has_index(conn, settings.source, "c_xid"):
         return Finding(Severity.OK, "index", "polling reads only new rows")
     return Finding(
         Severity.WARNING,
@@ -286,7 +290,7 @@ def _offsets(conn: Connection, settings: Settings) -> Finding:
     except ConfigurationError as error:
         return finding_of_error("offsets", error)
     gapless = source.offsets == "gapless"
-    return _trigger(
+    return _installed(
         "offsets",
         gapless,
         is_gapless(conn, source),
@@ -295,6 +299,21 @@ def _offsets(conn: Connection, settings: Settings) -> Finding:
         "gaps: run `relay init`",
         unwanted=f"source.offsets: is sequence, but with the trigger {COUNTER_TRIGGER} of {source.table} publishers "
         "still take turns: run `relay init`, which removes it, or set source.offsets: gapless",
+    )
+
+
+def _offset_index(conn: Connection, source: SourceSettings) -> Finding:
+    column = indexed_column(source, "c_offset")
+    wanted = source.index_offsets
+    return _installed(
+        "index",
+        wanted,
+        (has_index if wanted else has_own_index)(conn, source, "c_offset"),
+        ok=f"{column} is indexed" if wanted else f"publishers pay for no index on {column}",
+        missing=f"source.index_offsets: {source.table} has no index on {column}, so whoever reads in its order reads "
+        "the whole table: run `relay init`",
+        unwanted=f"source.index_offsets: is false, but publishers still pay for relay's index of {source.table} on "
+        f"{column}: run `relay init`, which removes it, or set source.index_offsets: true",
     )
 
 
@@ -320,7 +339,7 @@ def _updates(conn: Connection, settings: Settings) -> Finding:
 
 def _notify(conn: Connection, settings: Settings) -> Finding:
     table, listens = settings.source.table, settings.poll.listen
-    return _trigger(
+    return _installed(
         "notify",
         listens,
         sends_notify(conn, settings.source),
@@ -332,10 +351,10 @@ def _notify(conn: Connection, settings: Settings) -> Finding:
     )
 
 
-def _trigger(
+def _installed(
     subject: str, wanted: bool, installed: bool, ok: str, missing: str, unwanted: str
 ) -> Finding:
-    """Compare a setting with the trigger that it needs."""
+    """Compare a setting with the trigger or index that it needs."""
     if wanted == installed:
         return Finding(Severity.OK, subject, ok)
     return Finding(Severity.WARNING, subject, missing if wanted else unwanted)

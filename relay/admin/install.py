@@ -25,9 +25,11 @@ from relay.retention import reader_positions
 from relay.runtime.reporting import ProgressReport, silent
 from relay.source.outbox.additions import (
     NOTIFY_TRIGGER,
+    Indexed,
+    create_index,
     drop_index,
-    ensure_index,
     has_index,
+    indexed_column,
     require_numbered,
     set_gapless,
     set_notify,
@@ -271,11 +273,10 @@ class _Installation:
                 undo.callback(_quietly, remove)
             for line in self.refused:
                 warn(line)
-            if settings.source.mode != "wal" and not has_index(source, settings):
-                undo.callback(_quietly, lambda: drop_index(source, settings))
-                with index_builds.reported(source, "building the index: pages", self.report):
-                    ensure_index(source, settings)
-                self.done.append(f"index of {settings.source.table} on c_xid, for polling")
+            if settings.source.mode != "wal":
+                self._ensure_index(undo, "c_xid", "for polling")
+            if settings.source.index_offsets:
+                self._ensure_index(undo, "c_offset", "for readers by number")
             if settings.source.mode != "wal":
                 # A crash of the source must not lose a commit that the group's position counts as applied.
                 durable_position(source)
@@ -288,10 +289,29 @@ class _Installation:
                     self._join_slot()
                 self.done.append(f"replication slot {settings.source.slot}")
             undo.pop_all()
+        self._drop_unwanted_index()
         if settings.source.mode == "poll":
             for text in unused_slots(source, settings):
                 warn(text)
         return self.done
+
+    def _ensure_index(self, undo: ExitStack, field: Indexed, purpose: str) -> None:
+        """Create an index of the outbox unless there is one; `undo` drops it again."""
+        source, of = self.source, self.settings.source
+        if has_index(source, of, field):
+            return
+        undo.callback(_quietly, partial(drop_index, source, of, field))
+        with index_builds.reported(source, "building the index: pages", self.report):
+            create_index(source, of, field)
+        self.done.append(f"index of {of.table} on {indexed_column(of, field)}, {purpose}")
+
+    def _drop_unwanted_index(self) -> None:
+        source, of = self.source, self.settings.source
+        if of.index_offsets or of.message_prefix is not None:
+            return
+        if drop_index(source, of, "c_offset"):
+            column = indexed_column(of, "c_offset")
+            self.done.append(f"index of {of.table} on {column} removed")
 
     def _begin_history(self, warn: Callable[[str], None]) -> None:
         """Take the witness of the database's history, to which the positions of readers refer."""

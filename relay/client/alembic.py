@@ -35,13 +35,19 @@ def include_object(
     """Return whether autogenerate compares an object: not what `relay init` adds to a table of yours.
 
     For `context.configure(include_object=…)`, where your MetaData has the outbox: autogenerate would drop `c_xid`,
-    `c_offset` and the index on `c_xid`.
+    `c_offset`, and relay's indexes on them.
     """
     if not reflected or compare_to is not None:
         return True
     if isinstance(item, Column):
         return item.name not in _ADDED
-    return not (isinstance(item, Index) and [each.name for each in item.columns] == ["c_xid"])
+    return not (isinstance(item, Index) and _is_relays(item))
+
+
+def _is_relays(index: Index) -> bool:
+    return [each.name for each in index.columns] == ["c_xid"] or (index.name or "").endswith(
+        "_relay_c_offset"
+    )
 
 
 @Operations.register_operation("create_outbox")

@@ -115,6 +115,8 @@ class SourceSettings(Section):
     """`auto` streams the WAL and polls events that the slot does not have; `wal` only streams; `poll` only polls."""
     offsets: Own[Literal["sequence", "gapless"]] = "sequence"
     """The source of `c_offset`: a sequence, or a counter without gaps, which one publisher at a time locks."""
+    index_offsets: Own[bool] = False
+    """Whether `relay init` makes an index on `c_offset`, for programs that read the table in its order."""
     buffer_bytes: Own[Annotated[int, Field(ge=65536), Number]] = 32 * 1024 * 1024
     """The most bytes of the stream that are received before they are durable in the target."""
     max_event_bytes: Own[Annotated[int, Field(ge=1024), Number]] = 16 * 1024 * 1024
@@ -176,6 +178,7 @@ class SourceSettings(Section):
             "columns": self.columns,
             "headers": self.headers,
             "offsets": self.offsets != "sequence",
+            "index_offsets": self.index_offsets,
         }
         for name in (key for key, is_given in given.items() if is_given):
             raise ValueError(

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
-from typing import get_args
+from typing import Any, get_args
 
 import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
+from relay import client
 from relay.admin.check import examine, require
 from relay.admin.findings import Severity
 from relay.config.settings import Settings
 from relay.demo.embedded import wheel_binaries
 from relay.faults import ConfigurationError
 from relay.store import migrations
-from tests.outbox import Outbox, event, host, initialise, relaying
+from tests.outbox import Outbox, event, host, initialise, relaying, wait_until
 
 
 def offsets(outbox: Outbox) -> list[int]:
@@ -154,6 +156,153 @@ def test_numbers_without_gaps(outbox: Outbox) -> None:
     assert max(offsets(outbox)) > 4
     outbox.drain(outbox.settings())
     outbox.assert_exact()
+
+
+PUBLISHED = """
+    insert into outbox_message_t (host_id, event_type, payload)
+    select %s, 'x', to_jsonb(n) from generate_series(%s::int, %s::int) as n
+"""
+
+
+def by_publish(conn: psycopg.Connection[Any], first: int, last: int) -> None:
+    numbers = range(first, last + 1)
+    events = [{**event(1), "payload": number} for number in numbers]
+    conn.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb(events)))
+
+
+def by_client(conn: psycopg.Connection[Any], first: int, last: int) -> None:
+    events = [client.Event("x", payload=number) for number in range(first, last + 1)]
+    client.Outbox().publish(conn, events, host_id=host(1))
+
+
+def by_insert(conn: psycopg.Connection[Any], first: int, last: int) -> None:
+    conn.execute(PUBLISHED, (host(1), first, last))
+
+
+def by_copy(conn: psycopg.Connection[Any], first: int, last: int) -> None:
+    columns = "host_id, event_type, payload"
+    with conn.cursor().copy(f"copy outbox_message_t ({columns}) from stdin".encode()) as copy:
+        for number in range(first, last + 1):
+            copy.write_row((host(1), "x", str(number)))
+
+
+FORMS = (by_publish, by_client, by_insert, by_copy)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_of_publishing_has_numbers_without_gaps(
+    outbox: Outbox, form: Callable[[psycopg.Connection[Any], int, int], None]
+) -> None:
+    """In the order of its events, whatever is rolled back or prepared."""
+    initialise(outbox.settings(source={**outbox.config()["source"], "offsets": "gapless"}))
+    with psycopg.connect(outbox.publisher_dsn) as conn:
+        form(conn, 1, 3)
+        with conn.transaction(force_rollback=True):
+            form(conn, 100, 150)
+        form(conn, 4, 4)
+        conn.commit()
+        form(conn, 100, 150)
+        conn.rollback()
+        for how in ("rollback", "commit"):
+            form(conn, 5, 7)
+            conn.execute(f"prepare transaction '{outbox.slot}'".encode())
+            conn.commit()
+            outbox.publisher.execute(f"{how} prepared '{outbox.slot}'".encode())
+        form(conn, 8, 60)
+    assert offsets(outbox) == list(range(1, 61))
+    assert outbox.column("select payload::int from outbox_message_t order by c_offset") == [
+        *range(1, 61)
+    ]
+
+
+def test_two_publishers_of_numbers_without_gaps_take_turns(outbox: Outbox) -> None:
+    """A second one waits for the first; with a snapshot from before it fails, and does not give a number again."""
+    initialise(outbox.settings(source={**outbox.config()["source"], "offsets": "gapless"}))
+    with (
+        psycopg.connect(outbox.publisher_dsn) as one,
+        psycopg.connect(outbox.publisher_dsn) as other,
+    ):
+        other.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        for committed in (False, True):
+            other.execute("select 1")
+            by_insert(one, 1, 2)
+            ended: list[str] = []
+
+            def insert(ended: list[str] = ended) -> None:
+                try:
+                    by_insert(other, 3, 3)
+                    other.commit()
+                    ended.append("committed")
+                except psycopg.errors.SerializationFailure:
+                    other.rollback()
+                    ended.append("refused")
+
+            thread = Thread(target=insert)
+            thread.start()
+            wait_until(
+                lambda: (
+                    outbox.value(
+                        "select wait_event_type from pg_stat_activity where pid = %s",
+                        (other.info.backend_pid,),
+                    )
+                    == "Lock"
+                )
+            )
+            one.commit() if committed else one.rollback()
+            thread.join(30)
+            assert ended == ["refused" if committed else "committed"]
+    assert offsets(outbox) == [1, 2, 3]
+
+
+def test_c_offset_is_indexed_where_the_configuration_says_so(outbox: Outbox) -> None:
+    """For readers by number, whose publishers go on meanwhile; `relay init` removes its index, and no other one."""
+    source = outbox.config()["source"]
+    plain, indexed = outbox.settings(), outbox.settings(source={**source, "index_offsets": True})
+
+    def said(settings: Settings) -> list[tuple[Severity, str]]:
+        found = [each for each in examine(settings) if each.subject == "index"]
+        return [(each.level, each.text) for each in found if "c_offset" in each.text]
+
+    outbox.fill(200)
+    assert said(plain) == [(Severity.OK, "publishers pay for no index on c_offset")]
+    ((level, text),) = said(indexed)
+    assert level is Severity.WARNING
+    assert "has no index on c_offset" in text
+    done: list[str] = []
+    with psycopg.connect(outbox.publisher_dsn) as publisher:
+        publisher.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb([event(1)])))
+        thread = Thread(target=lambda: done.extend(initialise(indexed)))
+        thread.start()
+        # It waits for the transaction, and nobody waits for it.
+        wait_until(
+            lambda: bool(
+                outbox.column(
+                    "select 1 from pg_stat_activity where datname = current_database()"
+                    " and query ~ '^create index' and wait_event_type = 'Lock'"
+                )
+            )
+        )
+        outbox.publish(host(1), event(2))
+        publisher.commit()
+        thread.join(30)
+    assert done == [
+        "index of public.outbox_message_t on c_offset, for readers by number",
+    ]
+    assert initialise(indexed) == []
+    assert said(indexed) == [(Severity.OK, "c_offset is indexed")]
+    outbox.conn.execute("analyze outbox_message_t")
+    plan = outbox.column(
+        "explain select * from outbox_message_t where c_offset > 900 order by c_offset limit 50"
+    )
+    assert "Index Scan using outbox_message_t_relay_c_offset" in "".join(plan)
+    ((level, text),) = said(plain)
+    assert level is Severity.WARNING
+    assert "is false, but publishers still pay" in text
+    assert initialise(plain) == ["index of public.outbox_message_t on c_offset removed"]
+    outbox.conn.execute("create index own on outbox_message_t (c_offset)")
+    assert said(indexed) == [(Severity.OK, "c_offset is indexed")]
+    assert initialise(indexed) == []
+    assert initialise(plain) == []
 
 
 def test_check_compares_the_numbers_with_the_configuration(outbox: Outbox) -> None:
