@@ -205,7 +205,7 @@ def cli() -> str:
 # SQL
 
 _FUNCTION = re.compile(
-    r"(?P<comment>(?:^-- .*\n)*)^create or replace function (?P<name>relay\.\w+)\s*\("
+    r"(?P<comment>(?:^-- .*\n)*)^create or replace (?P<kind>function|procedure) (?P<name>relay\.\w+)\s*\("
     r"(?P<arguments>(?:[^$()]|\([^$()]*\))*)\)\s*"
     r"(?:returns (?P<returns>table \([^$]*?\)|setof [\w.]+|[\w.\[\]]+))?\s",
     re.MULTILINE,
@@ -249,6 +249,8 @@ def sql() -> str:
                 f"`{found['name']}({_CALL.sub('', ' '.join(found['arguments'].split()))})`",
                 f"`{' '.join(found['returns'].split())}`"
                 if found["returns"]
+                else "nothing: `call` it"
+                if found["kind"] == "procedure"
                 else "its `out` arguments",
                 said.get(found["name"])
                 or uncommented(found["comment"])

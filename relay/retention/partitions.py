@@ -47,15 +47,13 @@ _ORIGIN = datetime(2000, 1, 3, tzinfo=UTC)
 class Partition:
     """A partition, its qualified name and its range lower <= c_ts < upper.
 
-    `lower` is None if the range has no lower bound; the default partition has neither bound. `restored_at` is when the
-    partition was filled from the archive.
+    `lower` is None if the range has no lower bound; the default partition has neither bound.
     """
 
     name: str
     lower: datetime | None
     upper: datetime | None
     is_default: bool
-    restored_at: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +108,11 @@ def partitions(source: Connection, table: str) -> list[Partition]:
     rows = source.execute(
         """
         select format('%%I.%%I', nspname, relname), nullif(lower, '-infinity'), upper,
-               is_default, substring(obj_description(c.oid, 'pg_class') from %(restored)s)::timestamptz
-          from relay.partitions(%(table)s::regclass) join pg_class as c on c.oid = partition
+               is_default
+          from relay.partitions(%s::regclass) join pg_class as c on c.oid = partition
           join pg_namespace as n on n.oid = relnamespace order by upper nulls last
         """,
-        {"table": _quoted(source, table), "restored": f"^{RESTORED}(.*)$"},
+        (_quoted(source, table),),
     )
     return [Partition(*row) for row in rows]
 
@@ -186,8 +184,6 @@ def drop_read(source: Connection, table: str, older_than: datetime, step: Step) 
     dropped: list[str] = []
     for each in partitions(source, table):
         if each.is_default or each.upper is None or each.upper > older_than:
-            continue
-        if each.restored_at is not None and each.restored_at > older_than:
             continue
         with step(f"partition {each.name}", source):
             if _drop(source, table, each.name, older_than):

@@ -49,7 +49,7 @@ _NEEDED_BY: Mapping[str, str] = {
 """What needs the rights that a file grants, where it is not the service."""
 
 _GRANT = re.compile(
-    r"^ *grant ([^;']+?) on (?:(sequence|function|schema)\s+)?([^;']+?)\s+to (\w+);",
+    r"^ *grant ([^;']+?) on (?:(sequence|function|procedure|schema)\s+)?([^;']+?)\s+to (\w+);",
     re.MULTILINE,
 )
 _LISTED = re.compile(r"(?:[^,(]|\([^)]*\))+")
@@ -66,7 +66,8 @@ _MISSING = """
            when role <> 'public' and to_regrole(role) is null then false
            when kind = 'schema' then not has_schema_privilege(role, to_regnamespace(name)::oid, privilege)
            when kind = 'sequence' then not has_sequence_privilege(role, to_regclass(name)::oid, privilege)
-           when kind = 'function' then not has_function_privilege(role, to_regprocedure(name)::oid, privilege)
+           when kind in ('function', 'procedure')
+                then not has_function_privilege(role, to_regprocedure(name)::oid, privilege)
            when columns <> '' then exists (
                select from pg_attribute
                 where attrelid = to_regclass(name) and attname = any (string_to_array(columns, ', '))

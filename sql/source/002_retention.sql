@@ -312,7 +312,8 @@ as $$
      where note_removed.newest is not null
 $$;
 
--- Drops a partition whose range ends at a time at the latest, if all readers have read it; returns whether it did.
+-- Drops a partition whose range ends at a time at the latest, if all readers have read it; returns whether it did. One that was
+-- filled from the archive after that time stays.
 create or replace function relay.drop_partition(outbox text, partition text, older_than timestamptz) returns boolean
 language plpgsql set search_path = pg_catalog, pg_temp set row_security = off set timezone = 'UTC' set enable_seqscan = off
 as $$
@@ -323,7 +324,9 @@ declare
 begin
     select * into found from relay.retained_outbox(outbox);
     select p.partition into chosen from relay.partitions(found.relation) as p
-     where p.partition = to_regclass(drop_partition.partition) and not p.is_default and p.upper <= older_than;
+     where p.partition = to_regclass(drop_partition.partition) and not p.is_default and p.upper <= older_than
+       and coalesce(substring(obj_description(p.partition, 'pg_class') from '^restored by relay at (.*)$')::timestamptz
+                    <= older_than, true);
     if chosen is null or relay.is_held(outbox, chosen, found.offset_column) then
         return false;
     end if;
@@ -393,6 +396,104 @@ begin
 end
 $$;
 
+-- A step of relay.maintain; "step" becomes the next one, null after the last one, or while another session maintains the outbox.
+-- One that fails, or does not get its lock at once, is left for the next call, and the others are done.
+create or replace function relay.maintain_step(outbox text, keep interval, ahead interval, inout step text, inout since xid8)
+language plpgsql set search_path = pg_catalog, pg_temp set timezone = 'UTC' set lock_timeout = '40ms'
+as $$
+#variable_conflict use_variable
+declare
+    present   timestamptz := clock_timestamp();
+    portion   int         := 5000;
+    following text        := case step when 'readers' then 'partitions' when 'drop' then 'witnesses'
+                                       when 'witnesses' then 'delete' when 'delete' then null else 'drop' end;
+    found_one record;
+    upto      timestamptz;
+    called    text;
+begin
+    -- The lock of an instance of relay that does this.
+    if not pg_try_advisory_xact_lock(1919251553, hashtext(outbox)) then
+        step := null;
+        return;
+    end if;
+    select r.every into found_one from relay.retained as r where r.outbox = maintain_step.outbox;
+    if step <> 'readers' and not found or step in ('drop', 'witnesses', 'delete') and keep is null then
+        step := null;
+        return;
+    end if;
+    upto := date_bin(found_one.every, present + ahead, '2000-01-03') + found_one.every;
+    case step
+    when 'readers' then
+        if outbox = 'public.outbox_message_t' and to_regclass('relay.log_conditions') is not null then
+            perform relay.expire_subscribers();
+            perform relay.expire_readers();
+        end if;
+    when 'partitions' then
+        if found_one.every is not null then
+            called := relay.create_ahead(outbox, present, present + ahead);
+            following := case when called is null then 'default' else step end;
+        end if;
+    when 'default' then
+        if relay.enclose_default(outbox, upto) then
+            following := 'validate';
+        end if;
+    when 'validate' then
+        perform relay.validate_default(outbox);
+        following := 'exchange';
+    when 'exchange' then
+        perform relay.exchange_default(outbox, upto);
+        following := 'partitions';
+    when 'drop' then
+        for called in select p.partition::text
+                        from relay.partitions(to_regclass(format('%I.%I', split_part(outbox, '.', 1), split_part(outbox, '.', 2)))) as p
+                       where p.upper <= present - keep order by p.upper loop
+            begin
+                if relay.drop_partition(outbox, called, present - keep) then
+                    -- Its locks end with the transaction.
+                    following := step;
+                    exit;
+                end if;
+            exception when lock_not_available or deadlock_detected then
+                raise notice 'relay.maintain: % is in use: it is dropped later', called;
+            end;
+        end loop;
+    when 'witnesses' then
+        perform relay.remove_witnesses();
+    when 'delete' then
+        select d.reached, case when d.deleted < portion / 2 or d.reached = since then null else step end into since, following
+          from relay.delete_portion(outbox, present - keep, portion, since) as d;
+    end case;
+    step := following;
+exception when others then
+    raise warning 'relay.maintain: %: %', step, sqlerrm;
+    step := following;
+end
+$$;
+
+-- What relay does each minute for an outbox while it runs, for a database whose log is read in SQL alone: gives up readers and
+-- drops subscribers that have expired, creates partitions up to "ahead" from now, and removes the events that are older than
+-- "keep" and that every reader is past; null: none. Call it as a member of relay, such as by pg_cron, each minute.
+-- Each step is a transaction of its own, so that no lock of one lasts for the next.
+create or replace procedure relay.maintain(
+    keep   interval default null,
+    ahead  interval default '14 days',
+    outbox text     default 'public.outbox_message_t'
+)
+language plpgsql
+-- A procedure with settings of its own may not commit, so nothing here is looked up by the caller's search_path.
+as $$
+declare
+    step  text       := 'readers';
+    since pg_catalog.xid8 := '0';
+begin
+    while step is not null loop
+        select s.step, s.since into step, since
+          from relay.maintain_step(maintain.outbox, maintain.keep, maintain.ahead, step, since) as s;
+        commit;
+    end loop;
+end
+$$;
+
 -- Lets relay remove rows of an outbox: with the rights of the outbox's owner, by the functions of this file and no others.
 create or replace function relay.retain(relation regclass, outbox text, offset_column text) returns void
 language plpgsql set search_path = pg_catalog, pg_temp
@@ -458,7 +559,9 @@ revoke all on function relay.retention_floor(text), relay.partitions(regclass), 
                        relay.create_ahead(text, timestamptz, timestamptz), relay.enclose_default(text, timestamptz),
                        relay.validate_default(text), relay.exchange_default(text, timestamptz), relay.add_default(regclass, text),
                        relay.note_removed(text, xid8), relay.drop_partition(text, text, timestamptz),
-                       relay.delete_portion(text, timestamptz, int, xid8), relay.retain(regclass, text, text) from public;
+                       relay.delete_portion(text, timestamptz, int, xid8), relay.retain(regclass, text, text),
+                       relay.maintain_step(text, interval, interval, text, xid8) from public;
+revoke all on procedure relay.maintain(interval, interval, text) from public;
 
 -- A schema that has outboxes already: functions that were written again have lost the rights of the outbox's owner.
 do $$
@@ -480,7 +583,9 @@ begin
     if to_regrole('relay') is not null then
         grant select, insert, update, delete on relay.readers to relay;
         grant select on relay.retained, relay.removed to relay;
-        grant execute on function relay.partitions(regclass), relay.retention_floor(text) to relay;
+        grant execute on function relay.partitions(regclass), relay.retention_floor(text),
+                                  relay.maintain_step(text, interval, interval, text, xid8) to relay;
+        grant execute on procedure relay.maintain(interval, interval, text) to relay;
     end if;
 end
 $$;

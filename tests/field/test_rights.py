@@ -47,7 +47,8 @@ def test_retention_removes_done_messages_as_the_role_relay(outbox: Outbox) -> No
 
 
 PRINTED = """
-    select case kind when 'function' then to_regprocedure(name)::text when 'schema' then to_regnamespace(name)::text
+    select case when kind in ('function', 'procedure') then to_regprocedure(name)::text
+                when kind = 'schema' then to_regnamespace(name)::text
                      else to_regclass(name)::text end
       from (select %s::text as kind, %s::text as name) as of_object
 """

@@ -13,7 +13,7 @@ from tests.outbox import Outbox, event, host, initialise, relaying, wait_until
 
 LANDED = {
     "source/001_source.sql": "5ce8243b107639cd358df635f7689b4cf05907ed06b55d782afa4320f30e4827",
-    "source/002_retention.sql": "df0c04db814389251ec0b725d068628dc31939f2d8838edaf43cbf8632343066",
+    "source/002_retention.sql": "3d87e512ac2d6865262e3300be30658ffb92476379e8a7237d11c6553667286e",
     "both/001_calls.sql": "ec2934fb89db7d136f48bf531f4bcab47cbaa80f5c3ed956a086383bb9020061",
     "outbox/001_outbox.sql": "0d54b3cc6e18713e7e0589b2346fef9e7f6556509bb20117ad8a62be0a7bc3bf",
     "outbox/002_schedules.sql": "88d9420a9eac1eb8ee5215c44db53d3c9c8456a26311c0cbf1aaa539381118fc",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,6 +18,7 @@ from relay.admin.check import examine
 from relay.admin.findings import Severity
 from relay.admin.offsets import plan_seek, seek
 from relay.admin.retention import erase, partition, partition_new
+from relay.client import schema
 from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
 from relay.faults import ConfigurationError
@@ -26,12 +28,14 @@ from relay.retention.schedule import Schedule
 from relay.service import Service
 from relay.spark.data_source import register
 from relay.spark.session import Session
-from relay.store import completeness, migrations
+from relay.store import completeness, locks, migrations
 from relay.store.completeness import Completeness
 from relay.store.connections import connect
 from tests.outbox import Outbox, event, host, initialise, relaying, wait_until
+from tests.pages import blocks
 from tests.postgres import Server
-from tests.process import administer, relay
+from tests.process import ROOT, administer, relay
+from tests.roles import Role, join_roles
 
 KEEP: dict[str, Any] = {"retention": {"keep": "7d", "ahead": "3d"}}
 
@@ -217,6 +221,102 @@ def test_the_role_relay_suffices(rotated: Outbox) -> None:
                 "select relay.drop_partition('public.outbox_message_t', 'public.projection', now())"
             ).fetchone()
             assert row == (False,)
+
+
+@pytest.fixture
+def in_sql(database: str) -> Iterator[Outbox]:
+    """An outbox that is read in SQL alone, with what the page on retention says of one."""
+    with Outbox(database) as made:
+        installer = made.login(Role.INSTALLER)
+        for script in schema.install():
+            installer.execute(script.encode())
+        join_roles(made.conn)
+        page = (ROOT / "docs/how-to/retention.md").read_text()
+        scheduled, given = (each.text for each in blocks(page) if each.language == "sql")
+        installer.execute(given.encode())
+        made.conn.execute(
+            """
+            create schema cron;
+            create table cron.job (schedule text, command text);
+            create function cron.schedule(job_name text, schedule text, command text) returns void language sql
+                as 'insert into cron.job values ($2, $3)';
+            """
+        )
+        made.conn.execute(scheduled.encode())
+        yield made
+
+
+def maintain(outbox: Outbox) -> list[str]:
+    """Run the job as pg_cron does; returns what it warns of."""
+    said: list[str] = []
+    ((command,),) = outbox.conn.execute("select command from cron.job")
+    with psycopg.connect(outbox.relay_dsn, autocommit=True) as conn:
+        conn.add_notice_handler(lambda each: said.append(str(each.message_primary)))
+        conn.execute(command)
+    return said
+
+
+def test_upkeep_of_a_log_that_is_read_in_sql_alone(in_sql: Outbox) -> None:
+    outbox, old = in_sql, "update outbox_message_t set c_ts = now() - interval '8 days'"
+    outbox.reader.execute("select relay.declare_reader('r', start => 'beginning')")
+    outbox.reader.execute("select relay.declare_reader('gone', expires => '1 hour')")
+    outbox.fill(2500)
+    outbox.conn.execute(old)
+    assert maintain(outbox) == []
+    assert outbox.value("select count(*) from outbox_message_t") == 12_500
+    # Nobody has given a sign of life, and a reader notes its position for retention with its first one.
+    outbox.conn.execute("update relay.readers set noted_at = now() - interval '2 hours'")
+    position, *_ = outbox.reader.column("select position from relay.read('r', 20000)")
+    outbox.reader.execute("select relay.advance('r', %s)", (position,))
+    outbox.publish(host(1), event(1))
+    assert maintain(outbox) == []
+    assert outbox.value("select count(*) from outbox_message_t") == 1
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="given up"):
+        outbox.reader.execute("select from relay.read('gone')")
+    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+        outbox.publisher.execute("call relay.maintain(keep => '1 day')")
+
+
+def test_upkeep_in_sql_does_what_a_running_relay_does(rotated: Outbox) -> None:
+    """It creates partitions ahead, gives one to the rows of the default partition, and drops those that are read."""
+    settings = relayed(rotated)
+    rotated.conn.execute(
+        "alter table outbox_message_t alter c_ts set default now() - interval '20 days'"
+    )
+    names = "select partition::text from relay.partitions('outbox_message_t') order by upper"
+    before = set(rotated.column(names))
+    rotated.conn.execute("insert into relay.streams values ('another', 'away')")
+    rotated.login(Role.RELAY).execute("call relay.maintain('1 day', '9 days')")
+    made = set(rotated.column(names)) - before
+    assert len(made) == 6
+    rotated.conn.execute("delete from relay.streams where slot = 'another'")
+    rotated.conn.execute(
+        "alter table outbox_message_t alter c_ts set default now() + interval '20 days'"
+    )
+    rotated.fill(4)
+    assert rotated.value("select count(*) from outbox_message_t_default") == 20
+    with psycopg.connect(rotated.superuser_dsn) as other:
+        # What does not get its lock is left for the next call.
+        other.execute("lock table outbox_message_t in row exclusive mode")
+        rotated.login(Role.RELAY).execute("call relay.maintain(ahead => '21 days')")
+        assert rotated.value("select count(*) from outbox_message_t_default") == 20
+    rotated.login(Role.RELAY).execute("call relay.maintain(ahead => '21 days')")
+    assert rotated.value("select count(*) from outbox_message_t_default") == 0
+    assert rotated.value("select count(*) from pg_constraint where conname = 'relay_range'") == 0
+    with relaying(settings):
+        rotated.wait_drained()
+        rotated.wait_compared()
+    turn(settings)
+    everything = set(rotated.column(names))
+    rotated.login(Role.RELAY).execute("call relay.maintain(keep => '-40 days')")
+    assert set(rotated.column(names)) < everything
+    assert rotated.value("select count(*) from outbox_message_t") == 0
+    # A relay that runs has its turn.
+    with closing(connect(settings.source_dsn)) as running:
+        assert locks.try_lock(running, locks.retention(OWN_OUTBOX))
+        here = set(rotated.column(names))
+        rotated.login(Role.RELAY).execute("call relay.maintain(ahead => '40 days')")
+        assert set(rotated.column(names)) == here
 
 
 def test_publishers_cannot_choose_the_time(rotated: Outbox) -> None:
