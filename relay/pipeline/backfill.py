@@ -496,7 +496,10 @@ class _Filler:
 
 
 class _Locked:
-    """A database transaction of the target with the lock of a fill. Raises _Moved if it is not as it was read."""
+    """A database transaction of the target with the lock of a fill.
+
+    Raises _Moved if it is not as it was read, RelayError while another session drops or rebuilds the queue.
+    """
 
     def __init__(self, target: Connection, fill: QueueFill) -> None:
         self._target = target

@@ -260,7 +260,7 @@ def _erase_from_target(
         target.execute(
             sql.SQL(
                 "delete from {} where host_id = %(host)s"
-                " and queue_id in (select id from relay.queues where group_id = %(group)s)"
+                " and not exists (select from relay.queues where id = queue_id and group_id <> %(group)s)"
             ).format(sql.Identifier("relay", table)),
             of,
         ).rowcount

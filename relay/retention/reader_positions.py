@@ -199,11 +199,21 @@ def lagging(
     ]
 
 
-def give_up(source: Connection, reader: OutboxReader) -> None:
-    """Give a reader up: retention no longer keeps rows for it. Raises psycopg.Error."""
-    source.execute(
-        "update relay.readers set given_up_at = now() where group_id = %s and target = %s and reader = %s",
-        (reader.group_id, reader.target, reader.reader),
+def give_up(source: Connection, reader: OutboxReader) -> bool:
+    """Give a reader up: retention no longer keeps rows for it.
+
+    Returns False while another session has it in an open transaction. Raises psycopg.Error.
+    """
+    return bool(
+        source.execute(
+            """
+            update relay.readers set given_up_at = now()
+             where (group_id, target, reader) in (
+                   select group_id, target, reader from relay.readers
+                    where group_id = %s and target = %s and reader = %s for update skip locked)
+            """,
+            (reader.group_id, reader.target, reader.reader),
+        ).rowcount
     )
 
 

@@ -16,9 +16,10 @@ from relay.retention import partitions, reader_positions
 from relay.runtime.parts import Condition, Recurring
 from relay.source.server import is_standby
 from relay.store import actions, clock, completeness, locks
-from relay.store.connections import Connection, connect
+from relay.store.connections import Connection, connect, sessions_with
 from relay.store.groups import APPLICATION_NAME
 from relay.store.positions import offsets, sinks
+from relay.store.session_settings import LOCK_TIMEOUT
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ _REMOVE_DONE = """
                 order by o.done_at limit %s) as d
          where q.group_id = %s))
 """
+_REMOVE_ORPHANS = "select relay.remove_orphans(%s)"
 _REMOVE_CANCELLATIONS = """
     delete from relay.cancellations where ctid = any (array(
         select c.ctid from relay.cancellations as c
@@ -91,12 +93,14 @@ class Schedule(Recurring):
         of = self._settings
         try:
             if self._connections is None:
-                source = connect(of.source_dsn, application_name=APPLICATION_NAME)
-                try:
-                    target = connect(of.target_dsn, application_name=APPLICATION_NAME)
-                except BaseException:
-                    source.close()
-                    raise
+                # A step that waits for a row of somebody's open transaction fails, and the others are done.
+                with sessions_with({"lock_timeout": LOCK_TIMEOUT}):
+                    source = connect(of.source_dsn, application_name=APPLICATION_NAME)
+                    try:
+                        target = connect(of.target_dsn, application_name=APPLICATION_NAME)
+                    except BaseException:
+                        source.close()
+                        raise
                 self._connections = source, target
             self.retain(*self._connections)
         except psycopg.errors.ReadOnlySqlTransaction:
@@ -149,6 +153,8 @@ class Schedule(Recurring):
             self._prune(target)
         with self._step("done messages of queues", target):
             self._remove_done(target)
+        with self._step("messages of queues that were dropped", target):
+            self._remove_orphans(target)
         with self._step("cancellations", target):
             self._remove_cancellations(target)
         key = locks.retention(self._settings.source.table)
@@ -242,8 +248,12 @@ class Schedule(Recurring):
         for each in reader_positions.lagging(readers, present, of.retention.max_lag):
             if each.reader and each.reader == of.retention.archive and each.group_id == of.group:
                 continue
+            if not reader_positions.give_up(source, each):
+                self._faults.append(
+                    f"the reader {each.name} cannot be given up: another session has it in an open transaction"
+                )
+                continue
             any_given_up = True
-            reader_positions.give_up(source, each)
             detail = {"group": each.group_id, "unread_since": str(each.unread_since)}
             actions.record(target, of.group, each.reader, "give up", "retention.max_lag", detail)
             log.error(
@@ -276,6 +286,12 @@ class Schedule(Recurring):
                 if not locks.try_lock_in_transaction(target, locks.done(group)):
                     return
                 removed = target.execute(_REMOVE_DONE, (_PRUNE_PORTION, group)).rowcount
+
+    def _remove_orphans(self, target: Connection) -> None:
+        """Remove what tasks and workers that knew a queue have left for it since it was dropped, in portions."""
+        removed = 1
+        while removed and not self.stopping.is_set():
+            (removed,) = target.execute(_REMOVE_ORPHANS, (_PRUNE_PORTION,)).fetchone() or (0,)
 
     def _remove_cancellations(self, target: Connection) -> None:
         """Remove cancellations of a week ago but those of events that are still deferred, a portion of them."""

@@ -70,17 +70,20 @@ FORMER = {
         {
             "84138bb8655167dd18396949ae9b1674448fd95d943bce304b5cadbbd2185e19",  # no owners, no index
             "88d9420a9eac1eb8ee5215c44db53d3c9c8456a26311c0cbf1aaa539381118fc",  # what is declared has no bounds
+            "fdcfa77cd2a0d302dac3779a59a43b70e21146e446a61c6b3439c3038ec44425",  # who declares waits for others
         }
     ),
     "outbox/003_readers.sql": frozenset(
         {
             "ee39e4f4b026e1609fb57fb438c278f667304a4fb471dd1e18bcce4ea338bc07",  # no sign of life, no conditions
             "482df0493cde99c8bad6f5900aaf2fca317222ce0a31f25bf174097187505ea3",  # positions of any history
+            "1b84608bdefc1e83ecbd93e18d888edaef2ea0453ce86f66ec54612c27e2778d",  # retention waits for a reader
         }
     ),
     "outbox/004_subscribers.sql": frozenset(
         {
             "1d55bbf552465fe7f01ce21f3b490628ee0301ba07503cdb80f4f01aa1b43c74",  # what is declared has no bounds
+            "e06f7c204ab00a3e4bdf515bc8b3d53cee0bd06c790ecc200a7718befc8e53ae",  # retention waits for a subscriber
         }
     ),
     "target/004_queues.sql": frozenset(
@@ -89,7 +92,7 @@ FORMER = {
             "7d8f5e36f29317dcb73a8717c0875c6dd9ba9c6ca2f7d55961d3da115993c508",  # no claims
             "7e36153ba0b19041dd5ddbbea579c95638b5af8d8b3d5204d1c0bf59b782ff81",  # plans by stale statistics
             "d510da2f737a58e94f69f2779de435205655e42fb2368e28efd08052383d39ff",  # what is declared has no bounds
-            "40f4cdde688e3aa4d30463ebeaafb9dea99830c1c199de54fea81977905fb6f8",  # no unique keys, notes and results
+            "40f4cdde688e3aa4d30463ebeaafb9dea99830c1c199de54fea81977905fb6f8",  # a dropped queue holds back its group
         }
     ),
     "both/001_calls.sql": frozenset(

@@ -1,6 +1,7 @@
 """Stores how far the log has been read for the queues that are filled from it: `relay.queue_fills`.
 
-Whoever fills a queue locks its row first, so that a queue is dropped, or rebuilt, between two portions only.
+Whoever fills a queue locks its row first, so that a queue is dropped, or rebuilt, between two portions only. Nobody
+waits for that lock: the transaction of who drops or rebuilds one may stay open, and other queues are to be filled.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, LiteralString, NamedTuple
 import numpy as np
 from psycopg.types.json import Jsonb
 
+from relay.faults import RelayError
 from relay.model.snapshots import Snapshot
 from relay.model.transactions import Int64Array
 from relay.store import literals
@@ -83,14 +85,29 @@ def open_fills(conn: Connection, group: str) -> list[QueueFill]:
 
 
 def lock(conn: Connection, fill: QueueFill) -> QueueFill | None:
-    """Lock a fill until the database transaction ends; None if the queue was dropped, rebuilt or moved on since."""
+    """Lock a fill until the database transaction ends; None if the queue was dropped, rebuilt or moved on since.
+
+    Raises RelayError while another session drops or rebuilds it, and psycopg.Error.
+    """
     row = conn.execute(
-        _READ + " where f.queue_id = %s and f.ended_at is null for update of f", (fill.queue_id,)
+        _READ + " where f.queue_id = %s and f.ended_at is null for update of f skip locked",
+        (fill.queue_id,),
     ).fetchone()
     found = None if row is None else _fill(*row)
+    if found is None and _is_asked(conn, fill):
+        raise RelayError("another session drops or rebuilds the queue in an open transaction")
     if found is None or _progress(found) != _progress(fill):
         return None
     return found
+
+
+def _is_asked(conn: Connection, fill: QueueFill) -> bool:
+    return bool(
+        conn.execute(
+            "select from relay.queue_fills where queue_id = %s and asked_at = %s and ended_at is null",
+            (fill.queue_id, fill.asked_at),
+        ).rowcount
+    )
 
 
 def _progress(fill: QueueFill) -> tuple[object, ...]:
@@ -199,9 +216,13 @@ def end(conn: Connection, group: str, fill: QueueFill, messages: int) -> None:
 
 
 def fails(conn: Connection, fill: QueueFill, fault: str) -> None:
-    """Store why a fill cannot go on. Raises psycopg.Error."""
+    """Store why a fill cannot go on, unless another session drops or rebuilds the queue. Raises psycopg.Error."""
     conn.execute(
-        "update relay.queue_fills set error = %s where queue_id = %s and asked_at = %s and ended_at is null",
+        """
+        update relay.queue_fills set error = %s
+         where queue_id in (select queue_id from relay.queue_fills
+                             where queue_id = %s and asked_at = %s and ended_at is null for update skip locked)
+        """,
         (fault, fill.queue_id, fill.asked_at),
     )
 

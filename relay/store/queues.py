@@ -148,13 +148,11 @@ def stopped(conn: psycopg.Connection[Any], group: str) -> list[tuple[str, dateti
 def stop(conn: psycopg.Connection[Any], group: str, queue: int, why: str) -> bool | None:
     """Put no more events of the log into a queue, until it is declared otherwise or rebuilt; returns whether any went.
 
-    None if it is to be asked again, since another session declares a queue of the group now: who commits the events of
+    None if it is to be asked again, since another session declares or drops the queue now: who commits the events of
     all does not wait for it. Raises psycopg.Error.
     """
     free = conn.execute(
-        "select from relay.queues as q join relay.queue_revisions as r on r.group_id = q.group_id where q.id = %s"
-        " for update of q, r skip locked",
-        (queue,),
+        "select from relay.queues where id = %s for update skip locked", (queue,)
     ).rowcount
     if not free:
         is_there = conn.execute("select from relay.queues where id = %s", (queue,)).rowcount > 0

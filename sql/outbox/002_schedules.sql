@@ -123,7 +123,7 @@ create or replace function relay.declare_schedule(
     configured_by text        default null,
     call relay.call default relay.this_call()
 ) returns boolean
-language plpgsql security definer set search_path = pg_catalog, pg_temp
+language plpgsql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
 as $$
 #variable_conflict use_variable
 declare
@@ -202,6 +202,11 @@ begin
                         then s.since else clock_timestamp() end
      where s.name = declare_schedule.name;
     return true;
+exception when lock_not_available then
+    raise lock_not_available using
+        message = format('relay.declare_schedule: another session declares, changes or drops the schedule %L in a transaction that it '
+                         'has not ended', name),
+        hint = 'Declare schedules in transactions of their own.';
 end
 $$;
 

@@ -337,13 +337,14 @@ $$;
 -- yields anything but false or null first, and false where it fails. An event has the fields id, event_type, host_id, user_id,
 -- aggregate_type, aggregate_id, aggregate_version, event_ts, transaction_id, payload and metadata.
 -- With "lanes", it declares as many readers, name/1 and so on: the events of one host, or one aggregate, as "lane_key" says, are in one
--- of them, in order.
+-- of them, in order. No other new reader has such a name. It waits at most five seconds for a transaction that declares, changes or drops
+-- a reader of the same name.
 create or replace function relay.declare_reader(
     name text, match jsonb default '{}', start text default 'now', expires interval default null, max_lag interval default null,
     "where" text default null, params jsonb default null, lanes int default null, lane_key text default 'host',
     call relay.call default relay.this_call()
 ) returns boolean
-language plpgsql security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
+language plpgsql security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off set lock_timeout = '5s'
 as $$
 declare
     caller name        := relay.calling_role(call);
@@ -373,6 +374,13 @@ begin
     end if;
     if declare_reader.lane_key is null or declare_reader.lane_key not in ('host', 'aggregate') then
         raise invalid_parameter_value using message = 'relay.declare_reader: lane_key must be host or aggregate';
+    end if;
+    -- Who declares a single lane would keep everybody else from declaring the reader.
+    if declare_reader.name ~ '/[1-9][0-9]{0,2}$'
+       and not exists (select from relay.log_readers as r where r.name = declare_reader.name) then
+        raise invalid_parameter_value using
+            message = format('relay.declare_reader: name: %L would be that of a lane of another reader: leave out the number after '
+                             'the /', declare_reader.name);
     end if;
     -- How many readers the name stands for: two sessions cannot make it one with lanes and one without.
     if not exists (select from relay.log_readers as r where r.name = declare_reader.name)
@@ -426,6 +434,11 @@ begin
         values ('', 'relay.declare_reader', each, first, 'public.outbox_message_t');
     end loop;
     return is_new;
+exception when lock_not_available then
+    raise lock_not_available using
+        message = format('relay.declare_reader: another session declares, changes or drops the reader %L in a transaction that it '
+                         'has not ended', declare_reader.name),
+        hint = 'Declare readers in transactions of their own.';
 end
 $$;
 
@@ -651,21 +664,35 @@ begin
 end
 $$;
 
--- Gives up the readers that have expired, and drops those for which that is seven days ago; returns the names of those given up.
+-- Gives up the readers that have expired, and drops those for which that is seven days ago; returns the names of those given up. It
+-- leaves those that another session has in a transaction for the next call: whoever reads may keep nobody else's rows from being removed.
 create or replace function relay.expire_readers(call relay.call default relay.this_call()) returns setof text
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
+declare
+    each text;
 begin
-    perform relay.drop_reader(r.name, call)
-       from (select coalesce(l.lane_of, l.name) as name from relay.log_readers as l
-              group by 1 having bool_and(coalesce(l.expired_at < now() - interval '7 days', false))) as r;
+    for each in select coalesce(l.lane_of, l.name) from relay.log_readers as l
+                 group by 1 having bool_and(coalesce(l.expired_at < now() - interval '7 days', false)) loop
+        begin
+            perform from relay.log_readers as l where coalesce(l.lane_of, l.name) = each for update nowait;
+            perform from relay.readers as n
+              where (n.group_id, n.target) = ('', 'relay.declare_reader')
+                and n.reader in (select relay.reader_names(each)) for update nowait;
+            perform relay.drop_reader(each, call);
+        exception when lock_not_available then
+            null;
+        end;
+    end loop;
     return query
-        with given_up as (
-            update relay.readers as n set given_up_at = now()
-              from relay.log_readers as r
-             where (n.group_id, n.target, n.reader) = ('', 'relay.declare_reader', r.name)
-               and n.given_up_at is null and n.noted_at < now() - least(r.expires, interval '36500 days')
-         returning r.id, r.name)
+        with expired as (
+            select r.id, n.ctid as noted
+              from relay.readers as n
+              join relay.log_readers as r on (n.group_id, n.target, n.reader) = ('', 'relay.declare_reader', r.name)
+             where n.given_up_at is null and n.noted_at < now() - least(r.expires, interval '36500 days')
+               for update of n, r skip locked),
+        given_up as (
+            update relay.readers as n set given_up_at = now() from expired as e where n.ctid = e.noted returning e.id)
         update relay.log_readers as r set expired_at = now() from given_up as g where g.id = r.id returning r.name;
 end
 $$;

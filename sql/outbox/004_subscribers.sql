@@ -65,7 +65,7 @@ create or replace function relay.declare_subscriber(
     expires interval default null,
     call relay.call default relay.this_call()
 ) returns boolean
-language plpgsql security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
+language plpgsql security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off set lock_timeout = '5s'
 as $$
 declare
     its     bigint := (relay.log_reader(declare_subscriber.reader, call)).reader;
@@ -100,7 +100,8 @@ begin
                    ) as e (is_exact);
     known := md5(jsonb_build_array(exact, rest, path)::text);
     loop
-        select c.id into shared from relay.log_conditions as c where (c.reader, c.digest) = (its, known);
+        -- With the lock that a reference takes: one that nobody has any more is just being dropped.
+        select c.id into shared from relay.log_conditions as c where (c.reader, c.digest) = (its, known) for key share;
         exit when found;
         insert into relay.log_conditions (reader, fields, match, condition, digest)
         values (its, exact, rest, path, known) on conflict do nothing;
@@ -115,6 +116,11 @@ begin
         or s.noted_at < now() - interval '1 minute'
     returning xmax = 0 into is_new;
     return coalesce(is_new, false);
+exception when lock_not_available then
+    raise lock_not_available using
+        message = format('relay.declare_subscriber: another session declares, changes or drops the subscriber %L, or the first one with '
+                         'such a condition, in a transaction that it has not ended', declare_subscriber.name),
+        hint = 'Declare subscribers in transactions of their own.';
 end
 $$;
 
@@ -166,18 +172,26 @@ begin
 end
 $$;
 
--- Drops the subscribers that have expired, and the conditions that nobody has any more; returns the number of subscribers.
+-- Drops the subscribers that have expired, and the conditions that nobody has any more; returns the number of subscribers. It leaves
+-- those that another session has in a transaction for the next call.
 create or replace function relay.expire_subscribers() returns bigint
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     expired bigint;
+    unused  tid[];
 begin
-    delete from relay.log_subscribers as s
-     where s.expires is not null and s.noted_at at time zone 'UTC' + s.expires < now() at time zone 'UTC';
+    delete from relay.log_subscribers where ctid = any (array(
+        select s.ctid from relay.log_subscribers as s
+         where s.expires is not null and s.noted_at at time zone 'UTC' + s.expires < now() at time zone 'UTC'
+           for update skip locked));
     get diagnostics expired = row_count;
+    unused := array(select c.ctid from relay.log_conditions as c
+                     where not exists (select from relay.log_subscribers as s where s.condition_id = c.id)
+                       for update skip locked);
+    -- One who got it before the lock was taken is seen by this statement only.
     delete from relay.log_conditions as c
-     where not exists (select from relay.log_subscribers as s where s.condition_id = c.id);
+     where c.ctid = any (unused) and not exists (select from relay.log_subscribers as s where s.condition_id = c.id);
     return expired;
 end
 $$;

@@ -47,14 +47,17 @@ comment on column relay.queues.stopped_at is
 comment on column relay.queues.fault is
     'why relay has stopped filling it';
 
--- Counts the declarations of a group: each task reads it, and reads the queues again where it has changed.
+-- Counts the declarations of a group: each task reads the sum of its rows, and reads the queues again where it has changed. Rows are
+-- added, so that no declaration waits for another's transaction.
 create table if not exists relay.queue_revisions (
-    group_id text   primary key,
+    group_id text   not null,
     revision bigint not null
 );
+alter table relay.queue_revisions drop constraint if exists queue_revisions_pkey;
+create index if not exists queue_revisions_group on relay.queue_revisions (group_id);
 
 comment on column relay.queue_revisions.revision is
-    'how often a queue of the group was declared, changed or dropped';
+    'how often a queue of the group was declared, changed or dropped, in sum';
 
 create sequence if not exists relay.queue_message_ids;
 
@@ -1173,7 +1176,8 @@ $$;
 -- touch what is in the queue, nor whether it is paused, nor, without `workers`, whose it is: of who declared it first. `where` is a path of SQL/JSON into a message, such as
 -- '$.payload.amount >= $least', with its variables in `params`; it is true where it yields anything but false or null first.
 -- A queue that relay has stopped, for it could not evaluate its match or `where`, is filled again from a call that changes something
--- on; relay.rebuild_queue brings what it has missed. Only members of relay may call it with `configured`.
+-- on; relay.rebuild_queue brings what it has missed. Only members of relay may call it with `configured`. It waits at most five seconds
+-- for a transaction that declares, changes or drops a queue of the same name.
 create or replace function relay.declare_queue(
     name text, match jsonb default '{}', key text default 'none', attempts int default 5, backoff interval default '1 second',
     max_backoff interval default '5 minutes', workers text default null, paused boolean default false,
@@ -1181,7 +1185,7 @@ create or replace function relay.declare_queue(
     configured boolean default false, start text default null,
     call relay.call default relay.this_call()
 ) returns boolean
-language plpgsql security definer set search_path = pg_catalog, pg_temp
+language plpgsql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
 as $$
 declare
     path   jsonpath;
@@ -1299,6 +1303,11 @@ begin
      where q.id = former.id;
     perform relay.note_queues(whose);
     return true;
+exception when lock_not_available then
+    raise lock_not_available using
+        message = format('relay.declare_queue: another session declares, changes or drops the queue %L in a transaction that it '
+                         'has not ended', declare_queue.name),
+        hint = 'Declare queues in transactions of their own.';
 end
 $$;
 
@@ -1322,12 +1331,18 @@ as $$
         'transaction_id', 'transaction_ordinal', 'transaction_count', 'deliver_at', 'commit_lsn', 'commit_ts', 'xid')
 $$;
 
--- Notes that the queues of a group have changed.
+-- Notes that the queues of a group have changed. The rows that no other transaction has become one. A stricter transaction, which would
+-- fail where another has done that since it began, adds its own.
 create or replace function relay.note_queues(the_group text) returns void
 language sql set search_path = pg_catalog, pg_temp
 as $$
-    insert into relay.queue_revisions as r (group_id, revision) values (the_group, 1)
-        on conflict (group_id) do update set revision = r.revision + 1
+    with former as (
+        delete from relay.queue_revisions where ctid = any (array(
+            select r.ctid from relay.queue_revisions as r
+             where r.group_id = the_group and current_setting('transaction_isolation') = 'read committed'
+               for update skip locked))
+        returning revision)
+    insert into relay.queue_revisions (group_id, revision) select the_group, coalesce(sum(revision), 0) + 1 from former
 $$;
 
 -- How often the queues of a group have changed; null where there never was one. VOLATILE: what has committed before the call counts,
@@ -1336,7 +1351,7 @@ create or replace function relay.queues_revision(the_group text) returns bigint
 language plpgsql volatile set search_path = pg_catalog, pg_temp
 as $$
 begin
-    return (select r.revision from relay.queue_revisions as r where r.group_id = the_group);
+    return (select sum(r.revision)::bigint from relay.queue_revisions as r where r.group_id = the_group);
 end
 $$;
 
@@ -1401,34 +1416,88 @@ begin
 end
 $$;
 
--- Drops a queue with its messages. Waits for the tasks of relay that fill it.
+-- Drops a queue with its messages; waits for the workers that have some. A task of relay that has read the queues before may still put
+-- messages in: they are of no queue, and relay.remove_orphans deletes them.
 create or replace function relay.drop_queue(name text, call relay.call default relay.this_call()) returns void
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     q     record;
     whose text;
+    more  boolean;
 begin
     q := relay.require_queue(name, call);
     select d.group_id into whose from relay.queues as d where d.id = q.id;
     -- Waits for the portion that a fill from the log has in flight.
     delete from relay.queue_fills as f where f.queue_id = q.id;
     delete from relay.queue_fill_deferred as f where f.queue_id = q.id;
-    -- Waits for the workers that have messages, as long as these work. Tasks go on meanwhile: few messages are left for what is below.
     for pass in 1..10 loop
+        delete from relay.queue_messages as m where m.queue_id = q.id;
+        more := found;
+        -- What workers have made of messages until they let go of them.
         delete from relay.queue_dead_letters as d where d.queue_id = q.id;
         delete from relay.queue_done as d where d.queue_id = q.id;
-        delete from relay.queue_messages as m where m.queue_id = q.id;
-        exit when not found;
+        exit when not more;
     end loop;
-    -- A task that read the queues before has the lock of its partitions until its messages are there.
-    perform from relay.group_partitions as p where p.group_id = whose order by p.partition_id for update;
+    delete from relay.queue_marks as n where n.queue_id = q.id;
     delete from relay.queues as u where u.id = q.id;
     perform relay.note_queues(whose);
-    delete from relay.queue_messages as m where m.queue_id = q.id;
-    delete from relay.queue_dead_letters as d where d.queue_id = q.id;
-    delete from relay.queue_done as d where d.queue_id = q.id;
-    delete from relay.queue_marks as n where n.queue_id = q.id;
+end
+$$;
+
+-- The ranges between the ids of queues, exclusive of both ends, in which what refers to a queue is of one that was dropped: an id is not
+-- given again. STABLE: it sees the queues of the statement that looks for what is there, so also those whose messages that sees.
+create or replace function relay.dropped_queues(out low bigint, out high bigint) returns setof record
+language sql stable
+as $$
+    select e.low, e.high
+      from (select q.id as low, lead(q.id, 1, 9223372036854775807) over (order by q.id) as high
+              from (select 0 as id union all select d.id from relay.queues as d) as q) as e
+     where e.high - e.low > 1
+$$;
+
+-- Deletes what was left for queues that are dropped, at most so many rows of each table; returns how many it were. Whatever another
+-- transaction has is left for the next call.
+create or replace function relay.remove_orphans(most int) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+as $$
+declare
+    removed bigint;
+    gone    bigint := 0;
+begin
+    delete from relay.queue_messages where ctid = any (array(
+        select m.ctid from relay.dropped_queues() as d cross join lateral (
+               select o.ctid from relay.queue_messages as o
+                where o.queue_id > d.low and o.queue_id < d.high and o.available_at is null
+                order by o.queue_id, o.id limit most for update skip locked) as m limit most));
+    get diagnostics removed = row_count;
+    gone := gone + removed;
+    delete from relay.queue_messages where ctid = any (array(
+        select m.ctid from relay.dropped_queues() as d cross join lateral (
+               select o.ctid from relay.queue_messages as o
+                where o.queue_id > d.low and o.queue_id < d.high and o.available_at is not null
+                order by o.queue_id, o.id limit most for update skip locked) as m limit most));
+    get diagnostics removed = row_count;
+    gone := gone + removed;
+    delete from relay.queue_dead_letters where ctid = any (array(
+        select m.ctid from relay.dropped_queues() as d cross join lateral (
+               select o.ctid from relay.queue_dead_letters as o where o.queue_id > d.low and o.queue_id < d.high
+                order by o.queue_id, o.id limit most for update skip locked) as m limit most));
+    get diagnostics removed = row_count;
+    gone := gone + removed;
+    delete from relay.queue_done where ctid = any (array(
+        select m.ctid from relay.dropped_queues() as d cross join lateral (
+               select o.ctid from relay.queue_done as o where o.queue_id > d.low and o.queue_id < d.high
+                order by o.queue_id, o.done_at limit most for update skip locked) as m limit most));
+    get diagnostics removed = row_count;
+    gone := gone + removed;
+    delete from relay.queue_marks where ctid = any (array(
+        select m.ctid from relay.dropped_queues() as d cross join lateral (
+               select o.ctid from relay.queue_marks as o where o.queue_id > d.low and o.queue_id < d.high
+                order by o.queue_id limit most for update skip locked) as m limit most));
+    get diagnostics removed = row_count;
+    return gone + removed;
 end
 $$;
 
@@ -1525,7 +1594,7 @@ begin
                                      'was_aborted', 'remove_messages', 'lock_messages', 'dead_letter_messages', 'keep_messages', 'take', 'claim',
                                      'lease', 'lock_message', 'complete', 'extend', 'note_message', 'release', 'retry', 'fail', 'requeue', 'duplicate_of', 'enqueue',
                                      'declare_queue', 'wake_workers', 'watch_queue', 'queue_watchers', 'satisfies', 'is_event_field', 'note_queues', 'queues_revision',
-                                     'pause_queue', 'purge_queue', 'drop_queue', 'rebuild_queue', 'fill_start', 'require_bounded', 'condition_path') loop
+                                     'pause_queue', 'purge_queue', 'drop_queue', 'dropped_queues', 'remove_orphans', 'rebuild_queue', 'fill_start', 'require_bounded', 'condition_path') loop
         execute format('revoke all on function %s from public', each);
     end loop;
 end
@@ -1570,14 +1639,15 @@ begin
         grant update (stopped_at, fault) on relay.queues to relay;
         -- To fill a queue from the log, and to say that it is filled.
         grant select, insert, update, delete on relay.queue_fills, relay.queue_fill_deferred to relay;
-        grant insert, update on relay.queue_revisions to relay;
+        grant insert, update, delete on relay.queue_revisions to relay;
         grant execute on function relay.note_queues(text) to relay;
         grant insert on relay.queue_dead_letters to relay;
         -- To erase a host, and what is done.
         grant select, delete on relay.queue_dead_letters, relay.queue_done to relay;
         grant select, insert, delete on relay.queue_messages to relay;
         grant select, usage on sequence relay.queue_message_ids to relay;
-        grant execute on function relay.begin_messages(), relay.queues_revision(text), relay.wake_workers(bigint) to relay;
+        grant execute on function relay.begin_messages(), relay.queues_revision(text), relay.wake_workers(bigint),
+            relay.remove_orphans(int) to relay;
         grant execute on function relay.satisfies(jsonb, jsonpath, jsonb) to relay;
         grant execute on function relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text, interval, text,
             jsonb, boolean, text, relay.call) to relay;
@@ -1597,8 +1667,8 @@ begin
         return;
     end if;
     grant usage on schema relay to relay_owner;
-    -- To lock its rows.
-    grant select, update on relay.group_partitions to relay_owner;
+    grant select on relay.group_partitions to relay_owner;
+    revoke update on relay.group_partitions from relay_owner;
     grant select, insert, update, delete on relay.queues, relay.queue_revisions, relay.queue_messages, relay.queue_dead_letters,
         relay.queue_done, relay.queue_marks, relay.queue_fills, relay.queue_fill_deferred to relay_owner;
     grant select on relay.snapshots to relay_owner;
@@ -1610,13 +1680,14 @@ begin
         relay.lock_messages(bigint, boolean, int, bigint, timestamptz, bigint, int),
         relay.dead_letter_messages(tid[], text), relay.keep_messages(tid[], int, jsonb),
         relay.duplicate_of(bigint, text, text, timestamptz, text, text, jsonb, jsonb), relay.lock_message(bigint, bigint, int, boolean),
-        relay.is_event_field(text), relay.wake_workers(bigint), relay.fill_start(text, text, text),
+        relay.is_event_field(text), relay.wake_workers(bigint), relay.fill_start(text, text, text), relay.dropped_queues(),
         relay.require_bounded(jsonb, int, text), relay.condition_path(text, jsonb, text), relay.note_queues(text) to relay_owner;
     grant create on schema relay to relay_owner;
     -- A function's new owner must have the right to create in its schema.
     for each in select p.oid from pg_proc as p where p.pronamespace = 'relay'::regnamespace and p.prosecdef
                    and p.proname in ('take', 'claim', 'lease', 'complete', 'extend', 'note_message', 'release', 'retry', 'fail', 'requeue', 'enqueue',
-                                     'declare_queue', 'pause_queue', 'purge_queue', 'drop_queue', 'rebuild_queue', 'watch_queue', 'queue_watchers') loop
+                                     'declare_queue', 'pause_queue', 'purge_queue', 'drop_queue', 'remove_orphans', 'rebuild_queue', 'watch_queue',
+                                     'queue_watchers') loop
         execute format('alter function %s owner to relay_owner', each);
     end loop;
     revoke create on schema relay from relay_owner;
