@@ -10,6 +10,7 @@ import errno
 import logging
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from threading import Event
 
 import psycopg
@@ -28,7 +29,13 @@ from relay.admin.findings import (
 )
 from relay.config.effects import Effects
 from relay.config.files import Configuration, observed
-from relay.config.handlers import DeliveryHandler, HttpHandler, PythonHandler, QueueHandler
+from relay.config.handlers import (
+    DeliveryHandler,
+    HttpHandler,
+    JdbcSettings,
+    PythonHandler,
+    QueueHandler,
+)
 from relay.config.settings import Address, QueueSettings, Settings
 from relay.event_types.registry import registered
 from relay.faults import (
@@ -131,6 +138,24 @@ def _after_source(source: Connection | None, settings: Settings, accept: bool) -
             "target",
             f"target.dsn: {message}: grant it, see sql/target/001_target.sql",
         )
+    for name, handler in settings.spark_handlers.items():
+        if handler.jdbc is not None:
+            yield _postgresql_table(name, handler.jdbc)
+
+
+def _postgresql_table(name: str, settings: JdbcSettings) -> Finding:
+    """Check the table of a Spark sink. A warning: it keeps the sink from going on, and nothing else from starting."""
+    # Its imports take long.
+    from relay.spark.writers.jdbc import JdbcWriter
+
+    key = f"handlers.{name}.jdbc.dsn"
+    try:
+        with reach(settings.access, key, SessionKind.HANDLER, bounded=True) as conn:
+            _require_writable(conn, key)
+            JdbcWriter(name, settings).require(conn)
+    except RelayError as error:
+        return replace(finding_of_error("handler", error), level=Severity.WARNING)
+    return Finding(Severity.OK, "handler", f"the table of {name} can be written")
 
 
 def require(settings: Settings, accept_configuration: bool = False) -> None:
@@ -227,7 +252,7 @@ def _target(
     built: dict[str, handlers.Handler],
     accept: bool,
 ) -> Iterator[Finding]:
-    writable = finding_of("target", "it can be written", _require_writable, conn)
+    writable = finding_of("target", "it can be written", _require_writable, conn, "target.dsn")
     yield writable
     if writable.level is Severity.ERROR:
         return
@@ -278,13 +303,13 @@ def _lookups(conn: Connection, settings: Settings) -> Iterator[Finding]:
             )
 
 
-def _require_writable(conn: Connection) -> None:
-    """Raise Unreachable if the target is read-only, which passes: relay waits for it."""
+def _require_writable(conn: Connection, key: str) -> None:
+    """Raise Unreachable if a database is read-only, which passes: relay waits for it."""
     try:
         connections.require_writable(conn)
     except psycopg.errors.ReadOnlySqlTransaction:
         raise Unreachable(
-            "target.dsn: the database is read-only, as a standby is, and one whose operator or provider has set "
+            f"{key}: the database is read-only, as a standby is, and one whose operator or provider has set "
             "default_transaction_read_only: connect to the primary, or reset that"
         ) from None
 

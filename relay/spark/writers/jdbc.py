@@ -76,6 +76,25 @@ _CLAIM = """
 """
 """A batch that was given up, since the sink was moved, is not inserted after a later one."""
 _IS_CLAIMED = "select from {ledger} where application = %s and number >= %s limit 1"
+_LACKED = """
+    select pg_catalog.quote_ident(current_user), needed.privilege, needed.name
+      from (select 1, 'usage', pg_catalog.format('schema %%I', n.nspname),
+                   pg_catalog.has_schema_privilege(n.oid, 'usage')
+              from pg_catalog.pg_namespace as n where n.nspname = %(schema)s
+             union all
+            select 2, 'create', pg_catalog.format('schema %%I', n.nspname),
+                   pg_catalog.has_schema_privilege(n.oid, 'create')
+              from pg_catalog.pg_namespace as n where n.nspname = %(schema)s
+             union all
+            select 3, privilege, pg_catalog.format('%%I.%%I', n.nspname, c.relname),
+                   pg_catalog.has_any_column_privilege(c.oid, privilege)
+              from pg_catalog.pg_class as c join pg_catalog.pg_namespace as n on n.oid = c.relnamespace,
+                   pg_catalog.unnest(array['select', 'insert']) as privilege
+             where n.nspname = %(schema)s and c.relname = any (array[%(table)s, %(ledger)s])
+           ) as needed (number, privilege, name, may)
+     where not needed.may order by needed.number, needed.name, needed.privilege desc
+"""
+"""The rights that `write` needs and the session's role does not have."""
 _IDENTITY = """
     select (select format('%%s %%s', s.system_identifier, d.oid)
               from pg_catalog.pg_control_system() as s, pg_catalog.pg_database as d
@@ -128,9 +147,28 @@ class JdbcWriter:
         self._table = settings.table
 
     def check(self, session: SparkSession) -> None:
-        """Raise ConfigurationError if there is no such table, psycopg.Error if the database cannot be queried."""
+        """Do what `require` does, in a session of its own."""
         with connect(self._dsn, SessionKind.HANDLER) as conn:
-            self._find(conn)
+            self.require(conn)
+
+    def require(self, conn: psycopg.Connection[Any]) -> None:
+        """Raise ConfigurationError if there is no such table or the role may not write it, and psycopg.Error."""
+        key = f"handlers.{self._name}.jdbc.dsn"
+        try:
+            _, schema_name, table = self._find(conn)
+        except psycopg.errors.InsufficientPrivilege as error:
+            raise ConfigurationError(
+                f"{key}: {error.diag.message_primary}: grant usage and create on the schema of {self._table}"
+            ) from None
+        names = {"schema": schema_name, "table": table, "ledger": _LEDGER}
+        lacked = conn.execute(_LACKED, names).fetchall()
+        if lacked:
+            role, privilege, name = lacked[0]
+            more = f" (and {len(lacked) - 1} more)" if len(lacked) > 1 else ""
+            raise ConfigurationError(
+                f"{key}: the role {role} has no right to {privilege} on {name}{more}: run "
+                f"`grant {privilege} on {name} to {role}`"
+            )
 
     def write(self, frame: DataFrame, batch: BatchId) -> None:
         """Insert the batch unless the ledger has it.
