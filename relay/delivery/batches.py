@@ -104,10 +104,10 @@ class BatchDispatcher(Dispatcher):
         if self._waiting:
             self._launch_soon()
 
-    def _stopped(self, task: asyncio.Task[None]) -> None:
+    def _stopped(self, is_trial: bool, task: asyncio.Task[None]) -> None:
         # Its keys are free.
         self._enough_changes = 0
-        super()._stopped(task)
+        super()._stopped(is_trial, task)
 
     def pause(self) -> None:
         """Start no batch until `resume`."""
@@ -223,13 +223,10 @@ class BatchDispatcher(Dispatcher):
                 self._ready.add(each, first=True)
 
     def _begin_batch(self, batch: Sequence[Delivery]) -> None:
-        self.breaker.begin()
         for each in batch:
             each.is_running = True
             self._waiting.pop(each, None)
-        task = asyncio.create_task(self._run_batch(batch))
-        self._running.add(task)
-        task.add_done_callback(self._stopped)
+        self._follow(self._run_batch(batch))
 
     # What becomes of a batch
 

@@ -6,8 +6,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Coroutine, Hashable, Iterable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from relay.config.handlers import DeliveryHandler, FunctionHandler, HttpHandler
 from relay.delivery.queues import Delivery, HeldKeys, Queues, Ready
@@ -264,11 +266,15 @@ class Dispatcher:
                 self._begin(self._ready.begin())
 
     def _begin(self, delivery: Delivery) -> None:
-        self.breaker.begin()
         delivery.is_running = True
-        task = asyncio.create_task(self._run(delivery))
+        self._follow(self._run(delivery))
+
+    def _follow(self, running: Coroutine[Any, Any, None]) -> None:
+        """Run an attempt in a task. It is the trial while the breaker is open."""
+        is_trial = self.breaker.begin()
+        task = asyncio.create_task(running)
         self._running.add(task)
-        task.add_done_callback(self._stopped)
+        task.add_done_callback(partial(self._stopped, is_trial))
 
     def _put_back(self, delivery: Delivery, *, first: bool = True) -> None:
         """Queue a delivery that was tried again, after the retries with its keys, `first` of its kind or last."""
@@ -298,8 +304,11 @@ class Dispatcher:
         self._timer = None
         self._start()
 
-    def _stopped(self, task: asyncio.Task[None]) -> None:
+    def _stopped(self, is_trial: bool, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
+        if is_trial:
+            # It may have learned nothing of the destination.
+            self.breaker.give_up()
         error = None if task.cancelled() else task.exception()
         if error is not None and not self.failure.done():
             self.failure.set_exception(error)

@@ -55,7 +55,7 @@ class CircuitBreaker:
         return self._trying
 
     def give_up(self) -> None:
-        """Note that the trial has ended without an answer, since it was cancelled: the next one may begin."""
+        """Note that the trial has ended: without an answer, the next one may begin at once."""
         self._trying = False
 
     def succeeded(self, key: Hashable) -> bool:
