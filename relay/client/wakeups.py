@@ -54,6 +54,10 @@ async def listen(dsn: str, queue: str, idle: Idle) -> None:
                     return
                 outage.ends(queue)
                 await _wake(conn, queue, idle)
+        except psycopg.errors.UndefinedObject:
+            # A slot that looks finds the queue that was declared again meanwhile, or ends the worker.
+            idle.distrust()
+            idle.poll()
         except psycopg.ProgrammingError as error:
             log.warning(
                 "no notification wakes the worker, and it polls",
@@ -107,6 +111,9 @@ async def _wake(conn: Any, queue: str, idle: Idle) -> None:
             # Were the connection dead, nobody would answer, nor notify.
             idle.distrust()
             workers, running = await _watchers(conn, queue)
+            if not workers:
+                # Not even this session: the queue was dropped and declared again, and has another channel.
+                break
             # Those that put messages into the queue before the session watched have notified nobody.
             if unaware and not unaware & running:
                 idle.wake()
