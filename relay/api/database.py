@@ -35,7 +35,7 @@ class ApiDatabase:
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:
-            pool.close(1.0)
+            pool.close()
 
     def _opened(self) -> Pool:
         with self._lock:
@@ -50,6 +50,5 @@ class ApiDatabase:
                     _SESSIONS,
                     session,
                     lambda conn: require_schema(conn, self.settings),
-                    num_workers=1,
                 )
             return self._pool

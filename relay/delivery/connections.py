@@ -191,5 +191,4 @@ def _pool(
 ) -> Pool:
     session = session_settings.statements(SessionKind.OWN, {"lock_timeout": lock_timeout})
     size = settings.sinks.connections
-    # psycopg's own default is three threads that open connections.
-    return new_pool(dsn, size, session, configure, max_idle=IDLE_SECONDS, num_workers=1)
+    return new_pool(dsn, size, session, configure, max_idle=IDLE_SECONDS)

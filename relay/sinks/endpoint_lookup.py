@@ -151,6 +151,4 @@ def _pool(target: Target) -> Pool:
     session = session_settings.statements(
         SessionKind.HANDLER, defaults={"lock_timeout": LOCK_TIMEOUT}
     )
-    return new_pool(
-        target.dsn, target.connections, session, None, max_idle=_IDLE_SECONDS, num_workers=1
-    )
+    return new_pool(target.dsn, target.connections, session, max_idle=_IDLE_SECONDS)

@@ -197,9 +197,7 @@ class Endpoints:
         unstored, self._unstored = self._unstored, _Unstored()
         if self._pool is None:
             session = session_settings.statements(SessionKind.OWN, {"lock_timeout": LOCK_TIMEOUT})
-            self._pool = new_pool(
-                self._target.dsn, 1, session, None, max_idle=10 * READ_SECONDS, num_workers=1
-            )
+            self._pool = new_pool(self._target.dsn, 1, session, max_idle=10 * READ_SECONDS)
         try:
             rows, after = await asyncio.to_thread(self._exchange, self._pool, unstored)
         except psycopg.Error as error:

@@ -12,30 +12,29 @@ from __future__ import annotations
 import logging
 import select
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
 from secrets import token_hex
-from threading import Thread
+from threading import Condition, Lock, Thread
 from types import MappingProxyType
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, Self
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import psycopg
 from psycopg.abc import AdaptContext
 from psycopg.adapt import AdaptersMap, Buffer, Dumper
-from psycopg.pq import ExecStatus, TransactionStatus
+from psycopg.pq import ConnStatus, ExecStatus, TransactionStatus
 from psycopg.types.datetime import IntervalLoader, TimestamptzLoader
 from psycopg.types.json import JsonbDumper, set_json_loads
-from psycopg_pool import ConnectionPool, PoolTimeout
 
 from relay.config.dsn import DatabaseAccess
 from relay.faults import (
     ConfigurationError,
     NoCredentials,
     SecretUnavailable,
-    first_line,
     spoils_session,
 )
 from relay.model import exact_json
@@ -50,13 +49,18 @@ log = logging.getLogger(__name__)
 
 Connection = psycopg.Connection[Any]
 """A connection whose rows are of any type."""
-Pool = ConnectionPool[Connection]
 Dsn = DatabaseAccess | str
 """How to connect: as the configuration says, whose secrets may change, or by a connection string."""
 
 CONNECT_TIMEOUT_SECONDS = 10
 POOL_TIMEOUT_SECONDS = 5.0
 """How long a task waits for a connection before that counts as a fault and the task is retried."""
+_IDLE_SECONDS = 600.0
+_SWEEP_SECONDS = 5.0
+"""How often the sessions are closed that nobody has needed for long."""
+_ASKED_SECONDS = 8.0
+_MOST_ASKED = 32
+"""More than relay has threads that ask at once."""
 
 _PG_LSN = 3220
 
@@ -86,64 +90,6 @@ _OPTIONS: Mapping[str, Any] = MappingProxyType(
     }
 )
 Configure = Callable[[psycopg.Connection[Any]], None]
-
-
-class _Pool(Pool):
-    """A pool that replaces its sessions after a fault that may be the session's own.
-
-    `configure` prepares a new session. A PoolTimeout has the error of the last attempt to open one, which psycopg only
-    logs; what no retry repairs, such as a missing right, is raised as it is.
-    """
-
-    def __init__(self, dsn: Dsn, configure: Configure, **options: Any) -> None:
-        faults: list[psycopg.Error | ConfigurationError] = []
-
-        class Connection(psycopg.Connection[Any]):
-            @classmethod
-            def connect(cls, conninfo: str = "", **kwargs: Any) -> Any:
-                try:
-                    return _opened_noting(dsn, super().connect, **kwargs)
-                except psycopg.OperationalError as error:
-                    faults[:] = [error]
-                    raise
-
-        def prepare(conn: psycopg.Connection[Any]) -> None:
-            try:
-                configure(conn)
-            except BaseException as error:
-                # The pool only forgets it, and the fault that is kept here refers to it by its traceback.
-                conn.close()
-                if isinstance(error, psycopg.Error | ConfigurationError):
-                    faults[:] = [error]
-                raise
-            faults.clear()
-
-        self._faults = faults
-        super().__init__("", connection_class=Connection, configure=prepare, **options)
-
-    def getconn(self, timeout: float | None = None) -> psycopg.Connection[Any]:
-        """Return a connection. Raises PoolTimeout, psycopg.errors.InsufficientPrivilege or ConfigurationError."""
-        try:
-            return super().getconn(timeout)
-        except PoolTimeout as error:
-            if not self._faults:
-                raise
-            fault = self._faults[0]
-            if isinstance(fault, ConfigurationError | psycopg.errors.InsufficientPrivilege):
-                raise fault from None
-            raise PoolTimeout(first_line(fault).removeprefix("connection failed: ")) from error
-
-    @contextmanager
-    def connection(self, timeout: float | None = None) -> Iterator[psycopg.Connection[Any]]:
-        """Lend a connection; after a fault of the block that may be the session's own, all sessions are replaced."""
-        with super().connection(timeout) as conn:
-            try:
-                yield conn
-            except BaseException as error:
-                if spoils_session(error):
-                    # The others are as old, and most likely as wrong.
-                    self.drain()
-                raise
 
 
 _NO_MORE: Mapping[str, str] = MappingProxyType({})
@@ -384,6 +330,236 @@ def require_writable_by_default(conn: psycopg.Connection[Any]) -> None:
         raise psycopg.errors.ReadOnlySqlTransaction("the server or the role is read-only")
 
 
+class Pool:
+    """At most `size` sessions of a database, for any thread, until `close`.
+
+    Whoever needs one opens it, unless one is free; `configure` prepares it. One that nobody has needed for `max_idle`
+    seconds is closed. After a fault that may be a session's own, all of them are replaced. `options` are libpq's.
+    """
+
+    def __init__(
+        self, dsn: Dsn, size: int, configure: Configure, max_idle: float, **options: Any
+    ) -> None:
+        self._dsn = dsn
+        self._size = size
+        self._configure = configure
+        self._max_idle = max_idle
+        self._options = {**_OPTIONS, **options}
+        self._changed = Condition()
+        self._waiting: deque[object] = deque()
+        self._busy = 0
+        self._lent: set[Connection] = set()
+        """Those that are kept at the end of their blocks."""
+        self._free: list[tuple[Connection, float]] = []
+        """With the time since when (monotonic clock, seconds); the one that was lent last is at the end."""
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def connection(self, timeout: float = POOL_TIMEOUT_SECONDS) -> Iterator[Connection]:
+        """Lend a session; what it has begun is committed at the end of the block, or rolled back by an exception.
+
+        Raises psycopg.OperationalError, among them PoolTimeout if all are lent for `timeout` seconds, and what
+        `configure` raises.
+        """
+        conn = self._take(timeout)
+        try:
+            yield conn
+            if not conn.closed and conn.pgconn.transaction_status != TransactionStatus.IDLE:
+                conn.commit()
+        except BaseException as error:
+            if not conn.closed:
+                with suppress(psycopg.Error):
+                    conn.rollback()
+            if spoils_session(error):
+                # The others are as old, and most likely as wrong.
+                self._replace_all()
+            raise
+        finally:
+            self._give_back(conn)
+
+    def close(self) -> None:
+        """Close the sessions; one that is lent, at the end of its block."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self.close_free()
+
+    def close_free(self, seconds: float = 0.0) -> bool:
+        """Close the sessions that have been free for so long; returns whether others are free."""
+        latest = time.monotonic() - seconds
+        with self._changed:
+            closing = [conn for conn, since in self._free if since <= latest]
+            self._free = [(conn, since) for conn, since in self._free if since > latest]
+            is_any_left = bool(self._free)
+        for conn in closing:
+            conn.close()
+        return is_any_left
+
+    def close_unneeded(self) -> bool:
+        """Close the sessions that nobody has needed for long; returns whether others are free."""
+        return self.close_free(self._max_idle)
+
+    def _replace_all(self) -> None:
+        with self._changed:
+            self._lent.clear()
+        self.close_free()
+
+    def _take(self, timeout: float) -> Connection:
+        self._wait_for_turn(timeout)
+        try:
+            conn = self._taken() or self._opened()
+        except BaseException:
+            with self._changed:
+                self._busy -= 1
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            self._lent.add(conn)
+        return conn
+
+    def _wait_for_turn(self, timeout: float) -> None:
+        """Wait, in the order of those who ask, until fewer than `size` sessions are lent."""
+        turn = object()
+        with self._changed:
+            self._waiting.append(turn)
+            try:
+                has_come = self._changed.wait_for(
+                    lambda: (
+                        self._is_closed or (self._waiting[0] is turn and self._busy < self._size)
+                    ),
+                    timeout,
+                )
+            finally:
+                self._waiting.remove(turn)
+                self._changed.notify_all()
+            if self._is_closed or not has_come:
+                raise _pool_error(None if self._is_closed else timeout)
+            self._busy += 1
+
+    def _taken(self) -> Connection | None:
+        """Take the session that was lent last, of those that the server has not ended."""
+        while True:
+            with self._changed:
+                if not self._free:
+                    return None
+                conn, _ = self._free.pop()
+            if not _is_lost(conn):
+                return conn
+            conn.close()
+
+    def _opened(self) -> Connection:
+        conn = _opened_noting(self._dsn, psycopg.connect, **self._options)
+        try:
+            self._configure(conn)
+        except BaseException:
+            conn.close()
+            raise
+        return conn
+
+    def _give_back(self, conn: Connection) -> None:
+        is_kept = not conn.closed and conn.pgconn.transaction_status == TransactionStatus.IDLE
+        with self._changed:
+            is_kept = is_kept and conn in self._lent and not self._is_closed
+            self._lent.discard(conn)
+            self._busy -= 1
+            if is_kept:
+                self._free.append((conn, time.monotonic()))
+            self._changed.notify_all()
+        if is_kept:
+            _sweeper.watch(self)
+        else:
+            conn.close()
+
+
+def _is_lost(conn: Connection) -> bool:
+    """Whether the server has ended a session that is idle."""
+    poll, pgconn = select.poll(), conn.pgconn
+    try:
+        poll.register(pgconn.socket, select.POLLIN)
+        while pgconn.status == ConnStatus.OK and poll.poll(0):
+            pgconn.consume_input()
+            # Parses what was read.
+            pgconn.is_busy()
+    except psycopg.OperationalError:
+        return True
+    return pgconn.status != ConnStatus.OK
+
+
+def _pool_error(seconds: float | None) -> psycopg.OperationalError:
+    # Imported here: commands have no pool.
+    from psycopg_pool import PoolClosed, PoolTimeout
+
+    if seconds is None:
+        return PoolClosed("the connections are closed")
+    return PoolTimeout(f"couldn't get a connection after {seconds:g} s")
+
+
+class _Sweeper:
+    """Closes the sessions of all pools that nobody has needed for long, in one thread, while any are free."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._pools: set[Pool] = set()
+        self._thread: Thread | None = None
+
+    def watch(self, pool: Pool) -> None:
+        """Note that a pool has a free session."""
+        with self._lock:
+            self._pools.add(pool)
+            # A process that was forked has no such thread.
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = Thread(target=self._run, name="idle sessions", daemon=True)
+                with suppress(RuntimeError):  # the system has no thread: the next one tries again
+                    self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_SWEEP_SECONDS)
+            with self._lock:
+                pools, self._pools = self._pools, set()
+            left = {pool for pool in pools if pool.close_unneeded()}
+            with self._lock:
+                self._pools |= left
+                if not self._pools:
+                    self._thread = None
+                    return
+
+
+_sweeper = _Sweeper()
+_asked: WeakValueDictionary[tuple[Dsn, tuple[tuple[str, str], ...]], Pool] = WeakValueDictionary()
+"""The pools of `asking`, by the settings of their sessions: one without sessions is forgotten."""
+
+
+def asking(dsn: Dsn) -> AbstractContextManager[Connection]:
+    """Lend a session as `connect` opens them, for what is asked once: who asks a moment later gets the same one.
+
+    Nobody else has it in the block, which leaves nothing in it, such as a lock. It fails within seconds where the
+    server does not answer. Raises psycopg.OperationalError and ConfigurationError as `connect` does.
+    """
+    more = _session_settings.get()
+    key = (dsn, tuple(sorted(more.items())))
+    pool = _asked.get(key)
+    if pool is None:
+        session = session_settings.statements(SessionKind.OWN, more)
+        pool = _asked[key] = new_pool(
+            dsn, _MOST_ASKED, session, max_idle=_ASKED_SECONDS, **SHORT_TIMEOUTS
+        )
+    return pool.connection()
+
+
+def close_asked(*dsns: Dsn) -> None:
+    """Close the sessions that `asking` keeps for the next question to some databases."""
+    for (dsn, _), pool in list(_asked.items()):
+        if dsn in dsns:
+            pool.close_free()
+
+
 def open_pool(dsn: Dsn, size: int, configure: Configure | None = None) -> Pool:
     """Open a pool of at most `size` connections that write dicts as jsonb and `Lsn` as pg_lsn.
 
@@ -394,32 +570,23 @@ def open_pool(dsn: Dsn, size: int, configure: Configure | None = None) -> Pool:
 
 
 def new_pool(
-    dsn: Dsn, size: int, session: bytes, configure: Configure | None, **options: Any
+    dsn: Dsn,
+    size: int,
+    session: bytes,
+    configure: Configure | None = None,
+    max_idle: float = _IDLE_SECONDS,
+    **options: Any,
 ) -> Pool:
-    """Open a pool of at most `size` connections, each prepared by the statements `session` and by `configure`.
+    """Open a pool of at most `size` connections, each prepared by the statements `session` and by `configure`."""
 
-    `options` are those of psycopg's pool.
-    """
-
-    def prepare(conn: psycopg.Connection[Any]) -> None:
+    def prepare(conn: Connection) -> None:
         _adapt_values(conn)
         _require_session(dsn, conn)
         session_settings.apply(conn, session)
         if configure is not None:
             configure(conn)
 
-    return _Pool(
-        dsn,
-        min_size=0,
-        max_size=size,
-        open=True,
-        timeout=POOL_TIMEOUT_SECONDS,
-        # The next task tries again after a failed attempt; the pool's own backoff would delay the recovery.
-        reconnect_timeout=1.0,
-        configure=prepare,
-        kwargs=_OPTIONS,
-        **options,
-    )
+    return Pool(dsn, size, prepare, max_idle, **options)
 
 
 POOLER_HINT = (

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from functools import partial
+from threading import Thread
 
 import psycopg
 import pytest
@@ -15,11 +18,13 @@ from psycopg_pool import PoolTimeout
 from relay.faults import FaultAction, RelayError, action_for
 from relay.model.events import Lsn
 from relay.spark.session import Session
-from relay.store.connections import connect, open_pool
+from relay.store import connections, session_settings
+from relay.store.connections import Pool, connect, new_pool, open_pool
 from relay.store.handler_sessions import HandlerPool
 from relay.store.positions import offsets
 from relay.store.positions.offsets import PartitionPosition
 from relay.store.positions.unflushed import require_kept
+from relay.store.session_settings import SessionKind
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
 
@@ -30,9 +35,10 @@ def nothing(_: psycopg.Connection[object]) -> None:
 def test_a_pool_without_a_connection_says_why() -> None:
     with (
         open_pool("postgresql://postgres@127.0.0.1:1/x", 1) as pool,
-        pytest.raises(PoolTimeout, match="port 1 failed: Connection refused"),
+        pytest.raises(psycopg.OperationalError, match="port 1 failed: Connection refused"),
+        pool.connection(),
     ):
-        pool.getconn(timeout=0.5)
+        pass
 
 
 def test_a_pool_whose_connections_are_in_use_says_so(outbox: Outbox) -> None:
@@ -40,8 +46,81 @@ def test_a_pool_whose_connections_are_in_use_says_so(outbox: Outbox) -> None:
         open_pool(outbox.relay_dsn, 1) as pool,
         pool.connection(),
         pytest.raises(PoolTimeout, match="couldn't get a connection"),
+        pool.connection(timeout=0.1),
     ):
-        pool.getconn(timeout=0.1)
+        pass
+
+
+def _pid(pool: Pool) -> int:
+    with pool.connection() as conn:
+        ((pid,),) = conn.execute("select pg_backend_pid()").fetchall()
+    return int(pid)
+
+
+def test_a_pool_lends_the_session_again_unless_the_server_has_ended_it(outbox: Outbox) -> None:
+    """It was lent as it was, and the first statement of a task after a restart of the server failed."""
+    with open_pool(outbox.relay_dsn, 2) as pool:
+        first = _pid(pool)
+        assert _pid(pool) == first
+        outbox.conn.execute("select pg_terminate_backend(%s, 10000)", (first,))
+        assert _pid(pool) != first
+
+
+def test_a_fault_of_a_session_replaces_those_that_others_have(outbox: Outbox) -> None:
+    with open_pool(outbox.relay_dsn, 2) as pool:
+        with pool.connection() as lent:
+            with pytest.raises(psycopg.errors.ReadOnlySqlTransaction), pool.connection() as other:
+                other.execute("set transaction_read_only = on; create temporary table t ()")
+            assert other.closed
+            assert not lent.closed
+        assert lent.closed
+
+
+def test_those_who_wait_for_a_session_get_it_in_their_order(outbox: Outbox) -> None:
+    got: list[int] = []
+    with open_pool(outbox.relay_dsn, 1) as lending:
+
+        def take(number: int) -> None:
+            with lending.connection(10.0):
+                got.append(number)
+
+        threads = [Thread(target=take, args=(number,)) for number in range(3)]
+        with lending.connection():
+            for waiting, thread in enumerate(threads, 1):
+                thread.start()
+                wait_until(partial(_are_waiting, lending, waiting))
+        for thread in threads:
+            thread.join()
+    assert got == [0, 1, 2]
+
+
+def _are_waiting(pool: Pool, number: int) -> bool:
+    return len(pool._waiting) == number
+
+
+def test_what_a_block_leaves_open_is_no_part_of_the_next(outbox: Outbox) -> None:
+    with open_pool(outbox.relay_dsn, 1) as pool:
+        with pytest.raises(psycopg.errors.DivisionByZero), pool.connection() as conn:
+            conn.execute("begin; create temporary table t (); select 1 / 0")
+        with pool.connection() as conn:
+            assert conn.execute("select to_regclass('pg_temp.t')").fetchall() == [(None,)]
+            conn.execute("begin; create temporary table t ()")
+        with pool.connection() as conn:
+            assert conn.execute("select to_regclass('pg_temp.t')").fetchall() == [("t",)]
+
+
+def test_sessions_that_nobody_needs_are_closed(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that closes them ends with the last of them."""
+    monkeypatch.setattr(connections, "_SWEEP_SECONDS", 0.05)
+    session = session_settings.statements(SessionKind.OWN)
+    with new_pool(outbox.relay_dsn, 2, session, max_idle=0.2) as pool:
+        with pool.connection() as one, pool.connection() as other:
+            pass
+        wait_until(lambda: one.closed and other.closed)
+        wait_until(lambda: "idle sessions" not in {each.name for each in threading.enumerate()})
+        assert _pid(pool)
 
 
 CHANGES = [
