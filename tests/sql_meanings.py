@@ -171,7 +171,7 @@ COLUMNS = {
     "relay.queue_items.attempts": "the attempts that were counted",
     "relay.queue_items.key": "what orders it",
     "relay.queue_items.enqueued_at": "when it came into the queue",
-    "relay.queue_dead_letters.unique_key": "that of relay.queue_messages; it counts again when the message is enqueued again",
+    "relay.queue_dead_letters.unique_key": "that of relay.queue_messages, which it has again once it is enqueued again",
     "relay.queue_items.unique_key": "relay.enqueue puts no second message with it into the queue",
     "relay.queue_items.note": "what its worker says of the work, or said last, with relay.note_message",
     "relay.queue_items.result": "what relay.complete was given",

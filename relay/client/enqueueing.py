@@ -73,6 +73,6 @@ def _given(queue: str, payload: Any, options: MessageOptions) -> str:
 
 _ENQUEUE = sessions.Statement.selecting(
     "cast(relay.enqueue(p.a->>'queue', cast(p.a->'payload' as jsonb), p.a->>'event_type', p.a->>'host_id', "
-    "p.a->>'key', cast(p.a->>'deliver_at' as timestamptz), nullif(cast(p.a->'metadata' as jsonb), 'null'), p.a->>'event_id', "
-    "p.a->>'unique_key', p.a->>'on_duplicate') as text)"
+    "p.a->>'key', cast(p.a->>'deliver_at' as timestamptz), nullif(cast(p.a->'metadata' as jsonb), 'null'), "
+    "p.a->>'event_id', p.a->>'unique_key', p.a->>'on_duplicate') as text)"
 )

@@ -132,7 +132,8 @@ def items(
     with conn.cursor(row_factory=class_row(QueueItem)) as cursor:
         return cursor.execute(
             "select id, state, event_id, event_type, key, attempts, enqueued_at, first_taken_at, available_at, error,"
-            " unique_key, note, result from relay.queue_items where queue = %s and state = any(%s) order by id limit %s",
+            " unique_key, note, result from relay.queue_items where queue = %s and state = any(%s)"
+            " order by id limit %s",
             (name, list(states), limit),
         ).fetchall()
 
