@@ -296,15 +296,17 @@ _SHOWN = {
     "relay.watermarks": "relay.completeness",
     "relay.queue_figures": "relay.queue_figures",
     "relay.queue_items": "relay.queue_items",
+    "relay.dead_letters": "relay.dead_letter_queue",
 }
 """Whose columns a view shows, where that is not relay.positions."""
 
 
 def columns_of_view(made: re.Match[str], said: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The columns of a view, and what they mean in the table that it shows."""
+    """The columns of a view, and what they mean: there, or in the table that it shows."""
     for column in made["columns"].split(", "):
         name = column.partition(".")[2]
-        yield f"`{name}`", meaning(_SHOWN.get(made["name"], "relay.positions"), name, said)
+        own = said.get(f"{made['name']}.{name}")
+        yield f"`{name}`", own or meaning(_SHOWN.get(made["name"], "relay.positions"), name, said)
 
 
 def meaning(table_name: str, column: str, said: Mapping[str, str]) -> str:

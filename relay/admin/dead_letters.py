@@ -1,4 +1,7 @@
-"""Replays, edits, discards and purges dead transactions, always whole and in the order of publishing: `relay dlq`."""
+"""Replays, edits, discards and purges dead transactions, always whole and in the order of publishing: `relay dlq`.
+
+A dead message of a work queue is one, too: a replay puts it into its queue again, and a discard deletes it.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from tenacity import Retrying, retry_if_result, wait_exponential
 
+from relay.admin.queues import require_known
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model import headers
@@ -26,9 +30,10 @@ from relay.store import (
     dead_letters,
     deferred,
     presence,
+    queues,
 )
 from relay.store.connections import Connection
-from relay.store.dead_letters import FIELD_OF, STORED, DeadLetterRow
+from relay.store.dead_letters import FIELD_OF, STORED, DeadLetterRow, of_queue, queue_of
 from relay.store.dead_letters import edits as dead_letter_edits
 from relay.store.dead_letters import selection as dead_letter_selection
 from relay.store.dead_letters.selection import (
@@ -62,12 +67,14 @@ class Replayed:
 
 
 def printed(
-    settings: Settings, wanted: DeadLetterSelection, prefix: str = ""
+    settings: Settings, target: Connection, wanted: DeadLetterSelection, prefix: str = ""
 ) -> DeadLetterSelection:
     """Return a filter with ids as PostgreSQL prints them. `prefix` is that of the options `host` and `transaction`.
 
-    Raises ConfigurationError for an id of another type.
+    Raises ConfigurationError for an id of another type, UnknownQueue for a queue that the group does not fill.
     """
+    if wanted.queue is not None:
+        require_known(target, settings, wanted.queue)
     host, transaction, source = wanted.host_id, wanted.transaction_id, settings.source
     return replace(
         wanted,
@@ -112,18 +119,25 @@ class DeadLetters:
         ]
 
     def verb(self, selected: FoundDeadLetters) -> str:
-        """Return the verb for what a replay does with the transactions: they are applied, or delivered, or both."""
+        """Return the verb for what a replay does: they are applied, delivered, enqueued, or several of these."""
+        return " or ".join(verb for verb, count in self._verbs(selected).items() if count)
+
+    def _verbs(self, selected: FoundDeadLetters) -> dict[str, int]:
         of_sinks = dead_letter_selection.sinks(self._conn, self._group, selected)
         delivered = sum(of_sinks.values())
-        if not delivered:
-            return "applied"
-        return "delivered" if delivered == selected.transactions else "applied or delivered"
+        applied = selected.transactions - delivered - selected.messages
+        return {"applied": applied, "delivered": delivered, "enqueued": selected.messages}
 
-    def idle(self, verb: str) -> list[str]:
-        """Return a line if no instance runs that would replay what is queued; `verb` says what it does."""
-        if presence.instances(self._conn, self._group):
+    def idle(self, selected: FoundDeadLetters) -> list[str]:
+        """Return a line if no instance runs that would replay what is queued of the selected transactions."""
+        needed = replace(
+            selected, transactions=selected.transactions - selected.messages, messages=0
+        )
+        if not needed.transactions or presence.instances(self._conn, self._group):
             return []
-        return [f"no instance of group {self._group!r} is running: they are {verb} when one starts"]
+        return [
+            f"no instance of group {self._group!r} is running: they are {self.verb(needed)} when one starts"
+        ]
 
     def replay(
         self,
@@ -135,7 +149,8 @@ class DeadLetters:
         """Queue transactions to be applied, or delivered, again by a running relay, all or none; returns their numbers.
 
         They keep the order of publishing, and block later events of their ordering keys. Transactions that failed in a
-        sink are delivered to that sink alone. Transactions that are no longer dead are left out. A file of `edits`, as
+        sink are delivered to that sink alone. Messages of work queues are put into their queue, after those that are
+        there, with all their attempts. Transactions that are no longer dead are left out. A file of `edits`, as
         `relay dlq export` writes it, changes payloads first; the original one is kept in `original_payload`. Raises
         ConfigurationError for a file that cannot be read, for a payload that only the outbox has, and for a sink that
         is not configured any more.
@@ -155,24 +170,37 @@ class DeadLetters:
                 if edits is not None:
                     dead_letter_edits.apply(self._conn, self._group, numbers, reason)
                 self._require_payloads(numbers)
-                self._queue(portion)
-                dead_letters.mark(self._conn, self._group, numbers, "replay", "replaying", reason)
+                transactions = [each for each in portion if each.message is None]
+                if transactions:
+                    self._queue(transactions)
+                    marked = [each.number for each in transactions]
+                    dead_letters.mark(
+                        self._conn, self._group, marked, "replay", "replaying", reason
+                    )
+                messages = [each for each in portion if each.message is not None]
+                if messages:
+                    self._enqueue(messages, reason)
                 queued.extend(numbers)
                 report("queuing transactions", len(queued), selected.transactions)
         return queued
 
-    def edit(self, dead_letter_id: int, payload: str, reason: str | None) -> None:
+    def edit(
+        self, dead_letter_id: int, payload: str, reason: str | None, queue: str | None = None
+    ) -> None:
         """Give an event of a dead transaction another payload; the original one is kept in `original_payload`.
+
+        With a `queue`, the dead letter is a message of it.
 
         Raises ConfigurationError for a payload that is not JSON, and if there is no such dead letter.
         """
         with self._conn.transaction():
-            number = dead_letters.transaction_of(self._conn, self._group, dead_letter_id)
+            wanted = DeadLetterSelection(ids=[dead_letter_id], sink=queue and of_queue(queue))
+            number = dead_letter_selection.transaction_of(self._conn, self._group, wanted)
             if number is None or not dead_letters.lock(self._conn, [number], ("dead",)):
                 raise ConfigurationError(
                     f"dead letter {dead_letter_id}: does not have the status dead: it was replayed, discarded or purged"
                 )
-            dead_letter_edits.load_one(self._conn, dead_letter_id, payload)
+            dead_letter_edits.load_one(self._conn, dead_letter_id, queue, payload)
             dead_letter_edits.apply(self._conn, self._group, [number], reason)
 
     def outcome(self, numbers: Sequence[int], report: ProgressReport = silent) -> Replayed:
@@ -195,13 +223,19 @@ class DeadLetters:
     def discard(
         self, selected: FoundDeadLetters, reason: str | None, report: ProgressReport = silent
     ) -> int:
-        """Discard transactions and release the keys that they hold; returns how many transactions."""
+        """Discard transactions and release the keys that they hold; returns how many transactions.
+
+        Those that are messages of work queues are deleted.
+        """
         discarded = 0
         with self._conn.transaction():
-            for _, numbers in self._locked(selected):
+            for portion, numbers in self._locked(selected):
                 holding = deferred.blocked(self._conn, numbers)
                 deferred.remove(self._conn, list(holding.values()))
                 dead_letters.mark(self._conn, self._group, numbers, "discard", "discarded", reason)
+                messages = [each.number for each in portion if each.message is not None]
+                if messages:
+                    dead_letters.purge(self._conn, messages)
                 discarded += len(numbers)
                 report("discarding transactions", discarded, selected.transactions)
         return discarded
@@ -270,6 +304,18 @@ class DeadLetters:
                 ),
                 sink,
             )
+
+    def _enqueue(self, messages: Sequence[FoundTransaction], reason: str | None) -> None:
+        """Put dead messages into their queues again, each after those that are there."""
+        dead_letters.note(
+            self._conn, self._group, [each.number for each in messages], "replay", reason
+        )
+        of_queues: dict[str, list[int]] = {}
+        for each in messages:
+            if each.message is not None:
+                of_queues.setdefault(queue_of(each.sink) or "", []).append(each.message)
+        for name, ids in of_queues.items():
+            queues.requeue(self._conn, name, ids)
 
     def _keys(self, one: Transactions, sink: str) -> frozenset[str]:
         if sink:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, TypeVar
@@ -17,9 +17,8 @@ from relay.faults import ConfigurationError
 from relay.retention import reader_positions
 from relay.source.outbox.table import OutboxTable
 from relay.store import actions, queues
-from relay.store.dead_letters.selection import DeadLetterSelection
 from relay.store.positions import offsets
-from relay.store.queues import DeadMessage, QueueFigures, QueueItem
+from relay.store.queues import QueueFigures, QueueItem
 
 Changed = TypeVar("Changed")
 
@@ -108,72 +107,6 @@ def move(
     return _act(
         *(settings, name, "queue move", reason),
         lambda target: queues.move(target, name, to, event, number),
-    )
-
-
-def dead(
-    settings: Settings, name: str, wanted: DeadLetterSelection, limit: int
-) -> list[DeadMessage]:
-    """Read at most `limit` dead letters of a queue that a filter selects, the newest first.
-
-    Raises ConfigurationError, psycopg.Error.
-    """
-    with _reached(settings, name) as target:
-        return queues.dead(target, name, wanted, limit)
-
-
-def dead_ids(settings: Settings, name: str, wanted: DeadLetterSelection) -> list[int]:
-    """Read the ids of the dead letters of a queue that a filter selects. Raises ConfigurationError, psycopg.Error."""
-    with _reached(settings, name) as target:
-        return queues.dead_ids(target, name, wanted)
-
-
-def whole_dead(settings: Settings, name: str, number: int) -> dict[str, str | None]:
-    """Read all fields of a dead letter of a queue, as text. Raises ConfigurationError without one, psycopg.Error."""
-    with _reached(settings, name) as target:
-        found = queues.whole_dead(target, name, number)
-    if found is None:
-        raise ConfigurationError(
-            f"there is no dead letter {number} in queue {name!r}: see `relay dlq list --queue`"
-        )
-    return found
-
-
-def exported_dead(settings: Settings, name: str, wanted: DeadLetterSelection) -> Iterator[str]:
-    """Yield the dead letters of a queue that a filter selects, as JSON. Raises ConfigurationError, psycopg.Error."""
-    with _reached(settings, name) as target:
-        yield from queues.exported_dead(target, name, wanted)
-
-
-def with_dead(settings: Settings) -> list[str]:
-    """List the queues of the group that have dead letters. Raises ConfigurationError, psycopg.Error."""
-    with reach_target(settings) as target:
-        return [
-            each
-            for each in queues.names(target, settings.group)
-            if queues.dead(target, each, DeadLetterSelection(), 1)
-        ]
-
-
-def replay(settings: Settings, name: str, ids: Sequence[int], reason: str | None) -> int:
-    """Enqueue dead letters of a queue again, all or those with some ids; returns how many.
-
-    Raises ConfigurationError, psycopg.Error.
-    """
-    return _act(
-        *(settings, name, "queue replay", reason),
-        lambda target: queues.requeue(target, name, ids or None),
-    )
-
-
-def discard(settings: Settings, name: str, ids: Sequence[int], reason: str | None) -> int:
-    """Delete dead letters of a queue, all or those with some ids; returns how many.
-
-    Raises ConfigurationError, psycopg.Error.
-    """
-    return _act(
-        *(settings, name, "queue discard", reason),
-        lambda target: queues.discard(target, name, ids or None),
     )
 
 
@@ -279,9 +212,14 @@ def _act(
 def _reached(settings: Settings, name: str) -> Iterator[psycopg.Connection[Any]]:
     """Open a connection to the target of a group that fills a queue of this name. Raises UnknownQueue."""
     with reach_target(settings) as target:
-        if name not in queues.names(target, settings.group):
-            raise _unknown(target, settings, name)
+        require_known(target, settings, name)
         yield target
+
+
+def require_known(target: psycopg.Connection[Any], settings: Settings, name: str) -> None:
+    """Raise UnknownQueue unless the group fills a queue of this name. Raises psycopg.Error."""
+    if name not in queues.names(target, settings.group):
+        raise _unknown(target, settings, name)
 
 
 def _unknown(conn: psycopg.Connection[Any], settings: Settings, name: str) -> UnknownQueue:

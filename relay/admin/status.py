@@ -95,9 +95,9 @@ class Status:
     transaction while the slot is being created. `readers` has the readers of the outbox, if retention removes events.
     `other_histories` names the readers of the log whose positions are of another history of the database.
     Only `read` reads `queues`, and `schedules`, which are those of the outbox. `watermarks` say up to when readers have
-    everything; only `read` counts what is dead or deferred of it. `dead_letters` counts events; `dead` counts
-    transactions by sink and handler, which only `Watch` reads. `witnessed_at` is when the newest witness was noted, by
-    which another history of the source is known.
+    everything; only `read` counts what is dead or deferred of it. `dead_letters` counts events, also messages of
+    queues; `dead` counts transactions by consumer and handler, which only `Watch` reads. `witnessed_at` is when the
+    newest witness was noted, by which another history of the source is known.
     """
 
     group: str
@@ -138,7 +138,7 @@ class Status:
 
     @property
     def dead_messages(self) -> int:
-        """The dead messages of the work queues, of each queue as many as its figure counts."""
+        """How many of the dead letters are messages of work queues, of each queue as many as its figure counts."""
         return sum(each.dead for each in self.queues)
 
     def is_known(self, key: str) -> bool:

@@ -148,7 +148,7 @@ def _groups(target: Connection) -> Iterator[InstalledGroup]:
         """
         select coalesce(o.group_id, d.group_id), coalesce(o.partitions, 0), coalesce(d.dead_letters, 0)
           from (select group_id, count(*) as partitions from relay.consumer_offsets group by 1) as o
-          full join (select group_id, count(*) as dead_letters from relay.dead_letter_queue group by 1) as d
+          full join (select group_id, count(*) as dead_letters from relay.dead_letters group by 1) as d
                using (group_id)
          order by 1
         """

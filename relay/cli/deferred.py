@@ -17,7 +17,7 @@ from relay.cli.options import ConfigOption, JsonOption, time_of, warn, with_grou
 from relay.cli.terminal import DRY_RUN_SHOWS, ActionOptions, approved, print_table
 from relay.config.files import load
 from relay.faults import ConfigurationError
-from relay.observe.phrases import counted, due, moment
+from relay.observe.phrases import counted, due, moment, with_events
 
 if TYPE_CHECKING:
     from relay.store.deferred.selection import Deferred, DeferredSelection, FoundDeferred
@@ -121,9 +121,9 @@ def _approved(opened: _OpenedDeferred, what: str, action: ActionOptions) -> Foun
     def show() -> None:
         _print([each for each in opened.listed(DRY_RUN_SHOWS) if each.kind != "holding"])
 
-    return (
-        selected if approved(selected, what, show, "oldest", action.dry_run, action.yes) else None
-    )
+    counts = with_events(selected.transactions, selected.events)
+    may = approved(selected, counts, what, show, "oldest", action.dry_run, action.yes)
+    return selected if may else None
 
 
 def _print_none(opened: _OpenedDeferred) -> None:

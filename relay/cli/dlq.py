@@ -6,13 +6,12 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TextIO
+from typing import Annotated, Any, NamedTuple, TextIO
 
 import psycopg
 import typer
@@ -32,7 +31,6 @@ from relay.cli.options import (
 from relay.cli.terminal import (
     DRY_RUN_SHOWS,
     ActionOptions,
-    approve,
     approved,
     print_facts,
     print_table,
@@ -40,9 +38,9 @@ from relay.cli.terminal import (
 )
 from relay.config.files import load
 from relay.faults import ConfigurationError
-from relay.model.json_fields import json_fields
-from relay.observe.phrases import counted, moment, printable, printable_json
+from relay.observe.phrases import counted, dead, dead_are, moment, printable, printable_json
 from relay.runtime.reporting import silent
+from relay.store.dead_letters import of_queue, queue_of
 from relay.store.dead_letters import selection as dead_letter_selection
 from relay.store.dead_letters.selection import (
     DeadLetterSelection,
@@ -50,26 +48,33 @@ from relay.store.dead_letters.selection import (
     WholeDeadTransaction,
 )
 
-if TYPE_CHECKING:
-    from relay.config.settings import Settings
-    from relay.store.queues import DeadMessage
-
 dlq = typer.Typer(
-    help="Dead letters: transactions that could not be applied, on which each command acts as a whole; with --queue, "
-    "messages of a work queue that its workers have given up.",
+    help="Dead letters: transactions that could not be applied or delivered, on which each command acts as a whole, "
+    "and messages of work queues that their workers have given up.",
     no_args_is_help=True,
 )
 
 
-IdOption = Annotated[list[int] | None, typer.Option("--id", help="The dead letter; repeatable.")]
+IdOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--id",
+        metavar="ID|QUEUE/ID",
+        help="The dead letter; repeatable. That of a work queue has the queue in it, unless --queue says it.",
+    ),
+]
 TransactionOption = Annotated[str | None, typer.Option("--transaction", help="Its transaction_id.")]
 HostOption = Annotated[str | None, typer.Option("--host", help="Its host_id.")]
 SinkOption = Annotated[
-    str | None, typer.Option("--sink", help="The sink to which it belongs; '' for the target.")
+    str | None,
+    typer.Option(
+        "--sink",
+        help="The sink to which it belongs; '' for the target, queue:NAME for a work queue.",
+    ),
 ]
 HandlerOption = Annotated[str | None, typer.Option("--handler", help="The handler that failed.")]
 QueueOption = Annotated[
-    str | None, typer.Option("--queue", help="The work queue whose messages are meant.")
+    str | None, typer.Option("--queue", help="The work queue to which it belongs.")
 ]
 TypeOption = Annotated[str | None, typer.Option("--type", help="Its event_type.")]
 SinceOption = Annotated[
@@ -93,6 +98,17 @@ StatusOption = Annotated[
 ]
 
 
+def _named(text: str, queue: str | None) -> tuple[str | None, int]:
+    """Return the queue and the number of an id that `relay dlq list` prints. Raises ConfigurationError."""
+    before, separator, number = text.rpartition("/")
+    of = before if separator else queue
+    if not number.isdecimal() or len(number) > 18 or queue not in (None, of):
+        raise ConfigurationError(
+            f"{text!r} is no id of a dead letter{f' of queue {queue!r}' if queue else ''}: see `relay dlq list`"
+        )
+    return of, int(number)
+
+
 @dataclass(frozen=True)
 class SelectionOptions:
     """The configuration, and the filter of a command on the dead transactions of its group."""
@@ -110,9 +126,20 @@ class SelectionOptions:
     queue: QueueOption = None
 
     def selection(self) -> DeadLetterSelection:
-        """Return the filter."""
+        """Return the filter. Raises ConfigurationError for options that contradict each other."""
+        if self.queue is not None and self.sink is not None:
+            raise ConfigurationError("--sink: cannot be given with --queue")
+        named = [_named(each, self.queue) for each in self.id_ or ()]
+        queues = {queue for queue, _ in named} or {self.queue}
+        if (
+            len(queues) > 1
+            or self.sink is not None
+            and queues not in ({None}, {queue_of(self.sink)})
+        ):
+            raise ConfigurationError("--id: name dead letters of one queue, or of none, at a time")
+        (queue,) = queues
         return DeadLetterSelection(
-            ids=self.id_ or (),
+            ids=tuple(number for _, number in named),
             transaction_id=self.transaction,
             host_id=self.host,
             handler=self.handler,
@@ -120,7 +147,7 @@ class SelectionOptions:
             since=self.since,
             until=self.until,
             exception=self.exception,
-            sink=self.sink,
+            sink=self.sink if queue is None else of_queue(queue),
         )
 
 
@@ -144,6 +171,12 @@ class _Opened(NamedTuple):
     dead_letters: Any
     wanted: DeadLetterSelection
 
+    @property
+    def is_filtered(self) -> bool:
+        """Whether there is a condition beside the queue, of which it may be meant to select all."""
+        queue = self.wanted.queue
+        return self.wanted != DeadLetterSelection(sink=queue and of_queue(queue))
+
 
 @contextmanager
 def _opened(options: SelectionOptions) -> Iterator[_Opened]:
@@ -152,7 +185,7 @@ def _opened(options: SelectionOptions) -> Iterator[_Opened]:
 
     settings = load(options.config)
     with reach_target(settings) as conn:
-        wanted = printed(settings, options.selection(), "--")
+        wanted = printed(settings, conn, options.selection(), "--")
         yield _Opened(conn, settings.group, DeadLetters(settings, conn), wanted)
 
 
@@ -163,7 +196,7 @@ def _find(
 
     Raises ConfigurationError without a filter and `--all`: a forgotten filter must not select all.
     """
-    if opened.wanted == DeadLetterSelection() and not everything:
+    if not opened.is_filtered and not everything:
         raise ConfigurationError(
             "name the dead letters by a filter such as --id or --handler, or give --all"
         )
@@ -188,7 +221,7 @@ def _approved(
             )
         )
 
-    return approved(selected, what, show, "newest", dry_run, yes)
+    return approved(selected, dead(selected), what, show, "newest", dry_run, yes)
 
 
 def _print(transactions: Sequence[WholeDeadTransaction]) -> None:
@@ -200,14 +233,14 @@ def _print(transactions: Sequence[WholeDeadTransaction]) -> None:
         headings,
         (
             (
-                item.id,
+                item.name,
                 item.transaction_id or "-",
                 item.host_id or "-",
                 item.events,
                 item.event_type or "-",
                 item.sink or "-",
                 item.handler or "-",
-                _first_line(item.exception),
+                _first_line(item.exception) or "-",
                 item.status,
                 moment(item.since),
             )
@@ -224,8 +257,10 @@ def _first_line(exception: str) -> str:
 
 def _print_none(opened: _Opened, what: str = "dead letter") -> None:
     """Print on standard error that nothing was found, and whether there were filters."""
-    narrowed = "" if opened.wanted == DeadLetterSelection() else " that matches the filters"
-    print(f"there is no {what} in group {opened.group!r}{narrowed}", file=sys.stderr)
+    queue = opened.wanted.queue
+    where = f"group {opened.group!r}" if queue is None else f"queue {queue!r}"
+    narrowed = " that matches the filters" if opened.is_filtered else ""
+    print(f"there is no {what} in {where}{narrowed}", file=sys.stderr)
 
 
 @dlq.command("list")
@@ -235,10 +270,7 @@ def dlq_list(
     limit: Annotated[int, typer.Option(min=1, help="The largest number of transactions.")] = 100,
     as_json: JsonOption = False,
 ) -> None:
-    """List dead transactions, or with --queue dead messages, newest first."""
-    if options.queue is not None:
-        _list_messages(options, options.queue, limit, as_json)
-        return
+    """List dead transactions, and dead messages of work queues, newest first."""
     with _opened(options) as opened:
         transactions = dead_letter_selection.listed(
             opened.conn, opened.group, opened.wanted, limit, WholeDeadTransaction
@@ -249,124 +281,28 @@ def dlq_list(
         _print(transactions)
     else:
         _print_none(opened)
-    from relay.admin.queues import with_dead
-
-    for name in with_dead(load(options.config)):
-        print(
-            f"queue {name} has dead letters: relay dlq list --queue {quote(name)}", file=sys.stderr
-        )
-
-
-def _chosen(options: SelectionOptions) -> tuple[Settings, DeadLetterSelection]:
-    """Return the configuration, and the filter on the dead letters of a queue. Raises ConfigurationError."""
-    from relay.admin.dead_letters import printed
-
-    for name in ("sink", "handler", "status"):
-        if getattr(options, name, None) is not None:
-            raise ConfigurationError(f"--{name}: cannot be given with --queue")
-    settings = load(options.config)
-    return settings, printed(settings, options.selection(), "--")
-
-
-def _list_messages(options: SelectionOptions, name: str, limit: int, as_json: bool) -> None:
-    from relay.admin import queues
-
-    settings, wanted = _chosen(options)
-    found = queues.dead(settings, name, wanted, limit)
-    if as_json:
-        print(json.dumps([json_fields(each) for each in found], indent=2))
-    elif found:
-        _print_messages(found)
-    else:
-        print(f"there is no such dead letter in queue {name!r}", file=sys.stderr)
-
-
-def _print_messages(found: Sequence[DeadMessage]) -> None:
-    print_table(
-        (
-            "id",
-            "transaction",
-            "host",
-            "event",
-            "event type",
-            "key",
-            "attempts",
-            "exception",
-            "since",
-        ),
-        (
-            (
-                str(each.id),
-                each.transaction_id or "-",
-                each.host_id or "-",
-                each.event_id,
-                each.event_type,
-                each.key or "-",
-                each.attempts,
-                _first_line(each.error or "-"),
-                moment(each.dead_at),
-            )
-            for each in found
-        ),
-    )
-
-
-def _act_on_messages(
-    options: SelectionOptions,
-    name: str,
-    action: ActionOptions,
-    what: str,
-    act: Callable[[Settings, str, Sequence[int], str | None], int],
-) -> int:
-    """Do something with the dead letters of a queue that the options select, once it is approved; returns how many."""
-    from relay.admin import queues
-
-    settings, wanted = _chosen(options)
-    if wanted == DeadLetterSelection() and not action.everything:
-        raise ConfigurationError(
-            "name the dead letters by a filter such as --id or --type, or give --all"
-        )
-    ids = queues.dead_ids(settings, name, wanted)
-    if not ids:
-        print(f"there is no such dead letter in queue {name!r}", file=sys.stderr)
-        return 0
-    print(counted(len(ids), "message", "messages"), what)
-    if action.dry_run:
-        _print_messages(queues.dead(settings, name, wanted, DRY_RUN_SHOWS))
-        return 0
-    approve(action.yes)
-    return act(settings, name, ids, action.reason)
 
 
 @dlq.command("show")
 def dlq_show(
-    dead_letter_id: Annotated[int, typer.Argument(metavar="ID")],
+    dead_letter_id: Annotated[str, typer.Argument(metavar="ID|QUEUE/ID")],
     config: ConfigOption = None,
     queue: QueueOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show every event of the dead transaction to which dead letter ID belongs, and the actions on it.
 
-    With --queue, show the dead letter ID of a work queue.
+    That of a work queue is named by QUEUE/ID, or by ID and --queue.
     """
-    if queue is not None:
-        from relay.admin.queues import whole_dead
-
-        found = whole_dead(load(config), queue, dead_letter_id)
-        if as_json:
-            print(json.dumps(found, indent=2))
-        else:
-            print_facts(
-                (name, value if value is not None else "-") for name, value in found.items()
-            )
-        return
     from relay.store import dead_letters
 
-    with _opened(SelectionOptions(config)) as opened:
-        number = dead_letters.transaction_of(opened.conn, opened.group, dead_letter_id)
+    with _opened(SelectionOptions(config, [dead_letter_id], queue=queue)) as opened:
+        number = dead_letter_selection.transaction_of(opened.conn, opened.group, opened.wanted)
         if number is None:
+            of = opened.wanted.queue
+            where = f"group {opened.group!r}" if of is None else f"queue {of!r}"
             raise ConfigurationError(
-                f"there is no dead letter {dead_letter_id} in group {opened.group!r}: see `relay dlq list`"
+                f"there is no dead letter {dead_letter_id} in {where}: see `relay dlq list`"
             )
         if as_json:
             _print_json(dead_letter_selection.events_as_json(opened.conn, number))
@@ -418,25 +354,17 @@ def dlq_replay(
 ) -> None:
     """Queue dead transactions to be applied or delivered again, in order; later events of their keys are blocked.
 
-    With --queue, put dead messages into their queue again, after those that are there.
+    Dead messages of work queues are put into their queue again, after those that are there.
     """
-    if options.queue is not None:
-        for given, name in ((edit, "edit"), (wait, "wait")):
-            if given:
-                raise ConfigurationError(f"--{name}: cannot be given with --queue")
-        from relay.admin.queues import replay
-
-        action = ActionOptions(everything, reason, dry_run, yes)
-        replayed = _act_on_messages(
-            options, options.queue, action, "will be in the queue again", replay
-        )
-        if replayed:
-            print(counted(replayed, "message is", "messages are"), "in the queue again")
-        return
     with _opened(options) as opened:
-        selected = _find(opened, everything, "transaction to be replayed")
+        selected = _find(opened, everything, "dead letter to be replayed")
         if not selected.transactions:
             return
+        if wait and selected.messages:
+            raise ConfigurationError(
+                f"--wait: cannot be given with messages of queues, of which {selected.messages} are selected: their "
+                "workers end them; --sink selects others"
+            )
         for line in opened.dead_letters.warnings(selected):
             warn(line)
         verb = opened.dead_letters.verb(selected)
@@ -444,8 +372,9 @@ def dlq_replay(
             return
         with progress() as report:
             queued = opened.dead_letters.replay(selected, reason, edit, report)
-        print(counted(len(queued), "transaction is", "transactions are"), "queued")
-        for line in opened.dead_letters.idle(verb) if queued else ():
+        of_queues = selected.messages == selected.transactions
+        print(dead_are(len(queued), selected), "in the queue again" if of_queues else "queued")
+        for line in opened.dead_letters.idle(selected) if queued else ():
             warn(line)
         if wait:
             _wait_for(opened.dead_letters, queued, verb)
@@ -467,21 +396,14 @@ def _wait_for(dead_letters: Any, queued: Sequence[int], verb: str) -> None:
 def dlq_discard(options: SelectionOptions, action: ActionOptions) -> None:
     """Give dead transactions up: the keys that they hold are released; the dead letters stay.
 
-    With --queue, delete dead messages of a work queue.
+    Dead messages of work queues are deleted.
     """
-    if options.queue is not None:
-        from relay.admin.queues import discard
-
-        discarded = _act_on_messages(options, options.queue, action, "will be given up", discard)
-        if discarded:
-            print(counted(discarded, "message is", "messages are"), "discarded")
-        return
     with _opened(options) as opened:
-        selected = _find(opened, action.everything, "transaction to be given up")
+        selected = _find(opened, action.everything, "dead letter to be given up")
         if _approved(opened, selected, "will be given up", action.dry_run, action.yes):
             with progress() as report:
                 discarded = opened.dead_letters.discard(selected, action.reason, report)
-            print(counted(discarded, "transaction is", "transactions are"), "discarded")
+            print(dead_are(discarded, selected), "discarded")
 
 
 @dlq.command("export")
@@ -496,14 +418,6 @@ def dlq_export(
     ] = None,
 ) -> None:
     """Write dead letters with their payloads, a JSON object on each line, in the order of publishing."""
-    if options.queue is not None:
-        from relay.admin.queues import exported_dead
-
-        with _private(file) if file else nullcontext(sys.stdout) as stream:
-            settings, wanted = _chosen(options)
-            for line in exported_dead(settings, options.queue, wanted):
-                print(line if file else printable_json(line), file=stream)
-        return
     with _opened(options) as opened:
         exported = dead_letter_selection.exported(opened.conn, opened.group, opened.wanted)
         written = 0
@@ -544,9 +458,10 @@ def _private(file: Path) -> Iterator[TextIO]:
 @dlq.command("purge")
 @with_groups
 def dlq_purge(options: SelectionOptions, action: ActionOptions) -> None:
-    """Delete the dead letters of transactions that were replayed or discarded; the record of actions stays."""
-    if options.queue is not None:
-        raise ConfigurationError("--queue: a replayed or discarded message leaves no dead letter")
+    """Delete the dead letters of transactions that were replayed or discarded; the record of actions stays.
+
+    A message of a work queue that was replayed or discarded leaves no dead letter.
+    """
     with _opened(options) as opened:
         none = "replayed or discarded dead letter"
         selected = _find(opened, action.everything, none, ("replayed", "discarded"))

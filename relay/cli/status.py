@@ -60,7 +60,7 @@ def status(
     ] = None,
     max_dead: Annotated[
         int | None,
-        typer.Option(min=0, metavar="N", help="Check the dead letters, also those of each queue."),
+        typer.Option(min=0, metavar="N", help="Check the dead letters, also those of queues."),
     ] = None,
     complete_before: Annotated[
         datetime | None,
@@ -263,8 +263,8 @@ def _target_facts(state: Any) -> list[tuple[str, object]]:
 
 
 def _dead(state: Any) -> str:
-    """Describe how many events are dead, and how many messages of queues, on one line."""
-    queued = f", and {state.dead_messages:,} in queues" if state.dead_messages else ""
+    """Describe how many events are dead, and how many of them are messages of queues, on one line."""
+    queued = f", {state.dead_messages:,} of them in queues" if state.dead_messages else ""
     return f"{state.dead_letters}{queued}"
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relay.cli.options import AllOption, DryRunOption, ReasonOption, YesOption, out
-from relay.observe.phrases import printable, with_events
+from relay.observe.phrases import printable
 from relay.runtime.reporting import ProgressReport, silent
 
 if TYPE_CHECKING:
@@ -144,18 +144,19 @@ def approve(
 
 def approved(
     selected: FoundDeadLetters | FoundDeferred,
+    counts: str,
     what: str,
     show: Callable[[], None],
     order: str,
     dry_run: bool,
     yes: bool,
 ) -> bool:
-    """Print what will be done to the selected transactions; returns whether it may be done.
+    """Print what will be done to the selected transactions, which `counts` are; returns whether it may be done.
 
     A dry run calls `show`, which prints DRY_RUN_SHOWS of them at most, the `order` ("newest", "oldest") ones. Raises
     typer.Abort if the answer is no.
     """
-    print(with_events(selected.transactions, selected.events), what)
+    print(counts, what)
     if not dry_run:
         approve(yes)
         return True

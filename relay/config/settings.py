@@ -614,6 +614,12 @@ class Settings(BaseSettings):
         if "" in value:
             # In relay's tables, "" stands for the target.
             raise ValueError("a handler has the name ''; give it another one")
+        for name in value:
+            if name.startswith("queue:"):
+                # So are the dead letters of work queues named, in relay.dead_letters.
+                raise ValueError(
+                    f"the name of the handler {name!r} begins with queue:; give it another one"
+                )
         return value
 
     @field_validator("queues", "schedules", "intake")

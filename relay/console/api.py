@@ -325,22 +325,26 @@ def dead_letters(
     group: GroupDep,
     query: Annotated[models.DeadLetterQuery, Query()],
 ) -> Page[DeadTransaction]:
-    """List dead transactions, newest first."""
+    """List dead transactions and dead messages of queues, newest first."""
     return group.dead_letters(query.selection(), query.limit, query.before)
 
 
 @router.get(_GROUP + "/dead-letters/kinds", tags=["dead letters"])
 def kinds(group: GroupDep) -> list[Kind]:
-    """List the commonest kinds of fault of dead events, by handler."""
+    """List the commonest kinds of fault of dead events, by handler and queue."""
     return list(group.dead_kinds()[1] or ())
 
 
 @router.get(_GROUP + "/dead-letters/{id:int}", tags=["dead letters"])
 def dead_letter(
-    group: GroupDep, id: int, limit: Limit = PAGE, after: int | None = None
+    group: GroupDep,
+    id: int,
+    queue: str | None = None,
+    limit: Limit = PAGE,
+    after: int | None = None,
 ) -> models.DeadAnswer:
-    """Read the dead transaction of a dead letter: its events, and the actions on it."""
-    dead = group.dead_letter(id, limit, after)
+    """Read the dead transaction of a dead letter, with `queue` of one of a queue: its events, and the actions on it."""
+    dead = group.dead_letter(id, queue, limit, after)
     return models.DeadAnswer(
         number=dead.number,
         events=list(dead.events.rows),
@@ -350,21 +354,23 @@ def dead_letter(
 
 
 @router.get(_GROUP + "/dead-letters/{id:int}/payload", tags=["dead letters"])
-def payload(group: GroupDep, id: int) -> models.Payload:
-    """Read the whole payload of a dead letter."""
-    return models.Payload(payload=group.payload(id))
+def payload(group: GroupDep, id: int, queue: str | None = None) -> models.Payload:
+    """Read the whole payload of a dead letter, with `queue` of one of a queue."""
+    return models.Payload(payload=group.payload(id, queue))
 
 
 @router.post(_GROUP + "/dead-letters/{id:int}/payload", tags=["dead letters"])
-def edit(group: GroupDep, caller: CallerDep, id: int, act: models.EditAct) -> Changed:
-    """Replace the payload of a dead letter; the published payload is stored beside it."""
-    group.edit(id, act.payload, caller.name, act.reason)
+def edit(
+    group: GroupDep, caller: CallerDep, id: int, act: models.EditAct, queue: str | None = None
+) -> Changed:
+    """Replace the payload of a dead letter, with `queue` of one of a queue; the published one is stored beside it."""
+    group.edit(id, act.payload, caller.name, act.reason, queue)
     return Changed(changed=True)
 
 
 @router.post(_GROUP + "/dead-letters/replay", tags=["dead letters"])
 def replay(group: GroupDep, caller: CallerDep, act: models.DeadLettersAct) -> Count:
-    """Queue dead transactions to be applied or delivered again."""
+    """Queue dead transactions to be applied or delivered again, and put dead messages into their queues."""
     _require_filter(act)
     done = group.replay(act.filter.selection(), caller.name, act.reason)
     return Count(transactions=done.queued, warnings=list(done.warnings))
@@ -372,7 +378,7 @@ def replay(group: GroupDep, caller: CallerDep, act: models.DeadLettersAct) -> Co
 
 @router.post(_GROUP + "/dead-letters/discard", tags=["dead letters"])
 def discard(group: GroupDep, caller: CallerDep, act: models.DeadLettersAct) -> Count:
-    """Discard dead transactions; they stay in the list."""
+    """Discard dead transactions, which stay in the list; dead messages of queues are deleted."""
     _require_filter(act)
     return Count(transactions=group.discard(act.filter.selection(), caller.name, act.reason))
 

@@ -41,6 +41,7 @@ from relay.store import (
     dead_letters,
     presence,
 )
+from relay.store import queues as stored_queues
 from relay.store.actions import Action
 from relay.store.api_tokens import EVERY, TokenRow
 from relay.store.dead_letters import DeadLetterAction
@@ -95,6 +96,18 @@ class Page(Generic[Row]):
 
     rows: Sequence[Row]
     next: int | None
+
+
+def _of_queue(name: str, ids: Sequence[int]) -> DeadLetterSelection:
+    """Select dead letters of a queue, all or those with some ids."""
+    return DeadLetterSelection(ids=ids, sink=dead_letters.of_queue(name))
+
+
+def _one(dead_letter_id: int, queue: str | None) -> DeadLetterSelection:
+    """Select a dead letter of the target or of a sink, or with a queue one of it."""
+    if queue is not None:
+        return _of_queue(queue, [dead_letter_id])
+    return DeadLetterSelection(ids=[dead_letter_id])
 
 
 def _page(rows: Sequence[Row], limit: int, key: Callable[[Row], int]) -> Page[Row]:
@@ -375,13 +388,13 @@ class GroupView:
 
     def replay_queue(self, name: str, ids: Sequence[int], by: str, reason: str) -> int:
         """Put dead letters into their queue again, all or those with some ids; return how many. Raises Missing."""
-        with acting(by), _known():
-            return queues.replay(self._settings, name, ids, reason)
+        with _known():
+            return self.replay(_of_queue(name, ids), by, reason).queued
 
     def discard_queue(self, name: str, ids: Sequence[int], by: str, reason: str) -> int:
         """Delete dead letters of a queue, all or those with some ids; return how many. Raises Missing."""
-        with acting(by), _known():
-            return queues.discard(self._settings, name, ids, reason)
+        with _known():
+            return self.discard(_of_queue(name, ids), by, reason)
 
     def plan_queue_rebuild(self, name: str, start: str) -> tuple[QueueFigures, str]:
         """Return what a queue has, and in words where a rebuild would begin. Raises Missing."""
@@ -480,9 +493,9 @@ class GroupView:
     def dead_letters(
         self, selection: DeadLetterSelection, limit: int = PAGE, before: int | None = None
     ) -> Page[DeadTransaction]:
-        """List dead transactions, newest first."""
-        wanted = printed(self._settings, selection)
+        """List dead transactions and dead messages of queues, newest first."""
         with reading(), reach_target(self._settings) as target:
+            wanted = printed(self._settings, target, selection)
             rows = dead_letter_selection.listed(
                 target, self.name, wanted, limit + 1, DeadTransaction, before=before
             )
@@ -498,12 +511,26 @@ class GroupView:
         except psycopg.errors.QueryCanceled:
             return statuses, None
 
-    def dead_letter(
-        self, dead_letter_id: int, limit: int = _EVENTS_SHOWN, after: int | None = None
-    ) -> DeadTransactionPage:
-        """Read the dead transaction of a dead letter, with its events after the dead letter `after`. Raises Missing."""
+    def dead_consumers(self) -> list[str]:
+        """List what dead letters may belong to beside the target: sinks, and queues as `queue:NAME`."""
         with reading(), reach_target(self._settings) as target:
-            number = dead_letters.transaction_of(target, self.name, dead_letter_id)
+            names = stored_queues.names(target, self.name)
+        return [*sorted(self._settings.sink_handlers), *map(dead_letters.of_queue, names)]
+
+    def dead_letter(
+        self,
+        dead_letter_id: int,
+        queue: str | None = None,
+        limit: int = _EVENTS_SHOWN,
+        after: int | None = None,
+    ) -> DeadTransactionPage:
+        """Read the dead transaction of a dead letter, with its events after the dead letter `after`. Raises Missing.
+
+        With a `queue`, the dead letter is a message of it.
+        """
+        wanted = _one(dead_letter_id, queue)
+        with reading(), reach_target(self._settings) as target:
+            number = dead_letter_selection.transaction_of(target, self.name, wanted)
             if number is None:
                 raise self._no_dead_letter(dead_letter_id)
             events = dead_letter_selection.events(target, number, limit + 1, after or 0)
@@ -512,41 +539,45 @@ class GroupView:
         page = _page(events, limit, lambda each: int(each["id"]))
         return DeadTransactionPage(number, page, done, running)
 
-    def payload(self, dead_letter_id: int) -> str:
+    def payload(self, dead_letter_id: int, queue: str | None = None) -> str:
         """Read the whole payload of a dead letter, as JSON text. Raises Missing."""
+        wanted = _one(dead_letter_id, queue)
         with reading(), reach_target(self._settings) as target:
-            text = dead_letter_selection.payload(target, self.name, dead_letter_id)
+            text = dead_letter_selection.payload(target, self.name, wanted)
         if text is None:
             raise self._no_dead_letter(dead_letter_id)
         return text
 
-    def edit(self, dead_letter_id: int, payload: str, by: str, reason: str) -> None:
+    def edit(
+        self, dead_letter_id: int, payload: str, by: str, reason: str, queue: str | None = None
+    ) -> None:
         """Replace the payload of an event of a dead transaction."""
         with acting(by), reach_target(self._settings) as target:
-            DeadLetters(self._settings, target).edit(dead_letter_id, payload, reason)
+            DeadLetters(self._settings, target).edit(dead_letter_id, payload, reason, queue)
 
     def find_dead(self, selection: DeadLetterSelection) -> FoundDeadLetters:
         """Find the dead transactions that an action would concern."""
         with reading(), reach_target(self._settings) as target:
-            return DeadLetters(self._settings, target).find(printed(self._settings, selection))
+            wanted = printed(self._settings, target, selection)
+            return DeadLetters(self._settings, target).find(wanted)
 
     def replay(self, selection: DeadLetterSelection, by: str, reason: str) -> QueuedReplay:
-        """Queue dead transactions to be applied or delivered again."""
+        """Queue dead transactions to be applied or delivered again, and put dead messages into their queues."""
         with acting(by), reach_target(self._settings) as target:
             dead = DeadLetters(self._settings, target)
-            found = dead.find(printed(self._settings, selection))
+            found = dead.find(printed(self._settings, target, selection))
             warnings = dead.warnings(found)
-            verb = dead.verb(found)
             queued = len(dead.replay(found, reason))
             if queued:
-                warnings += dead.idle(verb)
+                warnings += dead.idle(found)
         return QueuedReplay(queued, warnings)
 
     def discard(self, selection: DeadLetterSelection, by: str, reason: str) -> int:
         """Discard dead transactions; return how many."""
         with acting(by), reach_target(self._settings) as target:
             dead = DeadLetters(self._settings, target)
-            return dead.discard(dead.find(printed(self._settings, selection)), reason)
+            found = dead.find(printed(self._settings, target, selection))
+            return dead.discard(found, reason)
 
     def actions(
         self, limit: int = PAGE, before: int | None = None, sink: str | None = None

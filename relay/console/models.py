@@ -53,7 +53,8 @@ class DeadLetterFilter(Model):
     """Selects dead transactions with an event that meets every condition."""
 
     ids: list[int] = Field(
-        default=[], description="Ids of dead letters; selects their whole transactions."
+        default=[],
+        description="Ids of dead letters; selects their whole transactions. Those of a queue need its `sink`.",
     )
     transaction: Text | None = None
     host: Text | None = None
@@ -63,7 +64,10 @@ class DeadLetterFilter(Model):
         description="The kind of fault, as the exception begins: CheckViolation [23514].",
     )
     event_type: Text | None = None
-    sink: Text | None = Field(None, description="The sink that it belongs to; empty: the target.")
+    sink: Text | None = Field(
+        None,
+        description="The sink that it belongs to; empty: the target; queue:NAME: a work queue.",
+    )
     exception: Text | None = Field(None, description="A part of the exception's text.")
     since: Moment | None = Field(None, description="Dead-lettered then or later.")
     until: Moment | None = Field(None, description="Dead-lettered before.")

@@ -487,7 +487,7 @@ def dead_letters(
     before: int | None = None,
     limit: int = PAGE,
 ) -> Response:
-    """List dead transactions that a search selects, by default those that are neither replayed nor discarded."""
+    """List dead letters that a search selects, by default those that are neither replayed nor discarded."""
     given, wanted = search_of(request, DeadLetterFilter)
     if "status" not in request.query_params:
         wanted = wanted.model_copy(update={"status": "dead"})
@@ -495,7 +495,8 @@ def dead_letters(
     def read() -> dict[str, Any]:
         statuses, kinds = group.dead_kinds()
         found = group.dead_letters(wanted.selection(), page_size(limit), before)
-        return {"statuses": statuses, "kinds": kinds, "page": found}
+        consumers = group.dead_consumers()
+        return {"statuses": statuses, "kinds": kinds, "page": found, "sinks": consumers}
 
     old = group.kept(("dead letters", wanted.model_dump_json(), before, limit), read)
     return views.page(
@@ -505,7 +506,6 @@ def dead_letters(
         given={**given, "status": wanted.status or ""},
         all_statuses=_STATUSES,
         handlers=sorted(group.settings.handlers),
-        sinks=sorted(group.settings.sink_handlers),
         before=before,
     )
 
@@ -529,22 +529,29 @@ def dead_letters_action(
     require_action(action, "replay", "discard")
     _, wanted = search_of(request, DeadLetterFilter, status="dead")
     selection, reason = wanted.selection(), sent.reason
-    one = wanted.ids[0] if len(wanted.ids) == 1 else None
+    # Of a message that has left its dead letters there is no page.
+    one = wanted.ids[0] if len(wanted.ids) == 1 and selection.queue is None else None
     to = address(sent.group.name, "dead-letter" if one else "dead-letters", id=one)
     if action == "discard":
         count = sent.group.discard(selection, sent.operator, reason)
         return views.done(request, to, f"{_transactions(count)} discarded.")
     replayed = sent.group.replay(selection, sent.operator, reason)
-    text = f"{_transactions(replayed.queued)} queued to be applied again."
+    what = "queued to be applied again" if selection.queue is None else "in the queue again"
+    text = f"{_transactions(replayed.queued)} {what}."
     return views.done(request, to, text, replayed.warnings)
 
 
 @router.get("/groups/{group}/dead-letter")
 def dead_letter(
-    request: Request, views: ViewsDep, group: GroupDep, id: int, after: int | None = None
+    request: Request,
+    views: ViewsDep,
+    group: GroupDep,
+    id: int,
+    queue: str | None = None,
+    after: int | None = None,
 ) -> Response:
-    """Show a dead transaction: its fault, its events, and the actions on it."""
-    dead = group.dead_letter(id, after=after)
+    """Show a dead transaction, or message of a queue: its fault, its events, and the actions on it."""
+    dead = group.dead_letter(id, queue, after=after)
     if not dead.events.rows:
         raise Missing(f"the dead transaction {dead.number} has no more events")
     first = dead.events.rows[0]
@@ -552,6 +559,7 @@ def dead_letter(
         request,
         "dead_letter.html",
         id=id,
+        queue=queue,
         dead=dead,
         first=first,
         after=after,
@@ -561,10 +569,10 @@ def dead_letter(
 
 
 @router.get("/groups/{group}/dead-letter/payload")
-def payload(group: GroupDep, id: int) -> Response:
+def payload(group: GroupDep, id: int, queue: str | None = None) -> Response:
     """Download the whole payload of a dead letter."""
     return Response(
-        group.payload(id),
+        group.payload(id, queue),
         media_type="application/json",
         headers={"content-disposition": f'attachment; filename="dead-letter-{id}.json"'},
     )
@@ -576,8 +584,10 @@ def edit(request: Request, views: ViewsDep, sent: SubmissionDep) -> Response:
     dead_letter_id = number(sent.fields.get("id", ""))
     if dead_letter_id is None:
         raise ConfigurationError("id: is required")
-    sent.group.edit(dead_letter_id, sent.fields.get("payload", ""), sent.operator, sent.reason)
-    to = address(sent.group.name, "dead-letter", id=dead_letter_id)
+    queue = sent.fields.get("queue")
+    new = sent.fields.get("payload", "")
+    sent.group.edit(dead_letter_id, new, sent.operator, sent.reason, queue)
+    to = address(sent.group.name, "dead-letter", id=dead_letter_id, queue=queue)
     return views.done(
         request, to, f"Dead letter {dead_letter_id} has the new payload. Replay it now."
     )

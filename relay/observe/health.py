@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from shlex import quote
 
 from relay.admin.readers import other_history
 from relay.admin.status import Status
@@ -53,14 +52,6 @@ def failures(
     if limits.deferred is not None and count > limits.deferred:
         found = counted(count, "transaction is", "transactions are")
         yield f"{found} deferred, the limit is {limits.deferred}"
-    if limits.dead is not None:
-        for queue in status.queues:
-            if queue.dead > limits.dead:
-                found = counted(queue.dead, "dead letter", "dead letters")
-                yield (
-                    f"queue {queue.queue} has {found}, the limit is {limits.dead}: see "
-                    f"`relay dlq list --queue {quote(queue.queue)}`"
-                )
     if limits.dead is not None and dead > limits.dead:
         found = counted(dead, "dead letter", "dead letters")
         verb = "is" if dead == 1 else "are"

@@ -30,7 +30,7 @@ VALUES: Mapping[str, str] = {
     "lag_events": "events that are not applied to the target",
     "lag_seconds": "age of the oldest event that is not applied to the target",
     "deferred": "deferred transactions of the target and of all sinks",
-    "dead_letters": "dead transactions of the target and of all sinks",
+    "dead_letters": "dead transactions of the target and of all sinks, and dead messages of queues",
     "buffered_bytes": "received and not applied yet",
 }
 """The keys of `Sample.values` and their meanings."""

@@ -266,7 +266,8 @@ SERIES: Sequence[MetricFamily] = (
     ),
     _gauge(
         "relay_dead_letters",
-        "Dead transactions that are not replayed or discarded, by handler (empty: no handler failed).",
+        "Dead transactions that are not replayed or discarded, by handler (empty: no handler failed), and dead "
+        "messages of a work queue, with queue:NAME for the handler.",
         "handler",
     ),
     _gauge(

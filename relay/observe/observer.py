@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from relay.config.settings import Settings
 from relay.model.events import Lsn
@@ -18,6 +18,7 @@ from relay.pipeline.listeners import Meter
 from relay.pipeline.runner import WAITS_FOR_SPARK
 from relay.runtime.parts import Condition, Recurring
 from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS, Received
+from relay.store import dead_letters
 from relay.store.completeness import TARGET
 from relay.store.schedules import ScheduleFigures
 
@@ -187,7 +188,8 @@ class ServiceGauges:
             for sink in ("", *sinks):
                 gauges["relay_deferred_keys"][(sink,)] = counted.keys.get(sink, 0)
         if counted.dead is not None:
-            gauges["relay_dead_letters"].update(_by_handler(counted.dead, handlers))
+            queues = [each.queue for each in counted.queues or ()]
+            gauges["relay_dead_letters"].update(_by_handler(counted.dead, handlers, queues))
         for each in counted.queues or ():
             numbers = gauges["relay_queue_messages"]
             numbers[(each.queue, "ready")] = each.ready
@@ -269,12 +271,14 @@ def _age(seconds: float | None) -> float:
 
 
 def _by_handler(
-    numbers: Mapping[tuple[str, str], int], configured: Collection[str]
+    numbers: Mapping[tuple[str, str], int], configured: Collection[str], queues: Iterable[str]
 ) -> dict[Labels, float]:
-    """Return a sum for each configured handler and for '', and one for all other handlers."""
-    sums: dict[Labels, float] = {(name,): 0 for name in ("", *configured)}
-    for (_, name), number in numbers.items():
-        key = (name if not name or name in configured else NOT_CONFIGURED,)
+    """Return a sum for each configured handler, for '' and for each queue, and one for all other handlers."""
+    known = ("", *configured, *map(dead_letters.of_queue, queues))
+    sums: dict[Labels, float] = {(name,): 0 for name in known}
+    for (consumer, handler), number in numbers.items():
+        name = handler if dead_letters.queue_of(consumer) is None else consumer
+        key = (name if (name,) in sums else NOT_CONFIGURED,)
         sums[key] = sums.get(key, 0) + number
     return sums
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from relay.store.activity import RecentActivity
+    from relay.store.dead_letters.selection import FoundDeadLetters
 
 
 def counted(count: int, one: str, many: str) -> str:
@@ -61,6 +62,25 @@ def recently(recent: RecentActivity | None) -> str:
 def with_events(transactions: int, events: int) -> str:
     """Return how many transactions there are, and how many events they have."""
     return f"{counted(transactions, 'transaction', 'transactions')} with {counted(events, 'event', 'events')}"
+
+
+def dead_are(count: int, selected: FoundDeadLetters) -> str:
+    """Return how many of the selected dead letters, which are transactions, messages of queues or both, with a verb."""
+    if selected.messages == selected.transactions:
+        return counted(count, "message is", "messages are")
+    if selected.messages:
+        return counted(count, "dead letter is", "dead letters are")
+    return counted(count, "transaction is", "transactions are")
+
+
+def dead(selected: FoundDeadLetters) -> str:
+    """Return how many transactions, with their events, and how many messages of queues are selected."""
+    messages = selected.messages
+    if messages == selected.transactions:
+        return counted(messages, "message", "messages")
+    transactions = with_events(selected.transactions - messages, selected.events - messages)
+    of_queues = counted(messages, "message of queues", "messages of queues")
+    return f"{transactions} and {of_queues}" if messages else transactions
 
 
 def printable(cell: object, kept: str = "") -> str:

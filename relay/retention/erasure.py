@@ -16,7 +16,7 @@ from relay.retention import reader_positions
 from relay.runtime import reporting
 from relay.source.server import current_position
 from relay.source.stream.slot import slot_state
-from relay.store import actions, locks
+from relay.store import actions, dead_letters, locks
 from relay.store.connections import Connection
 from relay.store.positions import sinks
 from relay.store.streams import slots_of
@@ -252,10 +252,7 @@ def _erase_from_target(
     target: Connection, group: str, host: str, transactions: list[str], report: ErasureReport
 ) -> None:
     of = {"group": group, "host": host, "transactions": transactions}
-    report.removed["dead letters"] = target.execute(
-        "delete from relay.dead_letter_queue where group_id = %(group)s and host_id = %(host)s",
-        of,
-    ).rowcount
+    report.removed["dead letters"] = dead_letters.erase(target, group, host)
     report.removed["messages of queues"] = sum(
         target.execute(
             sql.SQL(
@@ -264,7 +261,7 @@ def _erase_from_target(
             ).format(sql.Identifier("relay", table)),
             of,
         ).rowcount
-        for table in ("queue_messages", "queue_dead_letters", "queue_done")
+        for table in ("queue_messages", "queue_done")
     )
     report.removed["deferred transactions"] = target.execute(
         "delete from relay.deferred where group_id = %(group)s and hosts = array[%(host)s::text]",

@@ -51,8 +51,8 @@ _QUEUED = """
 
 
 _ACTIONS = """
-    select d.sink, a.action, a.reason, a.acted_by, a.operator, a.acted_at
-      from (select distinct dead_transaction, sink from relay.dead_letter_queue
+    select d.consumer as sink, a.action, a.reason, a.acted_by, a.operator, a.acted_at
+      from (select distinct dead_transaction, consumer from relay.dead_letters
              where group_id = %(group)s and event_id = %(event)s) as d
       join relay.dead_letter_actions as a using (dead_transaction)
      order by a.id desc limit 100
@@ -61,7 +61,7 @@ _ACTIONS = """
 
 @dataclass(frozen=True, slots=True)
 class EventAction(Acted):
-    """An action on a dead letter of an event; `sink` is empty for that of the target."""
+    """An action on a dead letter of an event; `sink` is empty for that of the target, `queue:NAME` for a queue."""
 
     sink: str
 

@@ -45,6 +45,7 @@ _NEEDED_BY: Mapping[str, str] = {
     "target/002_retention.sql": "retention",
     "target/004_queues.sql": "work queues",
     "target/005_scheduled.sql": "cancellations",
+    "target/006_dead_letters.sql": "dead letters of work queues",
 }
 """What needs the rights that a file grants, where it is not the service."""
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import psycopg
-from psycopg.rows import class_row, dict_row
-
-from relay.store.dead_letters.selection import DeadLetterSelection
+from psycopg.rows import class_row
 
 UNDONE_STATES = ("enqueued", "scheduled", "retry", "leased", "dead")
 ITEM_STATES = (*UNDONE_STATES, "done")
@@ -61,47 +59,6 @@ class QueueItem:
     unique_key: str | None
     note: Any
     result: Any
-
-
-@dataclass(frozen=True, slots=True)
-class DeadMessage:
-    """A dead letter of a queue: a message, under the id that it had in the queue."""
-
-    id: int
-    event_id: str
-    event_type: str
-    transaction_id: str | None
-    host_id: str | None
-    key: str | None
-    attempts: int
-    error: str | None
-    dead_at: datetime
-
-
-_DEAD = """
-      from relay.queue_dead_letters as d join relay.queues as q on q.id = d.queue_id
-     where q.name = %(queue)s and (%(ids)s::bigint[] is null or d.id = any (%(ids)s))
-       and (%(transaction)s::text is null or d.transaction_id = %(transaction)s)
-       and (%(host)s::text is null or d.host_id = %(host)s)
-       and (%(event_type)s::text is null or d.event_type = %(event_type)s)
-       and (%(since)s::timestamptz is null or d.dead_at >= %(since)s)
-       and (%(until)s::timestamptz is null or d.dead_at < %(until)s)
-       and (%(exception)s::text is null or strpos(d.error, %(exception)s) > 0)
-"""
-
-
-def _selecting(name: str, wanted: DeadLetterSelection) -> dict[str, Any]:
-    """Return the parameters of `_DEAD`."""
-    return {
-        "queue": name,
-        "ids": list(wanted.ids) or None,
-        "transaction": wanted.transaction_id,
-        "host": wanted.host_id,
-        "event_type": wanted.event_type,
-        "since": wanted.since,
-        "until": wanted.until,
-        "exception": wanted.exception,
-    }
 
 
 def names(conn: psycopg.Connection[Any], group: str) -> list[str]:
@@ -195,67 +152,9 @@ def move(
     )
 
 
-def dead(
-    conn: psycopg.Connection[Any], name: str, wanted: DeadLetterSelection, limit: int
-) -> list[DeadMessage]:
-    """Read at most `limit` dead letters of a queue that a filter selects, the newest first. Raises psycopg.Error."""
-    with conn.cursor(row_factory=class_row(DeadMessage)) as cursor:
-        return cursor.execute(
-            "select d.id, d.event_id, d.event_type, d.transaction_id, d.host_id, d.key, d.attempts, d.error, d.dead_at"
-            + _DEAD
-            + "order by d.id desc limit %(limit)s",
-            {**_selecting(name, wanted), "limit": limit},
-        ).fetchall()
-
-
-def dead_ids(conn: psycopg.Connection[Any], name: str, wanted: DeadLetterSelection) -> list[int]:
-    """Read the ids of the dead letters of a queue that a filter selects, in order. Raises psycopg.Error."""
-    rows = conn.execute("select d.id" + _DEAD + "order by d.id", _selecting(name, wanted))
-    return [number for (number,) in rows]
-
-
-def whole_dead(
-    conn: psycopg.Connection[Any], name: str, number: int
-) -> dict[str, str | None] | None:
-    """Read all fields of a dead letter of a queue, as text; None without one. Raises psycopg.Error."""
-    with conn.cursor(row_factory=dict_row) as cursor:
-        return cursor.execute(
-            """
-            select d.id::text, q.name as queue, d.key, d.attempts::text, d.error, d.dead_at::text, d.enqueued_at::text,
-                   d.first_taken_at::text, d.event_id, d.event_type, d.host_id, d.user_id, d.aggregate_type,
-                   d.aggregate_id, d.aggregate_version::text, d.event_ts::text, d.transaction_id, d.payload::text,
-                   d.metadata::text
-            """
-            + _DEAD,
-            _selecting(name, DeadLetterSelection(ids=[number])),
-        ).fetchone()
-
-
-def exported_dead(
-    conn: psycopg.Connection[Any], name: str, wanted: DeadLetterSelection
-) -> Iterator[str]:
-    """Yield the dead letters of a queue that a filter selects, in order, each as JSON. Raises psycopg.Error."""
-    with conn.cursor() as cursor:
-        query = "select (to_jsonb(d) - 'queue_id')::text" + _DEAD + "order by d.id"
-        for (line,) in cursor.stream(query, _selecting(name, wanted)):
-            yield line
-
-
-def requeue(conn: psycopg.Connection[Any], name: str, ids: Collection[int] | None) -> int:
-    """Put dead letters into a queue again, all or those with some ids; returns how many. Raises psycopg.Error."""
-    return int(
-        _value(conn, "select relay.requeue(%s, %s)", (name, None if ids is None else list(ids)))
-    )
-
-
-def discard(conn: psycopg.Connection[Any], name: str, ids: Collection[int] | None) -> int:
-    """Delete dead letters of a queue, all or those with some ids; returns how many. Raises psycopg.Error."""
-    chosen = None if ids is None else list(ids)
-    return conn.execute(
-        "delete from relay.queue_dead_letters as d using relay.queues as q"
-        " where q.name = %s and d.queue_id = q.id and (%s::bigint[] is null or d.id = any (%s))",
-        (name, chosen, chosen),
-    ).rowcount
+def requeue(conn: psycopg.Connection[Any], name: str, ids: Collection[int]) -> int:
+    """Put dead letters with some ids into a queue again; returns how many. Raises psycopg.Error."""
+    return int(_value(conn, "select relay.requeue(%s, %s)", (name, list(ids))))
 
 
 def rebuild(conn: psycopg.Connection[Any], name: str, start: str) -> None:

@@ -21,6 +21,7 @@ begin
         select a.id from relay.dead_letter_actions as a
          where a.group_id = the_group and a.acted_at < older_than
            and not exists (select from relay.dead_letter_queue as d where d.dead_transaction = a.dead_transaction)
+           and not exists (select from relay.queue_dead_letters as d where d.dead_transaction = a.dead_transaction)
          order by a.id limit portion));
     get diagnostics deleted = row_count;
     total := total + deleted;

@@ -20,6 +20,7 @@ LANDED = {
     "outbox/003_readers.sql": "1b84608bdefc1e83ecbd93e18d888edaef2ea0453ce86f66ec54612c27e2778d",
     "outbox/004_subscribers.sql": "e06f7c204ab00a3e4bdf515bc8b3d53cee0bd06c790ecc200a7718befc8e53ae",
     "target/001_target.sql": "f4812c7bc10f1d7437d3b79cdf1325df4d7bae94485a7c615aac189dc8ea1f0d",
+    "target/002_retention.sql": "b297bddc2124091b683d7c9c11754067c52c59639051196144ff6777847b9124",
     "target/004_queues.sql": "40f4cdde688e3aa4d30463ebeaafb9dea99830c1c199de54fea81977905fb6f8",
     "target/005_scheduled.sql": "9f62e2e8db6a6bce67c2d7ad277994a55f51c4af397bfd9ff23cbbdfafd1b314",
 }

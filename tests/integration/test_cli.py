@@ -139,8 +139,8 @@ def test_filters_that_match_nothing_say_so(config: Path) -> None:
     for command, what in (
         ("list", "dead letter"),
         ("export", "dead letter"),
-        ("replay", "transaction to be replayed"),
-        ("discard", "transaction to be given up"),
+        ("replay", "dead letter to be replayed"),
+        ("discard", "dead letter to be given up"),
         ("purge", "replayed or discarded dead letter"),
     ):
         result = relay("dlq", command, "--handler", "nobody", "--config", str(config))

@@ -590,7 +590,9 @@ def test_the_commands_on_dead_letters_of_queues(outbox: Outbox, tmp_path: Path) 
     numbers = queue(outbox, "a", "b", "c", "d")
     for number, why in zip(numbers, ("no address", "closed", "closed", "closed"), strict=True):
         assert outbox.worker.value("select relay.fail('mail', %s, 1, %s)", (number, why))
-    assert "queue mail has dead letters: relay dlq list --queue mail" in run("list")
+    assert [line.split("\t")[0] for line in run("list").splitlines()[1:]] == [
+        f"mail/{number}" for number in numbers[::-1]
+    ]
     outbox.worker.value("select relay.pause_queue('mail')")
     line = "queue mail\t0 ready, 0 waiting, 4 dead letters, 0 workers, paused since "
     assert line in relay("status", "--config", str(config)).stdout
@@ -601,16 +603,20 @@ def test_the_commands_on_dead_letters_of_queues(outbox: Outbox, tmp_path: Path) 
     assert [each["id"] for each in listed] == numbers[::-1]
     assert "no address" in run("list", *of, "--exception", "address")
     shown = json.loads(run("show", str(numbers[0]), *of, "--json"))
-    assert (shown["queue"], shown["error"]) == ("mail", "no address")
+    assert [(each["sink"], each["exception"]) for each in shown] == [("queue:mail", "no address")]
+    assert json.loads(run("show", f"mail/{numbers[0]}", "--json")) == shown
     exported = [json.loads(line) for line in run("export", *of).splitlines()]
     assert [each["id"] for each in exported] == numbers
     assert "name the dead letters by a filter" in run("replay", *of, status=2)
     assert "--sink: cannot be given with --queue" in run("list", *of, "--sink", "x", status=2)
     assert "--wait: cannot be given" in run("replay", *of, "--all", "--wait", status=2)
-    assert "a replayed or discarded message" in run("purge", *of, "--all", status=2)
+    assert "there is no replayed or discarded" in run("purge", *of, "--all")
+    assert "is no id of a dead letter of queue 'mail'" in run(
+        "list", *of, "--id", "sms/1", status=2
+    )
     assert "there is no queue 'other'" in run("list", "--queue", "other", status=2)
     assert "no dead letter 99999 in queue 'mail'" in run("show", "99999", *of, status=2)
-    assert "2 messages will be" in run(
+    assert "2 messages will be enqueued again" in run(
         "replay",
         *of,
         "--exception",
@@ -622,7 +628,7 @@ def test_the_commands_on_dead_letters_of_queues(outbox: Outbox, tmp_path: Path) 
         str(numbers[2]),
     )
     assert run("replay", *of, "--exception", "address", "--yes", "--reason", "mended") == (
-        "1 message will be in the queue again\n1 message is in the queue again\n"
+        "1 message will be enqueued again\n1 message is in the queue again\n"
     )
     assert "2 messages are discarded" in run(
         *("discard", *of, "--id", str(numbers[1]), "--id", str(numbers[2]), "--yes")
@@ -630,9 +636,16 @@ def test_the_commands_on_dead_letters_of_queues(outbox: Outbox, tmp_path: Path) 
     left = "select id, state from relay.queue_items order by state"
     assert [state for _, state in outbox.conn.execute(left.encode())] == ["dead", "enqueued"]
     assert "1 message is in the queue again" in run("replay", *of, "--all", "--yes")
-    assert "there is no such dead letter in queue 'mail'" in run("discard", *of, "--all", "--yes")
-    done = outbox.column("select action from relay.actions order by id")
-    assert done == ["queue replay", "queue discard", "queue replay"]
+    assert "there is no dead letter to be given up in queue 'mail'" in run(
+        "discard", *of, "--all", "--yes"
+    )
+    acts = "select action, consumer, letters, reason from relay.dead_letter_actions order by id"
+    assert outbox.conn.execute(acts.encode()).fetchall() == [
+        ("replay", "queue:mail", numbers[:1], "mended"),
+        ("discard", "queue:mail", [numbers[1]], None),
+        ("discard", "queue:mail", [numbers[2]], None),
+        ("replay", "queue:mail", [numbers[3]], None),
+    ]
 
 
 def test_the_figures_of_a_queue(outbox: Outbox) -> None:

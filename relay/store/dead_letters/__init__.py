@@ -1,6 +1,8 @@
 """Writes dead letters, the events of transactions that could not be applied, and changes their status.
 
-The table is `relay.dead_letter_queue`. `selection` reads them, `edits` applies edited payloads.
+The table is `relay.dead_letter_queue`. The dead messages of work queues are in `relay.queue_dead_letters`, which the
+functions of queues write; the view `relay.dead_letters` has both. `selection` reads them, `edits` applies edited
+payloads.
 """
 
 from __future__ import annotations
@@ -73,6 +75,13 @@ _COPY = sql.SQL("copy relay.dead_letter_queue ({}) from stdin").format(
     )
 )
 
+_TABLES = (
+    sql.Identifier("relay", "dead_letter_queue"),
+    sql.Identifier("relay", "queue_dead_letters"),
+)
+_QUEUE = "queue:"
+"""How the name of a consumer begins that is a work queue."""
+
 _CYCLE = 1 << 32
 """The xids of dead letters are modulo this number, as in the WAL."""
 
@@ -83,6 +92,16 @@ _REFUSALS = (
     UnicodeEncodeError,
 )
 """The errors by which a value is refused: by its type, its size or depth, or the encoding of the target."""
+
+
+def of_queue(name: str) -> str:
+    """Return the consumer that a work queue is, as dead letters name it."""
+    return _QUEUE + name
+
+
+def queue_of(consumer: str) -> str | None:
+    """Return the work queue that a consumer of dead letters is; None for the target and sinks."""
+    return consumer.removeprefix(_QUEUE) if consumer.startswith(_QUEUE) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,29 +289,29 @@ class DeadLetterAction(Acted):
 
 
 def count(conn: Connection, group: str) -> int:
-    """Count the dead events of the group."""
+    """Count the dead events of the group, also those of work queues."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         events = cursor.execute(
-            "select count(*) from relay.dead_letter_queue where group_id = %s and status = 'dead'",
+            "select count(*) from relay.dead_letters where group_id = %s and status = 'dead'",
             (group,),
         ).fetchone()
     return int(events or 0)
 
 
 def count_by_handler(conn: Connection, group: str) -> dict[tuple[str, str], int]:
-    """Count the dead transactions by sink (empty: the target) and handler (empty: no handler failed)."""
+    """Count the dead transactions by consumer (empty: the target) and handler (empty: no handler failed)."""
     rows = conn.execute(
         """
-        select sink, coalesce(handler, ''), count(distinct dead_transaction) from relay.dead_letter_queue
+        select consumer, coalesce(handler, ''), count(distinct dead_transaction) from relay.dead_letters
          where group_id = %s and status = 'dead' group by 1, 2
         """,
         (group,),
     )
-    return {(sink, handler): count for sink, handler, count in rows}
+    return {(consumer, handler): count for consumer, handler, count in rows}
 
 
 def dead_of(conn: Connection, group: str, events: Sequence[str]) -> set[str]:
-    """Return which of some event ids have a dead letter. Raises psycopg.Error."""
+    """Return which of some ids of events of the log have a dead letter. Raises psycopg.Error."""
     with conn.cursor(row_factory=scalar_row) as cursor:
         return set(
             cursor.execute(
@@ -300,15 +319,6 @@ def dead_of(conn: Connection, group: str, events: Sequence[str]) -> set[str]:
                 (group, list(events)),
             )
         )
-
-
-def transaction_of(conn: Connection, group: str, dead_letter_id: int) -> int | None:
-    """Return the number of the dead transaction of a dead letter; None if the group has no such dead letter."""
-    with conn.cursor(row_factory=scalar_row) as cursor:
-        return cursor.execute(
-            "select dead_transaction from relay.dead_letter_queue where group_id = %s and id = %s",
-            (group, dead_letter_id),
-        ).fetchone()
 
 
 def stored(
@@ -349,10 +359,14 @@ def lock(conn: Connection, dead: Sequence[int], statuses: Sequence[str]) -> set[
             """
             with locked as (
                 select dead_transaction, status from relay.dead_letter_queue
-                 where dead_transaction = any(%s) order by id for update)
-            select dead_transaction from locked group by dead_transaction having bool_and(status = any(%s))
+                 where dead_transaction = any(%(dead)s) order by id for update),
+            messages as (
+                select dead_transaction from relay.queue_dead_letters
+                 where dead_transaction = any(%(dead)s) order by id for update)
+            select dead_transaction from locked group by 1 having bool_and(status = any(%(statuses)s))
+            union all select dead_transaction from messages where 'dead' = any(%(statuses)s)
             """,
-            (list(dead), list(statuses)),
+            {"dead": list(dead), "statuses": list(statuses)},
         )
         return set(cursor)
 
@@ -472,10 +486,27 @@ def by_reference(conn: Connection, dead: Sequence[int]) -> tuple[int, int] | Non
 
 
 def purge(conn: Connection, dead: Sequence[int]) -> int:
-    """Delete dead transactions; returns how many dead letters they had."""
-    return conn.execute(
-        "delete from relay.dead_letter_queue where dead_transaction = any(%s)", (list(dead),)
-    ).rowcount
+    """Delete dead transactions, also messages of queues; returns how many dead letters they had."""
+    return sum(
+        conn.execute(
+            sql.SQL("delete from {} where dead_transaction = any(%s)").format(table), (list(dead),)
+        ).rowcount
+        for table in _TABLES
+    )
+
+
+def erase(conn: Connection, group: str, host: str) -> int:
+    """Delete the dead letters of a host; returns how many."""
+    return sum(
+        conn.execute(
+            sql.SQL(
+                "delete from {} as d using relay.dead_letters as l where l.group_id = %s and l.host_id = %s"
+                " and d.dead_transaction = l.dead_transaction and d.id = l.id"
+            ).format(table),
+            (group, host),
+        ).rowcount
+        for table in _TABLES
+    )
 
 
 def note(
@@ -484,10 +515,11 @@ def note(
     """Record an action on each of the dead transactions. The server adds who acted, and when."""
     conn.execute(
         """
-        insert into relay.dead_letter_actions (group_id, dead_transaction, letters, transaction_id, action, reason)
+        insert into relay.dead_letter_actions
+               (group_id, dead_transaction, letters, transaction_id, action, reason, consumer)
         select %(group)s, dead_transaction, array_agg(id order by id), min(transaction_id),
-               %(action)s, %(reason)s
-          from relay.dead_letter_queue where dead_transaction = any(%(dead)s)
+               %(action)s, %(reason)s, min(consumer)
+          from relay.dead_letters where dead_transaction = any(%(dead)s)
          group by dead_transaction order by dead_transaction
         """,
         {"group": group, "dead": list(dead), "action": action, "reason": reason},

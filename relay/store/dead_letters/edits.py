@@ -13,6 +13,7 @@ import psycopg
 
 from relay.faults import ConfigurationError
 from relay.store.connections import Connection
+from relay.store.dead_letters import of_queue
 
 Line = tuple[int, str]
 """A line of the file and its number, from 1."""
@@ -38,14 +39,17 @@ def load(conn: Connection, file: Path) -> None:
     conn.execute("analyze pg_temp.relay_edits")
 
 
-def load_one(conn: Connection, dead_letter_id: int, payload: str) -> None:
-    """Load the payload of one event, as `load` does. Raises ConfigurationError if it is not JSON."""
+def load_one(conn: Connection, dead_letter_id: int, queue: str | None, payload: str) -> None:
+    """Load the payload of one event, or message of a queue, as `load` does.
+
+    Raises ConfigurationError if it is not JSON.
+    """
     _create(conn)
     try:
         with conn.transaction():
             conn.execute(
-                "insert into pg_temp.relay_edits values (1, %s, %s::jsonb)",
-                (dead_letter_id, payload),
+                "insert into pg_temp.relay_edits values (1, %s, %s::jsonb, %s)",
+                (dead_letter_id, payload, None if queue is None else of_queue(queue)),
             )
     except psycopg.DataError as error:
         what = error.diag.message_primary or "is not text that PostgreSQL accepts"
@@ -59,21 +63,34 @@ def apply(conn: Connection, group: str, dead: Sequence[int], reason: str | None)
     """
     conn.execute(
         """
-        with edited as (
+        with edits as (
+            select d.dead_transaction, d.id, last.payload, d.queue_id is not null as of_queue
+              from relay.dead_letters d
+             cross join lateral (select payload from pg_temp.relay_edits e
+                                  where e.id = d.id and e.queue is not distinct from
+                                        case when d.queue_id is not null then d.consumer end
+                                  order by e.line desc limit 1) last
+             where d.dead_transaction = any(%(dead)s)
+        ), events as (
             update relay.dead_letter_queue d
                set original_payload = coalesce(d.original_payload, d.payload), payload = edit.payload,
                    by_reference = false
-              from (select q.id, last.payload
-                      from relay.dead_letter_queue q
-                     cross join lateral (select payload from pg_temp.relay_edits e
-                                          where e.id = q.id order by e.line desc limit 1) last
-                     where q.dead_transaction = any(%(dead)s)) edit
-             where d.id = edit.id and d.payload is distinct from edit.payload
-            returning d.id, d.dead_transaction, d.transaction_id)
-        insert into relay.dead_letter_actions (group_id, dead_transaction, letters, transaction_id, action, reason)
-        select %(group)s, dead_transaction, array_agg(id order by id), min(transaction_id), 'edit',
-               %(reason)s
-          from edited group by dead_transaction order by dead_transaction
+              from edits edit
+             where not edit.of_queue and d.id = edit.id and d.payload is distinct from edit.payload
+            returning d.id, d.dead_transaction
+        ), messages as (
+            update relay.queue_dead_letters d
+               set original_payload = coalesce(d.original_payload, d.payload), payload = edit.payload
+              from edits edit
+             where edit.of_queue and d.dead_transaction = edit.dead_transaction
+               and d.payload is distinct from edit.payload
+            returning d.id, d.dead_transaction)
+        insert into relay.dead_letter_actions
+               (group_id, dead_transaction, letters, transaction_id, action, reason, consumer)
+        select %(group)s, dead_transaction, array_agg(d.id order by d.id), min(d.transaction_id), 'edit',
+               %(reason)s, min(d.consumer)
+          from (table events union all table messages) as edited join relay.dead_letters d using (dead_transaction, id)
+         group by dead_transaction order by dead_transaction
         """,
         {"group": group, "dead": list(dead), "reason": reason},
     )
@@ -81,7 +98,7 @@ def apply(conn: Connection, group: str, dead: Sequence[int], reason: str | None)
 
 def _create(conn: Connection) -> None:
     conn.execute(
-        "create temporary table relay_edits (line bigint, id bigint, payload jsonb) on commit drop"
+        "create temporary table relay_edits (line bigint, id bigint, payload jsonb, queue text) on commit drop"
     )
 
 
@@ -107,13 +124,15 @@ def _store(conn: Connection, file: Path, lines: Sequence[Line]) -> None:
                   from unnest(%s::bigint[], %s::text[]) as given (number, line)
             ), stored as (
                 insert into pg_temp.relay_edits
-                select number, (object ->> 'id')::bigint, (object -> 'payload')::text::jsonb from edit
+                select number, (object ->> 'id')::bigint, (object -> 'payload')::text::jsonb,
+                       case when starts_with(object ->> 'sink', %s) then object ->> 'sink' end
+                  from edit
                  where json_typeof(object -> 'id') = 'number' and object ->> 'id' ~ '^[0-9]{1,18}$')
             select min(number) from edit
              where json_typeof(object -> 'id') is distinct from 'number' or object ->> 'id' !~ '^[0-9]{1,18}$'
                    or object -> 'payload' is null
             """,
-            ([number for number, _ in lines], [line for _, line in lines]),
+            ([number for number, _ in lines], [line for _, line in lines], of_queue("")),
         ).fetchall()[0][0]
     if malformed is not None:
         raise ConfigurationError(f"{file}:{malformed}: {_MALFORMED}")

@@ -1,4 +1,7 @@
-"""Reads dead transactions of `relay.dead_letter_queue`: selects, lists, counts, shows and exports them."""
+"""Reads dead transactions of `relay.dead_letters`: selects, lists, counts, shows and exports them.
+
+The view has the events that could not be brought to the target or to a sink, and the dead messages of work queues.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from psycopg import sql
 from psycopg.rows import class_row, dict_row, scalar_row
 
 from relay.store.actions import Acted
-from relay.store.dead_letters import DeadLetterRow
+from relay.store.dead_letters import DeadLetterRow, queue_of
 
 if TYPE_CHECKING:
     # The module imports the connection pool, which `relay --help` does not need.
@@ -31,8 +34,9 @@ _KIND = sql.SQL("split_part(split_part(d.exception, chr(10), 1), ':', 1)")
 class DeadLetterSelection:
     """A filter for dead transactions: it selects those with an event that meets every condition that is not None.
 
-    `event_type`, `handler` and `sink` ('' for the target) match exactly, `exception` matches a part of the text, `kind`
-    its beginning, such as `CheckViolation [23514]`. `since` and `until` bound the time of dead-lettering.
+    `event_type`, `handler` and `sink` match exactly, `exception` matches a part of the text, `kind` its beginning, such
+    as `CheckViolation [23514]`. `since` and `until` bound the time of dead-lettering. `sink` is '' for the target,
+    `queue:NAME` for a work queue; `ids` are those of the queue's messages with it, else of the target and sinks.
     """
 
     ids: Sequence[int] = ()
@@ -47,10 +51,17 @@ class DeadLetterSelection:
     sink: str | None = None
     kind: str | None = None
 
+    @property
+    def queue(self) -> str | None:
+        """The work queue that it is limited to; None if it is not."""
+        return None if self.sink is None else queue_of(self.sink)
+
     def where(self) -> tuple[sql.Composable, dict[str, Any]]:
         """Return the condition on a dead letter `d`, and its parameters."""
+        of_any_queue: LiteralString = "" if self.queue is not None else " and d.queue_id is null"
+        queue = "d.queue_id = (select q.id from relay.queues as q where q.name = %(queue)s)"
         tests: dict[str, tuple[LiteralString, Any]] = {
-            "ids": ("d.id = any(%(ids)s)", list(self.ids) or None),
+            "ids": (f"d.id = any(%(ids)s){of_any_queue}", list(self.ids) or None),
             "transaction": ("d.transaction_id = %(transaction)s", self.transaction_id),
             "host": ("d.host_id = %(host)s", self.host_id),
             "handler": ("d.handler = %(handler)s", self.handler),
@@ -59,7 +70,8 @@ class DeadLetterSelection:
             "until": ("d.created_dt < %(until)s", self.until),
             "exception": ("strpos(d.exception, %(exception)s) > 0", self.exception),
             "status": ("d.status = %(status)s", self.status),
-            "sink": ("d.sink = %(sink)s", self.sink),
+            "sink": (f"d.consumer = %(sink)s{of_any_queue}", self.sink),
+            "queue": (queue, self.queue),
             "kind": ("{kind} = %(kind)s", self.kind),
         }
         given = {name: test for name, test in tests.items() if test[1] is not None}
@@ -72,9 +84,10 @@ class DeadLetterSelection:
 
 @dataclass(frozen=True, slots=True)
 class DeadTransaction:
-    """A dead business transaction in a list. `number` is its key, `id` the dead letter of its first event.
+    """A dead business transaction, or message of a work queue, in a list.
 
-    `fault` is the first line of the exception, `sink` is empty if it could not be applied to the target.
+    `number` is its key, `id` the dead letter of its first event, or that of the message in its queue. `fault` is the
+    first line of the exception. `sink` is empty if it could not be applied to the target, `queue:NAME` for a queue.
     """
 
     number: int
@@ -90,13 +103,28 @@ class DeadTransaction:
     attempts: int
     since: datetime
 
+    @property
+    def queue(self) -> str | None:
+        """The work queue whose message it is; None for the target and sinks."""
+        return queue_of(self.sink)
+
+    @property
+    def name(self) -> str:
+        """Its id as `relay dlq --id` takes it: with the queue, if it is of one."""
+        return str(self.id) if self.queue is None else f"{self.queue}/{self.id}"
+
 
 @dataclass(frozen=True, slots=True)
 class WholeDeadTransaction(DeadTransaction):
-    """The same with its whole exception, and the dead letters of all its events."""
+    """The same with its whole exception, the dead letters of all its events, and the id of the first.
+
+    `key` is what ordered a message in its queue.
+    """
 
     exception: str
     letters: list[int]
+    event_id: str | None
+    key: str | None
 
 
 Row = TypeVar("Row", bound=DeadTransaction)
@@ -104,20 +132,25 @@ Row = TypeVar("Row", bound=DeadTransaction)
 
 @dataclass(frozen=True, slots=True)
 class FoundDeadLetters:
-    """The dead transactions that a filter selected at a moment, without those that are dead-lettered later."""
+    """The dead transactions that a filter selected at a moment, without those that are dead-lettered later.
+
+    `messages` of them are messages of work queues, which have one event each. `last` is the greatest number.
+    """
 
     wanted: DeadLetterSelection
     statuses: Sequence[str]
-    last_id: int
+    last: int
     transactions: int
     events: int
+    messages: int
 
 
 @dataclass(frozen=True, slots=True)
 class FoundTransaction:
     """A found transaction: its number, how many events it has, and the size of their payloads and metadata in bytes.
 
-    A replay delivers it to `sink`. '' is the target, and the sinks too if it is `undelivered`.
+    A replay delivers it to `sink`. '' is the target, and the sinks too if it is `undelivered`. `message` is the id of a
+    message of a queue, whose name `sink` has; None of the target and sinks.
     """
 
     number: int
@@ -125,6 +158,7 @@ class FoundTransaction:
     size: int
     sink: str
     undelivered: bool
+    message: int | None
 
 
 def listed(
@@ -142,22 +176,25 @@ def listed(
     dead letters exist.
     """
     where, parameters = wanted.where()
-    whole = sql.SQL(", min(d.exception) as exception, array_agg(d.id order by d.id) as letters")
+    whole = sql.SQL(
+        ", min(d.exception) as exception, array_agg(d.id order by d.id) as letters,"
+        " (array_agg(d.event_id order by d.id))[1] as event_id, min(d.key) as key"
+    )
     with conn.cursor(row_factory=class_row(kind)) as cursor:
         return cursor.execute(
             sql.SQL(
                 """
                 with page as materialized (
-                    select distinct d.dead_transaction from relay.dead_letter_queue d
+                    select distinct d.dead_transaction from relay.dead_letters d
                      where {where} and (%(before)s::bigint is null or d.dead_transaction < %(before)s)
                        and (%(statuses)s::text[] is null or d.status = any(%(statuses)s))
                      order by d.dead_transaction desc limit %(limit)s)
                 select d.dead_transaction as number, min(d.id) as id, min(d.transaction_id) as transaction_id,
                        min(d.host_id) as host_id, count(*)::int as events,
-                       (array_agg(d.event_type order by d.id))[1] as event_type, min(d.sink) as sink,
+                       (array_agg(d.event_type order by d.id))[1] as event_type, min(d.consumer) as sink,
                        min(d.handler) as handler, min(left(split_part(d.exception, chr(10), 1), {line})) as fault,
                        min(d.status) as status, max(d.attempts) as attempts, min(d.created_dt) as since{whole}
-                  from page join relay.dead_letter_queue d using (dead_transaction)
+                  from page join relay.dead_letters d using (dead_transaction)
                  group by d.dead_transaction order by d.dead_transaction desc
                 """
             ).format(
@@ -180,18 +217,18 @@ def find(
 ) -> FoundDeadLetters:
     """Count the dead transactions of some statuses that a filter selects."""
     where, parameters = wanted.where()
-    last_id, transactions, events = conn.execute(
+    counts = conn.execute(
         sql.SQL(
             """
-            select coalesce(max(d.id), 0), count(distinct d.dead_transaction), count(*)
-              from relay.dead_letter_queue d
+            select coalesce(max(d.dead_transaction), 0), count(distinct d.dead_transaction), count(*), count(d.queue_id)
+              from relay.dead_letters d
              where d.status = any(%(statuses)s) and d.dead_transaction in (
-                   select d.dead_transaction from relay.dead_letter_queue d where {where})
+                   select d.dead_transaction from relay.dead_letters d where {where})
             """
         ).format(where=where),
         {**parameters, "group": group, "statuses": list(statuses)},
     ).fetchall()[0]
-    return FoundDeadLetters(wanted, tuple(statuses), last_id, transactions, events)
+    return FoundDeadLetters(wanted, tuple(statuses), *counts)
 
 
 def numbers(conn: Connection, group: str, found: FoundDeadLetters) -> Iterator[FoundTransaction]:
@@ -205,20 +242,21 @@ def numbers(conn: Connection, group: str, found: FoundDeadLetters) -> Iterator[F
                 select d.dead_transaction as number, count(*) as events,
                        sum(coalesce(octet_length(d.payload::text), 0) + coalesce(octet_length(d.metadata::text), 0))
                            ::bigint as size,
-                       min(d.sink) as sink, bool_or(d.undelivered) as undelivered
-                  from relay.dead_letter_queue d
+                       min(d.consumer) as sink, bool_or(d.undelivered) as undelivered,
+                       min(d.id) filter (where d.queue_id is not null) as message
+                  from relay.dead_letters d
                  where d.status = any(%(statuses)s) and d.dead_transaction in (
-                       select d.dead_transaction from relay.dead_letter_queue d
-                        where d.id <= %(last_id)s and {where})
+                       select d.dead_transaction from relay.dead_letters d
+                        where d.dead_transaction <= %(last)s and {where})
                  group by d.dead_transaction
-                 order by min(d.c_offset) nulls last, d.dead_transaction
+                 order by min(d.c_offset) nulls last, min(d.id), d.dead_transaction
                 """
             ).format(where=where),
             {
                 **parameters,
                 "group": group,
                 "statuses": list(found.statuses),
-                "last_id": found.last_id,
+                "last": found.last,
             },
         )
         yield from cursor
@@ -226,12 +264,13 @@ def numbers(conn: Connection, group: str, found: FoundDeadLetters) -> Iterator[F
 
 def failed_handlers(conn: Connection, group: str, found: FoundDeadLetters) -> dict[str, int]:
     """Count the found transactions by the handler of the target that failed."""
-    return _by_name(conn, group, found, sql.SQL("case when d.sink = '' then d.handler end"))
+    return _by_name(conn, group, found, sql.SQL("case when d.consumer = '' then d.handler end"))
 
 
 def sinks(conn: Connection, group: str, found: FoundDeadLetters) -> dict[str, int]:
     """Count the found transactions by the sink that they could not be delivered to."""
-    return _by_name(conn, group, found, sql.SQL("nullif(d.sink, '')"))
+    name = sql.SQL("case when d.queue_id is null then nullif(d.consumer, '') end")
+    return _by_name(conn, group, found, name)
 
 
 def _by_name(
@@ -241,8 +280,8 @@ def _by_name(
     rows = conn.execute(
         sql.SQL(
             """
-            select {name}, count(distinct d.dead_transaction) from relay.dead_letter_queue d
-             where {name} is not null and d.status = any(%(statuses)s) and d.id <= %(last_id)s and {where}
+            select {name}, count(distinct d.dead_transaction) from relay.dead_letters d
+             where {name} is not null and d.status = any(%(statuses)s) and d.dead_transaction <= %(last)s and {where}
              group by 1 order by 1
             """
         ).format(name=name, where=where),
@@ -250,7 +289,7 @@ def _by_name(
             **parameters,
             "group": group,
             "statuses": list(found.statuses),
-            "last_id": found.last_id,
+            "last": found.last,
         },
     )
     return dict(rows.fetchall())
@@ -258,7 +297,7 @@ def _by_name(
 
 _PRINTED = (
     *("id", "transaction_id", "host_id", "events", "event_type", "sink", "handler", "exception"),
-    *("status", "attempts", "created_dt", "letters"),
+    *("status", "attempts", "created_dt", "letters", "event_id", "key"),
 )
 
 
@@ -270,40 +309,56 @@ def as_json(item: WholeDeadTransaction) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of fault of a handler, and how many dead events it has."""
+    """A kind of fault of a handler, or of a work queue (`sink` is `queue:NAME`), and how many dead events it has."""
 
+    sink: str
     handler: str | None
     kind: str
     events: int
 
+    @property
+    def queue(self) -> str | None:
+        """The work queue; None for the target and sinks."""
+        return queue_of(self.sink)
+
 
 @dataclass(frozen=True, slots=True)
 class ActedOnDead(Acted):
-    """One action on a dead transaction; `letter` is the dead letter of its first event."""
+    """One action on a dead transaction; `letter` is the dead letter of its first event, as in `DeadTransaction`.
+
+    `sink` is None in what a former edition recorded.
+    """
 
     id: int
+    sink: str | None
     letter: int | None
     transaction_id: str | None
+
+    @property
+    def queue(self) -> str | None:
+        """The work queue of whose message it was; None for the target and sinks."""
+        return queue_of(self.sink or "")
 
 
 def statuses(conn: Connection, group: str) -> dict[str, int]:
     """Count the events of the group by status."""
     return dict(
         conn.execute(
-            "select status, count(*) from relay.dead_letter_queue where group_id = %s group by status",
+            "select status, count(*) from relay.dead_letters where group_id = %s group by status",
             (group,),
         ).fetchall()
     )
 
 
 def kinds(conn: Connection, group: str, limit: int) -> list[Kind]:
-    """List the commonest kinds of fault of dead events, by handler."""
+    """List the commonest kinds of fault of dead events, by handler and queue."""
     with conn.cursor(row_factory=class_row(Kind)) as cursor:
         return cursor.execute(
             sql.SQL(
                 """
-                select d.handler, {kind} as kind, count(*) as events from relay.dead_letter_queue d
-                 where d.group_id = %s and d.status = 'dead' group by 1, 2 order by 3 desc, 1, 2 limit %s
+                select d.consumer as sink, d.handler, {kind} as kind, count(*) as events
+                  from relay.dead_letters d
+                 where d.group_id = %s and d.status = 'dead' group by 1, 2, 3 order by 4 desc, 1, 2, 3 limit %s
                 """
             ).format(kind=_KIND),
             (group, limit),
@@ -319,14 +374,14 @@ def events(conn: Connection, number: int, limit: int, after: int = 0) -> list[di
         return cursor.execute(
             sql.SQL(
                 """
-                select d.id, d.status, d.sink, d.handler, left(d.exception, {most}) as exception, d.attempts, d.host_id,
-                       d.user_id, d.transaction_id, d.transaction_ordinal, d.transaction_count, d.event_id,
-                       d.event_type, d.aggregate_type, d.aggregate_id, d.aggregate_version, d.event_ts,
-                       d.deliver_at, d.c_offset, d.commit_lsn::text as commit_lsn, d.created_dt, d.by_reference,
+                select d.id, d.status, d.consumer as sink, d.handler, left(d.exception, {most}) as exception,
+                       d.attempts, d.host_id, d.user_id, d.transaction_id, d.transaction_ordinal, d.transaction_count,
+                       d.event_id, d.event_type, d.aggregate_type, d.aggregate_id, d.aggregate_version, d.event_ts,
+                       d.deliver_at, d.key, d.c_offset, d.commit_lsn::text as commit_lsn, d.created_dt, d.by_reference,
                        {payload} as payload, coalesce(octet_length(d.payload::text), 0) as payload_bytes,
                        {original} as original_payload, {metadata} as metadata,
                        left(d.refused::text, {most}) as refused
-                  from relay.dead_letter_queue d
+                  from relay.dead_letters d
                  where d.dead_transaction = %s and d.id > %s order by d.id limit %s
                 """
             ).format(
@@ -346,13 +401,23 @@ def _beginning(column: str) -> sql.Composed:
     ).format(sql.Identifier("d", column), SHOWN_CHARACTERS)
 
 
-def payload(conn: Connection, group: str, dead_letter_id: int) -> str | None:
-    """Return the whole payload of a dead letter as JSON text; None if there is no such dead letter."""
+def transaction_of(conn: Connection, group: str, wanted: DeadLetterSelection) -> int | None:
+    """Return the number of the dead transaction of a selected dead letter; None if there is none."""
+    number: int | None = _of_one(conn, group, wanted, sql.SQL("d.dead_transaction"))
+    return number
+
+
+def payload(conn: Connection, group: str, wanted: DeadLetterSelection) -> str | None:
+    """Return the whole payload of a selected dead letter as JSON text; None if there is no such dead letter."""
+    text: str | None = _of_one(conn, group, wanted, sql.SQL("coalesce(d.payload::text, 'null')"))
+    return text
+
+
+def _of_one(conn: Connection, group: str, wanted: DeadLetterSelection, value: sql.SQL) -> Any:
+    where, parameters = wanted.where()
+    query = sql.SQL("select {} from relay.dead_letters d where {} limit 1").format(value, where)
     with conn.cursor(row_factory=scalar_row) as cursor:
-        return cursor.execute(
-            "select payload::text from relay.dead_letter_queue where group_id = %s and id = %s",
-            (group, dead_letter_id),
-        ).fetchone()
+        return cursor.execute(query, {**parameters, "group": group}).fetchone()
 
 
 def acted(conn: Connection, group: str, limit: int, before: int | None = None) -> list[ActedOnDead]:
@@ -360,7 +425,8 @@ def acted(conn: Connection, group: str, limit: int, before: int | None = None) -
     with conn.cursor(row_factory=class_row(ActedOnDead)) as cursor:
         return cursor.execute(
             """
-            select id, letters[1] as letter, transaction_id, action, reason, acted_by, operator, acted_at
+            select id, consumer as sink, letters[1] as letter, transaction_id, action, reason, acted_by, operator,
+                   acted_at
               from relay.dead_letter_actions
              where group_id = %(group)s and (%(before)s::bigint is null or id < %(before)s)
              order by id desc limit %(limit)s
@@ -374,6 +440,7 @@ _SHOWN = (
     *("transaction_id", "transaction_ordinal", "transaction_count", "event_id", "event_type"),
     *("aggregate_type", "aggregate_id", "aggregate_version", "event_ts", "deliver_at", "c_offset"),
     *("commit_lsn", "payload", "original_payload", "metadata", "headers", "created_dt"),
+    *("key", "enqueued_at", "first_taken_at"),
 )
 """The columns of a dead letter that are exported and shown."""
 
@@ -393,13 +460,13 @@ def exported(conn: Connection, group: str, wanted: DeadLetterSelection) -> Itera
         """
         select row_to_json(event)::text from (
             select {columns}
-              from relay.dead_letter_queue d
-              join (select d.dead_transaction, min(d.c_offset) as first_offset
-                      from relay.dead_letter_queue d
+              from relay.dead_letters d
+              join (select d.dead_transaction, min(d.c_offset) as first_offset, min(d.id) as first_id
+                      from relay.dead_letters d
                      where d.dead_transaction in (
-                           select d.dead_transaction from relay.dead_letter_queue d where {where})
+                           select d.dead_transaction from relay.dead_letters d where {where})
                      group by d.dead_transaction) whole using (dead_transaction)
-             order by whole.first_offset nulls last, d.dead_transaction, d.id) event
+             order by whole.first_offset nulls last, whole.first_id, d.dead_transaction, d.id) event
         """
     ).format(columns=_columns(), where=where)
     with conn.cursor(row_factory=scalar_row) as cursor:
@@ -411,7 +478,7 @@ def events_as_json(conn: Connection, number: int) -> Iterator[str]:
     query = sql.SQL(
         """
         select row_to_json(event)::text from (
-            select {columns} from relay.dead_letter_queue d where d.dead_transaction = %s order by d.id) event
+            select {columns} from relay.dead_letters d where d.dead_transaction = %s order by d.id) event
         """
     ).format(columns=_columns())
     with conn.cursor(row_factory=scalar_row) as cursor:
@@ -425,7 +492,7 @@ def events_as_text(conn: Connection, number: int, pretty: bool) -> Iterator[Dead
         for name in (*_SHOWN, "refused")
     ]
     query = sql.SQL(
-        "select {} from relay.dead_letter_queue d where d.dead_transaction = %s order by d.id"
+        "select {} from relay.dead_letters d where d.dead_transaction = %s order by d.id"
     ).format(
         sql.SQL(", ").join(
             sql.SQL("{} as {}").format(column, sql.Identifier(name))
@@ -440,11 +507,13 @@ _JSON = ("payload", "original_payload", "metadata", "headers")
 
 
 def _column(name: str) -> sql.Composed:
-    return sql.SQL("d.{}").format(sql.Identifier(name))
+    return sql.SQL("d.{}").format(sql.Identifier("consumer" if name == "sink" else name))
 
 
 def _columns() -> sql.Composed:
-    return sql.SQL(", ").join(map(_column, _SHOWN))
+    return sql.SQL(", ").join(
+        sql.SQL("{} as {}").format(_column(name), sql.Identifier(name)) for name in _SHOWN
+    )
 
 
 def _indented(name: str) -> sql.Composed:
