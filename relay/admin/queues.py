@@ -16,7 +16,7 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.retention import reader_positions
 from relay.source.outbox.table import OutboxTable
-from relay.store import actions, queues
+from relay.store import actions, queues, states
 from relay.store.positions import offsets
 from relay.store.queues import QueueFigures, QueueItem
 
@@ -34,22 +34,20 @@ def listed(settings: Settings) -> list[QueueFigures]:
 
 
 def shown(
-    settings: Settings, name: str, states: Collection[str], limit: int
+    settings: Settings, name: str, wanted: Collection[str], limit: int
 ) -> tuple[QueueFigures, list[QueueItem]]:
     """Read the figures of a queue, and at most `limit` of its items in some states, the oldest first.
 
     Raises UnknownQueue, ConfigurationError if there is no such state, psycopg.Error.
     """
-    unknown = [each for each in states if each not in queues.ITEM_STATES]
+    unknown = [each for each in wanted if each not in states.MESSAGES]
     if unknown:
-        raise ConfigurationError(
-            f"--state: {unknown[0]!r} is none of {', '.join(queues.ITEM_STATES)}"
-        )
+        raise ConfigurationError(f"--state: {unknown[0]!r} is not {states.listed(states.MESSAGES)}")
     with reach_target(settings) as target:
         found = queues.figures(target, settings.group, name)
         if not found:
             raise _unknown(target, settings, name)
-        return found[0], queues.items(target, name, states or queues.UNDONE_STATES, limit)
+        return found[0], queues.items(target, name, wanted or states.UNDONE, limit)
 
 
 def pause(settings: Settings, name: str, paused: bool, reason: str | None) -> bool:

@@ -18,6 +18,7 @@ from relay.cli.terminal import DRY_RUN_SHOWS, ActionOptions, approved, print_tab
 from relay.config.files import load
 from relay.faults import ConfigurationError
 from relay.observe.phrases import counted, due, moment, with_events
+from relay.store import states
 
 if TYPE_CHECKING:
     from relay.store.deferred.selection import Deferred, DeferredSelection, FoundDeferred
@@ -36,7 +37,7 @@ HandlerOption = Annotated[
 ]
 KindOption = Annotated[
     str | None,
-    typer.Option("--kind", help="One of retry, holding, replay, scheduled, blocked."),
+    typer.Option("--kind", help=f"One of {', '.join(states.DEFERRED)}."),
 ]
 KeyOption = Annotated[str | None, typer.Option("--key", help="One of its ordering keys.")]
 EventOption = Annotated[
@@ -62,10 +63,12 @@ class DeferredSelectionOptions:
 
     def selection(self) -> DeferredSelection:
         """Return the filter. Raises ConfigurationError if there is no such kind."""
-        from relay.store.deferred.selection import KINDS, DeferredSelection
+        from relay.store.deferred.selection import DeferredSelection
 
-        if self.kind is not None and self.kind not in KINDS:
-            raise ConfigurationError(f"--kind: {self.kind!r} is none of {', '.join(KINDS)}")
+        if self.kind is not None and self.kind not in states.DEFERRED:
+            raise ConfigurationError(
+                f"--kind: {self.kind!r} is not {states.listed(states.DEFERRED)}"
+            )
         ids = tuple(self.id_ or ())
         return DeferredSelection(ids, self.sink, self.handler, self.kind, self.key, self.host)
 

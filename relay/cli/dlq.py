@@ -40,6 +40,7 @@ from relay.config.files import load
 from relay.faults import ConfigurationError
 from relay.observe.phrases import counted, dead, dead_are, moment, printable, printable_json
 from relay.runtime.reporting import silent
+from relay.store import states
 from relay.store.dead_letters import of_queue, queue_of
 from relay.store.dead_letters import selection as dead_letter_selection
 from relay.store.dead_letters.selection import (
@@ -92,10 +93,8 @@ UntilOption = Annotated[
 ExceptionOption = Annotated[
     str | None, typer.Option("--exception", metavar="TEXT", help="A part of the exception.")
 ]
-_STATUSES = ("dead", "replaying", "replayed", "discarded")
-StatusOption = Annotated[
-    str | None, typer.Option("--status", help="dead, replaying, replayed or discarded.")
-]
+_STATUSES = states.listed(states.DEAD)
+StatusOption = Annotated[str | None, typer.Option("--status", help=f"{_STATUSES}.")]
 
 
 def _named(text: str, queue: str | None) -> tuple[str | None, int]:
@@ -129,15 +128,12 @@ class SelectionOptions:
         """Return the filter. Raises ConfigurationError for options that contradict each other."""
         if self.queue is not None and self.sink is not None:
             raise ConfigurationError("--sink: cannot be given with --queue")
-        named = [_named(each, self.queue) for each in self.id_ or ()]
-        queues = {queue for queue, _ in named} or {self.queue}
-        if (
-            len(queues) > 1
-            or self.sink is not None
-            and queues not in ({None}, {queue_of(self.sink)})
-        ):
+        queue = self.queue if self.sink is None else queue_of(self.sink)
+        given = self.sink if queue is None else of_queue(queue)
+        named = [_named(each, queue) for each in self.id_ or ()]
+        consumers = {given if of is None else of_queue(of) for of, _ in named} or {given}
+        if len(consumers) > 1 or self.sink not in (None, *consumers):
             raise ConfigurationError("--id: name dead letters of one queue, or of none, at a time")
-        (queue,) = queues
         return DeadLetterSelection(
             ids=tuple(number for _, number in named),
             transaction_id=self.transaction,
@@ -147,7 +143,7 @@ class SelectionOptions:
             since=self.since,
             until=self.until,
             exception=self.exception,
-            sink=self.sink if queue is None else of_queue(queue),
+            sink=consumers.pop(),
         )
 
 
@@ -158,10 +154,8 @@ class StatusSelectionOptions(SelectionOptions):
     status: StatusOption = None
 
     def selection(self) -> DeadLetterSelection:
-        if self.status is not None and self.status not in _STATUSES:
-            raise ConfigurationError(
-                f"--status: {self.status!r} is not dead, replaying, replayed or discarded"
-            )
+        if self.status is not None and self.status not in states.DEAD:
+            raise ConfigurationError(f"--status: {self.status!r} is not {_STATUSES}")
         return replace(super().selection(), status=self.status)
 
 
@@ -433,7 +427,7 @@ def dlq_export(
 
 def _events(opened: _Opened, status: str | None) -> int:
     """Count the dead letters that the filter selects, of one status or of any."""
-    statuses = (status,) if status else ("dead", "replaying", "replayed", "discarded")
+    statuses = (status,) if status else states.DEAD
     selected: FoundDeadLetters = opened.dead_letters.find(opened.wanted, statuses)
     return selected.events
 

@@ -24,6 +24,7 @@ from relay.config.files import load
 from relay.faults import ConfigurationError
 from relay.model.json_fields import json_fields
 from relay.observe.phrases import counted, moment, pausing
+from relay.store import states
 
 if TYPE_CHECKING:
     from relay.store.queues import QueueFigures
@@ -98,7 +99,7 @@ def queue_show(
     state: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only those in this state: enqueued, scheduled, retry, leased, dead or done; repeatable."
+            help=f"Only those in this state: {states.listed(states.MESSAGES)}; repeatable."
         ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 20,

@@ -25,6 +25,7 @@ from relay.store.dead_letters.selection import DeadLetterSelection
 from relay.store.deferred.selection import DeferredSelection
 from relay.store.queues import QueueFigures, QueueItem
 from relay.store.schedules import ScheduleRow
+from relay.store.states import DeadStatus, DeferredKind
 from relay.web.problems import described
 
 REASON_CHARACTERS = 1_000
@@ -71,7 +72,7 @@ class DeadLetterFilter(Model):
     exception: Text | None = Field(None, description="A part of the exception's text.")
     since: Moment | None = Field(None, description="Dead-lettered then or later.")
     until: Moment | None = Field(None, description="Dead-lettered before.")
-    status: Literal["dead", "replaying", "replayed", "discarded"] | None = None
+    status: DeadStatus | None = None
 
     def selection(self) -> DeadLetterSelection:
         """Return the selection of the store."""
@@ -96,7 +97,7 @@ class DeferredFilter(Model):
     ids: list[int] = []
     sink: Text | None = Field(None, description="The sink that it goes to; empty: the target.")
     handler: Text | None = Field(None, description="The handler that failed last.")
-    kind: Literal["retry", "holding", "replay", "scheduled", "blocked"] | None = None
+    kind: DeferredKind | None = None
     key: Text | None = Field(None, description="One of its ordering keys.")
     host: Text | None = None
 

@@ -30,10 +30,9 @@ from relay.console.views import address
 from relay.faults import ConfigurationError
 from relay.observe.phrases import counted, pausing
 from relay.source.outbox.search import SCANNED
+from relay.store import states
 from relay.store.api_tokens import RIGHTS
 from relay.store.dead_letters.selection import SHOWN_CHARACTERS
-from relay.store.deferred.selection import KINDS
-from relay.store.queues import ITEM_STATES
 
 router = APIRouter(include_in_schema=False)
 
@@ -94,7 +93,6 @@ _PATTERNS = 5
 _HOURS = (0.25, 1.0, HISTORY_HOURS)
 _OFTEN, _RARELY = 5, 15
 """Seconds between two refreshes of a page."""
-_STATUSES = ("dead", "replaying", "replayed", "discarded")
 
 
 @router.get("/")
@@ -276,7 +274,7 @@ def queue(
         "queue.html",
         old=old,
         state=state,
-        states=ITEM_STATES,
+        states=states.MESSAGES,
         mode=group.settings.source.mode,
         refresh=_OFTEN,
     )
@@ -440,7 +438,7 @@ def deferred(
         "deferred.html",
         old=old,
         given=given,
-        kinds=KINDS,
+        kinds=states.DEFERRED,
         handlers=sorted(group.settings.handlers),
         sinks=sorted(group.settings.sink_handlers),
         after=after,
@@ -504,7 +502,7 @@ def dead_letters(
         "dead_letters.html",
         old=old,
         given={**given, "status": wanted.status or ""},
-        all_statuses=_STATUSES,
+        all_statuses=states.DEAD,
         handlers=sorted(group.settings.handlers),
         before=before,
     )

@@ -23,6 +23,7 @@ from relay.model.events import POSTGRES_EPOCH, Transaction
 from relay.pipeline.apply import Redelivery
 from relay.pipeline.listeners import Meter
 from relay.sinks import Again, BatchSink, Sink
+from relay.store import states
 
 _LATENCY = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 _DURATION = (
@@ -249,8 +250,7 @@ SERIES: Sequence[MetricFamily] = (
     # Deferred and dead transactions
     _gauge(
         "relay_deferred_transactions",
-        "Deferred transactions of a sink, or (empty) of the target, by kind: retry, holding, replay, scheduled or "
-        "blocked.",
+        f"Deferred transactions of a sink, or (empty) of the target, by kind: {states.listed(states.DEFERRED)}.",
         "sink",
         "kind",
     ),
@@ -278,8 +278,8 @@ SERIES: Sequence[MetricFamily] = (
     # Work queues
     _gauge(
         "relay_queue_messages",
-        "Messages of a queue, counted to 100,001 at most, by state: ready (also those that transactions have taken), "
-        "waiting, leased or dead.",
+        f"Messages of a queue, counted to 100,001 at most, by state: {states.listed(states.FIGURES)}. Those that "
+        "transactions have taken are ready, too.",
         "queue",
         "state",
     ),

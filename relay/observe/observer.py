@@ -18,7 +18,7 @@ from relay.pipeline.listeners import Meter
 from relay.pipeline.runner import WAITS_FOR_SPARK
 from relay.runtime.parts import Condition, Recurring
 from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS, Received
-from relay.store import dead_letters
+from relay.store import dead_letters, states
 from relay.store.completeness import TARGET
 from relay.store.schedules import ScheduleFigures
 
@@ -191,11 +191,8 @@ class ServiceGauges:
             queues = [each.queue for each in counted.queues or ()]
             gauges["relay_dead_letters"].update(_by_handler(counted.dead, handlers, queues))
         for each in counted.queues or ():
-            numbers = gauges["relay_queue_messages"]
-            numbers[(each.queue, "ready")] = each.ready
-            numbers[(each.queue, "waiting")] = each.waiting
-            numbers[(each.queue, "leased")] = each.leased
-            numbers[(each.queue, "dead")] = each.dead
+            for state in states.FIGURES:
+                gauges["relay_queue_messages"][(each.queue, state)] = getattr(each, state)
             gauges["relay_queue_oldest_seconds"][(each.queue,)] = each.oldest_seconds
             gauges["relay_queue_workers"][(each.queue,)] = each.workers
             gauges["relay_queue_paused"][(each.queue,)] = each.paused_at is not None
@@ -247,7 +244,7 @@ class ServiceGauges:
             return
         for sink in ("", *self._settings.sink_handlers):
             gauges["relay_deferred_age_seconds"][(sink,)] = 0.0
-            for kind in ("retry", "holding", "replay", "scheduled", "blocked"):
+            for kind in states.DEFERRED:
                 gauges["relay_deferred_transactions"][(sink, kind)] = 0
         for each in counted.deferred:
             sink = (

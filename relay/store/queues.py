@@ -10,9 +10,6 @@ from typing import Any
 import psycopg
 from psycopg.rows import class_row
 
-UNDONE_STATES = ("enqueued", "scheduled", "retry", "leased", "dead")
-ITEM_STATES = (*UNDONE_STATES, "done")
-
 
 @dataclass(frozen=True, slots=True)
 class QueueFigures:

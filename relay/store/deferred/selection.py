@@ -22,9 +22,7 @@ KIND = sql.SQL(
          else 'scheduled' end
     """
 )
-"""An SQL expression: why a row `d` is deferred, as `Reason.kind`."""
-
-KINDS = ("retry", "holding", "replay", "scheduled", "blocked")
+"""An SQL expression: why a row `d` is deferred, one of `states.DEFERRED`, as `Reason.kind`."""
 
 
 @dataclass(frozen=True, slots=True)

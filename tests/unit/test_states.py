@@ -1,0 +1,33 @@
+"""The words for states: SQL, which tells them, and the glossary, which explains them, have those that are declared."""
+
+from __future__ import annotations
+
+import re
+
+from relay.store import states
+from relay.store.deferred.selection import KIND
+from relay.store.migrations import sql_directory
+from tests.process import ROOT
+
+
+def test_sql_tells_the_states_that_are_declared() -> None:
+    told = re.findall(r"(?:then|else) '(\w+)'", KIND.as_string(None))
+    assert sorted(told) == sorted(states.DEFERRED)
+    queues = (sql_directory() / "target" / "004_queues.sql").read_text()
+    view = queues[
+        queues.index("view relay.queue_items") : queues.index("comment on view relay.queue_items")
+    ]
+    assert {*re.findall(r"(?:then|else) '(\w+)'", view), "dead", "done"} == {*states.MESSAGES}
+    figures = queues[queues.index("view relay.queue_figures") :].split("\n")[1]
+    assert all(f"f.{each}," in figures for each in states.FIGURES)
+
+
+def test_the_glossary_explains_each_state() -> None:
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    table = glossary[glossary.index("## States") : glossary.index("## Sinks")]
+    said = {
+        word
+        for row in re.findall(r"^\| (`.*?) \|", table, re.M)
+        for word in re.findall(r"`(\w+)`", row)
+    }
+    assert said == {*states.DEFERRED, *states.MESSAGES, *states.DEAD}
