@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import psycopg
+from psycopg import sql
 
 from relay.admin.connections import administrators
 from relay.config.settings import Settings
@@ -144,14 +145,19 @@ def _is_here(source: Connection, slot: str) -> bool:
 
 
 def _groups(target: Connection) -> Iterator[InstalledGroup]:
+    # Without the view, a former edition has dead letters of the target and of sinks only.
+    found = "select coalesce(to_regclass('relay.dead_letters'), 'relay.dead_letter_queue'::regclass)::text"
+    ((letters,),) = target.execute(found).fetchall()
     for name, partitions, dead in target.execute(
-        """
-        select coalesce(o.group_id, d.group_id), coalesce(o.partitions, 0), coalesce(d.dead_letters, 0)
-          from (select group_id, count(*) as partitions from relay.consumer_offsets group by 1) as o
-          full join (select group_id, count(*) as dead_letters from relay.dead_letters group by 1) as d
-               using (group_id)
-         order by 1
-        """
+        sql.SQL(
+            """
+            select coalesce(o.group_id, d.group_id), coalesce(o.partitions, 0), coalesce(d.dead_letters, 0)
+              from (select group_id, count(*) as partitions from relay.consumer_offsets group by 1) as o
+              full join (select group_id, count(*) as dead_letters from {} where group_id is not null group by 1) as d
+                   using (group_id)
+             order by 1
+            """
+        ).format(sql.SQL(letters))
     ):
         yield InstalledGroup(name, partitions, dead)
 

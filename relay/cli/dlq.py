@@ -38,7 +38,15 @@ from relay.cli.terminal import (
 )
 from relay.config.files import load
 from relay.faults import ConfigurationError
-from relay.observe.phrases import counted, dead, dead_are, moment, printable, printable_json
+from relay.observe.phrases import (
+    counted,
+    dead,
+    dead_are,
+    moment,
+    printable,
+    printable_json,
+    replayed_to,
+)
 from relay.runtime.reporting import silent
 from relay.store import states
 from relay.store.dead_letters import of_queue, queue_of
@@ -366,8 +374,7 @@ def dlq_replay(
             return
         with progress() as report:
             queued = opened.dead_letters.replay(selected, reason, edit, report)
-        of_queues = selected.messages == selected.transactions
-        print(dead_are(len(queued), selected), "in the queue again" if of_queues else "queued")
+        print(dead_are(len(queued), selected), replayed_to(selected))
         for line in opened.dead_letters.idle(selected) if queued else ():
             warn(line)
         if wait:

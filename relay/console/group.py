@@ -388,13 +388,11 @@ class GroupView:
 
     def replay_queue(self, name: str, ids: Sequence[int], by: str, reason: str) -> int:
         """Put dead letters into their queue again, all or those with some ids; return how many. Raises Missing."""
-        with _known():
-            return self.replay(_of_queue(name, ids), by, reason).queued
+        return self.replay(_of_queue(name, ids), by, reason).queued
 
     def discard_queue(self, name: str, ids: Sequence[int], by: str, reason: str) -> int:
         """Delete dead letters of a queue, all or those with some ids; return how many. Raises Missing."""
-        with _known():
-            return self.discard(_of_queue(name, ids), by, reason)
+        return self.discard(_of_queue(name, ids), by, reason)
 
     def plan_queue_rebuild(self, name: str, start: str) -> tuple[QueueFigures, str]:
         """Return what a queue has, and in words where a rebuild would begin. Raises Missing."""
@@ -493,8 +491,8 @@ class GroupView:
     def dead_letters(
         self, selection: DeadLetterSelection, limit: int = PAGE, before: int | None = None
     ) -> Page[DeadTransaction]:
-        """List dead transactions and dead messages of queues, newest first."""
-        with reading(), reach_target(self._settings) as target:
+        """List dead transactions and dead messages of queues, newest first. Raises Missing for another queue."""
+        with reading(), _known(), reach_target(self._settings) as target:
             wanted = printed(self._settings, target, selection)
             rows = dead_letter_selection.listed(
                 target, self.name, wanted, limit + 1, DeadTransaction, before=before
@@ -556,14 +554,17 @@ class GroupView:
             DeadLetters(self._settings, target).edit(dead_letter_id, payload, reason, queue)
 
     def find_dead(self, selection: DeadLetterSelection) -> FoundDeadLetters:
-        """Find the dead transactions that an action would concern."""
-        with reading(), reach_target(self._settings) as target:
+        """Find the dead transactions that an action would concern. Raises Missing for another queue."""
+        with reading(), _known(), reach_target(self._settings) as target:
             wanted = printed(self._settings, target, selection)
             return DeadLetters(self._settings, target).find(wanted)
 
     def replay(self, selection: DeadLetterSelection, by: str, reason: str) -> QueuedReplay:
-        """Queue dead transactions to be applied or delivered again, and put dead messages into their queues."""
-        with acting(by), reach_target(self._settings) as target:
+        """Queue dead transactions to be applied or delivered again, and put dead messages into their queues.
+
+        Raises Missing for another queue.
+        """
+        with acting(by), _known(), reach_target(self._settings) as target:
             dead = DeadLetters(self._settings, target)
             found = dead.find(printed(self._settings, target, selection))
             warnings = dead.warnings(found)
@@ -573,8 +574,8 @@ class GroupView:
         return QueuedReplay(queued, warnings)
 
     def discard(self, selection: DeadLetterSelection, by: str, reason: str) -> int:
-        """Discard dead transactions; return how many."""
-        with acting(by), reach_target(self._settings) as target:
+        """Discard dead transactions; return how many. Raises Missing for another queue."""
+        with acting(by), _known(), reach_target(self._settings) as target:
             dead = DeadLetters(self._settings, target)
             found = dead.find(printed(self._settings, target, selection))
             return dead.discard(found, reason)

@@ -28,10 +28,11 @@ from relay.console.models import DeadLetterFilter, DeferredFilter, EventFilter
 from relay.console.security import COOKIE, SESSION_SECONDS, Guard
 from relay.console.views import address
 from relay.faults import ConfigurationError
-from relay.observe.phrases import counted, pausing
+from relay.observe.phrases import counted, dead_are, pausing, replayed_to
 from relay.source.outbox.search import SCANNED
 from relay.store import states
 from relay.store.api_tokens import RIGHTS
+from relay.store.dead_letters import of_queue
 from relay.store.dead_letters.selection import SHOWN_CHARACTERS
 
 router = APIRouter(include_in_schema=False)
@@ -281,12 +282,9 @@ def queue(
 
 
 @router.get("/groups/{group}/queue/discard")
-def queue_discard_confirmation(
-    request: Request, views: ViewsDep, group: GroupDep, name: str
-) -> Response:
-    """Show how many dead letters of a queue would be deleted, and ask for confirmation."""
-    figures, _ = group.queue(name, "dead", 1)
-    return views.page(request, "confirm_queue_discard.html", queue=figures)
+def queue_discard_confirmation(group: GroupDep, name: str) -> Response:
+    """Redirect to the question before dead letters are discarded, for those of a queue."""
+    return RedirectResponse(address(group.name, "dead-letters/discard", sink=of_queue(name)), 303)
 
 
 @router.get("/groups/{group}/queue/rebuild")
@@ -302,16 +300,10 @@ def queue_rebuild_confirmation(
 
 @router.post("/groups/{group}/queue/{action}")
 def queue_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: str) -> Response:
-    """Pause, resume or rebuild a queue, or replay or discard its dead letters."""
-    require_action(action, "pause", "resume", "replay", "discard", "rebuild")
+    """Pause, resume or rebuild a queue."""
+    require_action(action, "pause", "resume", "rebuild")
     name, operator, reason = sent.fields.get("name", ""), sent.operator, sent.reason
-    if action == "replay":
-        replayed = sent.group.replay_queue(name, (), operator, reason)
-        text = f"{counted(replayed, 'message is', 'messages are')} in the queue {name} again."
-    elif action == "discard":
-        discarded = sent.group.discard_queue(name, (), operator, reason)
-        text = f"{counted(discarded, 'dead letter', 'dead letters')} of the queue {name} discarded."
-    elif action == "rebuild":
+    if action == "rebuild":
         begins = sent.group.rebuild_queue(name, sent.fields.get("start", ""), operator, reason)
         text = f"Queue {name} is filled again, beginning {begins}."
     else:
@@ -523,19 +515,22 @@ def dead_letters_confirmation(
 def dead_letters_action(
     request: Request, views: ViewsDep, sent: SubmissionDep, action: str
 ) -> Response:
-    """Replay or discard dead transactions."""
+    """Replay or discard dead letters."""
     require_action(action, "replay", "discard")
     _, wanted = search_of(request, DeadLetterFilter, status="dead")
     selection, reason = wanted.selection(), sent.reason
-    # Of a message that has left its dead letters there is no page.
-    one = wanted.ids[0] if len(wanted.ids) == 1 and selection.queue is None else None
-    to = address(sent.group.name, "dead-letter" if one else "dead-letters", id=one)
+    found = sent.group.find_dead(selection)
+    if selection.queue is not None:
+        # A message that is no dead letter any more has no page.
+        to = address(sent.group.name, "queue", name=selection.queue)
+    else:
+        one = wanted.ids[0] if len(wanted.ids) == 1 else None
+        to = address(sent.group.name, "dead-letter" if one else "dead-letters", id=one)
     if action == "discard":
         count = sent.group.discard(selection, sent.operator, reason)
-        return views.done(request, to, f"{_transactions(count)} discarded.")
+        return views.done(request, to, f"{dead_are(count, found)} discarded.")
     replayed = sent.group.replay(selection, sent.operator, reason)
-    what = "queued to be applied again" if selection.queue is None else "in the queue again"
-    text = f"{_transactions(replayed.queued)} {what}."
+    text = f"{dead_are(replayed.queued, found)} {replayed_to(found)}."
     return views.done(request, to, text, replayed.warnings)
 
 

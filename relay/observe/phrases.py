@@ -83,6 +83,11 @@ def dead(selected: FoundDeadLetters) -> str:
     return f"{transactions} and {of_queues}" if messages else transactions
 
 
+def replayed_to(selected: FoundDeadLetters) -> str:
+    """Return where the selected dead letters are once they are replayed."""
+    return "in the queue again" if selected.messages == selected.transactions else "queued"
+
+
 def printable(cell: object, kept: str = "") -> str:
     """Return a cell as text with control characters escaped, except those in `kept`."""
     return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in str(cell))

@@ -24,7 +24,7 @@ from relay.store.connections import Connection
 from relay.store.dead_letters import of_queue, selection
 from relay.store.dead_letters.selection import DeadLetterSelection, WholeDeadTransaction
 from tests.console import Visitor, console_of, served
-from tests.observing import Scrape
+from tests.observing import Scrape, is_good
 from tests.outbox import Outbox, event, host, initialise, relaying, wait_until
 
 ALL = DeadLetterSelection()
@@ -355,6 +355,7 @@ def test_all_who_count_dead_letters_count_the_same(outbox: Outbox, tmp_path: Pat
         watch.close()
     port = free_port()
     with relaying(outbox.settings(observe={"listen": f"127.0.0.1:{port}"})):
+        wait_until(lambda: is_good(port, "/livez"))
         wait_until(lambda: Scrape(port).value(GAUGE, handler="queue:mail") == 3)
         assert Scrape(port).value(GAUGE, handler="projection") == 2
         assert Scrape(port).value(GAUGE, handler="") == 0
@@ -379,7 +380,8 @@ def test_all_who_count_dead_letters_count_the_same(outbox: Outbox, tmp_path: Pat
         sent = visitor.send(
             f"/groups/default/dead-letters/discard?ids={letter}&sink=queue:mail", reason="no use"
         )
-        assert "4 dead letters shown" in sent.text
+        assert "1 message is discarded" in sent.text
+        assert "4 dead letters shown" in visitor.page("/groups/default/dead-letters")
 
 
 def test_pages_of_a_list_pass_each_dead_letter_once(outbox: Outbox) -> None:

@@ -381,7 +381,8 @@ def test_work_queues(outbox: Outbox) -> None:
         assert api.post(f"{path}/resume") == {"changed": False}
         items = api.get(f"{path}/messages", state="enqueued")["items"]
         assert [each["event_id"] for each in items] == ["e2"]
-        visitor.send(f"{G}/queue/replay", name=name, reason="mended")
+        sent = visitor.send(f"{G}/dead-letters/replay?sink=queue:{name}", reason="mended")
+        assert "1 message is in the queue again" in sent.text
         assert api.post(f"{path}/replay") == {"messages": 0}
         assert visitor.client.get(f"{G}/queue?name=other").status_code == 404
         assert outbox.worker.column("select event_id from relay.take('a/b <i>', 2)") == ["e2", "e1"]
@@ -393,8 +394,8 @@ def test_work_queues(outbox: Outbox) -> None:
         assert (unmeant.status_code, unmeant.json()["detail"].partition(":")[0]) == (409, "ids")
         assert api.post(f"{path}/discard", ids=[first, 999]) == {"messages": 1}
         assert "Discard 2 dead letters" in visitor.page(f"{G}/queue/discard?name=a%2Fb%20%3Ci%3E")
-        sent = visitor.send(f"{G}/queue/discard", name=name, reason="no use")
-        assert "2 dead letters of the queue" in sent.text
+        sent = visitor.send(f"{G}/dead-letters/discard?sink=queue:{name}", reason="no use")
+        assert "2 messages are discarded" in sent.text
         assert api.post(f"{path}/discard", all=True) == {"messages": 0}
         assert visitor.client.get(f"{G}/queue/discard?name=other").status_code == 404
         assert outbox.value("select count(*) from relay.queue_dead_letters") == 0

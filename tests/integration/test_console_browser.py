@@ -146,7 +146,7 @@ def test_an_operator_mends_and_replays(outbox: Outbox, browser: Browser) -> None
         outbox.conn.execute("alter table projection drop constraint projection_amount_check")
         browser.type("#replay-reason", "refunds are allowed now")
         browser.click("#replay-form button.primary")
-        browser.wait_text("queued to be applied again", ".flash")
+        browser.wait_text("1 transaction is queued", ".flash")
         # The page reads itself again.
         browser.wait_text("It has been applied.", "#do-area")
         assert "refunds are allowed now" in browser.text("#done-area")
