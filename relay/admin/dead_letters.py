@@ -165,7 +165,7 @@ class DeadLetters:
         queued = array("q")
         with self._conn.transaction():
             if edits is not None:
-                dead_letter_edits.load(self._conn, edits)
+                dead_letter_edits.load(self._conn, edits, selected.wanted.queue)
             for portion, numbers in self._locked(selected):
                 if edits is not None:
                     dead_letter_edits.apply(self._conn, self._group, numbers, reason)

@@ -327,6 +327,24 @@ def test_an_edited_payload_is_what_comes_again(
     assert acts(outbox) == [("edit", kind.sink), ("replay", kind.sink)]
 
 
+def test_an_edited_line_without_its_queue_is_one_of_the_selected_queue(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    """A file by hand has an id and a payload: of two dead letters with one number it meant the target's, in silence."""
+    target, queue = Target(outbox), Queue(outbox)
+    target.die(-1)
+    letter = outbox.value("select id from relay.dead_letter_queue")
+    outbox.conn.execute(f"alter sequence relay.queue_message_ids restart {letter}".encode())
+    queue.die(-2)
+    file = tmp_path / "edited.jsonl"
+    file.write_text(json.dumps({"id": letter, "payload": {"amount": 7}}) + "\n")
+    with opened(queue.settings) as (_, dead):
+        dead.replay(dead.find(DeadLetterSelection(sink="queue:mail")), None, file)
+        assert queue.brought() == [7]
+        dead.replay(dead.find(ALL), None, file)
+    assert target.brought() == [7]
+
+
 def test_a_replay_into_a_paused_queue_waits_there(outbox: Outbox) -> None:
     """OptimalBits/bull#2540: jobs that were retried while their queue was paused ran, or were stuck afterwards."""
     queue = Queue(outbox)

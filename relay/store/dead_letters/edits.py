@@ -22,19 +22,21 @@ _LINES_AT_ONCE = 100
 _MALFORMED = "must be an object with id and payload, as `relay dlq export` writes it"
 
 
-def load(conn: Connection, file: Path) -> None:
+def load(conn: Connection, file: Path, queue: str | None = None) -> None:
     """Load an edited export of `relay dlq export` into a table of the current database transaction.
 
+    A line that does not say whose dead letter it is means one of `queue`, or without it one of the target or a sink.
     Raises ConfigurationError with file and line.
     """
+    otherwise = "" if queue is None else of_queue(queue)
     _create(conn)
     remaining = _lines(file)
     while lines := list(islice(remaining, _LINES_AT_ONCE)):
         try:
-            _store(conn, file, lines)
+            _store(conn, file, lines, otherwise)
         except psycopg.Error:
             for line in lines:
-                _store_one(conn, file, line)
+                _store_one(conn, file, line, otherwise)
     conn.execute("create index on pg_temp.relay_edits (id, line)")
     conn.execute("analyze pg_temp.relay_edits")
 
@@ -115,7 +117,7 @@ def _lines(file: Path) -> Iterator[Line]:
         raise ConfigurationError(f"{file}: is not UTF-8 text") from None
 
 
-def _store(conn: Connection, file: Path, lines: Sequence[Line]) -> None:
+def _store(conn: Connection, file: Path, lines: Sequence[Line], otherwise: str) -> None:
     with conn.transaction():
         malformed = conn.execute(
             """
@@ -125,22 +127,27 @@ def _store(conn: Connection, file: Path, lines: Sequence[Line]) -> None:
             ), stored as (
                 insert into pg_temp.relay_edits
                 select number, (object ->> 'id')::bigint, (object -> 'payload')::text::jsonb,
-                       case when starts_with(object ->> 'sink', %s) then object ->> 'sink' end
+                       case when starts_with(coalesce(object ->> 'sink', %s), %s)
+                            then coalesce(object ->> 'sink', %s) end
                   from edit
                  where json_typeof(object -> 'id') = 'number' and object ->> 'id' ~ '^[0-9]{1,18}$')
             select min(number) from edit
              where json_typeof(object -> 'id') is distinct from 'number' or object ->> 'id' !~ '^[0-9]{1,18}$'
                    or object -> 'payload' is null
             """,
-            ([number for number, _ in lines], [line for _, line in lines], of_queue("")),
+            (
+                [number for number, _ in lines],
+                [line for _, line in lines],
+                *(otherwise, of_queue(""), otherwise),
+            ),
         ).fetchall()[0][0]
     if malformed is not None:
         raise ConfigurationError(f"{file}:{malformed}: {_MALFORMED}")
 
 
-def _store_one(conn: Connection, file: Path, line: Line) -> None:
+def _store_one(conn: Connection, file: Path, line: Line, otherwise: str) -> None:
     try:
-        _store(conn, file, [line])
+        _store(conn, file, [line], otherwise)
     except psycopg.DataError as error:
         what = error.diag.message_primary or "is not text that PostgreSQL accepts"
         raise ConfigurationError(f"{file}:{line[0]}: is not JSON: {what}") from None
