@@ -43,7 +43,7 @@ from relay.queues.filling import FIELDS, QUEUES, Filling
 from relay.retention import reader_positions
 from relay.runtime.parts import SOON_SECONDS, Condition, Recurring
 from relay.source.outbox.cursor import Cursor
-from relay.source.outbox.differences import Difference, array, condition, cut
+from relay.source.outbox.differences import Difference, condition, cut, has_rows, without
 from relay.source.outbox.rows import not_received, prepare_reading
 from relay.source.outbox.selection import Unread, Wanted, everywhere, whole
 from relay.source.outbox.unread import AppliedPosition, applied_at
@@ -197,6 +197,7 @@ class _Filler:
         self._group = settings.group
         self._target = target
         self._is_stopping = is_stopping
+        self._table = sql.Identifier(*settings.source.table_name)
         self._router = BatchRouter(settings)
         self._upcaster = Upcasting(registered(settings.events))
         self._conditions = Conditions(FIELDS)
@@ -344,9 +345,8 @@ class _Filler:
         """Whether a difference has so many rows."""
         if between.is_empty:
             return False
-        table = sql.Identifier(*self._settings.source.table_name)
         with self._source.connection() as source:
-            _, count = cut(source, table, between, rows)
+            _, count = cut(source, self._table, between, rows)
         return count >= rows
 
     def _rest(self, fill: QueueFill, applied: _Applied) -> Iterator[Share]:
@@ -369,19 +369,14 @@ class _Filler:
         between = Difference(applied.oldest, fill.seen)
         if between.is_empty:
             return False
+        earlier = sql.SQL("{} and {} < {} and {}").format(
+            condition(between),
+            sql.Identifier(self._settings.source.mapping["c_offset"]),
+            fill.from_offset,
+            without(applied.xids.tolist()),
+        )
         with self._source.connection() as source:
-            found = source.execute(
-                sql.SQL("select from {} where {} and {} < {} and {} <> all ({}) limit 1").format(
-                    sql.Identifier(*self._settings.source.table_name),
-                    condition(between),
-                    sql.Identifier(self._settings.source.mapping["c_offset"]),
-                    fill.from_offset,
-                    sql.Identifier("c_xid"),
-                    array(applied.xids.tolist(), "xid8"),
-                ),
-                prepare=False,
-            )
-        return bool(found.rowcount)
+            return has_rows(source, self._table, earlier)
 
     # What both put in.
 

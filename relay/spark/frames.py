@@ -24,7 +24,7 @@ from relay.model import headers
 from relay.model.events import FIELDS, INSERTED_BY, SQL_TYPES, timestamp
 from relay.model.snapshots import XID_CYCLE
 from relay.pipeline.routing import RouteRules, Values
-from relay.source.outbox.differences import XID, Difference, array, condition
+from relay.source.outbox.differences import XID, Difference, condition, without
 from relay.spark import pruning
 from relay.spark.descriptions import of_function, safe_description
 from relay.spark.reading import PARTITION, MappedTable, TaskPortion, by_xid, map_type, read
@@ -135,11 +135,7 @@ def left_out(table: MappedTable, contents: Contents) -> sql.Composable | None:
     offset = sql.Identifier(table.mapping["c_offset"])
     wanted: list[sql.Composable] = []
     if contents.left_out:
-        wanted.append(
-            sql.SQL("({0} is null or {0} <> all({1}))").format(
-                XID, array(contents.left_out, "xid8")
-            )
-        )
+        wanted.append(without(contents.left_out))
     if contents.polled_offset != BEFORE_FIRST:
         wanted.append(
             sql.SQL(

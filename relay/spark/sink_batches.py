@@ -21,6 +21,7 @@ from relay.model.events import EVENT_FIELDS, SQL_TYPES, Event
 from relay.model.transactions import Routed, Undecoded
 from relay.pipeline.deferral import Ordering
 from relay.pipeline.routing import BatchRouter
+from relay.source.outbox import differences
 from relay.source.outbox.cursor import Cursor
 from relay.source.outbox.differences import XID, Difference, array, cut
 from relay.source.outbox.selection import whole
@@ -110,13 +111,7 @@ def has_rows(source: Connection, table: MappedTable, contents: Contents) -> bool
     """Whether a batch's difference has rows that are not left out of it. Raises psycopg.Error."""
     if frames.left_out(table, contents) is None:
         return True
-    cursor = source.execute(
-        sql.SQL("select from {} where {} limit 1").format(
-            table.identifier, frames.rows_of(table, contents)
-        ),
-        prepare=False,
-    )
-    return cursor.rowcount > 0
+    return differences.has_rows(source, table.identifier, frames.rows_of(table, contents))
 
 
 def published(

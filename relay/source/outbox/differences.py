@@ -57,6 +57,17 @@ def condition(difference: Difference) -> sql.Composed:
     return rows
 
 
+def without(xids: Iterable[int]) -> sql.Composed:
+    """The condition on rows that are not of some transactions (full xids)."""
+    return sql.SQL("({0} is null or {0} <> all ({1}))").format(XID, array(xids, "xid8"))
+
+
+def has_rows(conn: Connection, table: sql.Composable, where: sql.Composable) -> bool:
+    """Whether an outbox has a row of some difference, with conditions of the reader. Raises psycopg.Error."""
+    query = sql.SQL("select from {} where {} limit 1").format(table, where)
+    return conn.execute(query, prepare=False).rowcount > 0
+
+
 def cut(
     conn: Connection, table: sql.Composable, between: Difference, max_rows: int
 ) -> tuple[Snapshot, int]:

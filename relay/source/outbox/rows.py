@@ -30,7 +30,7 @@ from relay.source.decode.grouping import Grouping
 from relay.source.decode.layout import Layout, polled, require_contents
 from relay.source.decode.pgoutput import encode_tuple
 from relay.source.decode.translation import Encoding, Translation
-from relay.source.outbox.differences import Difference, array, condition
+from relay.source.outbox.differences import Difference, array, condition, has_rows
 from relay.source.outbox.selection import Wanted
 from relay.source.outbox.table import OutboxTable, refused
 from relay.source.outbox.visibility import require_visible
@@ -93,9 +93,8 @@ class OutboxRows(OutboxTable):
 
     def is_empty(self, conn: Connection, between: Difference) -> bool:
         """Whether a difference has no rows."""
-        query = sql.SQL("select from {} where {} limit 1").format(self._table, condition(between))
         with self._refused(conn):
-            return not conn.execute(query, prepare=False).rowcount
+            return not has_rows(conn, self._table, condition(between))
 
     def inserted(self, conn: Connection, between: Difference) -> tuple[RowCounts, RowCounts]:
         """How many rows of each transaction of a difference lie as it has inserted them, and how many have its c_xid.
