@@ -13,6 +13,7 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.events import Event
 from relay.pipeline.routing import RouteRules
+from relay.source.outbox.applied import ReadPosition, position_of_sink, position_of_target
 from relay.source.outbox.search import (
     SHOWN,
     EventPage,
@@ -20,12 +21,7 @@ from relay.source.outbox.search import (
     EventSearch,
     SearchedOutbox,
 )
-from relay.source.outbox.unread import (
-    ReadPosition,
-    UnreadRows,
-    position_of_sink,
-    position_of_target,
-)
+from relay.source.outbox.unread import UnreadRows
 from relay.store import event_states
 from relay.store.connections import Connection
 from relay.store.event_states import EventAction, StoredState

@@ -21,15 +21,15 @@ from relay.model.transactions import Transactions
 from relay.model.tuples import Walked
 from relay.retention import reader_positions
 from relay.runtime.reporting import ProgressReport, silent
-from relay.source.outbox.table import OutboxTable
-from relay.source.outbox.unread import (
+from relay.source.outbox.applied import (
     AppliedPosition,
-    Backlog,
+    BrokenChain,
     ReadPosition,
-    UnreadRows,
     applied_in,
     position_of_target,
 )
+from relay.source.outbox.table import OutboxTable
+from relay.source.outbox.unread import Backlog, UnreadRows
 from relay.source.recognition import Recognition
 from relay.source.server import durable_position
 from relay.source.stream.receiver import commits_after
@@ -182,7 +182,7 @@ class PartitionStatus:
 class OffsetsMove:
     """The effect of a seek: how many rows are delivered `again`, and how many are `skipped`.
 
-    Both are None if only the WAL is read, which does not show them. `given_up` counts the dead and deferred
+    Both are None if only the WAL is read, which does not show them, and where the positions are unknown. `given_up` counts the dead and deferred
     transactions that are discarded, since they are delivered again. `sinks` move to the goal, too.
     """
 
@@ -228,7 +228,14 @@ def plan_seek(settings: Settings, to: str, partition: int | None) -> OffsetsMove
         positions = offsets.initialised(target, group)
         offsets.require_partition_count(len(positions), group, settings.partitions)
         chosen = _chosen(settings, positions, partition)
-        before = ReadPosition(applied_in(target, group, partition), snapshots.noted(target, group))
+        try:
+            applied = applied_in(target, group, partition)
+        except BrokenChain:
+            if partition is not None:
+                raise
+            # This repairs it; what was applied is not known.
+            applied = []
+        before = ReadPosition(applied, snapshots.noted(target, group))
         with reach_source(settings) as source:
             goal = find_goal(settings, source, OutboxTable(settings), to)
             moved_sinks = (

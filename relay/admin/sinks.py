@@ -19,8 +19,9 @@ from relay.admin.status import reading_outbox
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError, Unreachable
 from relay.retention import reader_positions
+from relay.source.outbox.applied import ReadPosition, position_of_sink
 from relay.source.outbox.table import OutboxTable
-from relay.source.outbox.unread import Backlog, ReadPosition, UnreadRows, position_of_sink
+from relay.source.outbox.unread import Backlog, UnreadRows
 from relay.store import (
     actions,
     activity,

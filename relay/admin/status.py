@@ -22,14 +22,13 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError, RelayError, Unreachable, describe, first_line
 from relay.model.json_fields import json_fields
 from relay.retention import partitions, reader_positions
-from relay.source.outbox.unread import (
+from relay.source.outbox.applied import (
     AppliedPosition,
-    Backlog,
     ReadPosition,
-    UnreadRows,
     position_of_sink,
     position_of_target,
 )
+from relay.source.outbox.unread import Backlog, UnreadRows
 from relay.source.stream.slot import SlotState, oldest_open, slot_reader, slot_state
 from relay.store import (
     activity,

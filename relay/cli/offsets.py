@@ -64,7 +64,7 @@ def offsets_seek(
         report("counting what this affects")
         move = plan_seek(settings, to, partition)
     effect = (
-        "the WAL does not show how many events this affects"
+        "nothing shows how many events this affects"
         if move.again is None
         else f"{counted(move.again, 'event', 'events')} will be delivered again, {move.skipped} will be skipped"
     )

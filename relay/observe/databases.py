@@ -22,7 +22,8 @@ from relay.config.settings import Settings
 from relay.faults import describe, kind_of, spoils_session
 from relay.model.events import Lsn
 from relay.runtime.threads import Thread
-from relay.source.outbox.unread import Backlog, UnreadRows, position_of_sink, position_of_target
+from relay.source.outbox.applied import position_of_sink, position_of_target
+from relay.source.outbox.unread import Backlog, UnreadRows
 from relay.source.stream.slot import SlotState, slot_state
 from relay.store import (
     clock,

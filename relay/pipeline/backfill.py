@@ -42,11 +42,11 @@ from relay.queues.declared import Declared, DeclaredQueue, QueueFault, route_to,
 from relay.queues.filling import FIELDS, QUEUES, Filling
 from relay.retention import reader_positions
 from relay.runtime.parts import SOON_SECONDS, Condition, Recurring
+from relay.source.outbox.applied import AppliedPosition, applied_at
 from relay.source.outbox.cursor import Cursor
 from relay.source.outbox.differences import Difference, condition, cut, has_rows, without
 from relay.source.outbox.rows import not_received, prepare_reading
 from relay.source.outbox.selection import Unread, Wanted, everywhere, whole
-from relay.source.outbox.unread import AppliedPosition, applied_at
 from relay.source.outbox.visibility import require_visible
 from relay.source.server import durable_position
 from relay.source.witnesses import cover, require_history

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -16,11 +16,14 @@ import pytest
 from relay.admin import offsets as moves
 from relay.admin.offsets import repartition
 from relay.config.settings import Settings
-from relay.faults import ConfigurationError
+from relay.faults import ConfigurationError, RelayError
 from relay.model.events import Lsn
 from relay.model.transactions import Transactions
+from relay.pipeline.backfill import _Filler
 from relay.source import hybrid
 from relay.source.stream.receiver import commits_after
+from relay.store import queue_fills
+from relay.store.connections import connect
 from relay.store.positions import offsets, snapshots
 from tests.outbox import (
     DEFER,
@@ -456,3 +459,33 @@ def test_times_that_python_does_not_know_do_not_keep_offsets_from_being_shown(
         outbox.publish(host(1), event(1))
         outbox.conn.execute("update outbox_message_t set event_ts = %s", (moment,))
         assert sum(each.unread or 0 for each in moves.positions(outbox.settings())) > 0
+
+
+def test_positions_without_their_snapshot_are_told_by_whoever_reads_them_and_a_seek_repairs_them(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    """One of two tables of the target was restored without the other."""
+    config = outbox.config_file(tmp_path / "relay.yaml")
+    outbox.publish(host(1), event(1))
+    outbox.drain(outbox.settings())
+    outbox.worker.execute("select relay.declare_queue('mail', start => 'beginning')")
+    outbox.conn.execute("update relay.snapshots set id = id + 1000")
+    published = outbox.value("select id::text from outbox_message_t")
+    for command in (("status",), ("offsets", "show"), ("event", published)):
+        told = relay(*command, "--config", str(config))
+        assert told.returncode == 1
+        assert "which relay.snapshots does not have" in f"{told.stdout}{told.stderr}"
+        assert "Traceback" not in told.stderr
+    (fill,) = queue_fills.open_fills(outbox.conn, "default")
+    with (
+        closing(connect(outbox.relay_dsn)) as target,
+        closing(_Filler(outbox.settings(), target, lambda: False)) as filler,
+        pytest.raises(RelayError, match=r"which relay\.snapshots does not have"),
+    ):
+        filler.fill(fill)
+    moved = relay("offsets", "seek", "--to", "end", "--yes", "--config", str(config))
+    assert moved.returncode == 0, moved.stderr
+    assert "nothing shows how many events this affects" in moved.stdout
+    outbox.publish(host(1), event(2))
+    outbox.drain(outbox.settings())
+    assert outbox.column("select amount from projection order by seq") == [1, 2]

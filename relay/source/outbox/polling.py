@@ -28,6 +28,7 @@ from relay.model.snapshots import RowCounts, Xids
 from relay.model.transactions import Transactions
 from relay.runtime.parts import SOON_SECONDS, Condition, Due, Heartbeat, Part
 from relay.runtime.retry import RetryUntilSuccess
+from relay.source.outbox.applied import index_of
 from relay.source.outbox.cursor import Cursor
 from relay.source.outbox.differences import Difference
 from relay.source.outbox.interval import Interval
@@ -336,8 +337,8 @@ class Poller:
         if not links:
             raise _unchained(self._settings)
         own = [c.snapshot_id or 0 for c in positions if c.partition_id in self._own]
-        oldest = links[_index(links, min(c.snapshot_id or 0 for c in positions))]
-        before = links[_index(links, min(own))]
+        oldest = links[index_of(links, min(c.snapshot_id or 0 for c in positions))]
+        before = links[index_of(links, min(own))]
         with self._source.connection() as source:
             self._recognition.follow_polled(source, origin)
             self._require_marked(source)
@@ -349,7 +350,7 @@ class Poller:
             if opened is None:
                 return None
             links.append(opened)
-        after = links[_index(links, before.id) + 1]
+        after = links[index_of(links, before.id) + 1]
         polled = min(c.polled_offset for c in positions if c.snapshot_id == before.id)
         between = Difference(before.snapshot, after.snapshot)
         most = GUARDED_EVENTS if self._guarded_events > 0 else None
@@ -550,18 +551,6 @@ def note_mode(settings: Settings, mode: str, reason: str | None, began: bool = T
             groups.note_mode(conn, settings.group, mode, reason, began)
     except psycopg.Error as error:
         log.debug("cannot note the mode", extra={"fault": describe(error)})
-
-
-def _index(links: Sequence[ChainLink], number: int) -> int:
-    """The index of the snapshot with that number. Raises RelayError if there is none."""
-    for index, link in enumerate(links):
-        if link.id == number:
-            return index
-    raise RelayError(
-        f"relay.positions: a partition is at snapshot {number}, which relay.snapshots does not have: one of "
-        "the tables was changed or restored without the other: restore both, or set with `relay offsets seek` where "
-        "relay is to continue"
-    )
 
 
 def _unchained(settings: Settings) -> ConfigurationError:
