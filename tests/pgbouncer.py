@@ -47,7 +47,7 @@ def pooled(dsn: str, mode: str = "transaction", sessions: int = 4) -> Iterator[s
             host="127.0.0.1", port=port, dbname=server["dbname"], user=server.get("user")
         )
         try:
-            wait_until(lambda: _answers(through), 10)
+            wait_until(lambda: _answers(through))
             yield through
         finally:
             process.kill()

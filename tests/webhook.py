@@ -53,6 +53,16 @@ class Answer:
 Answers = Callable[[dict[str, str], bytes], Answer]
 
 
+def hanging_until(let_go: threading.Event, status: int = 204) -> Answers:
+    """Answers nothing before `let_go`."""
+
+    def answer(_: dict[str, str], __: bytes) -> Answer:
+        let_go.wait(60)
+        return Answer(status)
+
+    return answer
+
+
 class _Server(ThreadingHTTPServer):
     request_queue_size = 1_000
 

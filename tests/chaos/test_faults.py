@@ -112,7 +112,7 @@ def test_the_target_is_down_for_a_while(outbox: Outbox, killable_server: Server)
         outbox.fill(200)
         # Longer than every time-out of the pool and of the connection attempts together.
         with pytest.raises(AssertionError, match="not within"):
-            wait_until(lambda: outbox.confirmed(down), 20)
+            wait_until(lambda: outbox.confirmed(down))
         killable_server.start()
         outbox.wait_drained(120)
     with Outbox(target) as effects:

@@ -116,15 +116,14 @@ def test_a_batch_that_waits_to_be_full_delays_no_stop() -> None:
         async def never(numbers: list[int]) -> Results:
             raise AssertionError
 
-        found = Run(never, max_wait=4)
+        found = Run(never, max_wait=600)
         for each in range(5):
             found.dispatcher.submit(delivery(each, "a"))
         await asyncio.sleep(0.01)
-        began = time.monotonic()
         found.dispatcher.pause()
-        await found.dispatcher.wait_idle()
-        await found.dispatcher.close()
-        assert time.monotonic() - began < 1
+        async with asyncio.timeout(60):
+            await found.dispatcher.wait_idle()
+            await found.dispatcher.close()
         # They stay in the log.
         assert len(found.dispatcher.pending) == 5
         assert not found.dispositions

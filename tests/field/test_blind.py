@@ -129,9 +129,9 @@ def test_an_outage_of_the_target_is_logged_again_and_its_end_too(
         outbox.publish(host(1), event(1))
         wait_until(lambda: "streaming" in caplog.messages)
         apart.allow(False)
-        wait_until(lambda: caplog.messages.count("the target cannot be used") > 2, 20)
+        wait_until(lambda: caplog.messages.count("the target cannot be used") > 2)
         apart.allow(True)
-        wait_until(lambda: "the target can be used again" in caplog.messages, 20)
+        wait_until(lambda: "the target can be used again" in caplog.messages)
 
 
 def test_a_locked_table_of_the_target_is_named(outbox: Outbox) -> None:
@@ -227,7 +227,7 @@ def test_a_lag_that_cannot_be_counted_is_not_zero(
         wait_until(lambda: lag() == 0)
         with psycopg.connect(outbox.superuser_dsn) as other:
             other.execute("lock table relay.positions in access exclusive mode")
-            wait_until(lambda: lag() is None, 20)
+            wait_until(lambda: lag() is None)
     finally:
         found.close()
 

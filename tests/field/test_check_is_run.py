@@ -414,7 +414,7 @@ def test_relay_waits_at_its_start_for_a_target_that_is_read_only(
             require(settings)
         outbox.publish(host(1), event())
         with relaying(settings):
-            wait_until(lambda: "the target cannot be used" in caplog.text, 20)
+            wait_until(lambda: "the target cannot be used" in caplog.text)
             outbox.conn.execute(f"alter role {name} reset default_transaction_read_only".encode())
             outbox.wait_drained()
         assert outbox.handled() + len(webhook.ids()) == 1

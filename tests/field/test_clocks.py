@@ -91,8 +91,8 @@ def test_events_are_due_by_the_databases_clock(
             outbox.publish(host(1), event(1, deliver_at=in_seconds(outbox, 300)))
             outbox.publish(host(2), event(2, deliver_at=in_seconds(outbox, 1)))
             outbox.publish(host(3), event(3, deliver_at=in_seconds(outbox, -300)))
-            wait_until(lambda: len(webhook.accepted) == 2, 10)
-            wait_until(lambda: outbox.value("select count(*) from projection") == 2, 10)
+            wait_until(lambda: len(webhook.accepted) == 2)
+            wait_until(lambda: outbox.value("select count(*) from projection") == 2)
             due = "select sink from relay.deferred where retry_at > now() + interval '4 minutes'"
             assert sorted(outbox.column(due)) == ["", "hook"]
     assert sorted(outbox.column("select amount from projection")) == [2, 3]

@@ -171,7 +171,7 @@ def test_a_nats_server_that_is_cut_off_is_left_after_a_while(answer: str) -> Non
             while stream.connections == 1:
                 with pytest.raises(Undelivered):
                     await sink.deliver(transaction(make_event(1)))
-                assert time.monotonic() - began < 5
+                assert time.monotonic() - began < 60
                 await asyncio.sleep(0.02)
 
         using(deliver, type="nats", servers=[stream.url], timeout=0.5)

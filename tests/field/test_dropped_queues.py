@@ -30,7 +30,7 @@ def test_a_queue_is_dropped_while_a_worker_has_a_message(outbox: Outbox) -> None
         dropping = Thread(target=_drop, args=(outbox.worker_dsn,))
         dropping.start()
         try:
-            wait_until(lambda: outbox.value(_WAITS), 20)
+            wait_until(lambda: outbox.value(_WAITS))
             for number in range(8):
                 outbox.publish(host(number), event())
             outbox.wait_handled()

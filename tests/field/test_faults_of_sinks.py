@@ -98,8 +98,8 @@ def test_what_a_sink_raises_concerns_its_event_only(
     with relaying(outbox.settings(**config)):
         for number in range(10):
             outbox.publish(host(number), event(number))
-        wait_until(lambda: outbox.value("select count(*) from relay.dead_letter_queue") == 8, 20)
-        wait_until(lambda: outbox.value("select sum(confirmed) from relay.sink_activity") == 2, 20)
+        wait_until(lambda: outbox.value("select count(*) from relay.dead_letter_queue") == 8)
+        wait_until(lambda: outbox.value("select sum(confirmed) from relay.sink_activity") == 2)
     amounts = "select (payload->>'amount')::int as amount from relay.dead_letter_queue order by 1"
     assert outbox.column(amounts) == [*range(8)]
 
@@ -121,8 +121,8 @@ def test_a_handler_is_stopped_by_faults_whose_text_no_table_takes(
     with relaying(outbox.settings(**config)):
         for number in range(4):
             outbox.publish(host(number), event(number))
-        wait_until(lambda: outbox.value("select count(*) from relay.dead_letter_queue") == 2, 20)
-        wait_until(lambda: outbox.value("select count(*) from relay.brakes") == 1, 20)
+        wait_until(lambda: outbox.value("select count(*) from relay.dead_letter_queue") == 2)
+        wait_until(lambda: outbox.value("select count(*) from relay.brakes") == 1)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_target_takes_what_its_encoding_lacks(
                 for number in range(3):
                     outbox.publish(host(number), event(number))
                 for query in queries:
-                    wait_until(partial(target.value, query), 20)
+                    wait_until(partial(target.value, query))
     finally:
         server.drop_database(name)
 
@@ -191,5 +191,5 @@ def test_a_python_handler_is_stopped_by_such_a_fault_too(outbox: Outbox) -> None
         for number in range(4):
             outbox.publish(host(number), event(number))
         query = "select length(sample_exception) from relay.brakes where braked_at is not null"
-        wait_until(lambda: outbox.column(query) != [], 20)
+        wait_until(lambda: outbox.column(query) != [])
         assert 30 < outbox.column(query)[0] < 20_000

@@ -107,7 +107,7 @@ def test_nesting_has_a_limit_that_costs_no_memory() -> None:
     began = time.monotonic()
     with pytest.raises(ValueError, match="nested too deeply"):
         exact_json.loads("[" * 10_000_000)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity", "[NaN]"])

@@ -119,7 +119,7 @@ def test_a_session_that_cannot_be_prepared_is_closed(outbox: Outbox) -> None:
         for _ in range(3):
             with pytest.raises(psycopg.errors.DivisionByZero), pool.connection():
                 pass
-        wait_until(lambda: outbox.value(f"select count(*) {_OF_RELAY}") == 0, 5)
+        wait_until(lambda: outbox.value(f"select count(*) {_OF_RELAY}") == 0)
     finally:
         pool.close()
 

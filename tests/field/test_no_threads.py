@@ -60,7 +60,7 @@ def test_relay_goes_on_once_there_are_threads_again(
     limit.refuses = at_start
     with relaying(settings) as service:
         if at_start:
-            wait_until(lambda: limit.refused > 1, 20)
+            wait_until(lambda: limit.refused > 1)
             limit.refuses = False
         outbox.publish(host(0), event(0))
         outbox.wait_handled()
@@ -68,7 +68,7 @@ def test_relay_goes_on_once_there_are_threads_again(
         with outbox.conn.transaction():
             for number in range(400):
                 outbox.publish(host(number), event(number))
-        wait_until(lambda: limit.refused > 1, 20)
+        wait_until(lambda: limit.refused > 1)
         assert service.error is None
         limit.refuses = False
         outbox.wait_handled(60)

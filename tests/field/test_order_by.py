@@ -184,5 +184,5 @@ def test_a_stop_lets_nothing_overtake_what_was_queued_before(outbox: Outbox, mod
             wait_until(lambda: amounts(webhook) == [3])
         webhook.answers = lambda headers, body: Answer()
         with relaying(settings):
-            wait_until(lambda: len(amounts(webhook)) >= 3, 10)
+            wait_until(lambda: len(amounts(webhook)) >= 3)
         assert amounts(webhook) == [3, 1, 2]

@@ -72,7 +72,7 @@ def applied(outbox: Outbox) -> list[int]:
 
 
 def wait_applied(outbox: Outbox, *numbers: int) -> None:
-    wait_until(lambda: len(applied(outbox)) >= len(numbers), 20)
+    wait_until(lambda: len(applied(outbox)) >= len(numbers))
     assert applied(outbox) == sorted(numbers)
 
 
@@ -132,7 +132,7 @@ def test_children_that_come_while_relay_streams_are_polled(own: Outbox) -> None:
         publish(own, 2, table="child")
         publish(own, 3)
         wait_applied(own, 1, 2, 3)
-        wait_until(lambda: "child, which inherits" in (service._source.state().reason or ""), 20)
+        wait_until(lambda: "child, which inherits" in (service._source.state().reason or ""))
         publish(own, 4, table="child")
         wait_applied(own, 1, 2, 3, 4)
 
@@ -216,7 +216,7 @@ def test_an_outbox_that_was_taken_out_and_put_back_ends_mode_wal(own: Outbox) ->
         wait_applied(own, 1)
         source = service._source
         assert isinstance(source, hybrid.StreamSource)
-        wait_until(lambda: source._audit.membership is not None, 20)
+        wait_until(lambda: source._audit.membership is not None)
         own.conn.execute(spoil_table(own).encode())
         publish(own, 2)
         own.conn.execute(f'alter publication "{own.slot}" add table own'.encode())
@@ -312,7 +312,7 @@ def test_rows_that_were_committed_before_their_table_was_attached_are_polled_unl
     expected = [1, 3] if is_seen else [1, 2, 3]
     with relaying(settings):
         publish(own, 3, part="b")
-        wait_until(lambda: set(expected) <= set(applied(own)), 20)
+        wait_until(lambda: set(expected) <= set(applied(own)))
         own.wait_drained()
         own.wait_compared()
     assert applied(own) == expected
@@ -344,7 +344,7 @@ def test_what_a_savepoint_hides_is_said(own: Outbox, caplog: pytest.LogCaptureFi
                 own.conn.execute("create table own_b (like own including all)")
                 publish(own, 3, part="b", table="own_b")
                 own.conn.execute("alter table own attach partition own_b for values in ('b')")
-        wait_until(lambda: "a table was attached within a savepoint" in caplog.text, 20)
+        wait_until(lambda: "a table was attached within a savepoint" in caplog.text)
 
 
 def test_a_copy_with_the_xid_of_another_commit_makes_none_partial(own: Outbox) -> None:
@@ -359,7 +359,7 @@ def test_a_copy_with_the_xid_of_another_commit_makes_none_partial(own: Outbox) -
                 "insert into own (host_id, payload, c_xid)"
                 " select host_id, payload, c_xid from own order by c_offset desc limit 1"
             )
-        wait_until(lambda: len(applied(own)) >= 5, 20)
+        wait_until(lambda: len(applied(own)) >= 5)
         own.wait_drained()
         own.wait_compared()
     assert applied(own) == [1, 2, 3, 4, 5]

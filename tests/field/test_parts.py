@@ -176,7 +176,7 @@ def test_a_listener_that_cannot_listen_is_shown(monkeypatch: pytest.MonkeyPatch)
     condition = Condition("listener", logging.getLogger("relay"), "cannot listen", "listens again")
     listens = interval.Listener("host=/nowhere", lambda: None, condition)
     try:
-        wait_until(lambda: condition.fault is not None, 5)
+        wait_until(lambda: condition.fault is not None)
     finally:
         listens.close()
 
@@ -199,7 +199,7 @@ def test_an_audit_that_is_cancelled_again_and_again_is_shown(
             wait_until(lambda: "audit" in failing(settings), 30)
             assert "lock timeout" in failing(settings)["audit"]
             assert "the stream cannot be compared with the outbox" in caplog.messages
-            wait_until(lambda: Scrape(port).value("relay_part_failing", part="audit") == 1, 10)
+            wait_until(lambda: Scrape(port).value("relay_part_failing", part="audit") == 1)
             assert "audit: note: fails for" in ask(port, "/readyz").text
         wait_until(lambda: failing(settings) == {}, 30)
 
@@ -250,7 +250,7 @@ def test_a_spark_session_that_cannot_be_built_is_shown(
     )
     with relaying(settings):
         wait_until(lambda: failing(settings) == {"spark": "RuntimeError: no master answers"})
-        wait_until(lambda: Scrape(port).value("relay_part_failing", part="spark") == 1, 10)
+        wait_until(lambda: Scrape(port).value("relay_part_failing", part="spark") == 1)
         (line,) = (line for line in ask(port, "/readyz").text.splitlines() if "spark" in line)
         assert "spark: note: no session can be built for" in line
         assert line.endswith("s: RuntimeError: no master answers")
@@ -373,8 +373,8 @@ def test_a_spark_sink_that_cannot_write_is_shown(
     with relaying(settings):
         wait_until(lambda: "sink lake" in failing(settings))
         assert failing(settings)["sink lake"].startswith("RuntimeError")
-        wait_until(lambda: Scrape(port).value("relay_part_failing", part="sink lake") == 1, 10)
-        wait_until(lambda: "sink lake: note: fails for" in ask(port, "/readyz").text, 10)
+        wait_until(lambda: Scrape(port).value("relay_part_failing", part="sink lake") == 1)
+        wait_until(lambda: "sink lake: note: fails for" in ask(port, "/readyz").text)
         assert ask(port, "/readyz").text.count("sink lake") == 1
         assert caplog.messages.count("handlers.lake: cannot write with Spark yet") == 1
         assert "s3cret" not in caplog.text
@@ -416,7 +416,7 @@ def test_a_part_that_cannot_be_closed_leaves_no_other_open(
     with pytest.raises(KeyError, match="a defect"):
         service.run()
     stopping.join(10)
-    wait_until(lambda: left_open(outbox) == [[], [], []], 10)
+    wait_until(lambda: left_open(outbox) == [[], [], []])
     monkeypatch.undo()
     with relaying(outbox.settings()):
         outbox.publish(host(1), event(2))
@@ -433,7 +433,7 @@ def test_a_part_that_cannot_start_leaves_no_other_open(
     monkeypatch.setattr(Sinks, "start", start)
     with pytest.raises(KeyError, match="a defect"):
         Service(outbox.settings()).run()
-    wait_until(lambda: left_open(outbox) == [[], [], []], 10)
+    wait_until(lambda: left_open(outbox) == [[], [], []])
 
 
 def test_what_a_stop_causes_is_no_fault_of_a_part(caplog: pytest.LogCaptureFixture) -> None:

@@ -99,7 +99,7 @@ def test_a_message_that_python_cannot_read_is_a_dead_letter(
         handled.append(message.payload)
 
     with working(worker):
-        wait_until(lambda: [state[:2] for state in states(outbox)] == [("dead", 3)], 20)
+        wait_until(lambda: [state[:2] for state in states(outbox)] == [("dead", 3)])
     assert handled == [1]
 
 
@@ -135,7 +135,7 @@ def test_whatever_a_handler_raises_is_noted(
         raise error
 
     with working(worker):
-        wait_until(lambda: states(outbox) == [("retry", 1, text)], 20)
+        wait_until(lambda: states(outbox) == [("retry", 1, text)])
 
 
 @every_database
@@ -426,7 +426,7 @@ def test_a_role_with_timeouts_ends_what_exceeds_them(outbox: Outbox) -> None:
         await conn.execute("insert into done values (%s)", (json.dumps(message.payload),))
 
     with working(worker):
-        wait_until(lambda: [state[:2] for state in states(outbox)] == [("dead", 3)], 20)
+        wait_until(lambda: [state[:2] for state in states(outbox)] == [("dead", 3)])
     assert outbox.column("select payload from done") == [2]
     ((*_, error),) = states(outbox)
     assert error is not None
@@ -460,4 +460,4 @@ def test_what_a_handler_has_said_counts_also_where_its_connection_is_lost(outbox
         raise Fail("no such address")
 
     with working(worker):
-        wait_until(lambda: states(outbox) == [("dead", 1, "Fail: no such address")], 20)
+        wait_until(lambda: states(outbox) == [("dead", 1, "Fail: no such address")])

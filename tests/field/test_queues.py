@@ -79,7 +79,7 @@ def test_a_clock_that_goes_back_hides_no_message(queue: Outbox, ahead: str, how:
         "true",
         "retry",
     )
-    wait_until(lambda: ids(queue.conn, "take('mail')") == [number], 10)
+    wait_until(lambda: ids(queue.conn, "take('mail')") == [number])
 
 
 def test_a_mark_of_a_clock_that_was_ahead_does_not_come_back(queue: Outbox) -> None:
@@ -197,7 +197,7 @@ def test_what_a_dead_worker_had_is_taken_by_any_other(queue: Outbox) -> None:
     """riverqueue/river#1258, #773, janbjorge/pgqueuer#475, procrastinate#1518, #307: nobody had it or took it."""
     (number,) = enqueue(queue, "")
     assert ids(queue.conn, "lease('mail', 1, '50 ms')") == [number]
-    wait_until(lambda: ids(queue.conn, "lease('mail', 1, '1 hour')") == [number], 10)
+    wait_until(lambda: ids(queue.conn, "lease('mail', 1, '1 hour')") == [number])
     assert items(queue) == [(number, "leased", 2)]
 
 
@@ -217,7 +217,7 @@ def test_an_exhausted_message_lets_its_key_go_on(outbox: Outbox) -> None:
     declare(outbox, "user", attempts=1)
     first, second = enqueue(outbox, "a", "a")
     assert ids(outbox.worker, "lease('mail', 1, '0 s')") == [first]
-    wait_until(lambda: ids(outbox.worker, "lease('mail', 1, '1 hour')") == [second], 10)
+    wait_until(lambda: ids(outbox.worker, "lease('mail', 1, '1 hour')") == [second])
     assert items(outbox)[0] == (first, "dead", 1)
 
 

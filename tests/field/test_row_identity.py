@@ -73,7 +73,7 @@ def applied(outbox: Outbox) -> list[int]:
 
 
 def wait_applied(outbox: Outbox, *numbers: int) -> None:
-    wait_until(lambda: len(applied(outbox)) >= len(numbers), 20)
+    wait_until(lambda: len(applied(outbox)) >= len(numbers))
     assert applied(outbox) == sorted(numbers)
 
 
@@ -169,7 +169,7 @@ def test_a_sink_reads_rows_from_before_relay_whatever_their_numbers_are(own: Out
         )
         own.install_again(settings)
         with relaying(settings):
-            wait_until(lambda: len(endpoint.ids()) == 5, 20)
+            wait_until(lambda: len(endpoint.ids()) == 5)
 
 
 @pytest.mark.parametrize("offsets", ["sequence", "gapless"])
@@ -214,7 +214,7 @@ def test_a_forged_xid_is_a_dead_letter_and_ends_nobody(
             own.conn.execute(FORGED, (host(1), Jsonb({"n": 1000}), host(3), xid))
         publish(own, 2000)
         wait_applied(own, *range(1, others + 1), 1999, 2000)
-        wait_until(lambda: own.column(dead) != [], 20)
+        wait_until(lambda: own.column(dead) != [])
         own.wait_drained()
     assert f"its c_xid is {min(xid, GREATEST)}" in own.value(dead)
     check.require(settings)
@@ -244,4 +244,4 @@ def test_a_forged_xid_is_named_while_relay_polls(
         own.conn.execute(FORGED, (host(1), Jsonb({"n": 2}), host(3), 4_000_000_000))
         publish(own, 3)
         wait_applied(own, 1, 3)
-        wait_until(lambda: "c_xid that the server has not assigned yet" in caplog.text, 20)
+        wait_until(lambda: "c_xid that the server has not assigned yet" in caplog.text)

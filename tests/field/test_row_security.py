@@ -129,7 +129,7 @@ def test_a_lagging_sink_does_not_pass_over_hidden_rows(
         settings = settings_of(outbox, role[1], "auto", **hook)
         with relaying_until_it_ends(settings, re.escape(HIDDEN)):
             outbox.publish(host(1), event())
-            wait_until(lambda: lags(outbox), 20)
+            wait_until(lambda: lags(outbox))
             outbox.conn.execute(ENABLE)
             for number in range(10):
                 outbox.publish(host(number), event())

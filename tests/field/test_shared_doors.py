@@ -204,7 +204,7 @@ def test_wrong_tokens_keep_nobody_out_of_the_api(
             )
             # What the server refuses does not come so far.
             connected.append(each)
-            wait_until(lambda: len(waiting) == len(connected), 10)
+            wait_until(lambda: len(waiting) == len(connected))
         found = httpx.get(f"{address}/v1/events", headers=authorized(token), timeout=30)
         assert found.status_code == 200, found.text
 
@@ -288,7 +288,7 @@ def test_streams_of_one_token_keep_no_other_waiting(
             assert url.hostname is not None
             assert url.port is not None
             with _connections(url.hostname, url.port, 20, head.encode()):
-                wait_until(lambda: len(asked) == turns.AT_ONCE, 20)
+                wait_until(lambda: len(asked) == turns.AT_ONCE)
                 with Source(address, token, after="beginning") as source:
                     assert len(source.take(1)) == 1
                 assert len(asked) == turns.AT_ONCE

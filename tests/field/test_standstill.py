@@ -155,7 +155,7 @@ def test_a_table_that_is_locked_does_not_hold_back_the_stream(
             administrator.execute("lock table own_b in access exclusive mode")
             for number in range(1, 9):
                 outbox.conn.execute("insert into own (host_id, part) values (%s, 'a')", (host(0),))
-                wait_until(lambda number=number: outbox.handled() > number, 5)  # type: ignore[misc]
+                wait_until(lambda number=number: outbox.handled() > number)  # type: ignore[misc]
                 time.sleep(0.2)
             assert outbox.column("select 1 from relay.applied_commits limit 1")
             administrator.rollback()

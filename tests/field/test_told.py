@@ -40,8 +40,8 @@ def test_dead_letters_are_told_while_another_task_of_their_batch_waits(
                 outbox.publish(host(1), event(-1))
                 outbox.publish(host(2), event(number))
         dead = "select count(*) from relay.dead_letter_queue"
-        wait_until(lambda: outbox.value(dead) == 60, 20)
-        wait_until(lambda: caplog.messages.count("dead letter") == 60, 5)
+        wait_until(lambda: outbox.value(dead) == 60)
+        wait_until(lambda: caplog.messages.count("dead letter") == 60)
         assert len(counted) == 60
         other.rollback()
         outbox.wait_handled()

@@ -38,7 +38,7 @@ def test_a_window_that_another_instance_holds_is_not_planned_again_and_again(
     settings = outbox.settings(source={**outbox.config()["source"], "mode": "poll"})
     with relaying(settings):
         outbox.publish(host(1), event(1))
-        outbox.wait_handled(10)
+        outbox.wait_handled()
     caplog.clear()
     with psycopg.connect(outbox.superuser_dsn) as other:
         other.execute("select from relay.group_partitions for update")
@@ -52,7 +52,7 @@ def test_a_window_that_another_instance_holds_is_not_planned_again_and_again(
             assert len(planned) - began <= 4
             assert "relayed" not in messages(caplog)
             other.rollback()
-            outbox.wait_handled(10)
+            outbox.wait_handled()
     outbox.assert_exact()
 
 
@@ -66,12 +66,10 @@ def test_a_task_that_waits_says_for_what(
         other.execute("lock table projection in exclusive mode")
         outbox.publish(host(1), event(1))
         with relaying(settings):
-            wait_until(lambda: "a task is in flight for long" in messages(caplog), 10)
+            wait_until(lambda: "a task is in flight for long" in messages(caplog))
             other.rollback()
-            outbox.wait_handled(10)
-            wait_until(
-                lambda: "a task that was in flight for long has ended" in messages(caplog), 5
-            )
+            outbox.wait_handled()
+            wait_until(lambda: "a task that was in flight for long has ended" in messages(caplog))
     (line,) = [
         vars(record)
         for record in caplog.records
@@ -94,7 +92,7 @@ def test_what_is_applied_one_at_a_time_after_a_death_is_committed_in_small_windo
     )
     with relaying(settings):
         outbox.publish(host(1), event(1))
-        outbox.wait_handled(10)
+        outbox.wait_handled()
     outbox.conn.execute("update relay.groups set running = true, instances = array['gone:1']")
     outbox.fill(800, 5)
     caplog.clear()

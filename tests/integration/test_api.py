@@ -323,7 +323,7 @@ def test_streams_are_bounded(outbox: Outbox) -> None:
             with Source(address, one) as again:
                 return again.status == 200
 
-        wait_until(opens, 10)
+        wait_until(opens)
 
 
 def test_the_streams_of_a_revoked_token_end(

@@ -165,7 +165,7 @@ def test_an_os_error_that_names_no_outage_is_the_event_s(
 def test_a_handler_may_close_its_cursor(outbox: Outbox) -> None:
     for number in range(3):
         outbox.publish(host(number), event(number))
-    outbox.drain(python(outbox, "close_the_cursor"), timeout=10)
+    outbox.drain(python(outbox, "close_the_cursor"))
     outbox.assert_exact()
 
 
@@ -226,7 +226,7 @@ def test_a_handler_may_check_its_constraints_and_use_savepoints(outbox: Outbox) 
         "row_factory",
     ):
         outbox.publish(host(1), event(1, aggregate_id=statements))
-    outbox.drain(python(outbox, "obey"), timeout=10)
+    outbox.drain(python(outbox, "obey"))
     assert not dead(outbox)
     outbox.assert_exact()
 
@@ -234,7 +234,7 @@ def test_a_handler_may_check_its_constraints_and_use_savepoints(outbox: Outbox) 
 def test_a_handler_that_exits_does_not_take_relay_along(outbox: Outbox) -> None:
     bad = outbox.publish(host(1), event(1, aggregate_id="sys.exit"))
     outbox.publish(host(1), event(2))
-    outbox.drain(python(outbox, "obey"), timeout=10)
+    outbox.drain(python(outbox, "obey"))
     ((transaction, exception),) = dead(outbox)
     assert transaction == bad
     assert str(exception).startswith("RuntimeError: the function called sys.exit(3)")
@@ -246,7 +246,7 @@ def test_a_handler_cannot_roll_back_to_a_savepoint_of_relay(outbox: Outbox) -> N
         for number in range(4):
             outbox.publish(host(1), event(number))
         bad = outbox.publish(host(1), event(9, aggregate_id='rollback to savepoint "_pg3_1"'))
-    outbox.drain(python(outbox, "obey"), timeout=10)
+    outbox.drain(python(outbox, "obey"))
     ((transaction, exception),) = dead(outbox)
     assert transaction == bad
     assert str(exception).startswith("InvalidSavepointSpecification")
@@ -257,7 +257,7 @@ def test_a_handler_that_hides_an_error_is_told_so(outbox: Outbox) -> None:
     outbox.publish(host(1), event(1))
     bad = outbox.publish(host(1), event(-1))
     outbox.publish(host(1), event(2))
-    outbox.drain(python(outbox, "hide_an_error"), timeout=10)
+    outbox.drain(python(outbox, "hide_an_error"))
     ((transaction, exception),) = dead(outbox)
     assert transaction == bad
     assert str(exception).startswith("TransactionAborted: the function caught a database error")
@@ -318,7 +318,7 @@ def test_a_transaction_that_takes_too_long_alone_is_deferred_and_says_so(
         )
 
     with relaying(settings):
-        wait_until(output, 20)
+        wait_until(output)
         outbox.conn.execute("commit")
         wait_until(lambda: outbox.value("select count(*) from projection") == 3)
     assert not dead(outbox)

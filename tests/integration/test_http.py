@@ -8,8 +8,10 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from relay.store.connections import connect
 from relay.store.dead_letters.selection import DeadLetterSelection
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.process import running
-from tests.webhook import Answer, Webhook
+from tests.webhook import Answer, Webhook, hanging_until
 
 
 @pytest.fixture
@@ -174,7 +176,7 @@ def test_a_host_that_fails_is_deferred_in_order_and_no_other(
         assert len(webhook.accepted) == 8
         outbox.publish(host(1), event(9))
         outbox.wait_drained()
-        wait_until(lambda: outbox.value("select max(attempts) from relay.deferred") > 1, 10)
+        wait_until(lambda: outbox.value("select max(attempts) from relay.deferred") > 1)
         assert outbox.value("select count(*) from relay.deferred where attempts > 0") == 1
         down = False
         wait_until(lambda: len(webhook.accepted) == 17)
@@ -281,14 +283,17 @@ def test_scheduled_events_are_held_overtaken_and_delivered_when_due(
 def test_fire_and_forget_neither_waits_nor_blocks(
     outbox: Outbox, webhook: Webhook, caplog: pytest.LogCaptureFixture
 ) -> None:
-    webhook.answers = lambda _, body: Answer(503, after=0.3)
+    let_go = Event()
+    webhook.answers = hanging_until(let_go, 503)
     for number in range(20):
         outbox.publish(host(1), event(number))
-    began = time.monotonic()
-    with relaying(outbox.settings(**posting(webhook, reliable=False))):
+    with ExitStack() as stack:
+        stack.enter_context(relaying(outbox.settings(**posting(webhook, reliable=False))))
+        stack.callback(let_go.set)
         outbox.wait_drained()
-        assert time.monotonic() - began < 3
+        assert webhook.requests == []
         assert outbox.value("select count(*) from projection") == 20
+        let_go.set()
         wait_until(lambda: len(webhook.requests) == 20)
     assert outbox.value("select count(*) from relay.deferred") == 0
     # One line for a fault that repeats.
@@ -423,7 +428,8 @@ def test_a_statement_that_fails_may_hold_its_key(outbox: Outbox) -> None:
 def test_a_stop_leaves_what_is_not_delivered_yet_and_repeats_nothing(
     outbox: Outbox, webhook: Webhook, tmp_path: Path
 ) -> None:
-    webhook.answers = lambda _, body: Answer(200, after=0.2)
+    # All of it would take 40 s.
+    webhook.answers = lambda _, body: Answer(200, after=0 if len(webhook.requests) < 20 else 2)
     # What is committed together is in one batch.
     with outbox.conn.transaction():
         for number in range(60):
@@ -431,9 +437,7 @@ def test_a_stop_leaves_what_is_not_delivered_yet_and_repeats_nothing(
     config = outbox.config_file(tmp_path / "relay.yaml", **posting(webhook))
     with running(config) as service:
         wait_until(lambda: len(webhook.accepted) >= 20)
-        began = time.monotonic()
         assert service.terminate() == 0
-        assert time.monotonic() - began < 5
         assert len(webhook.accepted) < 60
         # Of a commit everything is delivered or deferred.
         deferred = outbox.value("select count(*) from relay.deferred")

@@ -273,14 +273,14 @@ def test_what_one_partition_has_applied_of_a_commit_is_polled_for_the_other_alon
         outbox.conn.execute("update relay.groups set confirmed_lsn = null")
     # A walsender frees its slot after it has answered the end of the stream.
     active = "select active from pg_replication_slots where slot_name = %s"
-    wait_until(lambda: not outbox.value(active, (outbox.slot,)), 5)
+    wait_until(lambda: not outbox.value(active, (outbox.slot,)))
     outbox.conn.execute(
         "select pg_replication_slot_advance(%s, pg_current_wal_lsn())", (outbox.slot,)
     )
     with relaying(settings):
         outbox.publish(host(3), event(3))
         outbox.wait_drained()
-        outbox.wait_handled(10)
+        outbox.wait_handled()
         outbox.wait_compared()
     assert sorted(outbox.column("select amount from projection")) == [0, 1, 2, 3]
     outbox.assert_exact()
@@ -335,7 +335,7 @@ def test_a_role_that_may_not_replicate_polls(outbox: Outbox, server: Server) -> 
             assert mode(outbox) == "poll"
             assert said in outbox.value("select source_reason from relay.groups")
             outbox.conn.execute(f"alter role {role} replication".encode())
-            wait_until(lambda: mode(outbox) == "wal", 20)
+            wait_until(lambda: mode(outbox) == "wal")
             outbox.publish(host(1), event(1))
             outbox.wait_handled()
         outbox.assert_exact()
@@ -356,7 +356,7 @@ def test_a_stream_that_ends_whenever_it_begins_is_one_outage(
     monkeypatch.setattr(Receiver, "_drain", end)
     with relaying(outbox.settings()):
         outbox.publish(host(1), event(1))
-        wait_until(lambda: outbox.handled() == 1, 20)
+        wait_until(lambda: outbox.handled() == 1)
         assert mode(outbox) == "poll"
         wait_until(lambda: len(ended) > 2)
         assert mode(outbox) == "poll"
@@ -382,7 +382,7 @@ def test_no_walsender_is_free_and_the_slot_is_invalidated_and_wal_level_is_lower
             outbox.wait_handled()
             assert mode(outbox) == "poll"
             thief.close()
-            wait_until(lambda: mode(outbox) == "wal", 20)
+            wait_until(lambda: mode(outbox) == "wal")
             outbox.publish(host(1), event(1))
             outbox.wait_drained()
         outbox.conn.execute("create table noise (filler text)")
@@ -396,7 +396,7 @@ def test_no_walsender_is_free_and_the_slot_is_invalidated_and_wal_level_is_lower
         assert outbox.value("select wal_status from pg_replication_slots") == "lost"
         with relaying(outbox.settings()):
             outbox.wait_handled()
-            wait_until(lambda: mode(outbox) == "wal", 20)
+            wait_until(lambda: mode(outbox) == "wal")
             outbox.publish(host(1), event(1))
             outbox.wait_drained()
             outbox.wait_handled()

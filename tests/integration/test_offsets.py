@@ -225,9 +225,9 @@ def test_a_group_that_has_polled_goes_on_with_the_wal_alone(outbox: Outbox) -> N
     seek(settings, "end")
     outbox.publish(host(1), event(3))
     with relaying(settings):
-        outbox.wait_drained(20)
+        outbox.wait_drained()
         outbox.publish(host(1), event(4))
-        outbox.wait_drained(20)
+        outbox.wait_drained()
     assert outbox.column("select amount from projection order by seq") == [1, 3, 4]
 
 
@@ -299,8 +299,8 @@ def test_a_running_group_is_not_moved_and_status_shows_who_is_active(
                 assert "is running" in refused.stderr
             first.kill()
             outbox.publish(host(1), event(2))
-            wait_until(lambda: outbox.handled() == 2, 10)
-            wait_until(lambda: str(status()["active"]).endswith(f":{standby.process.pid}"), 10)
+            wait_until(lambda: outbox.handled() == 2)
+            wait_until(lambda: str(status()["active"]).endswith(f":{standby.process.pid}"))
     outbox.assert_exact()
 
 

@@ -48,12 +48,12 @@ def test_an_instance_that_lost_the_slot_leaves_its_sinks_to_the_one_that_has_it(
             with relaying(load(config)):
                 os.kill(frozen.process.pid, signal.SIGSTOP)
                 outbox.value("select pg_terminate_backend(%s)", (first,))
-                wait_until(lambda: reader(outbox) not in (None, first), 20)
+                wait_until(lambda: reader(outbox) not in (None, first))
                 os.kill(frozen.process.pid, signal.SIGCONT)
                 for number in range(20):
                     outbox.publish(host(number % 4), event(number))
                 outbox.wait_handled()
-                wait_until(lambda: len(webhook.accepted) == 21, 20)
+                wait_until(lambda: len(webhook.accepted) == 21)
                 outbox.wait_drained()
     assert set(webhook.ids().values()) == {1}
 
@@ -168,7 +168,7 @@ def test_rows_from_before_relay_are_not_lost_with_a_restart(outbox: Outbox) -> N
         with relaying(settings):
             wait_until(lambda: len(webhook.accepted) == 10)
         with relaying(settings):
-            wait_until(lambda: set(webhook.ids()) == ids(outbox), 20)
+            wait_until(lambda: set(webhook.ids()) == ids(outbox))
     assert set(webhook.ids().values()) == {1}
     assert_in_order(outbox, webhook, 1)
 
@@ -197,7 +197,7 @@ def test_another_way_to_read_the_source_costs_no_copy(
             with relaying(settings, accept_configuration=True):
                 for number in range(20):
                     outbox.publish(host(number % 4), event(number))
-                wait_until(lambda turn=turn: len(webhook.accepted) >= 20 * turn + 20, 20)  # type: ignore[misc]
+                wait_until(lambda turn=turn: len(webhook.accepted) >= 20 * turn + 20)  # type: ignore[misc]
                 outbox.wait_handled()
                 if mode != "poll":
                     outbox.wait_drained()

@@ -14,7 +14,7 @@ import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, BrokenBarrierError, Event, Thread
 from typing import Any
 
 import pytest
@@ -137,14 +137,19 @@ def test_each_way_to_carry_events_is_signed_and_compressed(webhook: Webhook, mod
 
 
 def test_many_transactions_at_once_have_a_connection_each(webhook: Webhook) -> None:
-    webhook.answers = lambda headers, body: Answer(204, after=0.3)
+    together = Barrier(50)
+
+    def answers(_: dict[str, str], __: bytes) -> Answer:
+        with suppress(BrokenBarrierError):
+            together.wait(60)
+        return Answer()
 
     async def deliver(sink: Http) -> None:
-        began = time.monotonic()
         await asyncio.gather(*(sink.deliver(transaction(make_event(each))) for each in range(50)))
-        assert time.monotonic() - began < 1.5
 
-    using(webhook.url, deliver, concurrency=50)
+    webhook.answers = answers
+    using(webhook.url, deliver, concurrency=50, timeout=120)
+    assert not together.broken
     assert len(webhook.requests) == 50
     assert webhook.connections == 50
 
@@ -258,10 +263,11 @@ def test_an_endpoint_that_refuses_a_body_before_it_has_come(reads: bool) -> None
 
 @pytest.mark.parametrize("status", [200, 503])
 def test_a_response_that_drips_ends_at_the_deadline(webhook: Webhook, status: int) -> None:
-    webhook.answers = lambda headers, body: Answer(status, body=b"x" * 100, drip=0.2)
+    """The whole would take half an hour."""
+    webhook.answers = lambda headers, body: Answer(status, body=b"x" * 10_000, drip=0.2)
     began = time.monotonic()
     fault = fault_of(webhook.url, timeout=1)
-    assert 0.9 < time.monotonic() - began < 1.6
+    assert time.monotonic() - began > 0.9
     assert isinstance(fault, Undelivered)
     assert str(fault) == ("no complete response in 1 s" if status == 200 else "HTTP 503")
 
@@ -275,25 +281,26 @@ def test_a_refusal_that_drips_is_a_refusal(webhook: Webhook) -> None:
 
 @pytest.mark.parametrize("kind", ["hangs", "drips its head", "hangs in TLS", "sends 100 for ever"])
 def test_an_endpoint_that_never_answers_is_given_up_at_the_deadline(kind: str) -> None:
+    given_up = Event()
+
     def converse(conn: socket.socket) -> None:
         if kind == "hangs in TLS":
-            time.sleep(3)
+            given_up.wait()
             return
         read_request(conn)
-        for _ in range(30):
+        while not given_up.wait(0.1):
             if kind == "drips its head":
                 conn.sendall(b"H")
             elif kind == "sends 100 for ever":
                 conn.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-            time.sleep(0.1)
 
     with raw_server(converse) as url:
         if kind == "hangs in TLS":
             url = url.replace("http://", "https://")
-        began = time.monotonic()
-        fault = fault_of(url, timeout=1)
-    # What is no HTTP at all need not be waited for.
-    assert time.monotonic() - began < 1.6
+        try:
+            fault = fault_of(url, timeout=1)
+        finally:
+            given_up.set()
     assert isinstance(fault, Undelivered)
     if kind != "drips its head":
         assert str(fault) == "no complete response in 1 s"
@@ -304,13 +311,11 @@ def test_a_hanging_endpoint_holds_no_other_delivery_up(webhook: Webhook) -> None
 
     async def deliver(sink: Http) -> None:
         hanging = asyncio.create_task(sink.deliver(transaction(make_event(0))))
-        began = time.monotonic()
         await sink.deliver(transaction(*(make_event(each) for each in range(1, 21))))
-        assert time.monotonic() - began < 1
-        with pytest.raises(Undelivered, match="no complete response in 2 s"):
-            await hanging
+        assert not hanging.done()
+        hanging.cancel()
 
-    using(webhook.url, deliver, timeout=2)
+    using(webhook.url, deliver, timeout=600)
 
 
 # Responses that are too large.

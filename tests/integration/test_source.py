@@ -191,7 +191,7 @@ def test_a_commit_larger_than_the_receive_buffer_is_spooled(outbox: Outbox) -> N
     # More than the receiver reads at once, so that it has to read with the commit open.
     outbox.publish(host(2), *(event(n, metadata={"note": "x" * 8000}) for n in range(800)))
     outbox.publish(host(1), event(1))
-    outbox.drain(settings, timeout=20)
+    outbox.drain(settings)
     assert outbox.value("select count(*) from projection") == 801
     outbox.assert_exact()
 

@@ -226,7 +226,7 @@ def test_as_many_handlers_run_at_once_as_the_concurrency_says(outbox: Outbox) ->
         together.wait(20)
 
     with working(worker):
-        wait_until(lambda: is_empty(outbox), 20)
+        wait_until(lambda: is_empty(outbox))
 
 
 def test_the_messages_of_one_key_are_worked_in_order(outbox: Outbox) -> None:
