@@ -102,18 +102,23 @@ def dead(outbox: Outbox) -> list[tuple[Any, ...]]:
     ).fetchall()
 
 
-@pytest.mark.parametrize("kind", FAULTS)
 def test_one_transaction_is_given_up_as_retry_says_and_the_others_flow(
-    outbox: Outbox, kind: str
+    outbox: Outbox, subtests: pytest.Subtests
 ) -> None:
-    poison = publish(outbox, kind)
     with locked(outbox), relaying(settings(outbox, attempts=2, wait=0.1, jitter=0)):
-        wait_until(lambda: outbox.value("select count(*) from projection") == OTHERS)
-        wait_until(lambda: bool(dead(outbox)))
-    ((transaction, handler, exception),) = dead(outbox)
-    assert (transaction, handler) == (poison, "python")
-    assert FAULTS[kind] in exception
-    assert outbox.value("select count(*) from relay.deferred") == 0
+        for number, (kind, fault) in enumerate(FAULTS.items(), 1):
+            with subtests.test(kind):
+                # One batch.
+                with outbox.conn.transaction():
+                    poison = publish(outbox, kind)
+                outbox.wait_handled()
+                found = {transaction: told for transaction, *told in dead(outbox)}
+                assert len(found) == number
+                handler, exception = found[poison]
+                assert handler == "python"
+                assert fault in exception
+                wait_until(lambda: outbox.value("select count(*) from relay.deferred") == 0)
+                assert outbox.value("select count(*) from projection") == number * OTHERS
     outbox.assert_exact()
 
 

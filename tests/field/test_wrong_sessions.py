@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from itertools import product
 
 import psycopg
 import pytest
@@ -182,7 +183,7 @@ def test_an_instance_is_not_shown_to_a_standby_instead_of_the_primary(
         wait_until(shown)
         with read_only(outbox, role):
             wait_until(lambda: not shown())
-            wait_until(lambda: read_only_faults(caplog), 10)
+            wait_until(lambda: read_only_faults(caplog))
             assert not shown()
         wait_until(shown)
 
@@ -202,23 +203,25 @@ FAULTS: list[tuple[BaseException, bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "replaced"), FAULTS)
-@pytest.mark.parametrize("wrapped", [False, True])
 def test_a_session_is_replaced_after_a_fault_that_may_be_its_own(
-    outbox: Outbox, fault: BaseException, replaced: bool, wrapped: bool
+    outbox: Outbox, subtests: pytest.Subtests
 ) -> None:
     def nothing(_: psycopg.Connection[object]) -> None:
         """No handler to prepare a session for."""
 
     handlers = HandlerPool(outbox.relay_dsn, 1, nothing, durable=True, code_of=["python"])
     own = open_pool(outbox.relay_dsn, 1)
+    lenders = {"of handlers": handlers.transaction, "relay's own": own.connection}
     with closing(handlers), closing(own):
-        for lend in (handlers.transaction, own.connection):
-            pids = []
-            for _ in range(2):
-                with suppress(type(fault), RuntimeError), lend() as conn:
-                    pids.append(conn.info.backend_pid)
-                    if wrapped:
-                        raise RuntimeError from fault
-                    raise fault
-            assert (pids[0] != pids[1]) is replaced
+        for (fault, replaced), wrapped, (of, lend) in product(
+            FAULTS, [False, True], lenders.items()
+        ):
+            with subtests.test(f"{fault!r} {of}", wrapped=wrapped):
+                pids = []
+                for _ in range(2):
+                    with suppress(type(fault), RuntimeError), lend() as conn:
+                        pids.append(conn.info.backend_pid)
+                        if wrapped:
+                            raise RuntimeError from fault
+                        raise fault
+                assert (pids[0] != pids[1]) is replaced

@@ -88,31 +88,32 @@ def test_any_payload_survives_export_edit_and_replay(
     ) == [first, first + 1, first + 2]
 
 
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        ('{"id": 1}', "must be an object with id and payload"),
-        ('{"payload": {}}', "must be an object with id and payload"),
-        ('{"id": "1", "payload": {}}', "must be an object with id and payload"),
-        ('[{"id": 1, "payload": {}}]', "must be an object with id and payload"),
-        ('{"id": 1, "payload": {}', "is not JSON"),
-        ('{"id": 1, "payload": "\\u0000"}', "is not JSON"),
-        ('{"id": 1, "payload": "\0"}', "is not JSON"),
-    ],
-)
+MALFORMED = [
+    ('{"id": 1}', "must be an object with id and payload"),
+    ('{"payload": {}}', "must be an object with id and payload"),
+    ('{"id": "1", "payload": {}}', "must be an object with id and payload"),
+    ('[{"id": 1, "payload": {}}]', "must be an object with id and payload"),
+    ('{"id": 1, "payload": {}', "is not JSON"),
+    ('{"id": 1, "payload": "\\u0000"}', "is not JSON"),
+    ('{"id": 1, "payload": "\0"}', "is not JSON"),
+]
+
+
 def test_a_malformed_edit_is_refused_with_its_line_and_changes_nothing(
-    outbox: Outbox, tmp_path: Path, line: str, fault: str
+    outbox: Outbox, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     settings = outbox.settings()
     outbox.publish(host(1), event(-1))
     outbox.drain(settings)
     dead_letter_admin = DeadLetters(settings, outbox.conn)
     file = tmp_path / "letters.jsonl"
-    file.write_text(f'{{"id": 1, "payload": {{"amount": 1}}}}\n\n{line}\n')
-    with pytest.raises(ConfigurationError, match=f"letters.jsonl:3: {fault}"):
-        dead_letter_admin.replay(dead_letter_admin.find(DeadLetterSelection()), None, file)
-    assert outbox.column("select status from relay.dead_letter_queue") == ["dead"]
-    assert outbox.column("select payload from relay.dead_letter_queue") == [{"amount": -1}]
+    for line, fault in MALFORMED:
+        with subtests.test(line):
+            file.write_text(f'{{"id": 1, "payload": {{"amount": 1}}}}\n\n{line}\n')
+            with pytest.raises(ConfigurationError, match=f"letters.jsonl:3: {fault}"):
+                dead_letter_admin.replay(dead_letter_admin.find(DeadLetterSelection()), None, file)
+            assert outbox.column("select status from relay.dead_letter_queue") == ["dead"]
+            assert outbox.column("select payload from relay.dead_letter_queue") == [{"amount": -1}]
 
 
 def test_a_scheduled_event_keeps_its_time(outbox: Outbox) -> None:

@@ -24,7 +24,7 @@ FOLLOWED = [
 ]
 PORTS = ("5433", "8080", "9464", "9465", "9466", "11300")
 STATEMENTS = [
-    pytest.param(block.text, id=f"{page.name}:{block.line}")
+    (f"{page.name}:{block.line}", block.text)
     for page in pages()
     for block in blocks(page.read_text())
     if block.language == "sql"
@@ -59,12 +59,13 @@ def test_a_page_works_as_it_stands(page: Path, reader: Reader) -> None:
     reader.follow(page.read_text())
 
 
-@pytest.mark.parametrize("statements", STATEMENTS)
-def test_sql_of_the_pages_is_sql(statements: str, database: str) -> None:
+def test_sql_of_the_pages_is_sql(database: str, subtests: pytest.Subtests) -> None:
     """As the parser of PL/pgSQL has it: nothing is executed, and no table needs to be there."""
-    body = re.sub(r"^(begin|commit);$", "", statements, flags=re.MULTILINE)
-    function = (
-        f"create function page() returns void language plpgsql as $page$ begin {body} end $page$"
-    )
     with psycopg.connect(database, autocommit=True) as conn:
-        conn.execute(function.encode())
+        for place, statements in STATEMENTS:
+            with subtests.test(place):
+                body = re.sub(r"^(begin|commit);$", "", statements, flags=re.MULTILINE)
+                conn.execute(
+                    "create or replace function page() returns void language plpgsql as"
+                    f" $page$ begin {body} end $page$".encode()
+                )

@@ -32,44 +32,47 @@ def conn(outbox: Outbox) -> Iterator[psycopg.Connection[Any]]:
         yield made
 
 
-@pytest.mark.parametrize(
-    ("statement", "columns"),
-    [
-        ("insert into effects select id, payload from batch", {"id", "payload"}),
-        ("insert into effects select b.id, metadata from batch b -- why", {"id", "metadata"}),
-        ("insert into effects (id) select id from batch order by c_offset;", {"id", "c_offset"}),
-        ("delete from effects using batch where effects.id = user_id", {"user_id"}),
-        pytest.param(
-            "merge into effects e using batch b on e.id = b.id when matched and b.event_type = 'x'"
-            " then update set payload = b.metadata",
-            {"id", "event_type", "metadata"},
-            marks=pytest.mark.server(15),
-        ),
-        ("insert into effects (id) select id from batch join effects using (id)", {"id"}),
-        (
-            "insert into effects (id) select id from batch natural join effects",
-            {"id", "payload"},
-        ),
-        (
-            "delete from effects; insert into effects (id) select host_id from batch where xid > 7",
-            {"host_id", "xid"},
-        ),
-        ("select count(*) from batch", set()),
-        ("insert into effects select id, to_jsonb(batch) from batch", set(EVENT_FIELDS)),
-        ("select (whole).id from (select b as whole from batch b) as w", set(EVENT_FIELDS)),
-        ("select * from batch", set(EVENT_FIELDS)),
-        ("select events() from batch", set(EVENT_FIELDS)),
-        ("call apply_all()", set(EVENT_FIELDS)),
-        ("do $$ begin perform events(); end $$", set(EVENT_FIELDS)),
-        ("insert into nowhere select id from batch", set(EVENT_FIELDS)),
-        ("insert into effects (id) select 'nonsense'::uuid from batch", set(EVENT_FIELDS)),
-    ],
-)
+READS = [
+    ("insert into effects select id, payload from batch", {"id", "payload"}),
+    ("insert into effects select b.id, metadata from batch b -- why", {"id", "metadata"}),
+    ("insert into effects (id) select id from batch order by c_offset;", {"id", "c_offset"}),
+    ("delete from effects using batch where effects.id = user_id", {"user_id"}),
+    (
+        "merge into effects e using batch b on e.id = b.id when matched and b.event_type = 'x'"
+        " then update set payload = b.metadata",
+        {"id", "event_type", "metadata"},
+    ),
+    ("insert into effects (id) select id from batch join effects using (id)", {"id"}),
+    (
+        "insert into effects (id) select id from batch natural join effects",
+        {"id", "payload"},
+    ),
+    (
+        "delete from effects; insert into effects (id) select host_id from batch where xid > 7",
+        {"host_id", "xid"},
+    ),
+    ("select count(*) from batch", set()),
+    ("insert into effects select id, to_jsonb(batch) from batch", set(EVENT_FIELDS)),
+    ("select (whole).id from (select b as whole from batch b) as w", set(EVENT_FIELDS)),
+    ("select * from batch", set(EVENT_FIELDS)),
+    ("select events() from batch", set(EVENT_FIELDS)),
+    ("call apply_all()", set(EVENT_FIELDS)),
+    ("do $$ begin perform events(); end $$", set(EVENT_FIELDS)),
+    ("insert into nowhere select id from batch", set(EVENT_FIELDS)),
+    ("insert into effects (id) select 'nonsense'::uuid from batch", set(EVENT_FIELDS)),
+]
+"""Statements, and the columns that they read."""
+
+
 def test_the_columns_that_a_statement_reads(
-    conn: psycopg.Connection[Any], statement: str, columns: set[str]
+    conn: psycopg.Connection[Any], subtests: pytest.Subtests
 ) -> None:
-    assert set(relation.columns_read(conn, statement)) == columns
-    assert conn.execute("select to_regproc('pg_temp.relay_probe')").fetchone() == (None,)
+    for statement, columns in READS:
+        if statement.startswith("merge") and conn.info.server_version < 150_000:
+            continue
+        with subtests.test(statement):
+            assert set(relation.columns_read(conn, statement)) == columns
+            assert conn.execute("select to_regproc('pg_temp.relay_probe')").fetchone() == (None,)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
+from itertools import product
 from threading import Thread
 
 import psycopg
@@ -146,20 +147,20 @@ def pool(database: str) -> Iterator[HandlerPool]:
     made.close()
 
 
-@pytest.mark.parametrize(("change", "question"), CHANGES)
-@pytest.mark.parametrize("fails", [False, True])
 def test_what_a_handler_changes_in_its_session_ends_with_its_task(
-    pool: HandlerPool, change: str, question: str, fails: bool
+    pool: HandlerPool, subtests: pytest.Subtests
 ) -> None:
-    with pool.connection() as conn:
-        process, before = conn.info.backend_pid, conn.execute(question.encode()).fetchone()
-    with suppress(ZeroDivisionError), pool.transaction() as conn:
-        conn.execute(change.encode())
-        if fails:
-            raise ZeroDivisionError
-    with pool.connection() as conn:
-        assert conn.execute(question.encode()).fetchone() == before
-        assert conn.info.backend_pid == process
+    for (change, question), fails in product(CHANGES, [False, True]):
+        with subtests.test(change, fails=fails):
+            with pool.connection() as conn:
+                process, before = conn.info.backend_pid, conn.execute(question.encode()).fetchone()
+            with suppress(ZeroDivisionError), pool.transaction() as conn:
+                conn.execute(change.encode())
+                if fails:
+                    raise ZeroDivisionError
+            with pool.connection() as conn:
+                assert conn.execute(question.encode()).fetchone() == before
+                assert conn.info.backend_pid == process
 
 
 @pytest.mark.parametrize("change", ["create temporary table t ()", "prepare p as select 1"])

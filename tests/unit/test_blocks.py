@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,10 +33,10 @@ SECRETS = {
 """What stands for a secret that is given by its file or variable, where any text will not do."""
 
 
-def of(*languages: str) -> list[Any]:
-    """The blocks of languages, as parameters of a test."""
+def of(*languages: str) -> list[tuple[str, Block]]:
+    """The blocks of languages, each with its place."""
     return [
-        pytest.param(page, block, id=f"{page.relative_to(ROOT)}:{block.line}")
+        (f"{page.relative_to(ROOT)}:{block.line}", block)
         for page, block in ALL
         if block.language in languages
     ]
@@ -99,30 +98,33 @@ def _types_of_pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_types_of_pages")
-@pytest.mark.parametrize(("page", "block"), of("yaml"))
-def test_yaml_is_configuration_of_relay(page: Path, block: Block) -> None:
+def test_yaml_is_configuration_of_relay(subtests: pytest.Subtests) -> None:
     """Except for files that end in .yml, which are other programs'."""
-    contents = list(yaml.safe_load_all(block.text))
-    assert contents
-    if block.file is not None and block.file.endswith(".yml"):
-        return
-    for content in contents:
-        Settings(**whole(resolved(content)))
+    for place, block in of("yaml"):
+        with subtests.test(place):
+            contents = list(yaml.safe_load_all(block.text))
+            assert contents
+            if block.file is not None and block.file.endswith(".yml"):
+                continue
+            for content in contents:
+                Settings(**whole(resolved(content)))
 
 
-@pytest.mark.parametrize(("page", "block"), of("python"))
-def test_python_compiles(page: Path, block: Block) -> None:
-    compile(block.text, f"{page}:{block.line}", "exec")
+def test_python_compiles(subtests: pytest.Subtests) -> None:
+    for place, block in of("python"):
+        with subtests.test(place):
+            compile(block.text, place, "exec")
 
 
-@pytest.mark.parametrize(("page", "block"), of("json"))
-def test_json_is_json(page: Path, block: Block) -> None:
+def test_json_is_json(subtests: pytest.Subtests) -> None:
     """One value, or one a line."""
-    try:
-        json.loads(block.text)
-    except json.JSONDecodeError:
-        for line in block.text.splitlines():
-            json.loads(line)
+    for place, block in of("json"):
+        with subtests.test(place):
+            try:
+                json.loads(block.text)
+            except json.JSONDecodeError:
+                for line in block.text.splitlines():
+                    json.loads(line)
 
 
 def calls(block: Block) -> Iterator[list[str]]:
@@ -135,13 +137,14 @@ def calls(block: Block) -> Iterator[list[str]]:
                 yield words[words.index("relay") + 1 :]
 
 
-@pytest.mark.parametrize(("page", "block"), of("console", "sh", "text"))
-def test_calls_of_relay_are_understood(page: Path, block: Block) -> None:
+def test_calls_of_relay_are_understood(subtests: pytest.Subtests) -> None:
     """By the parser of the command that they name."""
-    if block.language == "text" and not block.text.startswith("$ "):
-        return
-    for words in calls(block):
-        parse(words)
+    for place, block in of("console", "sh", "text"):
+        with subtests.test(place):
+            if block.language == "text" and not block.text.startswith("$ "):
+                continue
+            for words in calls(block):
+                parse(words)
 
 
 @pytest.mark.parametrize(

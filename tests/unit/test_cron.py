@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from itertools import islice
+from itertools import islice, product
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -87,18 +87,18 @@ EXPRESSIONS = [
 ]
 
 
-@pytest.mark.parametrize(("zone", "day"), CHANGES)
-@pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_days_on_which_clocks_change(zone: str, day: str, expression: str) -> None:
-    cron = Cron.parse(expression, ZoneInfo(zone))
-    begins = datetime.fromisoformat(f"{day}T00:00:00+00:00") - timedelta(hours=30)
-    until = begins + timedelta(hours=84)
-    found = []
-    for each in cron.after(begins):
-        if each > until:
-            break
-        found.append(each)
-    assert found == searched(cron, begins, until)
+def test_days_on_which_clocks_change(subtests: pytest.Subtests) -> None:
+    for (zone, day), expression in product(CHANGES, EXPRESSIONS):
+        with subtests.test(f"{expression} in {zone}, {day}"):
+            cron = Cron.parse(expression, ZoneInfo(zone))
+            begins = datetime.fromisoformat(f"{day}T00:00:00+00:00") - timedelta(hours=30)
+            until = begins + timedelta(hours=84)
+            found = []
+            for each in cron.after(begins):
+                if each > until:
+                    break
+                found.append(each)
+            assert found == searched(cron, begins, until)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -69,17 +69,21 @@ def test_the_file_of_every_key_has_every_key_and_no_other() -> None:
     assert {key for key in optional if not is_named(key.rpartition(".")[2], EVERY_KEY)} == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_generates_events_only_where_all_of_them_have_a_route(page: Path) -> None:
-    text = page.read_text()
-    if "relay publish --generate" in text:
-        assert "- match:" not in text or "unrouted: ignore" in text
+def test_a_page_generates_events_only_where_all_of_them_have_a_route(
+    subtests: pytest.Subtests,
+) -> None:
+    for page in PAGES:
+        with subtests.test(page.name):
+            text = page.read_text()
+            if "relay publish --generate" in text:
+                assert "- match:" not in text or "unrouted: ignore" in text
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_installs_the_wheel(page: Path) -> None:
+def test_a_page_installs_the_wheel(subtests: pytest.Subtests) -> None:
     """The package is on no index."""
-    assert not re.search(r"pip install '?relay-outbox", page.read_text())
+    for page in PAGES:
+        with subtests.test(page.name):
+            assert not re.search(r"pip install '?relay-outbox", page.read_text())
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -92,56 +96,61 @@ def test_the_file_of_every_key_has_the_keys_of_every_handler(kind: str) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_names_no_option_that_no_command_has(page: Path) -> None:
+def test_a_page_names_no_option_that_no_command_has(subtests: pytest.Subtests) -> None:
     """Only of lines and code that name relay."""
-    text = page.read_text()
-    spans = [
-        *re.findall(r"`(relay [^`]*)`", text),
-        *re.findall(r"^(?:\$ )?(relay .*)$", text, re.M),
-    ]
-    unknown = [
-        option
-        for span in spans
-        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", span.partition("#")[0])
-        if option not in OPTIONS | {"--help", "--version"}
-    ]
-    assert unknown == []
+    for page in PAGES:
+        with subtests.test(page.name):
+            text = page.read_text()
+            spans = [
+                *re.findall(r"`(relay [^`]*)`", text),
+                *re.findall(r"^(?:\$ )?(relay .*)$", text, re.M),
+            ]
+            unknown = [
+                option
+                for span in spans
+                for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", span.partition("#")[0])
+                if option not in OPTIONS | {"--help", "--version"}
+            ]
+            assert unknown == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_names_no_command_that_there_is_not(page: Path) -> None:
+def test_a_page_names_no_command_that_there_is_not(subtests: pytest.Subtests) -> None:
     """In code and at the prompt. The name of a Spark job begins with relay, too: `relay orders batch 17`."""
-    text = page.read_text()
-    named = re.findall(r"`relay ([a-z]+)(?: ([a-z]+))?[^`]*`", text)
-    named += re.findall(r"^\$ relay ([a-z]+)(?: ([a-z]+))?", text, re.M)
-    unknown = [
-        (first, second)
-        for first, second in named
-        if second != "batch"
-        and f"relay {first}" not in COMMANDS
-        and (
-            f"relay {first}" not in GROUPS or (second and f"relay {first} {second}" not in COMMANDS)
-        )
-    ]
-    assert unknown == []
+    for page in PAGES:
+        with subtests.test(page.name):
+            text = page.read_text()
+            named = re.findall(r"`relay ([a-z]+)(?: ([a-z]+))?[^`]*`", text)
+            named += re.findall(r"^\$ relay ([a-z]+)(?: ([a-z]+))?", text, re.M)
+            unknown = [
+                (first, second)
+                for first, second in named
+                if second != "batch"
+                and f"relay {first}" not in COMMANDS
+                and (
+                    f"relay {first}" not in GROUPS
+                    or (second and f"relay {first} {second}" not in COMMANDS)
+                )
+            ]
+            assert unknown == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_names_no_file_that_there_is_not(page: Path) -> None:
-    named = re.findall(
-        r"`((?:relay|tests|bench|config|docs|examples|sql)/[\w./-]+)`", page.read_text()
-    )
-    assert [name for name in named if not (ROOT / name).exists()] == []
+def test_a_page_names_no_file_that_there_is_not(subtests: pytest.Subtests) -> None:
+    for page in PAGES:
+        with subtests.test(page.name):
+            named = re.findall(
+                r"`((?:relay|tests|bench|config|docs|examples|sql)/[\w./-]+)`", page.read_text()
+            )
+            assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_names_no_key_that_there_is_not(page: Path) -> None:
+def test_a_page_names_no_key_that_there_is_not(subtests: pytest.Subtests) -> None:
     """Of the sections whose keys have no other dots in them, as those of Spark and of handlers have."""
-    known = set(paths(Settings, "."))
-    sections = "source|target|sinks|retention|observe|poll|dead_letters"
-    named = re.findall(rf"`((?:{sections})\.[a-z_.]+)[`:]", page.read_text())
-    assert [key for key in named if key not in known and not key.endswith(".py")] == []
+    for page in PAGES:
+        with subtests.test(page.name):
+            known = set(paths(Settings, "."))
+            sections = "source|target|sinks|retention|observe|poll|dead_letters"
+            named = re.findall(rf"`((?:{sections})\.[a-z_.]+)[`:]", page.read_text())
+            assert [key for key in named if key not in known and not key.endswith(".py")] == []
 
 
 def links(page: Path) -> Iterator[str]:
@@ -154,32 +163,34 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_of_a_page_lead_somewhere(page: Path) -> None:
-    broken = []
-    for link in links(page):
-        if ":" in link.split("/")[0]:
-            continue
-        path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            broken.append(link)
-    assert broken == []
+def test_links_of_a_page_lead_somewhere(subtests: pytest.Subtests) -> None:
+    for page in PAGES:
+        with subtests.test(page.name):
+            broken = []
+            for link in links(page):
+                if ":" in link.split("/")[0]:
+                    continue
+                path, _, anchor = link.partition("#")
+                target = (page.parent / path).resolve() if path else page
+                if not target.exists() or (anchor and anchor not in anchors(target)):
+                    broken.append(link)
+            assert broken == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_of_the_site_links_to_nothing_outside_it(page: Path) -> None:
+def test_a_page_of_the_site_links_to_nothing_outside_it(subtests: pytest.Subtests) -> None:
     """The site has only what stands in docs/."""
-    docs = ROOT / "docs"
-    if not page.is_relative_to(docs):
-        return
-    leading_out = [
-        link
-        for link in links(page)
-        if ":" not in link.split("/")[0]
-        and not (page.parent / link.partition("#")[0]).resolve().is_relative_to(docs)
-    ]
-    assert leading_out == []
+    for page in PAGES:
+        with subtests.test(page.name):
+            docs = ROOT / "docs"
+            if not page.is_relative_to(docs):
+                continue
+            leading_out = [
+                link
+                for link in links(page)
+                if ":" not in link.split("/")[0]
+                and not (page.parent / link.partition("#")[0]).resolve().is_relative_to(docs)
+            ]
+            assert leading_out == []
 
 
 def pages_of(nav: object) -> Iterator[str]:
