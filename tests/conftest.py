@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from functools import cache
 from itertools import count
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from xdist.scheduler import LoadScopeScheduling, Scheduling
 from relay import logs
 from relay.config.settings import SparkSettings
 from relay.spark.session import Session
-from tests.outbox import Outbox
+from tests.outbox import Copied, Installing, Outbox
 from tests.postgres import CARELESS, Server, start_server
 from tests.roles import make_all
 from tests.spark_cluster import StandaloneCluster
@@ -85,7 +87,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a test that would start another JVM in another process."""
+    """Give tests marked `server(major)` their fixture; refuse one that would start another JVM in another process."""
+    for item in items:
+        if item.get_closest_marker("server"):
+            item.fixturenames.insert(0, "server_new_enough")  # type: ignore[attr-defined]
     strangers = [
         item.nodeid
         for item in items
@@ -102,10 +107,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
     return _OneSpark(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
-@pytest.fixture(autouse=True)
-def own_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the handler of a command that ran in this process: what a later test imports would bring it back."""
-    monkeypatch.setattr(logs, "_own", None)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Forget the handler of a command that ran in this process: what this test imports would bring it back."""
+    logs._own = None
 
 
 @pytest.fixture(scope="session")
@@ -114,12 +119,13 @@ def server() -> Iterator[Server]:
     with start_server(CARELESS) as running:
         with psycopg.connect(running.dsn(), autocommit=True) as conn:
             make_all(conn)
-        yield running
+        with running.keeping_session():
+            yield running
 
 
-@pytest.fixture(autouse=True)
-def _server_new_enough(request: pytest.FixtureRequest) -> None:
-    """Skip a test that is marked `server(major)` on an older server."""
+@pytest.fixture
+def server_new_enough(request: pytest.FixtureRequest) -> None:
+    """Skip a test that is marked `server(major)`, and has this fixture for that, on an older server."""
     for mark in request.node.iter_markers("server"):
         (major,) = mark.args
         if request.getfixturevalue("server").major < major:
@@ -129,7 +135,7 @@ def _server_new_enough(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def killable_server() -> Iterator[Server]:
     """A server for one test, which may stop and kill it."""
-    with start_server() as running:
+    with start_server(copied=True) as running:
         yield running
 
 
@@ -143,23 +149,48 @@ def database(server: Server) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def installed(server: Server) -> str:
-    """The name of a database that new ones copy: an installed outbox, whose slot is dropped."""
-    name = f"installed_{os.getpid()}"
-    with Outbox(server.create_database(name)) as outbox:
-        outbox.install()
-        outbox.conn.execute("select pg_drop_replication_slot(%s)", (outbox.slot,))
-    return name
+def templates(server: Server) -> Callable[[str, Installing], str]:
+    """Gives the name of a database that new ones copy: an outbox as a function installs it, whose slot is dropped."""
+
+    @cache
+    def template(name: str, install: Installing) -> str:
+        database = f"{name}_{os.getpid()}"
+        with Outbox(server.create_database(database)) as outbox:
+            install(outbox)
+            outbox.conn.execute("select pg_drop_replication_slot(%s)", (outbox.slot,))
+        return database
+
+    return template
+
+
+@pytest.fixture(scope="session")
+def installed(templates: Callable[[str, Installing], str]) -> str:
+    """The template of an outbox with a projection table."""
+    return templates("installed", Outbox.install)
+
+
+@pytest.fixture(scope="session")
+def copied(server: Server, templates: Callable[[str, Installing], str]) -> Copied:
+    """Makes outboxes in new databases: as a function installs them, which is called once."""
+
+    @contextmanager
+    def copy(name: str, install: Installing) -> Iterator[Outbox]:
+        template = templates(name, install)
+        database = f"test_{os.getpid()}_{next(_numbers)}"
+        dsn = server.create_database(database, "owner app_owner", template=template)
+        with Outbox(dsn, is_prepared=True) as outbox:
+            outbox.adopt(template)
+            yield outbox
+        server.drop_database(database)
+
+    return copy
 
 
 @pytest.fixture
-def outbox(server: Server, installed: str) -> Iterator[Outbox]:
+def outbox(copied: Copied) -> Iterator[Outbox]:
     """An installed outbox with a projection table in a new database."""
-    name = f"test_{os.getpid()}_{next(_numbers)}"
-    with Outbox(server.create_database(name, template=installed)) as outbox:
-        outbox.adopt(installed)
+    with copied("installed", Outbox.install) as outbox:
         yield outbox
-    server.drop_database(name)
 
 
 @pytest.fixture(scope="session")
@@ -179,9 +210,9 @@ def shared_spark_session(event_log: Path) -> Iterator[Session]:
     }
     # The default is 200 tasks for each exchange, of a few rows here.
     small = {"spark.sql.shuffle.partitions": "2"}
-    session = Session(
-        SparkSettings.model_validate({"master": "local[2]", "conf": SPARK_CONF | logging | small})
-    )
+    workers = {"spark.python.daemon.module": "tests.spark_daemon"}
+    conf = SPARK_CONF | logging | small | workers
+    session = Session(SparkSettings.model_validate({"master": "local[2]", "conf": conf}))
     session.start()
     assert session.get(timeout=120) is not None
     yield session

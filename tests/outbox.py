@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any, Self
@@ -176,12 +176,14 @@ class Outbox:
     `superuser_dsn` and `conn` are a superuser's; relay and others log in as `dsn_of` their role.
     """
 
-    def __init__(self, dsn: str) -> None:
+    def __init__(self, dsn: str, is_prepared: bool = False) -> None:
+        """`is_prepared`: it is a copy of an outbox, and who installs relay owns it."""
         self.superuser_dsn = dsn
         self.slot = str(conninfo_to_dict(dsn)["dbname"])
         self.conn = Login.connect(dsn, autocommit=True)
         self._logins: dict[Role, Login] = {}
-        prepare(self.conn)
+        if not is_prepared:
+            prepare(self.conn)
 
     def __enter__(self) -> Self:
         return self
@@ -486,6 +488,12 @@ class Outbox:
         )
 
 
+Installing = Callable[[Outbox], None]
+"""Makes an outbox in a database, with a slot of its name."""
+Copied = Callable[[str, Installing], AbstractContextManager[Outbox]]
+"""Yields an outbox as a function makes it; of those of one name, each but the first is a copy."""
+
+
 @contextmanager
 def relaying(
     settings: Settings, session: Session | None = None, accept_configuration: bool = False
@@ -563,7 +571,7 @@ def wait_until(condition: Callable[[], bool], timeout: float = 60.0, every: floa
     while not condition():
         waited = time.monotonic() - began
         assert waited < timeout, f"not within {timeout} s"
-        time.sleep(max(every, min(0.1, waited / 10)))
+        time.sleep(max(every, min(0.2, waited / 5)))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ or unset for a container if Docker answers and the embedded server if not.
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import shutil
@@ -15,10 +16,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, LiteralString
+from typing import TYPE_CHECKING, Any, LiteralString
 
 import psycopg
 from psycopg import sql
@@ -58,6 +59,9 @@ CARELESS: Mapping[str, str] = {
 class Server(ABC):
     """A PostgreSQL server that a test may stop, kill and start; it keeps its data and its port."""
 
+    _kept: psycopg.Connection[Any] | None = None
+    """The session that creates and drops databases, of a server that no test stops."""
+
     @abstractmethod
     def dsn(self, database: str = "postgres") -> str:
         """The connection URI of a database, as superuser; it need not exist."""
@@ -87,12 +91,29 @@ class Server(ABC):
         parts = [sql.SQL("create database {}").format(sql.Identifier(name)), sql.SQL(options)]
         if template:
             parts.append(sql.SQL("template {}").format(sql.Identifier(template)))
-        with psycopg.connect(self.dsn(), autocommit=True) as connection:
+        with self._administering() as connection:
             if self.major >= 15:
                 # Copied as files, since thousands are created: their WAL costs more than the checkpoint.
                 parts.append(sql.SQL("strategy file_copy"))
             connection.execute(sql.SQL(" ").join(parts))
         return self.dsn(name)
+
+    @contextmanager
+    def keeping_session(self) -> Iterator[None]:
+        """Create and drop databases in one session meanwhile: to open it is a tenth of what an outbox costs."""
+        with psycopg.connect(self.dsn(), autocommit=True) as self._kept:
+            try:
+                yield
+            finally:
+                self._kept = None
+
+    @contextmanager
+    def _administering(self) -> Iterator[psycopg.Connection[Any]]:
+        if self._kept is not None:
+            yield self._kept
+            return
+        with psycopg.connect(self.dsn(), autocommit=True) as connection:
+            yield connection
 
     def create_encoded_database(self, name: str, encoding: LiteralString) -> str:
         """Create a database of another encoding than UTF-8, and return its connection URI."""
@@ -103,7 +124,7 @@ class Server(ABC):
 
     def drop_database(self, name: str) -> None:
         """Drop a database if it exists, with its slots, connections and prepared transactions."""
-        with psycopg.connect(self.dsn(), autocommit=True) as connection:
+        with self._administering() as connection:
             prepared = "select gid from pg_prepared_xacts where database = %s"
             for (gid,) in connection.execute(prepared, (name,)).fetchall():
                 # One that a failed test has left would hold back the slots of all later tests.
@@ -189,10 +210,13 @@ class ContainerServer(Server):
 
 
 @contextmanager
-def start_server(settings: Mapping[str, str] | None = None) -> Iterator[Server]:
+def start_server(
+    settings: Mapping[str, str] | None = None, copied: bool = False
+) -> Iterator[Server]:
     """Run a new server, ready for logical replication, and remove it with its data at the end.
 
-    `settings` are added to `relay.demo.embedded.SETTINGS`.
+    `settings` are added to `relay.demo.embedded.SETTINGS`. With `copied` its data is a copy of what initdb makes, which
+    costs next to nothing; then it may have the system identifier of another copy.
     """
     choice = os.environ.get(VARIABLE) or ("docker" if docker_answers() else "embedded")
     if choice == "docker":
@@ -200,11 +224,25 @@ def start_server(settings: Mapping[str, str] | None = None) -> Iterator[Server]:
             yield server
     else:
         bin_dir = None if choice == "embedded" else Path(choice)
-        with (
-            _folder_in_memory() as folder,
-            Cluster(folder, settings=settings, bin_dir=bin_dir) as cluster,
-        ):
-            yield EmbeddedServer(cluster)
+        with _folder_in_memory() as folder:
+            cluster = Cluster(folder, settings=settings, bin_dir=bin_dir)
+            if copied:
+                cluster.directory.mkdir(mode=0o755, exist_ok=True)
+                subprocess.run(["cp", "-a", _initialised(bin_dir), cluster.data], check=True)
+            with cluster:
+                yield EmbeddedServer(cluster)
+
+
+@cache
+def _initialised(bin_dir: Path | None) -> Path:
+    """The data folder of a server that was never started."""
+    open_folder = _folder_in_memory()
+    folder = open_folder.__enter__()
+    atexit.register(open_folder.__exit__, None, None, None)
+    cluster = Cluster(folder, bin_dir=bin_dir)
+    cluster._make_folders()
+    cluster._initialise()
+    return cluster.data
 
 
 @contextmanager

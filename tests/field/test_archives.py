@@ -19,18 +19,21 @@ from relay.admin.retention import partition_new, restore
 from relay.config.settings import Settings
 from relay.model.events import FIELDS, SQL_TYPES
 from tests.integration.test_retention import KEEP
-from tests.outbox import Outbox
+from tests.outbox import Copied, Outbox
 
 BEGIN, END = "2026-01-01", "2026-01-03"
 CONTENT = f"select {', '.join(FIELDS)} from outbox_message_t order by c_offset"
 
 
+def install(outbox: Outbox) -> None:
+    outbox.install(**KEEP)
+    partition_new(outbox.settings(**KEEP), "1d", outbox.installer_dsn)
+
+
 @pytest.fixture
-def rotated(database: str) -> Iterator[Outbox]:
+def rotated(copied: Copied) -> Iterator[Outbox]:
     """An outbox with partitions and events of January, whose partition is dropped once they are archived."""
-    with Outbox(database) as made:
-        made.install(**KEEP)
-        partition_new(made.settings(**KEEP), "1d", made.installer_dsn)
+    with copied("archives", install) as made:
         made.fill(4)
         made.conn.execute(
             "update outbox_message_t set event_ts = '2026-01-01 12:00+00',"

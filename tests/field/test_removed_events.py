@@ -25,17 +25,20 @@ from relay.model.snapshots import Snapshot
 from relay.retention.partitions import ReadRows, create_ahead, drop_read
 from relay.spark.data_source import DifferenceReader, StreamReader
 from relay.spark.data_source_options import parse
-from tests.outbox import Outbox, event, host, initialise
+from tests.outbox import Copied, Outbox, event, host, initialise
 
 KEEP: dict[str, Any] = {"retention": {"keep": "7d", "ahead": "3d"}}
 DAY = timedelta(days=1)
 
 
+def install(outbox: Outbox) -> None:
+    outbox.install(**KEEP)
+
+
 @pytest.fixture
-def kept(database: str) -> Any:
+def kept(copied: Copied) -> Any:
     """An outbox with retention, and with no reader that holds events."""
-    with Outbox(database) as made:
-        made.install(**KEEP)
+    with copied("removed_events", install) as made:
         made.conn.execute("delete from relay.streams; delete from relay.readers")
         yield made
 

@@ -22,18 +22,21 @@ from relay.model.events import FIELDS
 from relay.retention.partitions import partitions
 from relay.spark.session import Session
 from tests.integration.test_retention import KEEP, ranges, turn
-from tests.outbox import Outbox, initialise, relaying, wait_until
+from tests.outbox import Copied, Outbox, initialise, relaying, wait_until
 from tests.process import administer
 
 NOW = datetime.now(UTC)
 
 
+def install(outbox: Outbox) -> None:
+    outbox.install(**KEEP)
+    partition_new(outbox.settings(**KEEP), "1d", outbox.installer_dsn)
+
+
 @pytest.fixture
-def rotated(database: str) -> Iterator[Outbox]:
+def rotated(copied: Copied) -> Iterator[Outbox]:
     """An outbox that is partitioned from the start."""
-    with Outbox(database) as made:
-        made.install(**KEEP)
-        partition_new(made.settings(**KEEP), "1d", made.installer_dsn)
+    with copied("restoration", install) as made:
         yield made
 
 

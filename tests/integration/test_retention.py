@@ -31,7 +31,7 @@ from relay.spark.session import Session
 from relay.store import completeness, locks, migrations
 from relay.store.completeness import Completeness
 from relay.store.connections import connect
-from tests.outbox import Outbox, event, host, initialise, relaying, wait_until
+from tests.outbox import Copied, Outbox, event, host, initialise, relaying, wait_until
 from tests.pages import blocks
 from tests.postgres import Server
 from tests.process import ROOT, administer, relay
@@ -50,11 +50,14 @@ def turn(settings: Settings, days: float = 0.0, dsn: str | None = None) -> None:
         Schedule(settings, lambda: None, lambda _: moment).retain(source, target)
 
 
+def install(outbox: Outbox) -> None:
+    outbox.install(**KEEP)
+
+
 @pytest.fixture
-def kept(database: str) -> Any:
+def kept(copied: Copied) -> Any:
     """An outbox with retention."""
-    with Outbox(database) as made:
-        made.install(**KEEP)
+    with copied("retention", install) as made:
         yield made
 
 
