@@ -203,40 +203,39 @@ def refusal(call: Callable[[], object]) -> list[str]:
     return str(raised.value).splitlines()
 
 
-@pytest.mark.parametrize(
-    ("handler", "said"),
-    [
-        (
-            {"type": "python", "callable": "tests.field.test_check_is_run:one"},
-            "handlers.it.callable: 'tests.field.test_check_is_run:one' takes (event), but relay calls it with "
-            "(transaction, cursor): too many positional arguments",
-        ),
-        (
-            {"type": "spark", "callable": "tests.field.test_check_is_run:one"},
-            "handlers.it.callable: 'tests.field.test_check_is_run:one' takes (event), but relay calls it with "
-            "(frame, batch): too many positional arguments",
-        ),
-        (
-            {"type": "spark", "path": "/tmp/x", "transform": "tests.field.test_check_is_run:two"},
-            "handlers.it.transform: 'tests.field.test_check_is_run:two' takes (a, b), but relay calls it with (frame): "
-            "missing a required argument: 'b'",
-        ),
-        (
-            {
-                "type": "spark",
-                "path": "/tmp/x",
-                "transform": "tests.field.test_check_is_run:missing",
-            },
-            "handlers.it.transform: 'tests.field.test_check_is_run' has no 'missing'",
-        ),
-    ],
-)
-def test_a_function_that_cannot_be_called(
-    outbox: Outbox, handler: dict[str, Any], said: str
-) -> None:
+NOT_CALLABLE: list[tuple[dict[str, Any], str]] = [
+    (
+        {"type": "python", "callable": "tests.field.test_check_is_run:one"},
+        "handlers.it.callable: 'tests.field.test_check_is_run:one' takes (event), but relay calls it with "
+        "(transaction, cursor): too many positional arguments",
+    ),
+    (
+        {"type": "spark", "callable": "tests.field.test_check_is_run:one"},
+        "handlers.it.callable: 'tests.field.test_check_is_run:one' takes (event), but relay calls it with "
+        "(frame, batch): too many positional arguments",
+    ),
+    (
+        {"type": "spark", "path": "/tmp/x", "transform": "tests.field.test_check_is_run:two"},
+        "handlers.it.transform: 'tests.field.test_check_is_run:two' takes (a, b), but relay calls it with (frame): "
+        "missing a required argument: 'b'",
+    ),
+    (
+        {
+            "type": "spark",
+            "path": "/tmp/x",
+            "transform": "tests.field.test_check_is_run:missing",
+        },
+        "handlers.it.transform: 'tests.field.test_check_is_run' has no 'missing'",
+    ),
+]
+
+
+def test_a_function_that_cannot_be_called(outbox: Outbox, subtests: pytest.Subtests) -> None:
     """It fails with every event, and each is retried as it is: calebevans/mulder#170, agronholm/apscheduler#230."""
-    settings = outbox.settings(handlers={"it": handler}, routes=[{"handlers": ["it"]}])
-    assert errors(settings) == [said]
+    for handler, said in NOT_CALLABLE:
+        with subtests.test(said):
+            settings = outbox.settings(handlers={"it": handler}, routes=[{"handlers": ["it"]}])
+            assert errors(settings) == [said]
 
 
 def test_an_upcaster_and_a_secret_that_cannot_be_called(outbox: Outbox) -> None:

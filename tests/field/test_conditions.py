@@ -137,33 +137,36 @@ def test_a_page_without_matches_hides_no_event_that_comes_later(outbox: Outbox) 
     assert outbox.reader.column("select payload->>'n' from relay.read('r')") == ["1"]
 
 
-@pytest.mark.parametrize(
-    ("match", "where", "params"),
-    [
-        # jackmusick/bifrost#652: a JSONPath was stored and shown, and every event went to the target all the same.
-        ({}, "$.payload.priority == 'high'", None),
-        # holon-run/agentinbox#252: a filter of an unknown form matched every event in silence.
-        ({"repositories": ["a/b"]}, None, None),
-        # floci-io/floci-gcp#103: filters that could not be parsed were accepted, and ignored.
-        ({}, "attributes.name = ", None),
-        # allegro/hermes#860: a filter that had no effect on the topic was accepted.
-        ({}, "$.payload.n > $least", {}),
-        # message-db/message-db#18: a condition in SQL had to be switched off, for it may be anything.
-        ({}, "payload->>'time' >= current_time); drop table outbox_message_t; --", None),
-    ],
-)
+NO_FILTER: list[tuple[dict[str, Any], str | None, object]] = [
+    # jackmusick/bifrost#652: a JSONPath was stored and shown, and every event went to the target all the same.
+    ({}, "$.payload.priority == 'high'", None),
+    # holon-run/agentinbox#252: a filter of an unknown form matched every event in silence.
+    ({"repositories": ["a/b"]}, None, None),
+    # floci-io/floci-gcp#103: filters that could not be parsed were accepted, and ignored.
+    ({}, "attributes.name = ", None),
+    # allegro/hermes#860: a filter that had no effect on the topic was accepted.
+    ({}, "$.payload.n > $least", {}),
+    # message-db/message-db#18: a condition in SQL had to be switched off, for it may be anything.
+    ({}, "payload->>'time' >= current_time); drop table outbox_message_t; --", None),
+]
+
+
 def test_a_filter_that_would_have_no_effect_is_refused(
-    outbox: Outbox, match: dict[str, Any], where: str | None, params: object
+    outbox: Outbox, subtests: pytest.Subtests
 ) -> None:
-    with pytest.raises(psycopg.errors.InvalidParameterValue, match=r"^relay\.declare_reader: "):
-        _declare(outbox.reader, where, params, match=match)
-    outbox.reader.execute("select relay.declare_reader('other')")
-    with pytest.raises(psycopg.errors.InvalidParameterValue, match=r"^relay\.declare_"):
-        outbox.reader.execute(
-            "select relay.declare_subscriber('other', 's', %s, %s, %s)",
-            (Jsonb(match), where, None if params is None else Jsonb(params)),
-        )
-    assert outbox.column("select name from relay.log_readers") == ["other"]
+    for match, where, params in NO_FILTER:
+        with subtests.test(f"{match} {where}"):
+            with pytest.raises(
+                psycopg.errors.InvalidParameterValue, match=r"^relay\.declare_reader: "
+            ):
+                _declare(outbox.reader, where, params, match=match)
+            outbox.reader.execute("select relay.declare_reader('other')")
+            with pytest.raises(psycopg.errors.InvalidParameterValue, match=r"^relay\.declare_"):
+                outbox.reader.execute(
+                    "select relay.declare_subscriber('other', 's', %s, %s, %s)",
+                    (Jsonb(match), where, None if params is None else Jsonb(params)),
+                )
+            assert outbox.column("select name from relay.log_readers") == ["other"]
 
 
 def test_values_of_params_are_no_part_of_the_path(outbox: Outbox) -> None:

@@ -349,13 +349,17 @@ def test_each_line_of_check_has_its_level(config: Path, outbox: Outbox) -> None:
     assert all(line.startswith("error    table ") for line in missing)
 
 
-@pytest.mark.parametrize("command", [("status",), ("status", "--check"), ("offsets", "show")])
+COMMANDS: list[tuple[str, ...]] = [("status",), ("status", "--check"), ("offsets", "show")]
+
+
 def test_a_group_that_is_not_initialised(
-    outbox: Outbox, tmp_path: Path, command: tuple[str, ...]
+    outbox: Outbox, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    config = outbox.config_file(tmp_path / "relay.yaml", group="defualt")
-    line = refused(config, *command)
-    assert line == "relay: group: 'defualt' is not initialised: run `relay init`"
+    for command in COMMANDS:
+        with subtests.test(" ".join(command)):
+            config = outbox.config_file(tmp_path / "relay.yaml", group="defualt")
+            line = refused(config, *command)
+            assert line == "relay: group: 'defualt' is not initialised: run `relay init`"
 
 
 def test_status_misses_no_slot_where_relay_polls(outbox: Outbox, tmp_path: Path) -> None:

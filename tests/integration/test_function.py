@@ -549,19 +549,20 @@ async def yields(delivery: Delivery) -> AsyncIterator[None]:
     yield
 
 
-@pytest.mark.parametrize(
-    ("keys", "fault"),
-    [
-        ({"name": "not_called_so"}, "relay calls it with (delivery)"),
-        ({"name": "yields"}, "is a generator"),
-        ({"name": "nothing"}, "has no 'nothing'"),
-        ({"open": "tests.integration.test_function:yields"}, "contextlib.asynccontextmanager"),
-        ({"open": "tests.integration.test_function:send"}, "is async"),
-    ],
-)
+NOT_CALLABLE: list[tuple[dict[str, Any], str]] = [
+    ({"name": "not_called_so"}, "relay calls it with (delivery)"),
+    ({"name": "yields"}, "is a generator"),
+    ({"name": "nothing"}, "has no 'nothing'"),
+    ({"open": "tests.integration.test_function:yields"}, "contextlib.asynccontextmanager"),
+    ({"open": "tests.integration.test_function:send"}, "is async"),
+]
+
+
 def test_a_callable_that_relay_cannot_call_is_refused(
-    outbox: Outbox, keys: dict[str, Any], fault: str
+    outbox: Outbox, subtests: pytest.Subtests
 ) -> None:
-    with pytest.raises(ConfigurationError) as refused:
-        require(outbox.settings(**calling(**keys)))
-    assert fault in str(refused.value)
+    for keys, fault in NOT_CALLABLE:
+        with subtests.test(str(keys)):
+            with pytest.raises(ConfigurationError) as refused:
+                require(outbox.settings(**calling(**keys)))
+            assert fault in str(refused.value)

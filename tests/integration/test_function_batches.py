@@ -340,17 +340,18 @@ def test_operators_pause_and_seek_batches(outbox: Outbox, seen: Seen) -> None:
     assert [len(each) for each in seen.calls[1:]] == [2, 3]
 
 
-@pytest.mark.parametrize(
-    ("more", "fault"),
-    [
-        ({"max_wait": 5}, "handlers.mail.max_wait: must be less than sinks.attach_seconds (5)"),
-        ({"each": "transaction"}, "max_wait has no effect without each: batch"),
-        ({"each": "event"}, "each"),
-    ],
-)
+NO_BATCH: list[tuple[dict[str, Any], str]] = [
+    ({"max_wait": 5}, "handlers.mail.max_wait: must be less than sinks.attach_seconds (5)"),
+    ({"each": "transaction"}, "max_wait has no effect without each: batch"),
+    ({"each": "event"}, "each"),
+]
+
+
 def test_settings_that_no_batch_can_have_are_refused(
-    outbox: Outbox, more: dict[str, Any], fault: str
+    outbox: Outbox, subtests: pytest.Subtests
 ) -> None:
-    with pytest.raises((ConfigurationError, ValueError)) as refused:
-        require(outbox.settings(**calling(**more)))
-    assert fault in str(refused.value)
+    for more, fault in NO_BATCH:
+        with subtests.test(str(more)):
+            with pytest.raises((ConfigurationError, ValueError)) as refused:
+                require(outbox.settings(**calling(**more)))
+            assert fault in str(refused.value)

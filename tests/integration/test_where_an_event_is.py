@@ -123,12 +123,18 @@ def test_mode_wal_knows_it_too(outbox: Outbox) -> None:
         wait_until(lambda: states(settings, number) == {"target": "passed"})
 
 
-@pytest.mark.parametrize("event_id", ["00000000-0000-4000-8000-000000000000", "no uuid", "\0"])
+UNKNOWN: list[str] = ["00000000-0000-4000-8000-000000000000", "no uuid", "\0"]
+
+
 def test_an_event_that_nobody_knows_is_refused_in_a_line(
-    outbox: Outbox, settings: Settings, event_id: str
+    outbox: Outbox, settings: Settings, subtests: pytest.Subtests
 ) -> None:
-    with pytest.raises(UnknownEvent, match=r"there is no event|no NUL"):
-        find(settings, event_id)
+    for event_id in UNKNOWN:
+        with (
+            subtests.test(repr(event_id)),
+            pytest.raises(UnknownEvent, match=r"there is no event|no NUL"),
+        ):
+            find(settings, event_id)
 
 
 def test_the_command_the_api_and_the_page_say_the_same(
