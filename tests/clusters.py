@@ -25,7 +25,7 @@ _ROLES: tuple[LiteralString, ...] = (
 @contextmanager
 def two_clusters() -> Iterator[tuple[EmbeddedServer, EmbeddedServer]]:
     """Two servers of their own; skips where a program is missing."""
-    with start_server() as old, start_server() as new:
+    with start_server() as old, start_server(own_identifier=True) as new:
         if not isinstance(old, EmbeddedServer) or not isinstance(new, EmbeddedServer):
             pytest.skip("needs pg_dump beside the server")
         if not old.has("pg_dump"):

@@ -116,7 +116,7 @@ def pytest_runtest_setup() -> None:
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """The PostgreSQL server that all tests share; no test may stop it."""
-    with start_server(CARELESS) as running:
+    with start_server(CARELESS, own_identifier=True) as running:
         with psycopg.connect(running.dsn(), autocommit=True) as conn:
             make_all(conn)
         with running.keeping_session():
@@ -135,7 +135,7 @@ def server_new_enough(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def killable_server() -> Iterator[Server]:
     """A server for one test, which may stop and kill it."""
-    with start_server(copied=True) as running:
+    with start_server() as running:
         yield running
 
 
