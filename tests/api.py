@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, IncompleteRead
+from socket import SHUT_RDWR
 from threading import Event
 from typing import Any, Self
 
@@ -78,6 +79,10 @@ class Program:
                 return found
 
 
+class Refused(Exception):
+    """The API refuses a position for good."""
+
+
 ENDED = (EOFError, OSError, IncompleteRead)
 """What a stream raises whose server has ended it."""
 
@@ -112,6 +117,18 @@ class Source:
         while not self.last:
             self.block()
         return self
+
+    def require(self) -> None:
+        """Raise Refused where the server has refused the position, OSError where it may serve later."""
+        if self.status == 410:
+            raise Refused(json.loads(self._response.read())["detail"])
+        if self.status != 200:
+            raise OSError(self.status)
+
+    def cut(self) -> None:
+        """End the connection, in another thread."""
+        with suppress(OSError):
+            self._connection.sock.shutdown(SHUT_RDWR)
 
     def limit(self, seconds: float) -> None:
         """Wait so long at most for what comes: then TimeoutError."""
