@@ -670,20 +670,16 @@ create or replace function relay.expire_readers(call relay.call default relay.th
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
-    each text;
+    free text[] := array(
+        select l.name
+          from relay.log_readers as l
+          join relay.readers as n on (n.group_id, n.target, n.reader) = ('', 'relay.declare_reader', l.name)
+         where l.expired_at < now() - interval '7 days'
+           for update of l, n skip locked);
 begin
-    for each in select coalesce(l.lane_of, l.name) from relay.log_readers as l
-                 group by 1 having bool_and(coalesce(l.expired_at < now() - interval '7 days', false)) loop
-        begin
-            perform from relay.log_readers as l where coalesce(l.lane_of, l.name) = each for update nowait;
-            perform from relay.readers as n
-              where (n.group_id, n.target) = ('', 'relay.declare_reader')
-                and n.reader in (select relay.reader_names(each)) for update nowait;
-            perform relay.drop_reader(each, call);
-        exception when lock_not_available then
-            null;
-        end;
-    end loop;
+    perform relay.drop_reader(d.name, call)
+       from (select coalesce(l.lane_of, l.name) as name from relay.log_readers as l left join unnest(free) as f (name) on f.name = l.name
+              group by 1 having bool_and(f.name is not null)) as d;
     return query
         with expired as (
             select r.id, n.ctid as noted
