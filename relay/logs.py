@@ -157,6 +157,7 @@ def configure(log_format: LogFormat, level: str) -> None:
     relay.setLevel(_level)
     relay.propagate = True
     relay.handlers[:] = []
+    enable()
     quiet_libraries()
 
 
@@ -165,19 +166,39 @@ _own: logging.Handler | None = None
 _level = "INFO"
 
 
+class _Lasting(logging.Logger):
+    """A logger of relay's: its lines survive that users' code configures logging, when it is imported or called.
+
+    `logging.config` disables all loggers that exist, unless it is told not to.
+    """
+
+    @property
+    def disabled(self) -> bool:
+        return False
+
+    @disabled.setter
+    def disabled(self, value: bool) -> None:
+        pass
+
+    def handle(self, record: logging.LogRecord) -> None:
+        _keep()
+        super().handle(record)
+
+
 def enable() -> None:
-    """Let relay's loggers log again, which `logging.config` disables with all that exist, unless it is told not to."""
+    """Let relay's loggers log, now and from now on, whatever users' code has configured."""
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if name.partition(".")[0] == "relay" and isinstance(logger, logging.Logger):
             logger.disabled = False
+            if type(logger) is logging.Logger:
+                logger.__class__ = _Lasting
 
 
-def keep() -> None:
-    """Keep relay's lines after the import of a user's module, which may have configured logging for the process.
+def _keep() -> None:
+    """Give relay's lines their handler again, without the others' lines, where users' code has taken it from the root.
 
-    Their handler stays theirs, without the others' lines, unless the module has given the logger `relay` another one.
+    Not where it has given the logger `relay` another one.
     """
-    enable()
     relay = logging.getLogger("relay")
     if _own is None or _own in logging.getLogger().handlers or relay.handlers:
         return
@@ -185,7 +206,7 @@ def keep() -> None:
     relay.setLevel(_level)
     relay.propagate = False
     relay.warning(
-        "a module of yours has configured logging: relay's lines keep their form, and all others are the module's"
+        "code of yours has configured logging: relay's lines keep their form, and all others are that code's"
     )
 
 

@@ -19,7 +19,7 @@ from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 from relay.faults import ConfigurationError
-from relay.logs import keep
+from relay.logs import enable
 from relay.renewal import renew_sessions
 
 
@@ -148,7 +148,7 @@ def find(key: str, path: str) -> Any:
             + (_search_path_text() if isinstance(error, ModuleNotFoundError) else "")
         ) from None
     finally:
-        keep()
+        enable()
     for part in attribute.split("."):
         if not hasattr(named, part):
             raise ConfigurationError(f"{key}: {module_name!r} has no {attribute!r}")

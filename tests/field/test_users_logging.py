@@ -1,7 +1,8 @@
 """A module of users that configures logging does not silence relay, its workers or its readers.
 
 `logging.config` disables all loggers that exist: dask/distributed#1381, sanic-org/sanic#805, eventbrite/pysoa#71,
-camptocamp/tilecloud-chain#3730, python/cpython#90195.
+camptocamp/tilecloud-chain#3730, python/cpython#90195. Migrations that are run later do that, too, or take the handlers
+of the root: IBM/mcp-context-forge#4378, triangle-shows/triangle-shows#79, sqlalchemy/alembic#714, cgwire/zou#1167.
 """
 
 from __future__ import annotations
@@ -70,6 +71,23 @@ def test_the_lines_of_relay_survive_the_import_of_a_module(
     assert logs.is_json()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_the_lines_of_relay_survive_a_call_that_configures_logging(
+    form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the import of a module was looked at: whatever its function did later silenced relay for good."""
+    log = logging.getLogger("relay.test_users_logging")
+    logs.configure(LogFormat.JSON, "info")
+    exec(f"import io, logging, logging.config\n{FORMS[form]}", {})  # noqa: S102
+    log.info("still here")
+    lines = capsys.readouterr().err.splitlines()
+    assert '"message": "still here"' in lines[-1]
+    assert not any(each.startswith("mine") for each in lines)
+    exec(f"import io, logging, logging.config\n{FORMS[form]}", {})  # noqa: S102
+    log.info("and here")
+    assert '"message": "and here"' in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_what_a_module_says_of_relay_itself_counts(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure(LogFormat.TEXT, "info")
     logging.config.dictConfig(
@@ -80,7 +98,6 @@ def test_what_a_module_says_of_relay_itself_counts(capsys: pytest.CaptureFixture
             "loggers": {"relay": {"handlers": ["out"], "propagate": False}},
         }
     )
-    logs.keep()
     logging.getLogger("relay.test_users_logging").info("elsewhere")
     assert "elsewhere" not in capsys.readouterr().err
 
