@@ -40,7 +40,7 @@ from relay.source.wakeups import ReaderWakeups
 from relay.spark.engine import SparkEngine
 from relay.spark.session import Session
 from relay.store import groups, locks
-from relay.store.connections import connect, sessions_with
+from relay.store.connections import asking, close_asked, connect, sessions_with
 from relay.store.positions.unflushed import Unflushed
 from relay.store.presence import Presence, instances
 from relay.store.refusals import RefusalWatch
@@ -69,7 +69,7 @@ class Service:
         ending: Callable[[], None] = lambda: None,
     ) -> None:
         dsn, group = settings.target_dsn, settings.group
-        self._target_dsn = dsn
+        self._source_dsn, self._target_dsn = settings.source_dsn, dsn
         self._relays = False
         self._ending = ending
         self._stopping = Event()
@@ -165,6 +165,7 @@ class Service:
         finally:
             self._note_end()
             unclosed = self._close()
+            close_asked(self._source_dsn, self._target_dsn)
         self._raise_faults()
         if unclosed is not None:
             raise unclosed
@@ -305,13 +306,13 @@ class _GroupRun(Part):
         """Record the orderly end. Without a start it would end what a process of the same name left at its death."""
         if not self._has_begun:
             return
-        with suppress(psycopg.Error), connect(self._settings.target_dsn) as conn:
+        with suppress(psycopg.Error), asking(self._settings.target_dsn) as conn:
             groups.end(conn, self._settings.group)
 
     def _begin(self) -> bool:
         """Record that the group runs; return whether an instance may have died with the next batch in flight."""
         try:
-            with connect(self._settings.target_dsn) as conn:
+            with asking(self._settings.target_dsn) as conn:
                 living = set(instances(conn, self._settings.group)) - {groups.INSTANCE}
                 return groups.begin(conn, self._settings.group, living)
         except psycopg.Error as error:

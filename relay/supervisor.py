@@ -29,7 +29,7 @@ from relay.runtime.memory import collect_rarely, return_large_blocks
 from relay.runtime.threads import Thread, switch_often
 from relay.service import Service
 from relay.spark.session import Session
-from relay.store.connections import cancel_running, connect, database_identity
+from relay.store.connections import asking, cancel_running, database_identity
 
 log = logging.getLogger(__name__)
 
@@ -235,7 +235,7 @@ class _SharedState:
         """
         settings = configuration.settings
         try:
-            with connect(settings.target_dsn) as conn:
+            with asking(settings.target_dsn) as conn:
                 key = (database_identity(conn), settings.group)
         except psycopg.Error:
             # The service itself waits for its databases.

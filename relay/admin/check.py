@@ -65,7 +65,7 @@ from relay.store import (
     own_rights,
     queues,
 )
-from relay.store.connections import Connection, connect, database_identity
+from relay.store.connections import Connection, asking, database_identity
 from relay.store.deferred import selection as deferred_selection
 from relay.store.groups import INSTANCE
 from relay.store.positions import offsets, sinks
@@ -515,7 +515,7 @@ def _require_own_targets(configurations: Sequence[Configuration]) -> None:
     seen: dict[tuple[str, str], Configuration] = {}
     for each in configurations:
         try:
-            with connect(each.settings.target_dsn) as conn:
+            with asking(each.settings.target_dsn) as conn:
                 key = (database_identity(conn), each.settings.group)
         except psycopg.Error:
             # A target that cannot be reached is a finding of its group.
@@ -550,7 +550,7 @@ def _runs_here(configurations: Sequence[Configuration]) -> bool:
     host = INSTANCE.rpartition(":")[0]
     for each in configurations:
         try:
-            with connect(each.settings.target_dsn) as conn:
+            with asking(each.settings.target_dsn) as conn:
                 running = instances(conn, each.settings.group)
         except psycopg.Error:
             continue

@@ -60,7 +60,7 @@ from relay.store import (
     schedules,
     streams,
 )
-from relay.store.connections import POOLER_HINT, Connection, connect, leads_to_pooler
+from relay.store.connections import POOLER_HINT, Connection, asking, leads_to_pooler
 from relay.store.migrations import Side
 
 REQUIRED_FIELDS = ("id", "host_id", "event_type", "payload")
@@ -259,7 +259,7 @@ def _marks(conn: Connection, settings: Settings) -> Finding:
 
     def dead(events: Sequence[str]) -> Collection[str]:
         # A target that cannot be reached is a finding of its own.
-        with suppress(psycopg.Error), connect(settings.target_dsn) as target:
+        with suppress(psycopg.Error), asking(settings.target_dsn) as target:
             return dead_letters.dead_of(target, settings.group, events)
         return ()
 

@@ -31,7 +31,7 @@ from relay.sinks import Sink, Target, build_sinks
 from relay.source.server import SourcePosition
 from relay.spark.session import Session
 from relay.spark.sink_worker import SparkWorker
-from relay.store.connections import connect
+from relay.store.connections import asking
 from relay.store.positions import sinks, snapshots
 
 log = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class Sinks(Part):
 
     def _log_left_out(self) -> None:
         """Log the sinks that are not configured: in mode wal, no events are kept for them."""
-        with suppress(psycopg.OperationalError), connect(self._settings.target_dsn) as conn:
+        with suppress(psycopg.OperationalError), asking(self._settings.target_dsn) as conn:
             for name in sinks.leave_out(conn, self._settings.group, self._workers):
                 log.warning(
                     "a sink is not configured, and without polling nothing is kept for it",
@@ -207,7 +207,7 @@ class Sinks(Part):
     def _noted(self) -> Xids:
         """The xids that were streamed and may not be visible yet, such as one that waits for a synchronous standby."""
         try:
-            with connect(self._settings.target_dsn) as conn:
+            with asking(self._settings.target_dsn) as conn:
                 return snapshots.noted(conn, self._settings.group)
         except psycopg.OperationalError:
             # Without the target, no worker has claimed its sink: no feed opens.

@@ -11,7 +11,7 @@ from relay.model.batch import Batch, Outcome
 from relay.pipeline.listeners import BatchListener
 from relay.runtime.parts import Condition, Recurring
 from relay.store import activity
-from relay.store.connections import Dsn, connect
+from relay.store.connections import Dsn, asking
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class EngineCounts(BatchListener, Recurring):
         if not batches:
             return
         try:
-            with connect(self._dsn) as conn:
+            with asking(self._dsn) as conn:
                 counts = {key: (batches[key], events[key], transactions[key]) for key in batches}
                 activity.add_batches(conn, self._group, counts)
         except BaseException:

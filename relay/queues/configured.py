@@ -18,7 +18,7 @@ from relay.faults import ConfigurationError, first_line, is_transient
 from relay.runtime.parts import SOON_SECONDS, Condition, Part
 from relay.runtime.retry import RetryUntilSuccess
 from relay.store import locks
-from relay.store.connections import connect
+from relay.store.connections import asking
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class ConfiguredQueues(Part):
 
     def _declare(self) -> None:
         of = self._settings
-        with connect(of.target_dsn) as conn:
+        with asking(of.target_dsn) as conn:
             with conn.transaction():
                 # Of two instances that start at once, the second finds what the first has declared.
                 locks.lock_in_transaction(conn, locks.queues(of.group))

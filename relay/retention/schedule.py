@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 
 import psycopg
@@ -16,7 +16,7 @@ from relay.retention import partitions, reader_positions
 from relay.runtime.parts import Condition, Recurring
 from relay.source.server import is_standby
 from relay.store import actions, clock, completeness, locks
-from relay.store.connections import Connection, connect, sessions_with
+from relay.store.connections import Connection, asking, connect, sessions_with
 from relay.store.groups import APPLICATION_NAME
 from relay.store.positions import offsets, sinks
 from relay.store.session_settings import LOCK_TIMEOUT
@@ -82,8 +82,8 @@ class Schedule(Recurring):
         of = self._settings
         with (
             suppress(psycopg.Error),  # the thread tries again
-            closing(connect(of.source_dsn)) as source,
-            closing(connect(of.target_dsn)) as target,
+            asking(of.source_dsn) as source,
+            asking(of.target_dsn) as target,
         ):
             self._stop_given_up(source, target)
         super().start()

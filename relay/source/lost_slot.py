@@ -27,7 +27,7 @@ from relay.source.stream.slot import (
     slot_state,
 )
 from relay.store import groups, streams
-from relay.store.connections import Connection, connect
+from relay.store.connections import Connection, asking
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Recovery:
         if state is not None and published and not lost:
             return False
         _require_capable(conn)
-        with connect(self._settings.target_dsn) as target:
+        with asking(self._settings.target_dsn) as target:
             if groups.recreations(target, self._settings.group) >= RECREATIONS_AN_HOUR:
                 raise RelayError(
                     f"source.slot: {source.slot!r} was lost {RECREATIONS_AN_HOUR} times within an hour: raise "

@@ -24,7 +24,7 @@ from relay.source.server import TimelineHistory, current_position, server_of
 from relay.source.stream.walsender import System, identify, open_replication
 from relay.source.witnesses import HeldWitnesses, is_one, running_database
 from relay.store import groups
-from relay.store.connections import Connection, connect
+from relay.store.connections import Connection, asking
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class Recognition:
 
         Raises psycopg.Error if source or target does not answer.
         """
-        with connect(self._settings.target_dsn) as target:
+        with asking(self._settings.target_dsn) as target:
             origin = groups.origin(target, self._settings.group)
         return self._compare(conn, origin, identify(conn))
 
@@ -207,7 +207,7 @@ class Recognition:
             return None, None
         if self._witnesses.has(conn, origin.witness.id):
             return origin.witness, None
-        with connect(self._settings.target_dsn) as target:
+        with asking(self._settings.target_dsn) as target:
             if is_one(conn, origin, running_database(target)):
                 return origin.witness, None
             noted = groups.witnesses(target, self._settings.group)
@@ -227,7 +227,7 @@ class Recognition:
         """
         epoch = self._remember(session, comparison)
         self._has_read = True
-        with connect(self._settings.target_dsn) as target:
+        with asking(self._settings.target_dsn) as target:
             groups.note_reading(target, comparison.group, self._process, incomplete)
         return epoch
 
@@ -320,7 +320,7 @@ class Recognition:
         if comparison.same and comparison.held == comparison.origin.witness:
             return comparison.origin.epoch
         system = comparison.system
-        with connect(self._settings.target_dsn) as target, target.transaction():
+        with asking(self._settings.target_dsn) as target, target.transaction():
             # Another instance may have applied more of the former history, or stored the new source already.
             origin = groups.origin(target, comparison.group, locked=True)
             # Sinks may have polled the new source since: its next transaction id is read after their positions.
@@ -363,5 +363,5 @@ class Recognition:
         if not self._has_read:
             return
         # May fail: without it, the next reader only notices later that another client has advanced the slot.
-        with suppress(psycopg.Error), connect(self._settings.target_dsn) as target:
+        with suppress(psycopg.Error), asking(self._settings.target_dsn) as target:
             groups.note_left(target, self._settings.group, self._process, confirmed)

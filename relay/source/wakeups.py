@@ -11,13 +11,12 @@ import psycopg
 
 from relay.config.settings import Settings
 from relay.runtime.parts import UNTIL_WOKEN, Condition, Recurring
-from relay.store.connections import Connection, connect
-from relay.store.groups import APPLICATION_NAME
+from relay.store.connections import asking
 
 log = logging.getLogger(__name__)
 
 _NOBODY_SECONDS = 2.0
-"""How long the first reader may go unseen: without one, no connection is kept."""
+"""How long the first reader may go unseen."""
 
 
 class ReaderWakeups(Recurring):
@@ -29,28 +28,16 @@ class ReaderWakeups(Recurring):
         )
         super().__init__(condition, first_pause=UNTIL_WOKEN, ends_at_stop=True, close_seconds=5.0)
         self._settings = settings
-        self._conn: Connection | None = None
 
     def turn(self) -> float:
         """Notify the readers of a commit."""
         try:
-            if self._conn is None:
-                self._conn = connect(self._settings.source_dsn, application_name=APPLICATION_NAME)
-            ((any_waits,),) = self._conn.execute("select relay.wake_readers()").fetchall()
+            with asking(self._settings.source_dsn) as conn:
+                ((any_waits,),) = conn.execute("select relay.wake_readers()").fetchall()
         except psycopg.errors.ReadOnlySqlTransaction:
             # A standby, whose readers read elsewhere.
             any_waits = False
-        except BaseException:
-            self.release()
-            raise
         self.condition.works()
         if not any_waits:
-            self.release()
             self.stopping.wait(_NOBODY_SECONDS)
         return UNTIL_WOKEN
-
-    def release(self) -> None:
-        """Close the connection."""
-        conn, self._conn = self._conn, None
-        if conn is not None:
-            conn.close()

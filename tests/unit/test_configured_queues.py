@@ -18,7 +18,7 @@ def test_a_stop_ends_the_wait_for_the_target(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*_: object) -> None:
         raise psycopg.OperationalError("the server is down")
 
-    monkeypatch.setattr(configured, "connect", refuse)
+    monkeypatch.setattr(configured, "asking", refuse)
     part = ConfiguredQueues(SETTINGS)
     (condition,) = part.conditions
     thread = Thread(target=part.start)
@@ -35,6 +35,6 @@ def test_a_fault_that_lasts_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise psycopg.errors.InsufficientPrivilege("permission denied for table queues")
 
-    monkeypatch.setattr(configured, "connect", refuse)
+    monkeypatch.setattr(configured, "asking", refuse)
     with pytest.raises(psycopg.errors.InsufficientPrivilege):
         ConfiguredQueues(SETTINGS).start()

@@ -40,7 +40,7 @@ from relay.source.stream.slot import membership, reader_activity, require_publis
 from relay.source.witnesses import Covering
 from relay.store import completeness, dead_letters, groups
 from relay.store.completeness import Completeness, Moments
-from relay.store.connections import Pool, connect, open_pool
+from relay.store.connections import Pool, asking, open_pool
 from relay.store.positions import offsets, snapshots
 from relay.store.positions.snapshots import ChainLink
 from relay.waits import Backoff
@@ -547,7 +547,7 @@ def _prepare_polling(conn: psycopg.Connection[Any]) -> None:
 def note_mode(settings: Settings, mode: str, reason: str | None, began: bool = True) -> None:
     """Store, for `relay status`, how the source is read from now on; unless it `began` now, the time stays."""
     try:
-        with connect(settings.target_dsn) as conn:
+        with asking(settings.target_dsn) as conn:
             groups.note_mode(conn, settings.group, mode, reason, began)
     except psycopg.Error as error:
         log.debug("cannot note the mode", extra={"fault": describe(error)})

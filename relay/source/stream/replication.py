@@ -52,7 +52,7 @@ from relay.source.stream.walsender import (
     start_replication,
 )
 from relay.store import groups
-from relay.store.connections import Connection, connect
+from relay.store.connections import Connection, asking
 from relay.store.presence import instances
 
 log = logging.getLogger(__name__)
@@ -233,7 +233,7 @@ class Replication:
 
     def _is_alive(self, reader: str) -> bool:
         """Whether another instance of the group runs with that application_name. Raises psycopg.Error."""
-        with connect(self._settings.target_dsn) as target:
+        with asking(self._settings.target_dsn) as target:
             running = instances(target, self._settings.group)
         if groups.INSTANCE in running:
             # This one; a process may have several.
