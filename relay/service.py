@@ -33,7 +33,7 @@ from relay.pipeline.retries import RetryWorker
 from relay.pipeline.runner import Pipeline
 from relay.queues.configured import ConfiguredQueues
 from relay.retention.schedule import Schedule
-from relay.runtime.parts import Condition, Part, faults
+from relay.runtime.parts import Condition, Part, Round, faults
 from relay.schedules.ticking import Ticker
 from relay.source.hybrid import Source, open_source
 from relay.source.wakeups import ReaderWakeups
@@ -107,18 +107,21 @@ class Service:
             self.stop,
             lambda: faults(self.conditions),
         )
+        watching = [
+            RefusalWatch([settings.source_dsn, dsn], self.stop),
+            summary,
+            LongTasks(dsn, applier.active_jobs),
+            self._sinks.watch(),
+        ]
         self._readers = ReaderWakeups(settings) if settings.source.owns_table else None
         parts: list[Part | Source | None] = [
             observer,
             traces,
-            RefusalWatch([settings.source_dsn, dsn], self.stop),
+            Round("watch", [each for each in watching if each is not None]),
             presence,
             ConfiguredQueues(settings) if settings.queues else None,
             catch_up,
-            summary,
             engines,
-            LongTasks(dsn, applier.active_jobs),
-            self._sinks.watch(),
             _GroupRun(settings, [self._pipeline, self._source, retry_worker]),
             _SparkSession(session, own_session is not None) if settings.needs_spark else None,
             self._pipeline,

@@ -23,6 +23,7 @@ SOON_SECONDS = 30.0
 LATE_SECONDS = 600.0
 """After how many seconds a fault that stays is logged again: soon if relay stands still meanwhile."""
 FIRST_PAUSE_SECONDS = 1.0
+_ROUND_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 60.0
 UNTIL_WOKEN = TIMEOUT_MAX
 """A pause that only `Recurring.wake` ends."""
@@ -284,6 +285,16 @@ class Recurring(Part):
         """Whether the thread runs."""
         return self._thread.is_alive()
 
+    def step(self) -> float | None:
+        """Call `turn` in another thread; returns the seconds until the next call, None once a fault has ended the part."""
+        try:
+            return self.turn()
+        except Exception as error:
+            if self._is_last(error):
+                self._note_end(error)
+                return None
+            return self.condition.pause
+
     def _run(self) -> None:
         pause = self._first_pause
         try:
@@ -301,12 +312,18 @@ class Recurring(Part):
         try:
             return self.turn()
         except Exception as error:
-            if self._failed is not None and self._is_final(error):
+            if self._is_last(error):
                 raise
-            if not self.stopping.is_set():  # the end of others may cause it
-                self.condition.fails(TaskFault.of(error).text)
             self.stopping.wait(self.condition.pause)
             return 0.0
+
+    def _is_last(self, error: Exception) -> bool:
+        """Whether a fault ends the part; reports it otherwise."""
+        if self._failed is not None and self._is_final(error):
+            return True
+        if not self.stopping.is_set():  # the end of others may cause it
+            self.condition.fails(TaskFault.of(error).text)
+        return False
 
     def _end(self) -> None:
         self.stopping.set()
@@ -318,6 +335,54 @@ class Recurring(Part):
         self._error = error if isinstance(error, RelayError) else TaskFault.of(error).as_error()
         if self._failed is not None:
             self._failed()
+
+
+class Round(Part):
+    """Several recurring parts whose turns take no time: they share a thread, which calls each when it is due."""
+
+    def __init__(self, name: str, parts: Sequence[Recurring]) -> None:
+        self._parts = parts
+        self._closing = Event()
+        self._thread = Thread(target=self._run, name=name)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the parts."""
+        for part in self._parts:
+            part.stop()
+
+    def close(self) -> None:
+        """Let the thread end after the call in flight, and close the parts."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(_ROUND_SECONDS)
+        for part in self._parts:
+            part.close()
+
+    @property
+    def error(self) -> RelayError | None:
+        """The fault that has ended a part."""
+        return next((part.error for part in self._parts if part.error is not None), None)
+
+    @property
+    def conditions(self) -> Sequence[Condition]:
+        """The conditions of the parts."""
+        return [condition for part in self._parts for condition in part.conditions]
+
+    def _run(self) -> None:
+        due = dict.fromkeys(self._parts, 0.0)
+        while due and not self._closing.wait(max(0.0, min(due.values()) - time.monotonic())):
+            for part, at in list(due.items()):
+                if at > time.monotonic():
+                    continue
+                pause = part.step()
+                if pause is None:
+                    del due[part]
+                else:
+                    due[part] = time.monotonic() + pause
 
 
 def faults(conditions: Sequence[Condition]) -> list[PartFault]:
