@@ -316,8 +316,7 @@ class _GroupRun(Part):
         """Record that the group runs; return whether an instance may have died with the next batch in flight."""
         try:
             with asking(self._settings.target_dsn) as conn:
-                living = set(instances(conn, self._settings.group)) - {groups.INSTANCE}
-                return groups.begin(conn, self._settings.group, living)
+                return groups.begin(conn, self._settings.group, partial(instances, conn))
         except psycopg.Error as error:
             # While the target cannot be read or written, an instance may have died.
             if not is_transient(error):

@@ -16,7 +16,7 @@ from relay.retention import partitions, reader_positions
 from relay.runtime.parts import Condition, Recurring
 from relay.source.server import is_standby
 from relay.store import actions, clock, completeness, locks
-from relay.store.connections import Connection, asking, connect, sessions_with
+from relay.store.connections import Connection, asking_both, connect, sessions_with
 from relay.store.groups import APPLICATION_NAME
 from relay.store.positions import offsets, sinks
 from relay.store.session_settings import LOCK_TIMEOUT
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 NOTE_SECONDS = 5.0
 """The interval at which positions are noted in the source."""
+FIRST_SECONDS = 1.0
+"""After how long that is done first: relay has other things to do when it starts."""
 ROTATE_SECONDS = 60.0
 """The interval at which partitions are created and events removed."""
 _PRUNE_PORTION = 10_000
@@ -75,15 +77,20 @@ class Schedule(Recurring):
             "retention fails and is retried",
             "retention works again",
         )
-        super().__init__(condition, failed, ends_at_stop=True, close_seconds=5.0)
+        super().__init__(
+            condition,
+            failed,
+            first_pause=FIRST_SECONDS,
+            ends_at_stop=True,
+            close_seconds=5.0,
+        )
 
     def start(self) -> None:
         """Start the thread; pause sinks that were given up. Raises ConfigurationError if the group was given up."""
         of = self._settings
         with (
             suppress(psycopg.Error),  # the thread tries again
-            asking(of.source_dsn) as source,
-            asking(of.target_dsn) as target,
+            asking_both(of.source_dsn, of.target_dsn) as (source, target),
         ):
             self._stop_given_up(source, target)
         super().start()
@@ -95,13 +102,7 @@ class Schedule(Recurring):
             if self._connections is None:
                 # A step that waits for a row of somebody's open transaction fails, and the others are done.
                 with sessions_with({"lock_timeout": LOCK_TIMEOUT}):
-                    source = connect(of.source_dsn, application_name=APPLICATION_NAME)
-                    try:
-                        target = connect(of.target_dsn, application_name=APPLICATION_NAME)
-                    except BaseException:
-                        source.close()
-                        raise
-                self._connections = source, target
+                    self._connections = _connect(of)
             self.retain(*self._connections)
         except psycopg.errors.ReadOnlySqlTransaction:
             opened = self._connections
@@ -296,6 +297,18 @@ class Schedule(Recurring):
     def _remove_cancellations(self, target: Connection) -> None:
         """Remove cancellations of a week ago but those of events that are still deferred, a portion of them."""
         target.execute(_REMOVE_CANCELLATIONS, (_PRUNE_PORTION,))
+
+
+def _connect(of: Settings) -> tuple[Connection, Connection]:
+    """Connect to source and target, once where they are configured as one database."""
+    source = connect(of.source_dsn, application_name=APPLICATION_NAME)
+    if of.source_dsn == of.target_dsn:
+        return source, source
+    try:
+        return source, connect(of.target_dsn, application_name=APPLICATION_NAME)
+    except BaseException:
+        source.close()
+        raise
 
 
 GIVEN_UP = "given up by retention: events may be gone; choose where to go on with `relay sink seek`"

@@ -286,7 +286,7 @@ class Recurring(Part):
         return self._thread.is_alive()
 
     def step(self) -> float | None:
-        """Call `turn` in another thread; returns the seconds until the next call, None once a fault has ended the part."""
+        """Call `turn`, in another thread; returns the seconds until the next call, None after a final fault."""
         try:
             return self.turn()
         except Exception as error:

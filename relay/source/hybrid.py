@@ -435,15 +435,17 @@ class StreamSource(Part):
 
         Raises ConfigurationError or RelayError in mode wal, and psycopg.Error.
         """
+        before = self._audit.membership
         try:
-            found = self._poller.require_published()
+            # The receiver has just looked at the publication when relay starts.
+            looks = self._poller.membership if before is None else self._poller.require_published
+            found = self._audit.membership = looks()
         except ConfigurationError as error:
             if not self._polls:
                 raise
             log.warning("the stream is left", extra={"fault": str(error)})
             self.receiver.reconnect()
             return False
-        before, self._audit.membership = self._audit.membership, found
         if before not in (None, found) and not self._polls:
             source = self._settings.source
             raise RelayError(

@@ -61,6 +61,8 @@ _SWEEP_SECONDS = 5.0
 _ASKED_SECONDS = 8.0
 _MOST_ASKED = 32
 """More than relay has threads that ask at once."""
+_PATIENCE_SECONDS = 0.02
+"""How long a question waits for the session of another one: a new one costs the server as much as many questions."""
 
 _PG_LSN = 3220
 
@@ -335,11 +337,19 @@ class Pool:
 
     Whoever needs one opens it, unless one is free; `configure` prepares it. One that nobody has needed for `max_idle`
     seconds is closed. After a fault that may be a session's own, all of them are replaced. `options` are libpq's.
+    While all of those that are open are lent, another one is opened after `patience` seconds.
     """
 
     def __init__(
-        self, dsn: Dsn, size: int, configure: Configure, max_idle: float, **options: Any
+        self,
+        dsn: Dsn,
+        size: int,
+        configure: Configure,
+        max_idle: float,
+        patience: float = 0.0,
+        **options: Any,
     ) -> None:
+        self._patience = patience
         self._dsn = dsn
         self._size = size
         self._configure = configure
@@ -441,6 +451,8 @@ class Pool:
             if self._is_closed or not has_come:
                 raise _pool_error(None if self._is_closed else timeout)
             self._busy += 1
+            if self._patience and self._busy > 1:
+                self._changed.wait_for(lambda: self._free or self._busy == 1, self._patience)
 
     def _taken(self) -> Connection | None:
         """Take the session that was lent last, of those that the server has not ended."""
@@ -548,9 +560,23 @@ def asking(dsn: Dsn) -> AbstractContextManager[Connection]:
     if pool is None:
         session = session_settings.statements(SessionKind.OWN, more)
         pool = _asked[key] = new_pool(
-            dsn, _MOST_ASKED, session, max_idle=_ASKED_SECONDS, **SHORT_TIMEOUTS
+            *(dsn, _MOST_ASKED, session),
+            max_idle=_ASKED_SECONDS,
+            patience=_PATIENCE_SECONDS,
+            **SHORT_TIMEOUTS,
         )
     return pool.connection()
+
+
+@contextmanager
+def asking_both(source: Dsn, target: Dsn) -> Iterator[tuple[Connection, Connection]]:
+    """Lend a session of each of two databases, one for both where they are configured as one."""
+    with asking(source) as of_source:
+        if source == target:
+            yield of_source, of_source
+            return
+        with asking(target) as of_target:
+            yield of_source, of_target
 
 
 def close_asked(*dsns: Dsn) -> None:

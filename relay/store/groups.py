@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -65,15 +65,18 @@ def lock(conn: psycopg.Connection[Any], group: str) -> None:
     conn.execute("select from relay.groups where group_id = %s for update", (group,))
 
 
-def begin(conn: psycopg.Connection[Any], group: str, running_now: Collection[str]) -> bool:
-    """Register this instance; returns whether another one has died. `running_now` are the other instances that run."""
+def begin(
+    conn: psycopg.Connection[Any], group: str, running_now: Callable[[str], Collection[str]]
+) -> bool:
+    """Register this instance; returns whether another one has died. `running_now` lists the group's that run."""
     with conn.transaction():
         lock(conn, group)
         row = conn.execute(
             "select running, instances from relay.groups where group_id = %s", (group,)
         ).fetchone()
         running, instances = row or (False, [])
-        kept = [name for name in instances if name in running_now]
+        running_instances = running_now(group) if instances else ()
+        kept = [name for name in instances if name in running_instances and name != INSTANCE]
         conn.execute(
             "update relay.groups set running = true, instances = %s where group_id = %s",
             ([*kept, INSTANCE], group),

@@ -55,15 +55,15 @@ def test_an_outage_in_guarded_mode_is_no_death(
 def test_only_an_instance_that_vanished_has_died(outbox: Outbox) -> None:
     outbox.conn.execute("delete from relay.groups")
     this, group = groups.INSTANCE, "default"
-    assert not groups.begin(outbox.conn, group, ())
+    assert not groups.begin(outbox.conn, group, lambda _: ())
     # Another one starts beside it, and a third after that one was killed.
     outbox.conn.execute("update relay.groups set instances = '{other:1}'")
-    assert not groups.begin(outbox.conn, group, {"other:1"})
+    assert not groups.begin(outbox.conn, group, lambda _: {"other:1"})
     outbox.conn.execute("update relay.groups set instances = '{other:1,killed:2}'")
-    assert groups.begin(outbox.conn, group, {"other:1"})
+    assert groups.begin(outbox.conn, group, lambda _: {"other:1"})
     assert outbox.value("select instances from relay.groups") == ["other:1", this]
     # Its own name is that of one that was here before, as in a container.
-    assert groups.begin(outbox.conn, group, {"other:1"})
+    assert groups.begin(outbox.conn, group, lambda _: {"other:1"})
     groups.end(outbox.conn, group)
     assert outbox.value("select running from relay.groups")
     outbox.conn.execute("update relay.groups set instances = array[%s]", (this,))

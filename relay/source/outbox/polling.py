@@ -154,6 +154,11 @@ class Poller:
             require_published(conn, self._settings.source)
             return membership(conn, self._settings.source)
 
+    def membership(self) -> tuple[int, int | None]:
+        """What changes when the outbox is taken out of the publication and put back. Raises psycopg.Error."""
+        with self._source.connection() as conn:
+            return membership(conn, self._settings.source)
+
     def last(self) -> ChainLink | None:
         """The group's last snapshot; None where only the WAL is read, or after `stop`.
 
