@@ -51,7 +51,7 @@ from relay.source.outbox.visibility import require_visible
 from relay.source.server import durable_position
 from relay.source.witnesses import cover, require_history
 from relay.store import locks, queue_fills
-from relay.store.connections import Connection, Pool, connect, open_pool
+from relay.store.connections import Connection, Pool, asking, connect, open_pool
 from relay.store.groups import APPLICATION_NAME
 from relay.store.positions import offsets, snapshots
 from relay.store.positions.snapshots import ChainLink
@@ -129,6 +129,10 @@ class QueueFills(Recurring):
         group = self._settings.group
         try:
             if self._target is None:
+                with asking(self._settings.target_dsn) as conn:
+                    if not queue_fills.open_fills(conn, group):
+                        self.condition.works()
+                        return POLL_SECONDS
                 self._target = connect(self._settings.target_dsn, application_name=APPLICATION_NAME)
             asked = queue_fills.open_fills(self._target, group)
             if not asked:

@@ -14,6 +14,8 @@ log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.5
 """How often due transactions are queried: another process, such as a command, may have changed their times."""
+NOTHING_SECONDS = 2.0
+"""The same while none has a time: another process may give one a time, as when it replays one."""
 
 
 class RetryWorker(Recurring):
@@ -63,5 +65,6 @@ class RetryWorker(Recurring):
             self._retried(found)
             return 0.0
         self._guarded = False
-        following = PAUSE_SECONDS if times.seconds_to_next is None else times.seconds_to_next
-        return max(0.0, min(following, PAUSE_SECONDS))
+        if times.seconds_to_next is not None:
+            return max(0.0, min(times.seconds_to_next, PAUSE_SECONDS))
+        return PAUSE_SECONDS if times.may_be_due else NOTHING_SECONDS

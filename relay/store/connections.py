@@ -304,10 +304,17 @@ def with_settings(
 
 def database_identity(conn: psycopg.Connection[Any]) -> str:
     """Return the system identifier and the name of a database, which identify it at any address: `7…/shop`."""
-    row = conn.execute(
-        "select system_identifier || '/' || current_database() from pg_control_system()"
-    ).fetchone()
-    return str(row and row[0])
+    known = _identities.get(conn)
+    if known is None:
+        # Neither changes while there is a session.
+        row = conn.execute(
+            "select system_identifier || '/' || current_database() from pg_control_system()"
+        ).fetchone()
+        known = _identities[conn] = str(row and row[0])
+    return known
+
+
+_identities: WeakKeyDictionary[psycopg.Connection[Any], str] = WeakKeyDictionary()
 
 
 def require_writable(conn: psycopg.Connection[Any]) -> None:

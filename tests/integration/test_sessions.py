@@ -20,13 +20,23 @@ from relay.faults import FaultAction, RelayError, action_for
 from relay.model.events import Lsn
 from relay.spark.session import Session
 from relay.store import connections, session_settings
-from relay.store.connections import Pool, connect, new_pool, open_pool
+from relay.store.connections import (
+    Pool,
+    asking,
+    asking_both,
+    close_asked,
+    connect,
+    new_pool,
+    open_pool,
+    sessions_with,
+)
 from relay.store.handler_sessions import HandlerPool
 from relay.store.positions import offsets
 from relay.store.positions.offsets import PartitionPosition
 from relay.store.positions.unflushed import require_kept
 from relay.store.session_settings import SessionKind
 from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.roles import Role
 
 
 def nothing(_: psycopg.Connection[object]) -> None:
@@ -122,6 +132,41 @@ def test_sessions_that_nobody_needs_are_closed(
         wait_until(lambda: one.closed and other.closed)
         wait_until(lambda: "idle sessions" not in {each.name for each in threading.enumerate()})
         assert _pid(pool)
+
+
+def test_who_asks_a_moment_later_gets_the_same_session(outbox: Outbox) -> None:
+    """Each question had a session of its own: a run of half a second opened two dozen."""
+    access = outbox.settings().target_dsn
+    with asking(access) as first:
+        first.execute("select 1")
+    with asking(access) as again, asking(access) as other:
+        assert again is first
+        assert other is not first
+    with sessions_with({"lock_timeout": "2s"}), asking(access) as bounded:
+        assert bounded not in (first, other)
+        assert bounded.execute("show lock_timeout").fetchall() == [("2s",)]
+    with asking_both(access, outbox.settings().source_dsn) as (source, target):
+        assert source is target
+    close_asked(access)
+    assert first.closed
+    assert other.closed
+    assert bounded.closed
+
+
+def test_a_run_opens_few_sessions_and_few_threads(outbox: Outbox) -> None:
+    """Each costs the server a process and a cold cache: two dozen were most of what a short run cost."""
+    opened = "select sessions from pg_stat_database where datname = current_database()"
+    of_relay = "select from pg_stat_activity where usename = %s and datname = current_database()"
+    outbox.publish(host(1), event(1))
+    before = outbox.value(opened)
+    others = set(threading.enumerate())
+    with relaying(outbox.settings()):
+        outbox.wait_drained()
+        threads = {each.name for each in set(threading.enumerate()) - others}
+    wait_until(lambda: outbox.conn.execute(of_relay, (Role.RELAY,)).rowcount == 0)
+    assert len(threads) <= 12, threads
+    # Under load more questions are asked at the same time.
+    assert outbox.value(opened) - before <= 15
 
 
 CHANGES = [
