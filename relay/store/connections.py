@@ -10,11 +10,12 @@ Source: PgBouncer documentation, "SQL feature map for pooling modes".
 from __future__ import annotations
 
 import logging
+import math
 import select
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
 from secrets import token_hex
@@ -61,6 +62,8 @@ _SWEEP_SECONDS = 5.0
 _ASKED_SECONDS = 8.0
 _MOST_ASKED = 32
 """More than relay has threads that ask at once."""
+_FRESH_SECONDS = 1.0
+"""How long ago a session has answered that will do where no time is to be lost with one whose server hangs."""
 _PATIENCE_SECONDS = 0.02
 """How long a question waits for the session of another one: a new one costs the server as much as many questions."""
 
@@ -378,13 +381,15 @@ class Pool:
         self.close()
 
     @contextmanager
-    def connection(self, timeout: float = POOL_TIMEOUT_SECONDS) -> Iterator[Connection]:
+    def connection(
+        self, timeout: float = POOL_TIMEOUT_SECONDS, idle_seconds: float = math.inf
+    ) -> Iterator[Connection]:
         """Lend a session; what it has begun is committed at the end of the block, or rolled back by an exception.
 
-        Raises psycopg.OperationalError, among them PoolTimeout if all are lent for `timeout` seconds, and what
-        `configure` raises.
+        One that was free for longer than `idle_seconds` is not lent. Raises psycopg.OperationalError, among them
+        PoolTimeout if all are lent for `timeout` seconds, and what `configure` raises.
         """
-        conn = self._take(timeout)
+        conn = self._take(timeout, idle_seconds)
         try:
             yield conn
             if not conn.closed and conn.pgconn.transaction_status != TransactionStatus.IDLE:
@@ -427,10 +432,10 @@ class Pool:
             self._lent.clear()
         self.close_free()
 
-    def _take(self, timeout: float) -> Connection:
+    def _take(self, timeout: float, idle_seconds: float) -> Connection:
         self._wait_for_turn(timeout)
         try:
-            conn = self._taken() or self._opened()
+            conn = self._taken(idle_seconds) or self._opened()
         except BaseException:
             with self._changed:
                 self._busy -= 1
@@ -461,11 +466,12 @@ class Pool:
             if self._patience and self._busy > 1:
                 self._changed.wait_for(lambda: self._free or self._busy == 1, self._patience)
 
-    def _taken(self) -> Connection | None:
-        """Take the session that was lent last, of those that the server has not ended."""
+    def _taken(self, idle_seconds: float) -> Connection | None:
+        """Take the session that was lent last, of those that the server has not ended; None without one."""
+        latest = time.monotonic() - idle_seconds
         while True:
             with self._changed:
-                if not self._free:
+                if not self._free or self._free[-1][1] < latest:
                     return None
                 conn, _ = self._free.pop()
             if not _is_lost(conn):
@@ -551,28 +557,35 @@ class _Sweeper:
 
 
 _sweeper = _Sweeper()
-_asked: WeakValueDictionary[tuple[Dsn, tuple[tuple[str, str], ...]], Pool] = WeakValueDictionary()
-"""The pools of `asking`, by the settings of their sessions: one without sessions is forgotten."""
+_asked: WeakValueDictionary[Dsn, Pool] = WeakValueDictionary()
+"""The pools of `asking`: one without sessions is forgotten."""
 
 
-def asking(dsn: Dsn) -> AbstractContextManager[Connection]:
+@contextmanager
+def asking(dsn: Dsn) -> Iterator[Connection]:
     """Lend a session as `connect` opens them, for what is asked once: who asks a moment later gets the same one.
 
-    Nobody else has it in the block, which leaves nothing in it, such as a lock. It fails within seconds where the
+    Nobody else has it in the block, which leaves nothing in it, such as a lock; with settings of `sessions_with` it is
+    one database transaction, in a session that has just answered, or a new one. It fails within seconds where the
     server does not answer. Raises psycopg.OperationalError and ConfigurationError as `connect` does.
     """
-    more = _session_settings.get()
-    key = (dsn, tuple(sorted(more.items())))
-    pool = _asked.get(key)
+    pool = _asked.get(dsn)
     if pool is None:
-        session = session_settings.statements(SessionKind.OWN, more)
-        pool = _asked[key] = new_pool(
-            *(dsn, _MOST_ASKED, session),
+        pool = _asked[dsn] = new_pool(
+            *(dsn, _MOST_ASKED, session_settings.statements(SessionKind.OWN)),
             max_idle=_ASKED_SECONDS,
             patience=_PATIENCE_SECONDS,
             **SHORT_TIMEOUTS,
         )
-    return pool.connection()
+    more = _session_settings.get()
+    with pool.connection(idle_seconds=_FRESH_SECONDS if more else math.inf) as conn:
+        if not more:
+            yield conn
+            return
+        with conn.transaction():
+            for name, value in more.items():
+                conn.execute("select pg_catalog.set_config(%s, %s, true)", (name, value))
+            yield conn
 
 
 @contextmanager
@@ -588,7 +601,7 @@ def asking_both(source: Dsn, target: Dsn) -> Iterator[tuple[Connection, Connecti
 
 def close_asked(*dsns: Dsn) -> None:
     """Close the sessions that `asking` keeps for the next question to some databases."""
-    for (dsn, _), pool in list(_asked.items()):
+    for dsn, pool in list(_asked.items()):
         if dsn in dsns:
             pool.close_free()
 

@@ -134,7 +134,9 @@ def test_sessions_that_nobody_needs_are_closed(
         assert _pid(pool)
 
 
-def test_who_asks_a_moment_later_gets_the_same_session(outbox: Outbox) -> None:
+def test_who_asks_a_moment_later_gets_the_same_session(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each question had a session of its own: a run of half a second opened two dozen."""
     access = outbox.settings().target_dsn
     with asking(access) as first:
@@ -143,14 +145,18 @@ def test_who_asks_a_moment_later_gets_the_same_session(outbox: Outbox) -> None:
         assert again is first
         assert other is not first
     with sessions_with({"lock_timeout": "2s"}), asking(access) as bounded:
-        assert bounded not in (first, other)
+        assert bounded in (first, other)
         assert bounded.execute("show lock_timeout").fetchall() == [("2s",)]
+    assert bounded.execute("show lock_timeout").fetchall() == [("0",)]
+    monkeypatch.setattr(connections, "_FRESH_SECONDS", 0.0)
+    with sessions_with({"lock_timeout": "2s"}), asking(access) as fresh:
+        assert fresh not in (first, other)
     with asking_both(access, outbox.settings().source_dsn) as (source, target):
         assert source is target
     close_asked(access)
     assert first.closed
     assert other.closed
-    assert bounded.closed
+    assert fresh.closed
 
 
 def test_a_run_opens_few_sessions_and_few_threads(outbox: Outbox) -> None:
