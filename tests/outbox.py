@@ -450,6 +450,36 @@ class Outbox:
             lambda: self.conn.execute(query, {"sink": sink}).fetchall() == [(True,)], timeout, 0.2
         )
 
+    def begin_sink(self, sink: str, snapshot: str = "null") -> None:
+        """Store a sink that nobody has worked yet at a snapshot, an expression in SQL."""
+        self.conn.execute(
+            f"""
+            with begun as (
+                insert into relay.sink_claims (group_id, sink) values ('default', %s) returning group_id, sink)
+            insert into relay.positions (group_id, owner, topic_id, partition_id, number, snapshot, delivered_lsn,
+                                         notes_from)
+            select group_id, sink, 1, 0, 1, {snapshot}, '0/0', 1 from begun
+            """.encode(),
+            (sink,),
+        )
+
+    def set_sinks(self, snapshot: str, sink: str = "%") -> None:
+        """Set sinks to a snapshot, an expression in SQL, of which nobody works one; nothing is noted after it."""
+        self.conn.execute(
+            f"""
+            insert into relay.positions (group_id, owner, topic_id, partition_id, number, snapshot, delivered_lsn,
+                                         notes_from)
+            select group_id, sink, 1, 0, number + 1, {snapshot}, delivered_lsn, number + 1
+              from relay.sinks where sink like %s
+            """.encode(),
+            (sink,),
+        )
+
+    def set_sinks_back(self) -> None:
+        """Set all sinks to the beginning of the log, as if a process had died before it stored anything of them."""
+        self.set_sinks("'3:3:'")
+        self.conn.execute("update relay.sink_claims set state = 'lagging'")
+
     def drain(
         self, settings: Settings, session: Session | None = None, timeout: float = 60.0
     ) -> None:

@@ -217,7 +217,7 @@ _TABLE = re.compile(
     re.MULTILINE,
 )
 _VIEW = re.compile(
-    r"^create or replace view (?P<name>[\w.]+) as\nselect (?P<columns>.*)$", re.MULTILINE
+    r"^create or replace view (?P<name>[\w.]+) as\nselect (?P<columns>[^;]*?)\n +from", re.MULTILINE
 )
 _COLUMN = re.compile(
     r"^    (?!primary|unique|check|constraint|foreign)(\w+) +([\w.\[\]]+)", re.MULTILINE
@@ -297,22 +297,24 @@ _SHOWN = {
     "relay.queue_figures": "relay.queue_figures",
     "relay.queue_items": "relay.queue_items",
     "relay.dead_letters": "relay.dead_letter_queue",
+    "relay.sinks": "relay.sink_claims",
 }
-"""Whose columns a view shows, where that is not relay.positions."""
+"""Whose columns a view shows, where that is not relay.positions, or not that alone."""
 
 
 def columns_of_view(made: re.Match[str], said: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The columns of a view, and what they mean: there, or in the table that it shows."""
-    for column in made["columns"].split(", "):
+    """The columns of a view, and what they mean in the table that it shows."""
+    for column in re.split(r",\s+", made["columns"]):
         name = column.partition(".")[2]
-        own = said.get(f"{made['name']}.{name}")
-        yield f"`{name}`", own or meaning(_SHOWN.get(made["name"], "relay.positions"), name, said)
+        shown = _SHOWN.get(made["name"], "relay.positions")
+        yield f"`{name}`", meaning(made["name"], name, said, shown, "relay.positions")
 
 
-def meaning(table_name: str, column: str, said: Mapping[str, str]) -> str:
-    """What a column means, by its comment or by what stands for one."""
-    key = f"{table_name}.{column}"
-    return said.get(key) or COLUMNS.get(key) or COLUMNS[column]
+def meaning(table_name: str, column: str, said: Mapping[str, str], *shown: str) -> str:
+    """What a column means, by its comment or by what stands for one; a view has those of the tables that it shows."""
+    keys = [f"{each}.{column}" for each in (table_name, *shown)]
+    known = (said.get(key) or COLUMNS.get(key) for key in keys)
+    return next(filter(None, known), None) or COLUMNS[column]
 
 
 def paragraphs(*texts: str) -> str:

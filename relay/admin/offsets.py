@@ -182,8 +182,9 @@ class PartitionStatus:
 class OffsetsMove:
     """The effect of a seek: how many rows are delivered `again`, and how many are `skipped`.
 
-    Both are None if only the WAL is read, which does not show them, and where the positions are unknown. `given_up` counts the dead and deferred
-    transactions that are discarded, since they are delivered again. `sinks` move to the goal, too.
+    Both are None if only the WAL is read, which does not show them, and where the positions are unknown. `given_up`
+    counts the dead and deferred transactions that are discarded, since they are delivered again. `sinks` move to the
+    goal, too.
     """
 
     goal: Goal

@@ -177,9 +177,7 @@ def origin(conn: psycopg.Connection[Any], group: str, locked: bool = False) -> S
     if locked:
         lock(conn, group)
         offsets.lock_all(conn, group)
-        conn.execute(
-            "select from relay.sinks where group_id = %s order by sink for update", (group,)
-        )
+        offsets.lock_sinks(conn, group)
     (row,) = conn.execute(
         """
         select system_identifier, timeline, timeline_history, coalesce(source_epoch, 0),
@@ -342,13 +340,9 @@ def follow(
     if reset:
         offsets.discard_lsns(conn, group)
         snapshots.discard_lsns(conn, group)
-        conn.execute(
-            "update relay.sinks set applied_lsn = '0/0', delivered_lsn = '0/0' where group_id = %s",
-            (group,),
-        )
     conn.execute(
         """
-        update relay.sinks set epoch = epoch + 1
+        update relay.sink_claims set epoch = epoch + 1
          where group_id = %(group)s
            and exists (select from relay.groups where group_id = %(group)s and system_identifier is not null)
         """,
@@ -360,7 +354,7 @@ def follow(
         update relay.spark_batches as b
            set epoch = case when b.epoch = s.epoch - 1 then s.epoch else b.epoch end,
                last_epoch = case when b.last_epoch = s.epoch - 1 then s.epoch else b.last_epoch end
-          from relay.sinks as s
+          from relay.sink_claims as s
          where b.group_id = %s and (s.group_id, s.sink) = (b.group_id, b.sink)
            and s.epoch - 1 in (b.epoch, b.last_epoch)
         """,

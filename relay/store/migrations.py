@@ -56,6 +56,7 @@ FORMER = {
             "b207934c179cea88ec4441ab455bef5ad02cc18ed8210290de321190c02ed7df",  # positions updated in place, no turns
             "7c2557aef5538db0b8547381d0d499dc558f468f0a6fc84c9da0b9bf8669a3ed",  # no functions
             "f4812c7bc10f1d7437d3b79cdf1325df4d7bae94485a7c615aac189dc8ea1f0d",  # no witnesses
+            "ee7bd9d17fbc48c279ffcc9ff569f3a23acf74fd48f3df079143d687687aac9d",  # sinks updated in place
         }
     ),
     "outbox/001_outbox.sql": frozenset(

@@ -1,6 +1,41 @@
 -- Progress and dead letters. Installs in the database that the handlers write to, because effects, dead letters and
 -- offsets commit in one transaction.
 
+-- A schema of an edition in which positions were updated in place: those of partitions in relay.consumer_offsets, or those of
+-- sinks in relay.sinks. Instances of that edition must not run meanwhile; one that was not found fails with its next statement,
+-- and nothing of it is stored.
+do $$
+declare
+    in_place text[] := array(select relname from pg_class
+                              where oid in (to_regclass('relay.consumer_offsets'), to_regclass('relay.sinks')) and relkind = 'r');
+    running  text;
+begin
+    if in_place = '{}' then
+        return;
+    end if;
+    select string_agg(distinct coalesce(nullif(a.application_name, ''), 'process ' || l.pid), ', ') into running
+      from pg_locks as l left join pg_stat_activity as a using (pid)
+     -- The lock of a running instance: relay/store/locks.py.
+     where l.locktype = 'advisory' and l.granted and l.classid::bigint = x'72656C79'::int and l.objsubid = 2
+       and l.database = (select oid from pg_database where datname = current_database()) and l.mode = 'ShareLock';
+    if running is not null then
+        raise exception using errcode = 'restrict_violation', message = format(
+            'an instance of relay runs (%s), and from this edition on positions are stored in other tables: stop every '
+            'instance, then run `relay init` again', running);
+    end if;
+    if 'consumer_offsets' = any (in_place) then
+        alter table relay.applied_commits add column if not exists rows int[];
+        alter table relay.applied_commits rename to former_applied_commits;
+        alter table relay.consumer_offsets rename to former_consumer_offsets;
+    end if;
+    if 'sinks' = any (in_place) then
+        alter table relay.sinks rename to sink_claims;
+        alter index relay.sinks_pkey rename to sink_claims_pkey;
+        alter table relay.sink_commits rename to former_sink_commits;
+    end if;
+end
+$$;
+
 -- One row for each partition of a group, which says that it exists and is locked by whoever moves it. It is never updated: a
 -- lock makes no new version of a row.
 create table if not exists relay.group_partitions (
@@ -10,8 +45,9 @@ create table if not exists relay.group_partitions (
     primary key (group_id, topic_id, partition_id)
 );
 
--- Where the partitions stand. Positions are appended, under the lock of the partition's row in relay.group_partitions: the one
--- with the greatest number is the state. Rows that are updated in place would leave dead versions, which nobody can remove while
+-- Where every reader of the group stands: the partitions of its target, and its sinks, which have one part each. Positions are
+-- appended, under the lock of the partition's row in relay.group_partitions or of the sink's in relay.sink_claims: the one with
+-- the greatest number is the state. Rows that are updated in place would leave dead versions, which nobody can remove while
 -- somebody holds a snapshot (a pg_dump, an analyst), and everybody who looks for the living one would walk through them.
 create table if not exists relay.positions (
     group_id      text        not null,
@@ -26,15 +62,48 @@ create table if not exists relay.positions (
     xids          xid8[],
     rows          int[],
     updated_at    timestamptz not null default now(),
-    primary key (group_id, topic_id, partition_id, number)
+    owner         text        not null default '',
+    snapshot      pg_snapshot,
+    following     pg_snapshot,
+    delivered_lsn pg_lsn,
+    notes_from    bigint,
+    primary key (group_id, owner, topic_id, partition_id, number)
 );
 
+-- A schema of the edition in which sinks had positions elsewhere.
+alter table relay.positions add column if not exists owner text not null default '',
+                            add column if not exists snapshot pg_snapshot,
+                            add column if not exists following pg_snapshot,
+                            add column if not exists delivered_lsn pg_lsn,
+                            add column if not exists notes_from bigint;
+do $$
+begin
+    if (select indnkeyatts from pg_index where indexrelid = 'relay.positions_pkey'::regclass) = 4 then
+        alter table relay.positions drop constraint positions_pkey,
+                                    add primary key (group_id, owner, topic_id, partition_id, number);
+    end if;
+end
+$$;
+
+comment on column relay.positions.owner is
+    'the sink whose position it is; empty for a partition of the target';
 comment on column relay.positions.number is
-    'counts the positions of the partition; two tasks that move it at once would append the same number, which the key refuses';
+    'counts the positions of the partition or sink; two that move it at once would append the same number, which the key refuses';
 comment on column relay.positions.applied_lsn is
-    'end of the last WAL commit applied in this partition; commits up to here are recognised as redelivered';
+    'end of the last WAL commit applied in this partition, and where only the WAL is read in this sink; commits up to here are '
+    'recognised as redelivered';
 comment on column relay.positions.snapshot_id is
-    'everything that this snapshot of relay.snapshots sees is applied; null where only the WAL is read (source.mode: wal)';
+    'everything that this snapshot of relay.snapshots sees is applied, which all partitions share; null in a sink, and where only '
+    'the WAL is read (source.mode: wal)';
+comment on column relay.positions.snapshot is
+    'of a sink, which shares it with nobody: everything that it sees is delivered, deferred or dead-lettered; null where only the '
+    'WAL is read (source.mode: wal)';
+comment on column relay.positions.following is
+    'of a sink: the end of the difference that is polled now';
+comment on column relay.positions.delivered_lsn is
+    'of a sink: no transaction that is delivered ends after this position';
+comment on column relay.positions.notes_from is
+    'of a sink: the number of the first position whose transactions still count; relay.snapshots has those of partitions';
 comment on column relay.positions.polled_offset is
     'of the difference to the next snapshot, what is applied: the transactions whose greatest c_offset is not above';
 comment on column relay.positions.next_offset is
@@ -42,7 +111,8 @@ comment on column relay.positions.next_offset is
 comment on column relay.positions.partitions is
     'the partitions of the task, on the position of one of them; null where nothing is noted, and on those of the others';
 comment on column relay.positions.xids is
-    'the transactions of the source that the task applied in these partitions: since the last snapshot, polling leaves them out';
+    'the transactions of the source that the task applied in these partitions, or that are done in the sink: since the last '
+    'snapshot, polling leaves them out';
 comment on column relay.positions.rows is
     'how many rows of each of these transactions the task applied; null where a former edition noted them';
 
@@ -105,31 +175,6 @@ comment on column relay.noted_witnesses.lsn is
 comment on column relay.noted_witnesses.noted_at is
     'when it was noted';
 
--- A schema of the edition in which positions were updated in place. Tasks of that edition must not run meanwhile; one that was
--- not found fails with its next statement, and nothing of it is stored.
-do $$
-declare
-    running text;
-begin
-    if (select relkind from pg_class where oid = to_regclass('relay.consumer_offsets')) is distinct from 'r' then
-        return;
-    end if;
-    select string_agg(distinct coalesce(nullif(a.application_name, ''), 'process ' || l.pid), ', ') into running
-      from pg_locks as l left join pg_stat_activity as a using (pid)
-     -- The lock of a running instance: relay/store/locks.py.
-     where l.locktype = 'advisory' and l.granted and l.classid::bigint = x'72656C79'::int and l.objsubid = 2
-       and l.database = (select oid from pg_database where datname = current_database()) and l.mode = 'ShareLock';
-    if running is not null then
-        raise exception using errcode = 'restrict_violation', message = format(
-            'an instance of relay runs (%s), and from this edition on positions are stored in other tables: stop every '
-            'instance, then run `relay init` again', running);
-    end if;
-    alter table relay.applied_commits add column if not exists rows int[];
-    alter table relay.applied_commits rename to former_applied_commits;
-    alter table relay.consumer_offsets rename to former_consumer_offsets;
-end
-$$;
-
 -- Where each partition stands, as the tables of the seeds have it.
 create or replace view relay.consumer_offsets as
 select p.group_id, p.topic_id, p.partition_id, n.applied_lsn, n.snapshot_id, n.polled_offset, n.next_offset, n.updated_at, n.number
@@ -137,7 +182,7 @@ select p.group_id, p.topic_id, p.partition_id, n.applied_lsn, n.snapshot_id, n.p
  cross join lateral (
        select s.applied_lsn, s.snapshot_id, s.polled_offset, s.next_offset, s.updated_at, s.number
          from relay.positions as s
-        where s.group_id = p.group_id and s.topic_id = p.topic_id and s.partition_id = p.partition_id
+        where s.group_id = p.group_id and s.owner = '' and s.topic_id = p.topic_id and s.partition_id = p.partition_id
         order by s.number desc limit 1) as n;
 
 comment on view relay.consumer_offsets is
@@ -154,7 +199,7 @@ select p.group_id, n.partitions, n.xids, n.rows
  cross join lateral (
        select s.partitions, s.xids, s.rows
          from relay.positions as s
-        where s.group_id = p.group_id and s.topic_id = p.topic_id and s.partition_id = p.partition_id
+        where s.group_id = p.group_id and s.owner = '' and s.topic_id = p.topic_id and s.partition_id = p.partition_id
           and s.number >= first.number and s.xids is not null
        offset 0) as n;
 
@@ -201,15 +246,11 @@ exception when dependent_objects_still_exist then
 end
 $$;
 
--- Where each sink is in the log. It is delivered to beside the target's transactions, at its own pace.
-create table if not exists relay.sinks (
+-- The sinks of each group, which are delivered to beside the target's transactions, at their own pace: who works each, and whether
+-- it may. Whoever stores its position locks the row. It is updated only where one of its columns changes, which is seldom.
+create table if not exists relay.sink_claims (
     group_id      text        not null,
     sink          text        not null,
-    snapshot      pg_snapshot,
-    following     pg_snapshot,
-    polled_offset bigint      not null default -9223372036854775808,
-    applied_lsn   pg_lsn      not null default '0/0',
-    delivered_lsn pg_lsn      not null default '0/0',
     state         text        not null default 'new',
     epoch         int         not null default 0,
     series        uuid        not null default gen_random_uuid(),
@@ -224,43 +265,93 @@ create table if not exists relay.sinks (
     primary key (group_id, sink)
 );
 
-alter table relay.sinks add column if not exists series uuid not null default gen_random_uuid();
-alter table relay.sinks add column if not exists claim bigint not null default 0;
+alter table relay.sink_claims add column if not exists series uuid not null default gen_random_uuid(),
+                              add column if not exists claim bigint not null default 0;
 
 -- A schema of the edition in which a sink that nobody had worked counted as caught up.
-alter table relay.sinks alter column state set default 'new';
-update relay.sinks set state = 'new' where state = 'caught up' and instance is null;
+alter table relay.sink_claims alter column state set default 'new';
+update relay.sink_claims set state = 'new' where state = 'caught up' and instance is null;
 
-comment on column relay.sinks.snapshot is
-    'everything that it sees is delivered, deferred or dead-lettered; null where only the WAL is read (source.mode: wal)';
-comment on column relay.sinks.following is
-    'the end of the difference that is polled now; polled_offset says up to which c_offset of it everything is delivered';
-comment on column relay.sinks.applied_lsn is
-    'where only the WAL is read: everything up to this position is delivered, deferred or dead-lettered';
-comment on column relay.sinks.delivered_lsn is
-    'no transaction that is delivered ends after this position: a source that ends before it has lost some of them';
-comment on column relay.sinks.state is
+comment on table relay.sink_claims is
+    'the sinks of each group: who works each, and whether it may; the view relay.sinks shows where each stands, too';
+comment on column relay.sink_claims.state is
     'new (not worked yet), attached (fed from the stream), lagging (polling the log), caught up (left to the instance that '
     'reads the stream) or left out (source.mode: wal, read without the sink since updated_at)';
-comment on column relay.sinks.epoch is
+comment on column relay.sink_claims.epoch is
     'counts how often an operator has moved the sink, or the source has changed: what was read before no longer counts';
-comment on column relay.sinks.claim is
+comment on column relay.sink_claims.claim is
     'counts how often a process has claimed the sink: one whose claim is not the newest can store nothing';
-comment on column relay.sinks.series is
+comment on column relay.sink_claims.series is
     'part of the ids by which brokers drop repetitions; a new one whenever an operator moves the sink';
-comment on column relay.sinks.fault is
+comment on column relay.sink_claims.fault is
     'why nothing is delivered now, while the circuit breaker is open or the brake is on';
+comment on column relay.sink_claims.updated_at is
+    'since when it has this state';
+
+-- Where each sink is in the log.
+create or replace view relay.sinks as
+select c.group_id, c.sink, n.snapshot, n.following, n.polled_offset, n.applied_lsn, n.delivered_lsn, c.state, c.epoch, c.series,
+       c.claim, c.paused_at, c.paused_by, c.reason, c.fault, c.fault_since, c.instance, n.updated_at, n.number, n.notes_from
+  from relay.sink_claims as c
+ cross join lateral (
+       select s.snapshot, s.following, s.polled_offset, s.applied_lsn, s.delivered_lsn, s.number, s.notes_from,
+              greatest(c.updated_at, s.updated_at) as updated_at
+         from relay.positions as s
+        where s.group_id = c.group_id and s.owner = c.sink and s.topic_id = 1 and s.partition_id = 0
+        order by s.number desc limit 1) as n;
+
+comment on view relay.sinks is
+    'how far each sink has delivered the log, and who works it: its row of relay.sink_claims with its newest position';
 
 -- What a sink has done beyond its position: neither the stream nor polling delivers it again.
-create table if not exists relay.sink_commits (
-    group_id text   not null,
-    sink     text   not null,
-    xids     xid8[] not null
-);
-create index if not exists sink_commits_sink on relay.sink_commits (group_id, sink);
+create or replace view relay.sink_commits as
+select c.group_id, c.sink, n.xids
+  from relay.sinks as c
+ cross join lateral (
+       select s.xids from relay.positions as s
+        where s.group_id = c.group_id and s.owner = c.sink and s.topic_id = 1 and s.partition_id = 0
+          and s.number >= c.notes_from and s.xids is not null
+       offset 0) as n;
 
-comment on table relay.sink_commits is
-    'transactions of the source whose deliveries to a sink are done, which its row in relay.sinks does not tell';
+comment on view relay.sink_commits is
+    'transactions of the source whose deliveries to a sink are done, which its position does not tell';
+
+-- A schema of the edition in which the position of a sink was in its row, and what was done after it in a table of its own.
+do $$
+declare
+    detail text;
+    reader record;
+begin
+    if to_regclass('relay.former_sink_commits') is null then
+        return;
+    end if;
+    insert into relay.positions (group_id, owner, topic_id, partition_id, number, applied_lsn, snapshot, following, polled_offset,
+                                 delivered_lsn, notes_from, xids, updated_at)
+    select c.group_id, c.sink, 1, 0, 1, c.applied_lsn, c.snapshot, c.following, c.polled_offset, c.delivered_lsn, 1,
+           (select array_agg(xid) from relay.former_sink_commits as d, unnest(d.xids) as xid
+             where (d.group_id, d.sink) = (c.group_id, c.sink)),
+           c.updated_at
+      from relay.sink_claims as c;
+    for reader in
+        select distinct case relname when 'sink_claims' then 'sinks' else 'sink_commits' end as relation,
+               case when grantee = 0 then 'public' else quote_ident(pg_get_userbyid(grantee)) end as name
+          from pg_class, aclexplode(relacl)
+         where oid in ('relay.sink_claims'::regclass, 'relay.former_sink_commits'::regclass)
+           and privilege_type = 'SELECT' and grantee <> relowner
+    loop
+        execute format('grant select on relay.%I to %s', reader.relation, reader.name);
+    end loop;
+    alter table relay.sink_claims drop column snapshot, drop column following, drop column polled_offset, drop column applied_lsn,
+                                  drop column delivered_lsn;
+    drop table relay.former_sink_commits;
+exception when dependent_objects_still_exist then
+    get stacked diagnostics detail = pg_exception_detail;
+    raise exception using errcode = 'restrict_violation', message = format(
+        'relay.sinks and relay.sink_commits become views, and other objects depend on the tables (%s): drop them, '
+        'run `relay init` again, and create them again',
+        replace(replace(replace(detail, 'sink_claims', 'sinks'), 'former_', ''), chr(10), '; '));
+end
+$$;
 
 -- What functions have completed in transactions of their own: effects and record are committed together.
 create table if not exists relay.sink_completions (
@@ -958,7 +1049,7 @@ begin
           from relay.consumer_offsets as o
           left join lateral (
                select s.number from relay.positions as s
-                where s.group_id = o.group_id and s.topic_id = o.topic_id and s.partition_id = o.partition_id
+                where s.group_id = o.group_id and s.owner = '' and s.topic_id = o.topic_id and s.partition_id = o.partition_id
                   and s.number >= coalesce(former[o.partition_id + 1], 0) and s.number <= o.number
                   and exists (select from unnest(s.xids) as xid where not pg_visible_in_snapshot(xid, seen))
                 order by s.number limit 1) as unseen on true
@@ -1029,8 +1120,111 @@ begin
 end
 $$;
 
+-- Appends a position to each of some sinks, under the locks of their rows; returns those that have it, and whether each is paused.
+-- The others were moved, removed or claimed by somebody else meanwhile or, unless it waits, their rows are locked by another
+-- session. The transactions that were noted and that a new snapshot does not see are noted again with it: earlier notes no longer
+-- count. Each statement sees what was committed while the one before waited for a lock.
+create or replace function relay.store_sinks(the_group text, waits boolean, has_faults boolean, sinks text[], claims bigint[],
+    epochs int[], states text[], faults text[], snapshots text[], followings text[], polled bigint[], applied text[],
+    delivered text[], dones text[])
+returns table (sink text, is_paused boolean)
+language plpgsql set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+as $$
+#variable_conflict use_column
+declare
+    held     text[];
+    paused   boolean[];
+    is_other boolean;
+    appended bigint;
+begin
+    if waits then
+        select array_agg(l.sink), array_agg(l.is_paused), bool_or(l.is_other) into held, paused, is_other
+          from (select c.sink, c.paused_at is not null as is_paused,
+                       c.state <> g.state or has_faults and c.fault is distinct from g.fault as is_other
+                  from relay.sink_claims as c
+                  join unnest(sinks, claims, epochs, states, faults) as g (sink, claim, epoch, state, fault) using (sink)
+                 where c.group_id = the_group and (c.claim, c.epoch) = (g.claim, g.epoch)
+                 order by c.sink for no key update of c) as l;
+    else
+        select array_agg(l.sink), array_agg(l.is_paused), bool_or(l.is_other) into held, paused, is_other
+          from (select c.sink, c.paused_at is not null as is_paused,
+                       c.state <> g.state or has_faults and c.fault is distinct from g.fault as is_other
+                  from relay.sink_claims as c
+                  join unnest(sinks, claims, epochs, states, faults) as g (sink, claim, epoch, state, fault) using (sink)
+                 where c.group_id = the_group and (c.claim, c.epoch) = (g.claim, g.epoch)
+                 order by c.sink for no key update of c skip locked) as l;
+    end if;
+    if held is null then
+        return;
+    end if;
+    if is_other then
+        update relay.sink_claims as c
+           set state = g.state, updated_at = case when c.state = g.state then c.updated_at else now() end,
+               fault = case when has_faults then g.fault else c.fault end,
+               fault_since = case when not has_faults then c.fault_since
+                                  when g.fault is not null then coalesce(c.fault_since, now()) end
+          from unnest(sinks, states, faults) as g (sink, state, fault)
+         where c.group_id = the_group and c.sink = g.sink and c.sink = any (held)
+           and (c.state <> g.state or has_faults and c.fault is distinct from g.fault);
+    end if;
+    insert into relay.positions (group_id, owner, topic_id, partition_id, number, applied_lsn, snapshot, following, polled_offset,
+                                 delivered_lsn, notes_from, xids)
+    select the_group, g.sink, 1, 0, n.number + 1, g.applied::pg_lsn, g.snapshot::pg_snapshot, g.following::pg_snapshot, g.polled,
+           g.delivered::pg_lsn, case when o.is_moved then n.number + 1 else n.notes_from end,
+           nullif(case when o.is_moved and g.snapshot is not null then
+                           array(select xid from relay.positions as s, unnest(s.xids) as xid
+                                  where s.group_id = the_group and s.owner = g.sink and s.topic_id = 1 and s.partition_id = 0
+                                    and s.number >= n.notes_from and not pg_visible_in_snapshot(xid, g.snapshot::pg_snapshot))
+                       else '{}' end || g.done::xid8[], '{}')
+      from unnest(sinks, snapshots, followings, polled, applied, delivered, dones)
+           as g (sink, snapshot, following, polled, applied, delivered, done)
+     cross join lateral (
+           select s.number, s.snapshot, s.notes_from from relay.positions as s
+            where s.group_id = the_group and s.owner = g.sink and s.topic_id = 1 and s.partition_id = 0
+            order by s.number desc limit 1) as n
+     cross join lateral (select g.snapshot is null or n.snapshot::text is distinct from g.snapshot) as o (is_moved)
+     where g.sink = any (held);
+    get diagnostics appended = row_count;
+    if appended < cardinality(held) then
+        raise data_exception using message = format(
+            'relay.positions lacks that of a sink (one of %s of group %L), which relay.sink_claims has: one of them was restored '
+            'without the other', held, the_group);
+    end if;
+    return query select * from unnest(held, paused);
+end
+$$;
+
+-- Deletes positions of the parts of some owners, from a number on and before another one, but for those with transactions that are
+-- still noted, from a third number on; returns how many. By index, whatever the table looked like when the plan was made.
+create or replace function relay.delete_positions(the_group text, owners text[], parts int[], firsts bigint[], ends bigint[],
+                                                  notes_first bigint[])
+returns bigint
+language plpgsql set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+as $$
+declare
+    total   bigint := 0;
+    deleted bigint;
+begin
+    for n in 1 .. cardinality(owners) loop
+        delete from relay.positions as s
+         where s.group_id = the_group and s.owner = owners[n] and s.topic_id = 1 and s.partition_id = parts[n]
+           and s.number >= firsts[n] and s.number < ends[n]
+           and (s.xids is null or s.number < notes_first[n]);
+        get diagnostics deleted = row_count;
+        total := total + deleted;
+    end loop;
+    return total;
+end
+$$;
+
 revoke all on function relay.acting_role(), relay.chain(text), relay.notes_after(text, pg_snapshot), relay.lock_positions(text, int, int[], text[]),
-                       relay.claim_positions(text, int, int[]), relay.hold_keys(), relay.release_keys(),
+                       relay.claim_positions(text, int, int[]),
+                       relay.store_sinks(text, boolean, boolean, text[], bigint[], int[], text[], text[], text[], text[], bigint[],
+                                         text[], text[], text[]),
+                       relay.delete_positions(text, text[], int[], bigint[], bigint[], bigint[]),
+                       relay.hold_keys(), relay.release_keys(),
                        relay.lock_streaks(), relay.note_streaks() from public;
 
 -- What the service needs in the target: its own tables. Handlers' tables are granted by their owner.
@@ -1055,7 +1249,7 @@ begin
         grant select on relay.migrations to relay;
         -- A group that is split into another number of partitions gets other rows.
         grant select, insert, update, delete on relay.group_partitions, relay.positions to relay;
-        grant select on relay.consumer_offsets, relay.applied_commits to relay;
+        grant select on relay.consumer_offsets, relay.applied_commits, relay.sinks, relay.sink_commits to relay;
         grant select, insert, update, delete on relay.snapshots to relay;
         grant usage on sequence relay.snapshot_ids to relay;
         grant select, insert, delete on relay.noted_witnesses to relay;
@@ -1069,7 +1263,7 @@ begin
         grant select, insert, update on relay.groups to relay;
         grant select, insert, update, delete on relay.suspects, relay.brakes, relay.engines, relay.part_faults to relay;
         grant select, insert, delete on relay.streaks to relay;
-        grant select, insert, update, delete on relay.sinks, relay.sink_commits, relay.sink_activity to relay;
+        grant select, insert, update, delete on relay.sink_claims, relay.sink_activity to relay;
         grant select, insert, delete on relay.sink_completions to relay;
         grant select, insert, update, delete on relay.endpoints to relay;
         grant select, insert, update, delete on relay.deferred to relay;
@@ -1080,6 +1274,9 @@ begin
         grant execute on function relay.acting_role() to relay;
         grant execute on function relay.chain(text), relay.notes_after(text, pg_snapshot) to relay;
         grant execute on function relay.lock_positions(text, int, int[], text[]), relay.claim_positions(text, int, int[]) to relay;
+        grant execute on function relay.store_sinks(text, boolean, boolean, text[], bigint[], int[], text[], text[], text[], text[],
+                                                    bigint[], text[], text[], text[]) to relay;
+        grant execute on function relay.delete_positions(text, text[], int[], bigint[], bigint[], bigint[]) to relay;
         -- Handlers load events into a temporary relation, which a database may have reserved.
         execute format('grant temporary on database %I to relay', current_database());
     end if;

@@ -609,7 +609,7 @@ def test_a_call_behind_a_pooler(roles: Roles) -> None:
 def test_who_acts_is_not_what_the_session_says(roles: Roles) -> None:
     """`relay.operator` is a setting that anybody may set: it was all that was known of who paused a sink."""
     outbox = roles.outbox
-    outbox.conn.execute("insert into relay.sinks (group_id, sink) values ('default', 'hook')")
+    outbox.begin_sink("hook")
     with acting("anna"), connect(outbox.dsn_of(Role.RELAY)) as conn:
         assert sinks.pause(conn, "default", "hook", True, "maintenance")
     assert outbox.value("select paused_by from relay.sinks") == "anna (as app_relay)"

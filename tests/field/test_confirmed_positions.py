@@ -229,7 +229,7 @@ def test_a_store_that_fails_is_not_followed_by_one_that_lacks_its_outcomes(
     relay = Instance(settings)
     wait_until(lambda: outbox.column("select state from relay.sinks") == ["attached"])
     with psycopg.connect(outbox.superuser_dsn) as other:
-        other.execute("select from relay.sinks for update")
+        other.execute("select from relay.sink_claims for update")
         outbox.publish(host(1), event(1))
         wait_until(
             lambda: bool(

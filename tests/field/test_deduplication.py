@@ -99,9 +99,7 @@ def test_a_crash_repeats_nothing_in_the_stream(outbox: Outbox, stream: JetStream
         outbox.publish(host(2), event(3))
         outbox.wait_delivered("a")
         outbox.wait_delivered("b")
-    outbox.conn.execute(
-        "delete from relay.sink_commits;update relay.sinks set snapshot = '3:3:', state = 'lagging'"
-    )
+    outbox.set_sinks_back()
     with relaying(settings):
         wait_until(lambda: stream.duplicates == 6)
         outbox.wait_delivered("a")

@@ -125,8 +125,7 @@ def test_a_completed_delivery_is_done_however_the_function_ends(
         outbox.publish(host(1), event(1))
         outbox.wait_delivered("mail")
     # The position was not stored before a kill: the delivery comes again.
-    outbox.conn.execute("update relay.sinks set snapshot = '3:3:', state = 'lagging'")
-    outbox.conn.execute("delete from relay.sink_commits")
+    outbox.set_sinks_back()
     caplog.set_level(logging.WARNING)
     with relaying(settings):
         wait_until(lambda: len(tried.begun) == 2)

@@ -18,7 +18,8 @@ from relay.retention import partitions, schedule
 from relay.store import brakes
 from relay.store.brakes import Streak
 from relay.store.connections import Connection, connect
-from relay.store.positions import offsets, snapshots
+from relay.store.positions import offsets, sinks, snapshots
+from relay.store.positions.sinks import SinkEntry, SinkPosition
 from tests.outbox import DEFER, Outbox, host, relaying, wait_until
 
 GROUP = "default"
@@ -111,6 +112,35 @@ class Stream:
         self._superseded.delete(conn)
 
 
+class Sinks:
+    """Sinks that are stored together, by turns at a newer snapshot and with what is done after it."""
+
+    NAMES = ("a", "b", "c")
+
+    def __init__(self) -> None:
+        self._stores = 0
+        self._superseded = offsets.Superseded(GROUP)
+
+    def run(self, conn: Connection, stores: int) -> None:
+        for _ in range(stores):
+            self._stores += 1
+            reached = 10_000 + self._stores // 3 * 3
+            position = SinkPosition(Snapshot(reached, reached, ()), delivered_lsn=Lsn(self._stores))
+            done = [10_001 + self._stores]
+            entries = [
+                SinkEntry(name, 0, 0, position, done, "attached", None) for name in self.NAMES
+            ]
+            assert set(sinks.store(conn, GROUP, entries, waits=False)) == set(self.NAMES)
+            if self._stores % 5 == 0:
+                self._superseded.delete(conn)
+
+    def read(self, conn: Connection) -> None:
+        found = sinks.states(conn, GROUP, self.NAMES)
+        assert {each.position.delivered_lsn for each in found.values()} == {self._stores}
+        assert {len(each.done) for each in found.values()} <= {1, 2, 3}
+        sinks.watch(conn, GROUP, self.NAMES)
+
+
 class Polling:
     """Differences that are polled, each by one task."""
 
@@ -155,6 +185,26 @@ def test_a_task_touches_as_many_pages_after_thousands_of_others(held: Outbox) ->
     # They are dead, and still there.
     assert held.value("select n_dead_tup from pg_stat_user_tables where relname = 'positions'") > 0
     assert held.value("select count(*) from relay.positions") < 100
+
+
+def test_sinks_touch_as_many_pages_after_hundreds_of_stores(held: Outbox) -> None:
+    """Each store was an update of the sink's row, whose dead versions whoever read or stored it walked through."""
+    for name in Sinks.NAMES:
+        held.begin_sink(name, "'10:10:'")
+    stored = Sinks()
+    # As many that the index has two levels.
+    in_session(held.relay_dsn, held, lambda conn: stored.run(conn, 150))
+    store, read = touched(held, lambda conn: stored.run(conn, 30)), touched(held, stored.read)
+    in_session(held.relay_dsn, held, lambda conn: stored.run(conn, 600))
+    assert touched(held, lambda conn: stored.run(conn, 30)) <= store * TOLERANCE
+    assert touched(held, stored.read) <= read * TOLERANCE
+    dead = dict(
+        held.conn.execute(
+            "select relname, n_dead_tup from pg_stat_user_tables where relname in ('positions', 'sink_claims')"
+        )
+    )
+    # Nothing that is read has dead versions; superseded positions are dead, and still there.
+    assert dead["sink_claims"] <= len(Sinks.NAMES) < 1000 < dead["positions"]
 
 
 def test_a_task_touches_as_many_pages_after_hundreds_of_dead_letters(held: Outbox) -> None:

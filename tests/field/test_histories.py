@@ -356,15 +356,13 @@ def test_a_source_that_sinks_have_polled_meanwhile_is_followed(outbox: Outbox) -
         "insert into relay.groups (group_id, system_identifier, timeline) values ('default', '1', 1)"
         " on conflict (group_id) do update set system_identifier = '1', timeline = 1"
     )
-    outbox.conn.execute("insert into relay.sinks (group_id, sink) values ('default', 'signed')")
+    outbox.begin_sink("signed")
     recognition = Recognition(settings)
     with open_replication(settings) as stream, connect(settings.source_dsn) as session:
         comparison = recognition.inspect(stream)
         assert comparison.foreign
         outbox.fill(30)
-        outbox.conn.execute(
-            "update relay.sinks set snapshot = pg_current_snapshot(), applied_lsn = '0/0'"
-        )
+        outbox.set_sinks("pg_current_snapshot()")
         recognition.follow(session, comparison, incomplete=False)
     assert outbox.value("select system_identifier from relay.groups") != "1"
 

@@ -609,7 +609,9 @@ class Stored:
 
     def __init__(self, target: psycopg.Connection[Any]) -> None:
         self.target = target
-        target.execute("insert into relay.sinks (group_id, sink, epoch) values ('g', 'lake', 1)")
+        target.execute(
+            "insert into relay.sink_claims (group_id, sink, epoch) values ('g', 'lake', 1)"
+        )
 
     def begin(self, epoch: int, place: str = "delta path a") -> spark_batches.OpenBatch:
         contents = Contents(BEGINNING, Snapshot(9, 9, ()))

@@ -9,7 +9,9 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from threading import Event
@@ -19,12 +21,13 @@ import psutil
 import psycopg
 import pytest
 
-from relay.model.events import Transaction
+from relay.model.events import Lsn, Transaction
 from relay.service import Service
 from relay.sinks.http import Http
 from relay.store import locks
+from relay.store.connections import connect
 from relay.store.positions import sinks as positions
-from relay.store.positions.sinks import Claims, SinkEntry
+from relay.store.positions.sinks import Claim, Claims, SinkEntry
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.process import running
 from tests.webhook import Answer, Webhook, hanging_until
@@ -44,12 +47,10 @@ CLAIMS = """
 REFUSE = """
     create function refuse() returns trigger language plpgsql as $$
     begin
-        if new.sink = 'hook1' and new.delivered_lsn <> old.delivered_lsn then
-            raise 'refused' using errcode = '40001';
-        end if;
-        return new;
+        raise 'refused' using errcode = '40001';
     end $$;
-    create trigger refuse before update on relay.sinks for each row execute function refuse();
+    create trigger refuse before insert on relay.positions for each row when (new.owner = 'hook1')
+        execute function refuse();
 """
 
 
@@ -162,7 +163,9 @@ def test_what_hangs_or_is_locked_holds_up_no_other_sink(outbox: Outbox) -> None:
         wait_until(lambda: in_state(outbox, "attached") == len(urls))
         with psycopg.connect(outbox.superuser_dsn) as other:
             # Two sinks cannot store what they defer.
-            other.execute("select from relay.sinks where sink in ('hook0', 'hook1') for update")
+            other.execute(
+                "select from relay.sink_claims where sink in ('hook0', 'hook1') for update"
+            )
             numbers = range(60)
             for number in numbers:
                 outbox.publish(host(number % 4), event(13 if number % 16 == 0 else 1))
@@ -216,7 +219,7 @@ def test_a_sink_that_cannot_be_stored_ends_no_other(outbox: Outbox, webhook: Web
         now = outbox.value("select clock_timestamp()")
         wait_until(lambda: outbox.value(stored, (now,)) == 3)
         wait_until(lambda: failing(service) == {"sink hook1"})
-        outbox.conn.execute("drop trigger refuse on relay.sinks")
+        outbox.conn.execute("drop trigger refuse on relay.positions")
         wait_until(lambda: failing(service) == set(), 30)
         outbox.publish(host(1), event(2))
         wait_until(lambda: min(webhook.ids().values()) >= 4 and len(webhook.ids()) == 2)
@@ -341,9 +344,42 @@ def test_only_the_newest_claim_stores_anything(outbox: Outbox) -> None:
     assert second.store([entry("a", state)]) == {}
     assert outbox.column("select sink from relay.sink_commits") == ["b"]
     with psycopg.connect(outbox.superuser_dsn) as other:
-        other.execute("select from relay.sinks where sink = 'b' for update")
+        other.execute("select from relay.sink_claims where sink = 'b' for update")
         # It waits for nobody.
         assert first.store([entry("b", stale["b"])]) == {}
         assert first.load({"b": "now"}) == {}
+    newest = "select * from relay.positions where owner = 'b' order by number desc limit 1"
+    with pytest.raises(psycopg.errors.UniqueViolation):
+        outbox.conn.execute(f"insert into relay.positions {newest}".encode())
     for each in (first, second):
         each.close()
+
+
+def test_a_claim_goes_on_from_what_the_one_before_was_about_to_store(outbox: Outbox) -> None:
+    """A statement that waits for a lock still reads what there was when it began."""
+    former = Claims(outbox.relay_dsn, "default")
+    former.take(["a"])
+    state = former.load({"a": "now"})["a"]
+    position = replace(state.position, delivered_lsn=Lsn(77))
+    entry = SinkEntry("a", state.claim, state.epoch, position, (7,), "lagging", None)
+    claim = Claim(outbox.relay_dsn, "default", "a")
+    with ThreadPoolExecutor() as pool, connect(outbox.relay_dsn) as storing:
+        with storing.transaction():
+            assert positions.store(storing, "default", [entry]) == {"a": False}
+            former.close()
+            wait_until(claim.take)
+            loading = pool.submit(claim.load, "now")
+            wait_until(
+                lambda: bool(
+                    outbox.column(
+                        "select 1 from pg_stat_activity"
+                        " where datname = current_database() and wait_event_type = 'Lock'"
+                    )
+                )
+            )
+        loaded = loading.result()
+    assert loaded.position == position
+    assert loaded.done.tolist() == [7]
+    # It has one number as long as it is held, whatever it loads.
+    assert claim.load("now").claim == loaded.claim == state.claim + 1
+    claim.release()

@@ -93,7 +93,7 @@ def test_a_sink_that_is_moved_in_a_batch_defers_nothing_twice(
     finish = worker._finish
 
     def moved(*written: Any) -> None:
-        outbox.conn.execute("update relay.sinks set epoch = epoch + 1")
+        outbox.conn.execute("update relay.sink_claims set epoch = epoch + 1")
         finish(*written)
 
     monkeypatch.setattr(worker, "_finish", moved)

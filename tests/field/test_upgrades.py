@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from threading import Event, Thread
+from typing import Any
+
 import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from relay.admin import sinks as admin_sinks
 from relay.faults import ConfigurationError
 from relay.store import locks, migrations
 from relay.store.connections import connect
-from tests.outbox import Outbox, event, host, initialise, relaying, wait_until
+from tests.outbox import APPEND, Outbox, event, host, initialise, relaying, wait_until
+from tests.webhook import Webhook
 
 LANDED = {
     "source/001_source.sql": "5ce8243b107639cd358df635f7689b4cf05907ed06b55d782afa4320f30e4827",
@@ -19,7 +24,7 @@ LANDED = {
     "outbox/002_schedules.sql": "fdcfa77cd2a0d302dac3779a59a43b70e21146e446a61c6b3439c3038ec44425",
     "outbox/003_readers.sql": "1b84608bdefc1e83ecbd93e18d888edaef2ea0453ce86f66ec54612c27e2778d",
     "outbox/004_subscribers.sql": "e06f7c204ab00a3e4bdf515bc8b3d53cee0bd06c790ecc200a7718befc8e53ae",
-    "target/001_target.sql": "f4812c7bc10f1d7437d3b79cdf1325df4d7bae94485a7c615aac189dc8ea1f0d",
+    "target/001_target.sql": "ee7bd9d17fbc48c279ffcc9ff569f3a23acf74fd48f3df079143d687687aac9d",
     "target/002_retention.sql": "b297bddc2124091b683d7c9c11754067c52c59639051196144ff6777847b9124",
     "target/004_queues.sql": "40f4cdde688e3aa4d30463ebeaafb9dea99830c1c199de54fea81977905fb6f8",
     "target/005_scheduled.sql": "9f62e2e8db6a6bce67c2d7ad277994a55f51c4af397bfd9ff23cbbdfafd1b314",
@@ -39,10 +44,8 @@ def test_the_editions_that_landed_before_are_migrated() -> None:
 def test_publishers_go_on_after_a_migration(outbox: Outbox, name: str) -> None:
     """A file of the source that was applied again took from PUBLIC a function that `relay.publish` calls."""
     settings = outbox.settings()
-    outbox.conn.execute(
-        "alter table relay.sinks alter column state set default 'caught up';"
-        "insert into relay.sinks (group_id, sink) values ('default', 'unworked')"
-    )
+    outbox.conn.execute("alter table relay.sink_claims alter column state set default 'caught up'")
+    outbox.begin_sink("unworked")
     names = list(LANDED) if name == "all" else [name]
     for each in names:
         outbox.conn.execute(
@@ -88,6 +91,62 @@ def test_what_is_everybodys_stays_so_after_a_migration(outbox: Outbox) -> None:
     assert outbox.column(everybodys) == before
 
 
+FORMER_SINKS = """
+    create temporary table sinks as select * from relay.sinks;
+    create temporary table done as select * from relay.sink_commits;
+    drop view relay.sink_commits, relay.sinks, relay.consumer_offsets, relay.applied_commits;
+    drop function relay.store_sinks;
+    drop table relay.sink_claims;
+    delete from relay.positions where owner <> '';
+    alter table relay.positions drop constraint positions_pkey, drop column owner, drop column snapshot,
+                                drop column following, drop column delivered_lsn, drop column notes_from,
+                                add primary key (group_id, topic_id, partition_id, number);
+    create view relay.consumer_offsets as
+    select p.group_id, p.topic_id, p.partition_id, n.applied_lsn, n.snapshot_id, n.polled_offset, n.next_offset,
+           n.updated_at, n.number
+      from relay.group_partitions as p
+     cross join lateral (
+           select s.applied_lsn, s.snapshot_id, s.polled_offset, s.next_offset, s.updated_at, s.number
+             from relay.positions as s
+            where s.group_id = p.group_id and s.topic_id = p.topic_id and s.partition_id = p.partition_id
+            order by s.number desc limit 1) as n;
+    create view relay.applied_commits as
+    select p.group_id, n.partitions, n.xids, n.rows
+      from relay.group_partitions as p
+     cross join lateral (
+           select coalesce((select s.notes_from[p.partition_id + 1] from relay.snapshots as s
+                             where s.group_id = p.group_id order by s.id desc, s.version desc limit 1), 0) as number
+           offset 0) as first
+     cross join lateral (
+           select s.partitions, s.xids, s.rows
+             from relay.positions as s
+            where s.group_id = p.group_id and s.topic_id = p.topic_id and s.partition_id = p.partition_id
+              and s.number >= first.number and s.xids is not null
+           offset 0) as n;
+    create table relay.sinks (
+        group_id text not null, sink text not null, snapshot pg_snapshot, following pg_snapshot,
+        polled_offset bigint not null default -9223372036854775808, applied_lsn pg_lsn not null default '0/0',
+        delivered_lsn pg_lsn not null default '0/0', state text not null default 'new', epoch int not null default 0,
+        series uuid not null default gen_random_uuid(), claim bigint not null default 0, paused_at timestamptz,
+        paused_by text, reason text, fault text, fault_since timestamptz, instance text,
+        updated_at timestamptz not null default now(), primary key (group_id, sink));
+    insert into relay.sinks
+    select group_id, sink, snapshot, following, polled_offset, applied_lsn, delivered_lsn, state, epoch, series, claim,
+           paused_at, paused_by, reason, fault, fault_since, instance, updated_at
+      from sinks;
+    create table relay.sink_commits (group_id text not null, sink text not null, xids xid8[] not null);
+    create index sink_commits_sink on relay.sink_commits (group_id, sink);
+    insert into relay.sink_commits select * from done;
+    grant select on relay.sinks, relay.sink_commits to pg_monitor;
+    grant select, insert, update, delete on relay.sinks, relay.sink_commits to relay;
+    alter table relay.sinks owner to app_owner;
+    alter table relay.sink_commits owner to app_owner;
+    alter view relay.consumer_offsets owner to app_owner;
+    alter view relay.applied_commits owner to app_owner;
+    drop table sinks, done;
+"""
+"""The target of the edition that updated sinks in place, with what is stored now."""
+
 FORMER_POSITIONS = """
     create temporary table state as select * from relay.consumer_offsets;
     create temporary table notes as select * from relay.applied_commits;
@@ -124,9 +183,18 @@ STATE = "select to_jsonb(o) - 'number' from relay.consumer_offsets as o order by
 NOTES = "select to_jsonb(a) from relay.applied_commits as a order by 1"
 
 
-def make_former(outbox: Outbox) -> None:
-    """Turn the target into one of the edition that updated positions in place."""
-    outbox.conn.execute(FORMER_POSITIONS)
+SINKS = "select to_jsonb(s) - 'number' - 'notes_from' from relay.sinks as s order by sink"
+DONE = """
+    select jsonb_build_object(sink, array_agg(xid order by xid)) from relay.sink_commits, unnest(xids) as xid
+     group by sink order by sink
+"""
+
+
+def make_former(outbox: Outbox, sinks_only: bool = False) -> None:
+    """Turn the target into one of the edition that updated sinks in place, or partitions too."""
+    outbox.conn.execute(FORMER_SINKS)
+    if not sinks_only:
+        outbox.conn.execute(FORMER_POSITIONS)
     outbox.conn.execute(
         "update relay.migrations set digest = %s where name = %s",
         (LANDED["target/001_target.sql"], "target/001_target.sql"),
@@ -162,6 +230,103 @@ def test_positions_and_notes_are_migrated(outbox: Outbox) -> None:
         wait_until(lambda: outbox.handled() > before + 1)
     assert outbox.column("select amount from projection order by seq desc limit 2") == [5, 3]
     assert outbox.handled() == before + 2
+
+
+def posting(webhook: Webhook) -> dict[str, Any]:
+    """Every event goes to two sinks, and into the projection."""
+    hook = {"type": "http", "url": webhook.url}
+    handlers = {"projection": {"type": "sql", "statement": APPEND}, "hook": hook, "other": hook}
+    return {"handlers": handlers, "routes": [{"handlers": list(handlers)}]}
+
+
+def test_positions_of_sinks_are_migrated_while_publishers_go_on(outbox: Outbox) -> None:
+    with Webhook() as webhook:
+        settings = outbox.settings(**posting(webhook))
+        with relaying(settings):
+            for number in range(10):
+                outbox.publish(host(number), event(number))
+            for sink in ("hook", "other"):
+                outbox.wait_delivered(sink)
+        # One has done a commit that is not the next one, and one stands within a difference.
+        outbox.publish(host(1), event(10))
+        outbox.publish(host(2), event(11))
+        outbox.conn.execute(
+            """
+            insert into relay.positions (group_id, owner, topic_id, partition_id, number, snapshot, following,
+                                         polled_offset, delivered_lsn, notes_from, xids)
+            select s.group_id, s.sink, 1, 0, s.number + 1, s.snapshot,
+                   case s.sink when 'other' then pg_current_snapshot() end,
+                   case s.sink when 'other' then last.c_offset - 1 else s.polled_offset end, s.delivered_lsn,
+                   s.notes_from, case s.sink when 'hook' then array[last.c_xid] end
+              from relay.sinks as s,
+                   (select c_offset, c_xid from outbox_message_t order by c_offset desc limit 1) as last;
+            update relay.sink_claims set paused_at = now(), paused_by = 'anna', state = 'lagging' where sink = 'other'
+            """
+        )
+        state, done = outbox.column(SINKS), outbox.column(DONE)
+        make_former(outbox, sinks_only=True)
+        assert (outbox.column(SINKS), outbox.column(DONE)) == (state, done)
+        publishing = Event()
+
+        def publish() -> None:
+            number = 12
+            while not publishing.is_set():
+                outbox.publish(host(number % 5), event(number))
+                number += 1
+
+        publisher = Thread(target=publish)
+        publisher.start()
+        try:
+            assert "schema file target/001_target.sql" in initialise(settings)
+        finally:
+            publishing.set()
+            publisher.join()
+        assert (outbox.column(SINKS), outbox.column(DONE)) == (state, done)
+        assert outbox.value(
+            "select has_table_privilege('pg_monitor', 'relay.sinks', 'select')"
+            " and has_table_privilege('pg_monitor', 'relay.sink_commits', 'select')"
+        )
+        assert initialise(settings) == []
+        before = len(webhook.accepted)
+        with relaying(settings):
+            outbox.wait_delivered("hook")
+            admin_sinks.set_paused(settings, "other", False, None)
+            outbox.wait_delivered("other")
+        published = outbox.value("select count(*) from outbox_message_t")
+        # What was done, and what comes before the position in the difference, is not delivered again.
+        assert len(webhook.accepted) - before == 2 * (published - 10) - 2
+        assert set(webhook.ids().values()) == {1, 2}
+
+
+def test_a_running_instance_of_the_former_edition_keeps_sinks_from_being_migrated(
+    outbox: Outbox,
+) -> None:
+    settings = outbox.settings()
+    outbox.begin_sink("hook", "'10:10:'")
+    make_former(outbox, sinks_only=True)
+    state = outbox.column(SINKS)
+    with connect(outbox.relay_dsn, application_name="relay elsewhere:7") as running:
+        locks.lock_shared(running, locks.instance(settings.group))
+        with pytest.raises(
+            ConfigurationError, match=r"an instance of relay runs \(relay elsewhere:7\)"
+        ):
+            initialise(settings)
+    assert outbox.column(SINKS) == state
+    wait_until(lambda: not outbox.column("select 1 from pg_locks where locktype = 'advisory'"))
+    # One that nobody has found stores nothing.
+    with psycopg.connect(outbox.superuser_dsn) as former:
+        former.execute("select from relay.sinks")
+        former.commit()
+        initialise(settings)
+        for change in (
+            "update relay.sinks set snapshot = '20:20:', updated_at = now() where sink = 'hook'",
+            "insert into relay.sink_commits (group_id, sink, xids) values ('default', 'hook', '{7}')",
+            "delete from relay.sink_commits where sink = 'hook'",
+        ):
+            with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="cannot"):
+                former.execute(change.encode())
+            former.rollback()
+    assert outbox.column(SINKS) == state
 
 
 def test_a_running_instance_of_the_former_edition_keeps_positions_from_being_migrated(
@@ -207,3 +372,11 @@ def test_views_on_the_former_tables_are_named(outbox: Outbox) -> None:
         initialise(settings)
     outbox.conn.execute("drop view lags")
     assert initialise(settings) == MIGRATED
+    make_former(outbox, sinks_only=True)
+    outbox.conn.execute("create view lags as select sink, snapshot from relay.sinks")
+    with pytest.raises(
+        ConfigurationError, match=r"view public\.lags depends on column .*relay\.sinks"
+    ):
+        initialise(settings)
+    outbox.conn.execute("drop view lags")
+    assert MIGRATED[0] in initialise(settings)

@@ -192,9 +192,7 @@ def test_a_sink_that_begins_in_the_middle_is_complete_from_its_first_batch_on(
     outbox: Outbox,
 ) -> None:
     """Of what comes after its position it may have left out a part."""
-    outbox.conn.execute(
-        "insert into relay.sinks (group_id, sink, snapshot) values ('default', 'lake', '10:10:')"
-    )
+    outbox.begin_sink("lake", "'10:10:'")
     completeness.expect(outbox.conn, "default", ["lake"])
     first, second = Snapshot.parse("20:20:"), Snapshot.parse("30:30:")
     noted = datetime(2026, 11, 1, tzinfo=UTC)

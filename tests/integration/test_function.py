@@ -469,10 +469,7 @@ def test_a_delivery_that_has_committed_is_not_repeated(outbox: Outbox, name: str
         outbox.publish(host(1), event(10))
         wait_until(lambda: outbox.value("select count(*) from effects") == 1)
     # As after a crash before progress was stored.
-    outbox.conn.execute(
-        "delete from relay.sink_commits;"
-        "update relay.sinks set snapshot = '3:3:', following = null, state = 'lagging'"
-    )
+    outbox.set_sinks_back()
     with relaying(settings):
         outbox.publish(host(1), event(11))
         wait_until(lambda: outbox.value("select count(*) from effects") == 2)

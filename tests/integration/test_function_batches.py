@@ -235,10 +235,7 @@ def test_a_batch_of_which_a_part_has_committed_is_called_with_the_others(
         outbox.wait_drained()
     # As after a crash before progress was stored: all come again, with one that is new.
     outbox.publish(host(1), event(100))
-    outbox.conn.execute(
-        "delete from relay.sink_commits;"
-        "update relay.sinks set snapshot = '3:3:', following = null, state = 'lagging'"
-    )
+    outbox.set_sinks_back()
     seen.calls.clear()
     with relaying(settings):
         wait_until(lambda: outbox.value("select count(*) from effects") == 21)
@@ -265,10 +262,7 @@ def test_what_commits_alone_is_done_alone(outbox: Outbox, seen: Seen) -> None:
             outbox.publish(host(number % 4), event(number))
         wait_until(lambda: outbox.value("select count(*) from effects") == 8)
         outbox.wait_drained()
-    outbox.conn.execute(
-        "delete from relay.sink_commits;"
-        "update relay.sinks set snapshot = '3:3:', following = null, state = 'lagging'"
-    )
+    outbox.set_sinks_back()
     with relaying(settings):
         outbox.publish(host(1), event(100))
         wait_until(lambda: outbox.value("select count(*) from effects") == 9)

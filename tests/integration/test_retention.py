@@ -153,15 +153,11 @@ def test_a_live_table_is_converted(kept: Outbox, mode: str) -> None:
 
 def test_a_lagging_sink_and_a_paused_one_hold_their_events(rotated: Outbox) -> None:
     settings = relayed(rotated)
-    rotated.conn.execute(
-        """
-        insert into relay.sinks (group_id, sink, snapshot, paused_at)
-        select group_id, 'mail', '3:3:', now() from relay.consumer_offsets limit 1
-        """
-    )
+    rotated.begin_sink("mail", "'3:3:'")
+    rotated.conn.execute("update relay.sink_claims set paused_at = now()")
     turn(settings, days=30)
     assert rotated.value("select count(*) from outbox_message_t") == 50
-    rotated.conn.execute("update relay.sinks set snapshot = pg_current_snapshot()")
+    rotated.set_sinks("pg_current_snapshot()")
     turn(settings, days=30)
     assert rotated.value("select count(*) from outbox_message_t") == 0
 
@@ -590,7 +586,7 @@ def test_an_archive_holds_everything_until_it_has_written_it(kept: Outbox, tmp_p
     kept.install_again(archived)
     turn(archived, days=30)
     assert kept.value("select count(*) from outbox_message_t") == 50
-    kept.conn.execute("update relay.sinks set snapshot = pg_current_snapshot() where sink = 'lake'")
+    kept.set_sinks("pg_current_snapshot()", "lake")
     # What it has written is gone: the outbox has the only copy.
     completeness.expect(kept.conn, "default", ["lake"])
     completeness.withdraw(kept.conn, "default", "lake")

@@ -249,7 +249,7 @@ def test_a_sink_whose_progress_cannot_be_stored_holds_no_wal(
             outbox.publish(host(1), event(1))
             wait_until(lambda: state(outbox) == state(outbox, "hook1") == "attached")
             with psycopg.connect(outbox.superuser_dsn) as other:
-                other.execute("select from relay.sinks where sink = 'hook0' for update")
+                other.execute("select from relay.sink_claims where sink = 'hook0' for update")
                 for number in range(10):
                     outbox.publish(host(number), event(number))
                 wait_until(lambda: len(second.accepted) == 11, 10)

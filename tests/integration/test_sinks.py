@@ -423,7 +423,7 @@ def test_a_change_to_mode_wal_is_refused_while_a_sink_is_not_attached(
     only_wal = outbox.settings(**posting(webhooks[0]), source=reading(outbox, "wal"))
     require(only_wal)
     sinks.set_paused(settings, "hook0", True, None)
-    outbox.conn.execute("update relay.sinks set state = %s", (stored,))
+    outbox.conn.execute("update relay.sink_claims set state = %s", (stored,))
     require(settings)
     why = "hook0: is not attached to the stream, and only the outbox has the events"
     with pytest.raises(ConfigurationError, match=why):
@@ -729,9 +729,11 @@ def test_a_source_that_lost_what_was_delivered_stops_relay_until_somebody_decide
         wait_until(lambda: len(ahead.accepted) == len(other.accepted) == 10)
         outbox.wait_handled()
     outbox.conn.execute(
-        "update relay.sinks set delivered_lsn = delivered_lsn + 10000000000,"
-        " snapshot = (n || ':' || n + %s || ':')::pg_snapshot"
-        " from (select pg_snapshot_xmax(pg_current_snapshot())::text::bigint) as next (n) where sink = 'hook0'",
+        "insert into relay.positions"
+        " (group_id, owner, topic_id, partition_id, number, delivered_lsn, snapshot, notes_from)"
+        " select group_id, sink, 1, 0, number + 1, delivered_lsn + 10000000000,"
+        " (n || ':' || n + %s || ':')::pg_snapshot, notes_from from relay.sinks,"
+        " (select pg_snapshot_xmax(pg_current_snapshot())::text::bigint) as next (n) where sink = 'hook0'",
         (lost,),
     )
     first = outbox.value("select max(c_offset) + 1 from outbox_message_t")

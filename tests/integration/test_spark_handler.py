@@ -815,7 +815,7 @@ def test_rows_from_before_there_was_c_xid_are_written_once(
     outbox.conn.execute("update outbox_message_t set c_xid = null where c_offset <= 3")
     config = lake(tmp_path, callable=REMEMBER, max_events=2, start="beginning")
     # The group itself begins after them.
-    outbox.conn.execute("delete from relay.sinks")
+    outbox.conn.execute("delete from relay.sink_claims")
     with relayed(outbox, "inline", session, **config):
         wait_until(lambda: sum(len(ids) for _, ids in written) >= 5)
         written_all(outbox)

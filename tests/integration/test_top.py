@@ -85,7 +85,7 @@ def test_an_attached_sink_of_a_dead_instance_lags(outbox: Outbox) -> None:
     """Nobody feeds it from the stream, as `relay sink list` says too."""
     settings = outbox.settings(**with_shop(outbox, "http://127.0.0.1:9/"))
     initialise(settings)
-    outbox.conn.execute("update relay.sinks set state = 'attached', instance = 'gone:1'")
+    outbox.conn.execute("update relay.sink_claims set state = 'attached', instance = 'gone:1'")
     outbox.fill(2, events=3)
     with closing(Watch(settings)) as watch:
         assert watch.read().unread["shop"].events == 6

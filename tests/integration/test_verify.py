@@ -255,9 +255,7 @@ def test_what_cannot_be_compared_is_refused(
     outbox: Outbox, spark_session: Session, tmp_path: Path, kind: str, more: Any, says: str
 ) -> None:
     settings = outbox.settings(**config(kind, tmp_path, outbox.lake_dsn, **more))
-    outbox.conn.execute(
-        "insert into relay.sinks (group_id, sink, snapshot) values ('default', 'lake', pg_current_snapshot())"
-    )
+    outbox.begin_sink("lake", "pg_current_snapshot()")
     with pytest.raises(ConfigurationError, match=says):
         found(settings, spark_session, since="beginning")
 

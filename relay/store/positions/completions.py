@@ -71,7 +71,7 @@ def complete(conn: Connection, completions: Sequence[Completion]) -> list[str]:
         return [each.key for each in ordered if each.key not in own]
     # After the insert: whoever claims the sink now waits for it, or finds its record; a move waits for the lock.
     current = conn.execute(
-        "select from relay.sinks where (group_id, sink, series, claim) = (%s, %s, %s, %s)",
+        "select from relay.sink_claims where (group_id, sink, series, claim) = (%s, %s, %s, %s)",
         (one.group, one.sink, one.series, one.claim),
     )
     if not current.rowcount:

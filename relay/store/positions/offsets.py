@@ -1,4 +1,4 @@
-"""Stores the positions of a group's partitions: `relay.positions`.
+"""Stores the positions of a group's partitions in `relay.positions`, where those of its sinks are too (`sinks.py`).
 
 Positions are appended: the one with the greatest number is the state, which the view `relay.consumer_offsets` shows.
 Whoever appends one has locked the partition's row of `relay.group_partitions`, or has stopped the group.
@@ -351,8 +351,17 @@ def set_wal_position(
 
 
 def discard_lsns(conn: psycopg.Connection[Any], group: str) -> None:
-    """Set all partitions to the beginning of the WAL; they must be locked."""
+    """Set all partitions and sinks to the beginning of the WAL; they must be locked."""
     conn.execute(_move(applied_lsn="'0/0'"), {"group": group, "topic": TOPIC})
+    conn.execute(
+        """
+        insert into relay.positions (group_id, owner, topic_id, partition_id, number, applied_lsn, snapshot, following,
+                                     polled_offset, delivered_lsn, notes_from)
+        select group_id, sink, %s, 0, number + 1, '0/0', snapshot, following, polled_offset, '0/0', notes_from
+          from relay.sinks where group_id = %s
+        """,
+        (TOPIC, group),
+    )
 
 
 def lock_all(conn: psycopg.Connection[Any], group: str) -> None:
@@ -360,6 +369,13 @@ def lock_all(conn: psycopg.Connection[Any], group: str) -> None:
     conn.execute(
         "select from relay.group_partitions where group_id = %s order by topic_id, partition_id for update",
         (group,),
+    )
+
+
+def lock_sinks(conn: psycopg.Connection[Any], group: str) -> None:
+    """Lock all sinks in order, until the database transaction ends."""
+    conn.execute(
+        "select from relay.sink_claims where group_id = %s order by sink for update", (group,)
     )
 
 
@@ -380,73 +396,96 @@ def rename_snapshots(conn: psycopg.Connection[Any], group: str, names: Mapping[i
 
 
 class Superseded:
-    """Deletes the positions of a group that newer ones have superseded.
+    """Deletes the positions of a group's partitions and sinks that newer ones have superseded.
 
-    It remembers how far it has deleted in each partition, and does not read there again: while somebody holds a
-    snapshot, the dead rows stay. Not thread-safe.
+    It remembers how far it has deleted of each, and does not read there again: while somebody holds a snapshot, the
+    dead rows stay. Not thread-safe.
     """
 
     def __init__(self, group: str) -> None:
         self._group = group
-        self._next: dict[int, int] = {}
+        self._next: dict[tuple[str, int], int] = {}
 
     def delete(self, conn: psycopg.Connection[Any]) -> int:
         """Delete what has been superseded and is not noted any more; returns how many. Raises psycopg.Error."""
         with conn.transaction():
             deleted, following = self._delete_all(conn)
         # What was rolled back is still to be deleted.
-        self._next |= following
+        self._next = following
         return deleted
 
-    def _delete_all(self, conn: psycopg.Connection[Any]) -> tuple[int, dict[int, int]]:
-        """Delete it in each partition; returns how many, and from which number on to look next time."""
+    def _delete_all(self, conn: psycopg.Connection[Any]) -> tuple[int, dict[tuple[str, int], int]]:
+        """Delete it of each; returns how many, and from which number on to look next time."""
         bounds = conn.execute(
             """
-            select o.partition_id, o.number,
+            select '', o.partition_id, o.number,
                    case when last.notes_from is null then o.number
-                        else coalesce(last.notes_from[o.partition_id + 1], 0) end,
-                   case when not o.partition_id = any(%(known)s::int[]) then
-                       (select s.number from relay.positions as s
-                         where (s.group_id, s.topic_id, s.partition_id) = (o.group_id, o.topic_id, o.partition_id)
-                         order by s.number limit 1) end
+                        else coalesce(last.notes_from[o.partition_id + 1], 0) end
               from relay.consumer_offsets as o
               left join lateral (
                    select s.notes_from from relay.snapshots as s
                     where s.group_id = %(group)s order by s.id desc, s.version desc limit 1) as last on true
              where o.group_id = %(group)s and o.topic_id = %(topic)s
-             order by o.partition_id -- in which two instances wait for each other's rows
+             union all
+            select s.sink, 0, s.number, s.notes_from from relay.sinks as s where s.group_id = %(group)s
+             order by 1, 2 -- in which two instances wait for each other's rows
             """,
-            {"group": self._group, "topic": TOPIC, "known": literals.of_numbers(self._next)},
+            {"group": self._group, "topic": TOPIC},
             prepare=False,
         ).fetchall()
-        deleted, following = 0, dict[int, int]()
-        for partition, newest, noted_from, oldest in bounds:
-            first = self._next.get(partition, oldest)
-            while first < newest:
-                upto = min(newest, first + PORTION)
-                deleted += self._delete(conn, partition, first, upto, noted_from)
-                first = upto
+        following = dict[tuple[str, int], int]()
+        left: list[tuple[str, int, int, int, int]] = []
+        for owner, partition, newest, noted_from in bounds:
+            oldest = self._oldest(conn, owner, partition, newest)
+            if oldest < newest:
+                left.append((owner, partition, oldest, newest, noted_from))
             # What is noted stays, and is looked at again.
-            following[partition] = min(newest, max(noted_from, self._next.get(partition, oldest)))
+            following[owner, partition] = min(newest, max(noted_from, oldest))
+        deleted = 0
+        while left:
+            deleted += self._delete(conn, left)
+            left = [
+                (owner, partition, first + PORTION, newest, noted_from)
+                for owner, partition, first, newest, noted_from in left
+                if first + PORTION < newest
+            ]
         return deleted, following
 
-    def _delete(
-        self,
-        conn: psycopg.Connection[Any],
-        partition: int,
-        first: int,
-        upto: int,
-        noted_from: int,
+    def _oldest(
+        self, conn: psycopg.Connection[Any], owner: str, partition: int, newest: int
     ) -> int:
-        return conn.execute(
+        """A number to which everything is deleted; numbers leave gaps where one begins again."""
+        known = self._next.get((owner, partition), FIRST)
+        if newest - known <= PORTION:
+            return known
+        row = conn.execute(
             """
-            delete from relay.positions
-             where group_id = %s and topic_id = %s and partition_id = %s and number >= %s and number < %s
-               and (xids is null or number < %s)
+            select number from relay.positions
+             where (group_id, owner, topic_id, partition_id) = (%s, %s, %s, %s) and number >= %s order by number limit 1
             """,
-            (self._group, TOPIC, partition, first, upto, noted_from),
+            (self._group, owner, TOPIC, partition, known),
             prepare=False,
-        ).rowcount
+        ).fetchone()
+        return newest if row is None else int(row[0])
+
+    def _delete(
+        self, conn: psycopg.Connection[Any], left: Sequence[tuple[str, int, int, int, int]]
+    ) -> int:
+        """Delete a portion of each part; returns how many."""
+        owners, partitions, firsts, newest, noted_from = zip(*left, strict=True)
+        ends = (min(last, first + PORTION) for first, last in zip(firsts, newest, strict=True))
+        (row,) = conn.execute(
+            "select relay.delete_positions(%s, %s::text[], %s::int[], %s::bigint[], %s::bigint[], %s::bigint[])",
+            (
+                self._group,
+                literals.of_texts(owners),
+                literals.of_numbers(partitions),
+                literals.of_numbers(firsts),
+                literals.of_numbers(ends),
+                literals.of_numbers(noted_from),
+            ),
+        )
+        return int(row[0])
 
 
 def positions_and_chain(
@@ -536,10 +575,13 @@ def create(
 
 def remove(conn: psycopg.Connection[Any], group: str) -> None:
     """Delete the group's partitions, positions and snapshots."""
-    for table in ("group_partitions", "positions"):
+    for table, which in (
+        ("group_partitions", sql.SQL("")),
+        ("positions", sql.SQL(" and owner = ''")),
+    ):
         conn.execute(
-            sql.SQL("delete from relay.{} where group_id = %s and topic_id = %s").format(
-                sql.Identifier(table)
+            sql.SQL("delete from relay.{} where group_id = %s and topic_id = %s{}").format(
+                sql.Identifier(table), which
             ),
             (group, TOPIC),
         )

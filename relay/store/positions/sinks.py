@@ -1,7 +1,7 @@
-"""Stores the position, the claim and the pause of each sink: `relay.sinks`.
+"""Stores where each sink is, its claim and its pause.
 
-All statements on `relay.sinks` and `relay.sink_commits` are here: a claim, `read` and `move` share the form of a
-position.
+A position is appended to `relay.positions`, as those of partitions are; so is one with what others note as done. Claims
+and pauses are in `relay.sink_claims`, whose row is locked by whoever appends one. The view `relay.sinks` shows both.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, LiteralString
 
 import numpy as np
 import psycopg
@@ -26,6 +26,7 @@ from relay.store.connections import Connection, Dsn, connect
 from relay.store.deferred import due
 from relay.store.groups import APPLICATION_NAME, INSTANCE
 from relay.store.positions import snapshots
+from relay.store.positions.offsets import TOPIC
 from relay.store.positions.snapshots import xids_of
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class SinkMoved(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SinkPosition:
-    """The position of a sink, as its row in `relay.sinks` has it.
+    """The position of a sink, as `relay.sinks` shows it.
 
     Everything that `snapshot` sees is delivered. While the difference to `following` is polled, so are its transactions
     up to the position `polled_offset`. Without a snapshot only the WAL is read, up to `applied_lsn`. No delivered
@@ -157,21 +158,20 @@ class Claims:
         row another session has locked are left out.
         """
         conn, group = self.conn, self._group
-        rows = _rows(conn, group, list(starts), polls, waits)
-        begun = [
-            sink for sink in starts if sink not in rows and begin(conn, group, sink, starts[sink])
-        ]
-        for sink in begun:
-            log.info("a new sink begins", extra={"handler": sink, "from": starts[sink]})
-        rows |= _rows(conn, group, begun, polls, waits)
-        delivered = _done(conn, group, list(rows))
-        failing = streaks(conn, group)
-        return {
-            sink: SinkState(
-                failing, _position(*position), delivered.get(sink, xids_of(None)), *facts
-            )
-            for sink, (position, facts) in rows.items()
-        }
+        with conn.transaction():
+            taken = _take(conn, group, list(starts), waits)
+            begun = [
+                sink
+                for sink in starts
+                if sink not in taken and begin(conn, group, sink, starts[sink])
+            ]
+            for sink in begun:
+                log.info("a new sink begins", extra={"handler": sink, "from": starts[sink]})
+            taken += _take(conn, group, begun, waits)
+            if polls:
+                _give_snapshots(conn, group, taken)
+            # Read under the locks of the rows: whoever had a claim before stores nothing any more.
+            return states(conn, group, taken)
 
     def store(self, entries: Sequence[SinkEntry]) -> dict[str, bool]:
         """Store sinks in one transaction as `store` does, without those whose row another session has locked."""
@@ -206,12 +206,20 @@ class Claim:
 
     def release(self) -> None:
         """End the session, and with it the claim: another process may work the sink."""
+        self._number = 0
         self._claims.close()
 
     def load(self, start: str) -> SinkState:
-        """Read the sink's state, from which this process continues; a new one begins at `start`. Raises SinkMoved."""
-        state = self._claims.load({self._sink: start}, waits=True).get(self._sink)
-        if state is None:
+        """Read the sink's state, from which this process continues; a new one begins at `start`. Raises SinkMoved.
+
+        The claim gets its number with the first state that is read.
+        """
+        if self._number:
+            state = states(self.conn, self._group, [self._sink]).get(self._sink)
+        else:
+            state = self._claims.load({self._sink: start}, waits=True).get(self._sink)
+        if state is None or self._number not in (0, state.claim):
+            self._number = 0
             raise SinkMoved
         self._number = state.claim
         return state
@@ -236,7 +244,7 @@ def note_fault(conn: Connection, group: str, sink: str, fault: str | None) -> No
     """Store why nothing of a sink is delivered; None if it delivers. Raises psycopg.Error."""
     conn.execute(
         """
-        update relay.sinks
+        update relay.sink_claims
            set fault = %(fault)s,
                fault_since = case when %(fault)s is not null then coalesce(fault_since, now()) end
          where group_id = %(group)s and sink = %(sink)s and fault is distinct from %(fault)s
@@ -245,33 +253,96 @@ def note_fault(conn: Connection, group: str, sink: str, fault: str | None) -> No
     )
 
 
-def _rows(
-    conn: Connection, group: str, sinks: list[str], polls: bool, waits: bool
-) -> dict[str, tuple[Sequence[Any], Sequence[Any]]]:
-    """Give sinks the next number of a claim; returns the columns of each position, and what follows in SinkState."""
+def _take(conn: Connection, group: str, sinks: list[str], waits: bool) -> list[str]:
+    """Give sinks the next number of a claim, and lock their rows; returns those that have it."""
     if not sinks:
-        return {}
+        return []
     rows = conn.execute(
         sql.SQL(
             """
             with present as materialized (
-                select group_id, sink from relay.sinks where group_id = %(group)s and sink = any(%(sinks)s)
+                select group_id, sink from relay.sink_claims where group_id = %s and sink = any(%s)
                  order by sink for no key update {})
-            update relay.sinks as s
-               set instance = %(instance)s, claim = s.claim + 1,
-                   snapshot = case when %(polls)s and s.snapshot is null then (
-                                   select snapshot from relay.snapshots where group_id = %(group)s order by id limit 1)
-                                   else s.snapshot end
+            update relay.sink_claims as s set instance = %s, claim = s.claim + 1
               from present where (s.group_id, s.sink) = (present.group_id, present.sink)
-            returning s.sink, s.snapshot::text, s.following::text, s.polled_offset, s.applied_lsn::text,
-                      s.delivered_lsn::text, s.paused_at is not null, s.state = 'attached', s.state = 'lagging',
-                      s.state in ('lagging', 'caught up'), s.claim, s.epoch, s.series::text,
-                      case when s.state = 'left out' then s.updated_at end
+            returning s.sink
             """
         ).format(sql.SQL("" if waits else "skip locked")),
-        {"group": group, "sinks": sinks, "instance": INSTANCE, "polls": polls},
+        (group, sinks, INSTANCE),
     )
-    return {sink: (values[:5], values[5:]) for sink, *values in rows}
+    return [sink for (sink,) in rows]
+
+
+def _give_snapshots(conn: Connection, group: str, sinks: list[str]) -> None:
+    """Append the group's snapshot to sinks that have none; the caller has locked their rows."""
+    _append(
+        conn,
+        group,
+        sinks,
+        "s.snapshot is null and exists (select from relay.snapshots where group_id = s.group_id)",
+        snapshot="(select snapshot from relay.snapshots where group_id = s.group_id order by id limit 1)",
+    )
+
+
+def states(conn: Connection, group: str, sinks: Collection[str]) -> dict[str, SinkState]:
+    """Read the states of sinks; those that have none are left out. Raises psycopg.Error."""
+    names = list(sinks)
+    rows = conn.execute(
+        """
+        select sink, snapshot::text, following::text, polled_offset, applied_lsn::text, delivered_lsn::text,
+               paused_at is not null, state = 'attached', state = 'lagging', state in ('lagging', 'caught up'), claim,
+               epoch, series::text,
+               case when state = 'left out' then (
+                   select c.updated_at from relay.sink_claims as c
+                    where (c.group_id, c.sink) = (s.group_id, s.sink)) end
+          from relay.sinks as s where group_id = %s and sink = any(%s)
+        """,
+        (group, names),
+        prepare=False,
+    ).fetchall()
+    delivered = _done(conn, group, names)
+    failing = streaks(conn, group)
+    return {
+        sink: SinkState(
+            failing, _position(*values[:5]), delivered.get(sink, xids_of(None)), *values[5:]
+        )
+        for sink, *values in rows
+    }
+
+
+_APPEND = sql.SQL(
+    """
+    insert into relay.positions (group_id, owner, topic_id, partition_id, number, snapshot, following, polled_offset,
+                                 applied_lsn, delivered_lsn, notes_from, xids)
+    select s.group_id, s.sink, {topic}, 0, s.number + 1, {snapshot}, {following}, {polled_offset}, {applied_lsn},
+           {delivered_lsn}, {notes_from}, {xids}
+      from relay.sinks as s
+     where s.group_id = %(group)s and s.sink = any(%(sinks)s) and {which}
+    """
+)
+
+
+def _append(
+    conn: Connection,
+    group: str,
+    sinks: Collection[str],
+    which: LiteralString = "true",
+    bound: Mapping[str, Any] | None = None,
+    **columns: LiteralString,
+) -> int:
+    """Append a position with other values of some columns to sinks, whose rows are locked; returns to how many."""
+    kept = ("snapshot", "following", "polled_offset", "applied_lsn", "delivered_lsn", "notes_from")
+    values = {name: sql.SQL(columns.get(name, "s." + name)) for name in kept}
+    return conn.execute(
+        _APPEND.format(
+            topic=sql.Literal(TOPIC),
+            which=sql.SQL(which),
+            xids=sql.SQL(columns.get("xids", "null")),
+            **values,
+        ),
+        {"group": group, "sinks": list(sinks), **(bound or {})},
+        prepare=False,
+    ).rowcount
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -303,103 +374,33 @@ def store(
     """Store the positions of sinks in one transaction; returns those that are stored, and whether each is to be paused.
 
     The others were moved, removed or claimed by somebody else meanwhile or, unless it `waits`, their rows are locked by
-    another session. Stored transactions that the snapshot sees are deleted. Without `has_fault` the fault stays as it
-    is.
+    another session. Of the transactions that are noted as done, those that the snapshot sees no longer count. Without
+    `has_fault` the fault stays as it is.
     """
-    with conn.transaction(), conn.cursor() as cursor:
-        cursor.execute(
-            sql.SQL(
-                """
-                with given as (
-                    select * from unnest(%s::text[], %s::bigint[], %s::int[], %s::text[], %s::text[], %s::bigint[],
-                                         %s::text[], %s::text[], %s::text[], %s::text[])
-                        as g (sink, claim, epoch, snapshot, following, polled, applied, delivered, state, fault)),
-                present as materialized (
-                    select s.group_id, s.sink, s.snapshot from relay.sinks as s join given as g using (sink)
-                     where s.group_id = %s and (s.epoch, s.claim) = (g.epoch, g.claim)
-                     order by s.sink for no key update of s {locked})
-                update relay.sinks as new
-                   set snapshot = g.snapshot::pg_snapshot, following = g.following::pg_snapshot,
-                       polled_offset = g.polled, applied_lsn = g.applied::pg_lsn, delivered_lsn = g.delivered::pg_lsn,
-                       state = g.state, updated_at = now(){fault}
-                  from given as g join present as old using (sink)
-                 where (new.group_id, new.sink) = (old.group_id, old.sink)
-                returning new.sink, new.paused_at is not null, old.snapshot::text is distinct from new.snapshot::text
-                """
-            ).format(
-                locked=sql.SQL("" if waits else "skip locked"),
-                fault=_FAULT if has_fault else sql.SQL(""),
-            ),
-            (*_arrays(entries), [literals.storable(conn, each.fault) for each in entries], group),
-        )
-        stored = {sink: (paused, moved) for sink, paused, moved in cursor}
-        kept = [each for each in entries if each.sink in stored]
-        _forget(cursor, group, [each for each in kept if stored[each.sink][1]])
-        _replace_all(cursor, group, [each.sink for each in kept if each.position.snapshot is None])
-        _add_done(cursor, group, [each for each in kept if each.done])
-    return {sink: paused for sink, (paused, _) in stored.items()}
-
-
-_FAULT = sql.SQL(
-    ", fault = g.fault, fault_since = case when g.fault is not null then coalesce(new.fault_since, now()) end"
-)
-
-
-def _arrays(entries: Sequence[SinkEntry]) -> Iterator[list[Any]]:
-    """The values of entries but for the fault, one array a column."""
-    yield [each.sink for each in entries]
-    yield [each.claim for each in entries]
-    yield [each.epoch for each in entries]
-    columns = [_columns(each.position) for each in entries]
-    for name in ("snapshot", "following", "polled", "applied", "delivered"):
-        yield [each[name] for each in columns]
-    yield [each.state for each in entries]
-
-
-def _forget(cursor: psycopg.Cursor[Any], group: str, entries: Sequence[SinkEntry]) -> None:
-    """Delete the transactions that the snapshots see; store the others of each sink as one row."""
-    seen = [each for each in entries if each.position.snapshot is not None]
-    if not seen:
-        return
-    cursor.execute(
+    positions = [_columns(each.position) for each in entries]
+    rows = conn.execute(
         """
-        with given as (select * from unnest(%(sinks)s::text[], %(snapshots)s::text[]) as g (sink, snapshot)),
-        deleted as (
-            delete from relay.sink_commits as c using given as g where c.group_id = %(group)s and c.sink = g.sink
-            returning c.sink, c.xids, g.snapshot)
-        insert into relay.sink_commits (group_id, sink, xids)
-        select %(group)s, sink, array_agg(xid) from deleted, unnest(xids) as xid
-         where not pg_visible_in_snapshot(xid, snapshot::pg_snapshot) group by sink
+        select * from relay.store_sinks(
+            %s, %s, %s, %s::text[], %s::bigint[], %s::int[], %s::text[], %s::text[], %s::text[], %s::text[],
+            %s::bigint[], %s::text[], %s::text[], %s::text[])
         """,
-        {
-            "group": group,
-            "sinks": [each.sink for each in seen],
-            "snapshots": [str(each.position.snapshot) for each in seen],
-        },
-    )
-
-
-def _replace_all(cursor: psycopg.Cursor[Any], group: str, sinks: list[str]) -> None:
-    """Delete the transactions of sinks without a snapshot, of which an entry has all."""
-    if sinks:
-        cursor.execute(
-            "delete from relay.sink_commits where group_id = %s and sink = any(%s)", (group, sinks)
-        )
-
-
-def _add_done(cursor: psycopg.Cursor[Any], group: str, entries: Sequence[SinkEntry]) -> None:
-    if entries:
-        cursor.execute(
-            """
-            insert into relay.sink_commits (group_id, sink, xids)
-            select %s, sink, xids::xid8[] from unnest(%s::text[], %s::text[]) as g (sink, xids)
-            """,
-            (
-                group,
-                [each.sink for each in entries],
-                [literals.of_numbers(each.done) for each in entries],
+        (
+            group,
+            waits,
+            has_fault,
+            [each.sink for each in entries],
+            [each.claim for each in entries],
+            [each.epoch for each in entries],
+            [each.state for each in entries],
+            [literals.storable(conn, each.fault) for each in entries],
+            *(
+                [each[name] for each in positions]
+                for name in ("snapshot", "following", "polled", "applied", "delivered")
             ),
-        )
+            [literals.of_numbers(each.done) for each in entries],
+        ),
+    )
+    return dict(rows.fetchall())
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,7 +430,7 @@ def watch(conn: Connection, group: str, sinks: Collection[str]) -> dict[str, Wat
                                where d.group_id = s.group_id and d.sink = s.sink and {due}
                                  and d.dead_transaction is not null),
                    exists (select from relay.deferred_keys as k where k.group_id = s.group_id and k.sink = s.sink)
-              from relay.sinks as s where s.group_id = %s and s.sink = any(%s)
+              from relay.sink_claims as s where s.group_id = %s and s.sink = any(%s)
             """
         ).format(due=due.MAY_BE_DUE),
         (group, list(sinks)),
@@ -494,32 +495,37 @@ def begin(conn: Connection, group: str, sink: str, start: str) -> bool:
         elif len(links) > 1:
             position = replace(position, following=links[1].snapshot)
         begun = conn.execute(
+            "insert into relay.sink_claims (group_id, sink) values (%s, %s) on conflict do nothing",
+            (group, sink),
+        )
+        if not begun.rowcount:
+            return False
+        # Numbers are greater than those of a former sink of that name: see relay.store.positions.offsets.create.
+        conn.execute(
             """
-            insert into relay.sinks (group_id, sink, snapshot, following, polled_offset, applied_lsn)
-            select %(group)s, %(sink)s, %(snapshot)s::pg_snapshot, %(following)s::pg_snapshot,
-                   case when %(following)s is null then %(polled)s
+            insert into relay.positions (group_id, owner, topic_id, partition_id, number, snapshot, following,
+                                         polled_offset, applied_lsn, delivered_lsn, notes_from, xids)
+            select %(group)s, %(sink)s, %(topic)s, 0, new.number, %(snapshot)s::pg_snapshot,
+                   %(following)s::pg_snapshot,
+                   case when %(following)s::text is null then %(polled)s
                         else coalesce(min(polled_offset) filter (where snapshot_id = %(link)s), %(polled)s) end,
-                   coalesce(max(applied_lsn), '0/0')
-              from relay.consumer_offsets where group_id = %(group)s
-            on conflict do nothing
+                   coalesce(max(applied_lsn), '0/0'), '0/0', new.number,
+                   case when %(knows)s then (
+                       select array_agg(xid) from relay.applied_commits as a, unnest(a.xids) as xid
+                        where a.group_id = %(group)s) end
+              from (select pg_current_xact_id()::text::bigint * 16) as new (number)
+              left join relay.consumer_offsets on group_id = %(group)s
+             group by new.number
             """,
             {
                 **_columns(position),
                 "group": group,
                 "sink": sink,
+                "topic": TOPIC,
                 "link": links[0].id if links else None,
+                "knows": start == "now",
             },
         )
-        if not begun.rowcount:
-            return False
-        if start == "now":
-            conn.execute(
-                """
-                insert into relay.sink_commits (group_id, sink, xids)
-                select group_id, %s, xids from relay.applied_commits where group_id = %s
-                """,
-                (sink, group),
-            )
     return True
 
 
@@ -527,7 +533,7 @@ def leave_out(conn: Connection, group: str, configured: Collection[str]) -> list
     """Store that the WAL is read without the sinks that are not `configured`; returns their names."""
     rows = conn.execute(
         """
-        update relay.sinks
+        update relay.sink_claims
            set state = 'left out', updated_at = case when state = 'left out' then updated_at else now() end
          where group_id = %s and sink <> all(%s) returning sink
         """,
@@ -558,7 +564,7 @@ STOPPED = "not running"
 
 @dataclass(frozen=True, slots=True)
 class StoredSink:
-    """A sink as commands show it. `state` is that of its row in `relay.sinks`, `paused`, NEW or GONE.
+    """A sink as commands show it. `state` is that of its row in `relay.sink_claims`, `paused`, NEW or GONE.
 
     `needs_outbox` is as in `SinkState`, independent of `state`.
     """
@@ -611,10 +617,19 @@ def done(conn: Connection, group: str, sink: str) -> Xids:
 
 
 def add_done(conn: Connection, group: str, sink: str, xids: Sequence[int]) -> None:
-    """Store transactions (full xids) that a sink does not read after its position. Raises psycopg.Error."""
+    """Store transactions (full xids) that a sink does not read after its position. Raises psycopg.Error.
+
+    Locks the sink's row until the database transaction ends.
+    """
+    _lock(conn, group, [sink])
+    _append(conn, group, [sink], bound={"xids": literals.of_numbers(xids)}, xids="%(xids)s::xid8[]")
+
+
+def _lock(conn: Connection, group: str, sinks: Collection[str]) -> None:
+    """Keep sinks from storing anything until the database transaction ends."""
     conn.execute(
-        "insert into relay.sink_commits (group_id, sink, xids) values (%s, %s, %s::xid8[])",
-        (group, sink, literals.of_numbers(xids)),
+        "select from relay.sink_claims where group_id = %s and sink = any(%s) order by sink for no key update",
+        (group, list(sinks)),
     )
 
 
@@ -634,30 +649,36 @@ def move(conn: Connection, group: str, sink: str, position: SinkPosition) -> boo
     with conn.transaction():
         # What a function commits after this counts for its former position no more.
         locks.lock_in_transaction(conn, locks.completions(group, sink))
-        moved = conn.execute(
-            """
-            update relay.sinks
-               set snapshot = %(snapshot)s::pg_snapshot, following = %(following)s::pg_snapshot,
-                   polled_offset = %(polled)s, applied_lsn = %(applied)s::pg_lsn,
-                   delivered_lsn = %(delivered)s::pg_lsn, epoch = epoch + 1, series = gen_random_uuid(),
-                   state = 'lagging', updated_at = now()
-             where group_id = %(group)s and sink = %(sink)s
-            """,
-            {"group": group, "sink": sink, **_columns(position)},
-        )
         conn.execute(
-            "delete from relay.sink_commits where group_id = %s and sink = %s", (group, sink)
+            """
+            update relay.sink_claims
+               set epoch = epoch + 1, series = gen_random_uuid(), state = 'lagging', updated_at = now()
+             where group_id = %s and sink = %s
+            """,
+            (group, sink),
+        )
+        moved = _append(
+            conn,
+            group,
+            [sink],
+            bound=_columns(position),
+            snapshot="%(snapshot)s::pg_snapshot",
+            following="%(following)s::pg_snapshot",
+            polled_offset="%(polled)s",
+            applied_lsn="%(applied)s::pg_lsn",
+            delivered_lsn="%(delivered)s::pg_lsn",
+            notes_from="s.number + 1",
         )
         if completeness.forget(conn, group, [sink]):
             completeness.expect(conn, group, [sink])
-    return moved.rowcount > 0
+    return moved > 0
 
 
 def pause(conn: Connection, group: str, sink: str, paused: bool, reason: str | None) -> bool:
     """Pause or resume a sink; returns whether that changed anything."""
     changed = conn.execute(
         f"""
-        update relay.sinks
+        update relay.sink_claims
            set paused_at = case when %(paused)s then now() end,
                paused_by = case when %(paused)s then {actions.WHO} end,
                reason = case when %(paused)s then %(reason)s end
@@ -672,8 +693,13 @@ def remove(conn: Connection, group: str, sinks: Collection[str]) -> int:
     """Delete the positions of sinks; returns how many there were."""
     names = list(sinks)
     with conn.transaction():
+        # First: whoever stores a position meanwhile is waited for, and stores none after this.
+        removed = conn.execute(
+            "delete from relay.sink_claims where group_id = %s and sink = any(%s)", (group, names)
+        ).rowcount
         conn.execute(
-            "delete from relay.sink_commits where group_id = %s and sink = any(%s)", (group, names)
+            "delete from relay.positions where group_id = %s and owner = any(%s) and owner <> ''",
+            (group, names),
         )
         conn.execute(
             "delete from relay.sink_completions where group_id = %s and sink = any(%s)",
@@ -684,9 +710,7 @@ def remove(conn: Connection, group: str, sinks: Collection[str]) -> int:
         )
         completeness.forget(conn, group, names)
         endpoints.forget(conn, group, names)
-        return conn.execute(
-            "delete from relay.sinks where group_id = %s and sink = any(%s)", (group, names)
-        ).rowcount
+    return removed
 
 
 def _columns(position: SinkPosition) -> dict[str, Any]:

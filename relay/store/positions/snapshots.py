@@ -67,7 +67,7 @@ def remove(conn: Connection, group: str) -> None:
     conn.execute(
         """
         update relay.positions set partitions = null, xids = null, rows = null
-         where group_id = %s and xids is not null
+         where group_id = %s and owner = '' and xids is not null
         """,
         (group,),
     )
@@ -165,7 +165,7 @@ def forget_in(conn: Connection, group: str, partitions: Collection[int]) -> None
         update relay.positions
            set partitions = array(select p from unnest(partitions) as p where p <> all (%(chosen)s::int[])),
                xids = case when not partitions <@ %(chosen)s::int[] then xids end
-         where group_id = %(group)s and xids is not null and partitions && %(chosen)s::int[]
+         where group_id = %(group)s and owner = '' and xids is not null and partitions && %(chosen)s::int[]
         """,
         {"group": group, "chosen": list(partitions)},
     )

@@ -222,7 +222,7 @@ def decide(
     """
     row = conn.execute(
         """
-        update relay.spark_batches as b set files = coalesce(b.files, %s::text[]) from relay.sinks as s
+        update relay.spark_batches as b set files = coalesce(b.files, %s::text[]) from relay.sink_claims as s
          where (s.group_id, s.sink, s.epoch) = (b.group_id, b.sink, b.epoch)
            and b.group_id = %s and b.sink = %s and b.batch = %s::uuid
         returning b.files
