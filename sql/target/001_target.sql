@@ -1009,7 +1009,7 @@ drop function if exists relay.lock_partitions(text, int, int[], text[]);
 -- partition needs any more nor former versions are walked, which somebody's snapshot may keep.
 create or replace function relay.chain(the_group text) returns setof relay.snapshots
 language plpgsql stable set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
+set enable_seqscan = off set plan_cache_mode = force_generic_plan
 as $$
 declare
     link   relay.snapshots;
@@ -1038,7 +1038,7 @@ $$;
 -- see; where there is none, the number of the next position.
 create or replace function relay.notes_after(the_group text, seen pg_snapshot) returns bigint[]
 language plpgsql stable set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
+set enable_seqscan = off set plan_cache_mode = force_generic_plan
 as $$
 declare
     former bigint[] := (select s.notes_from from relay.snapshots as s
@@ -1066,7 +1066,7 @@ create or replace function relay.lock_positions(the_group text, the_topic int, p
 returns table (partition_id int, number bigint, applied_lsn text, snapshot_id bigint, polled_offset bigint, next_offset bigint,
                snapshot text, holding text[], streaks jsonb, source_epoch int)
 language plpgsql set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
+set enable_seqscan = off set plan_cache_mode = force_generic_plan
 as $$
 begin
     perform from relay.group_partitions as p
@@ -1101,7 +1101,7 @@ $$;
 create or replace function relay.claim_positions(the_group text, the_topic int, partitions int[])
 returns table (partition_id int, number bigint, applied_lsn text, snapshot_id bigint, polled_offset bigint, next_offset bigint)
 language plpgsql set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
+set enable_seqscan = off set plan_cache_mode = force_generic_plan
 as $$
 declare
     free int;

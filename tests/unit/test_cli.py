@@ -15,12 +15,10 @@ from typer.testing import CliRunner
 
 from relay.admin.status import Status
 from relay.cli.app import app
-from relay.cli.deferred import deferred
 from relay.cli.options import with_options
 from relay.cli.status import _group_facts
 from relay.config import imports
 from relay.faults import ConfigurationError
-from relay.store.deferred.selection import KINDS
 from tests.process import ROOT
 
 
@@ -50,14 +48,6 @@ def test_help_lists_the_commands_in_the_order_of_their_use() -> None:
     listed = group.list_commands(None)
     assert listed[:7] == ["init", "check", "run", "status", "top", "publish", "event"]
     assert listed[-1] == "uninstall"
-
-
-def test_help_names_every_kind_of_deferral() -> None:
-    """They are written out: the module that has them imports numpy."""
-    commands = getattr(typer.main.get_command(deferred), "commands")  # noqa: B009
-    for command in commands.values():
-        (kind,) = (each for each in command.params if each.name == "kind")
-        assert kind.help == f"One of {', '.join(KINDS)}."
 
 
 def test_a_time_that_is_none_is_refused_with_an_example() -> None:
