@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
 
@@ -17,6 +18,8 @@ from relay.source.outbox.rows import not_received
 from relay.store import deferred
 from relay.store.deferred import due as deferred_due
 from relay.store.deferred.due import DueTransaction
+
+log = logging.getLogger(__name__)
 
 RETRIED_AT_ONCE = 200
 """How many retries may be in memory, of at most `sinks.attach_bytes` but for one; the others stay in the table."""
@@ -102,6 +105,7 @@ class Submission:
             deferred_due.heads, context.group, context.name, limit, size, tuple(retried)
         )
         if not due:
+            await self._forget_outage()
             if self._dispatcher.held.any and not (retried or self._checkpoint.has_unstored):
                 await self._refresh_held()
             return False
@@ -137,6 +141,29 @@ class Submission:
             return (0 if retried else 1), most
         limit, size = RETRIED_AT_ONCE - len(retried), most - sum(retried.values())
         return (limit, size) if limit * 2 >= RETRIED_AT_ONCE and size * 2 >= most else (0, 0)
+
+    async def _forget_outage(self) -> None:
+        """Let the destination count as unknown, not as down, once nothing is left to try, such as after a cancellation.
+
+        Where nothing is published, no delivery would ever tell that it is there again.
+        """
+        dispatcher, checkpoint, context = self._dispatcher, self._checkpoint, self._context
+        if (
+            not dispatcher.breaker.is_open
+            or dispatcher.count
+            or checkpoint.retried
+            or checkpoint.has_unstored
+            or await context.connections.in_target(
+                deferred.any_deferred, context.group, context.name
+            )
+            or dispatcher.count
+        ):
+            return
+        dispatcher.breaker.forget()
+        log.info(
+            "the circuit breaker is closed, since nothing is left to deliver",
+            extra={"handler": context.name},
+        )
 
     async def _refresh_held(self) -> None:
         """Release all keys if no deferred transaction holds one."""

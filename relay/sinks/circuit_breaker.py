@@ -62,9 +62,7 @@ class CircuitBreaker:
         """Close the breaker, since the destination has answered; returns whether it was open."""
         was_open = self.is_open
         self._remember(key)
-        self._failures = 0
-        self._failed.clear()
-        self._wait, self._trying, self._asked_until = 0.0, False, 0.0
+        self.forget()
         return was_open
 
     def failed(self, key: Hashable, asked: float = 0.0) -> bool:
@@ -107,6 +105,12 @@ class CircuitBreaker:
         self._failed.add(key)
         self._open(self._settings.cool_down)
         return not was_open
+
+    def forget(self) -> None:
+        """Close the breaker without an answer, since nothing is left that could be a trial."""
+        self._failures = 0
+        self._failed.clear()
+        self._wait, self._trying, self._asked_until = 0.0, False, 0.0
 
     def hold(self, seconds: float) -> None:
         """Open the breaker for `seconds`, whatever it has counted."""

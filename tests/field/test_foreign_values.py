@@ -9,7 +9,7 @@ pgpartman/pg_partman#519 and #769 and pgEdge/coldfront#68 (bounds of partitions:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -146,8 +146,8 @@ def test_an_interval_that_python_has_not_hides_nothing(
             for each in _lists(settings):
                 each()
             retention = Schedule(settings, lambda: None)
-            with psycopg.connect(full.superuser_dsn, autocommit=True) as conn:
-                retention.retain(conn, conn)
+            with connect(settings.source_dsn) as source, connect(settings.target_dsn) as target:
+                retention.retain(source, target)
 
 
 @pytest.mark.parametrize("option", ["expires", "max_lag"])
@@ -303,3 +303,37 @@ def test_where_nothing_waits_nothing_is_late(outbox: Outbox) -> None:
     outbox.reader.execute("select relay.seek('r', 'now')")
     assert outbox.worker.column("select oldest_seconds from relay.queue_figures") == [0]
     assert [each.lag_seconds for each in readers.listed(outbox.settings())] == [0]
+
+
+@pytest.mark.server(17)
+@pytest.mark.parametrize(
+    "call",
+    [
+        "relay.lease('mail', 1, '{0}')",
+        "relay.extend('mail', id, attempt, '{0}') from relay.lease('mail')",
+        "relay.release('mail', id, attempt, '{0}') from relay.lease('mail')",
+        "relay.retry('mail', id, attempt, '{0}') from relay.lease('mail')",
+        "relay.declare_queue('more', null, keep_done => '{0}')",
+        "relay.declare_queue('more', null, backoff => '{0}')",
+        "relay.declare_queue('more', null, max_backoff => '{0}')",
+        "relay.declare_reader('more', '{{}}', expires => '{0}')",
+        "relay.declare_reader('more', '{{}}', max_lag => '{0}')",
+        "relay.declare_subscriber('r', 's', expires => '{0}')",
+        'relay.declare_schedule(\'more\', \'{{"host_id": "00000000-0000-4000-8000-000000000001", '
+        '"event_type": "t"}}\', every => \'{0}\')',
+        'relay.declare_schedule(\'more\', \'{{"host_id": "00000000-0000-4000-8000-000000000001", '
+        "\"event_type\": \"t\"}}', every => '1 hour', jitter => '{0}')",
+    ],
+)
+def test_an_interval_without_end_is_refused_or_shown(full: Outbox, call: str) -> None:
+    """PostgreSQL 17 has infinite intervals. debezium/debezium#7382, timescale/timescaledb#2161."""
+    settings = full.settings()
+    for forever in ("infinity", "-infinity", "170000000 years", "-1 day"):
+        with suppress(psycopg.errors.InvalidParameterValue, psycopg.errors.DatetimeFieldOverflow):
+            full.conn.execute(f"select {call.format(forever)}".encode())
+        for each in _lists(settings):
+            each()
+    with connect(settings.source_dsn) as source, connect(settings.target_dsn) as target:
+        retention = Schedule(settings, lambda: None)
+        retention.retain(source, target)
+    assert retention.condition.fault is None

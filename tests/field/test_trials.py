@@ -28,9 +28,11 @@ from relay.faults import (
     Undelivered,
 )
 from relay.model.dispositions import APPLIED
+from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.unit.test_batches import Results
 from tests.unit.test_batches import Run as BatchRun
 from tests.unit.test_dispatch import Run, delivery
+from tests.webhook import Answer, Webhook
 
 ENDS = [
     NotTried("an earlier call has not ended"),
@@ -106,3 +108,29 @@ def test_the_next_batch_begins_however_a_trial_ends(end: Exception) -> None:
     assert sorted(run.dispositions) == list(range(EVENTS))
     assert sum(each == APPLIED for each in run.dispositions.values()) >= EVENTS - 4
     assert not run.dispatcher.breaker.is_open
+
+
+def test_a_destination_counts_as_down_only_while_something_is_left_to_try(outbox: Outbox) -> None:
+    """What failed was cancelled, and nothing is published: the fault, and its alert, stayed until the next event."""
+    away = True
+    retry = {"defer_after": 0, "wait": 0.05, "max_wait": 0.1}
+    fault = "select fault from relay.sinks"
+    with Webhook(lambda *_: Answer(503 if away else 200)) as hook:
+        sink = {"type": "http", "url": hook.url, "retry": retry, "circuit_breaker": {"failures": 1}}
+        settings = outbox.settings(handlers={"hook": sink}, routes=[{"handlers": ["hook"]}])
+        with relaying(settings):
+            outbox.publish(host(1), event())
+            wait_until(lambda: outbox.column(fault) == ["Undelivered: HTTP 503"], 20)
+
+            def is_told_so_no_longer() -> bool:
+                # Again, until none is a trial now, which would be deferred once more.
+                outbox.conn.execute("delete from relay.deferred")
+                return outbox.column(fault) == [None]
+
+            wait_until(is_told_so_no_longer, 30, 0.2)
+            outbox.publish(host(2), event())
+            wait_until(lambda: outbox.column(fault) == ["Undelivered: HTTP 503"], 20)
+            away = False
+            wait_until(lambda: outbox.column(fault) == [None], 20)
+            outbox.wait_delivered("hook")
+    assert len(hook.ids()) == 1

@@ -87,6 +87,16 @@ def any_held(conn: Connection, group: str, sink: str) -> bool:
     return rows.rowcount > 0
 
 
+def any_deferred(conn: Connection, group: str, sink: str) -> bool:
+    """Whether a transaction is deferred for a sink, when ever it is due."""
+    rows = conn.execute(
+        "select from relay.deferred where group_id = %s and sink = %s limit 1",
+        (group, sink),
+        prepare=False,
+    )
+    return rows.rowcount > 0
+
+
 def defer(
     conn: Connection, group: str, entries: Iterable[tuple[Undecoded, Deferral]], sink: str = ""
 ) -> None:
