@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 
@@ -23,20 +23,13 @@ class RangeReader:
     """Reads ranges over connections to the source of its own. Safe in several threads; raises psycopg.Error."""
 
     def __init__(self, settings: Settings, connections: int) -> None:
-        self._source_dsn = settings.source_dsn
-        self._connections = connections
         self._batch = settings.batch
-        self._cursor = Cursor(settings, lambda: self._source.connection())
+        self._source: Pool = open_pool(settings.source_dsn, connections, prepare_reading)
+        self._cursor = Cursor(settings, self._source.connection)
 
     def close(self) -> None:
         """Close the connections."""
-        if "_source" in self.__dict__:
-            self._source.close()
-
-    @cached_property
-    def _source(self) -> Pool:
-        """Opened with the first range."""
-        return open_pool(self._source_dsn, self._connections, prepare_reading)
+        self._source.close()
 
     def read(
         self, task: Range, lower_bounds: Mapping[int, int], noted: Mapping[int, Xids]
