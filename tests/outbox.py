@@ -34,7 +34,7 @@ from relay.source.stream.receiver import Receiver
 from relay.source.stream.slot import create_slot
 from relay.spark.session import Session
 from relay.store.connections import connect
-from tests.roles import Role, dsn_of, join_roles, prepare
+from tests.roles import PASSWORD, Role, dsn_of, join_roles, prepare
 
 APPEND = """
     insert into projection (id, host_id, c_offset, transaction_id, amount)
@@ -225,6 +225,10 @@ class Outbox:
         """The DSN of the database for a role."""
         return dsn_of(role, self.superuser_dsn)
 
+    def dsn_as(self, name: str, password: str = PASSWORD) -> str:
+        """The DSN of the database for a role that a test has made."""
+        return make_conninfo(self.superuser_dsn, user=name, password=password)
+
     @property
     def installer_dsn(self) -> str:
         """The DSN of who installs relay."""
@@ -380,7 +384,7 @@ class Outbox:
             f"grant usage on sequence projection_seq_seq to {name}".encode()
         )
         try:
-            yield name, make_conninfo(self.superuser_dsn, user=name, password="p")
+            yield name, self.dsn_as(name)
         finally:
             self.conn.execute(f"drop owned by {name}; drop role {name}".encode())
 
@@ -392,7 +396,7 @@ class Outbox:
             f"create role {name} login password 'p' in role {', '.join(groups)}".encode()
         )
         try:
-            yield make_conninfo(self.superuser_dsn, user=name, password="p")
+            yield self.dsn_as(name)
         finally:
             self.conn.execute(f"drop owned by {name}; drop role {name}".encode())
 

@@ -56,7 +56,7 @@ def test_sixty_days(database: str) -> None:
         stopping, published = Event(), [0]
 
         def publish() -> None:
-            with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
+            with psycopg.connect(outbox.publisher_dsn, autocommit=True) as conn:
                 while not stopping.is_set():
                     conn.execute(
                         "select relay.publish(%s, null, %s)",

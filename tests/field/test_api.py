@@ -47,7 +47,7 @@ def test_what_is_published_during_the_handover_to_the_live_end(
     the replay to the head: commanded/eventstore#327, johanhaleby/occurrent#208."""
     publish_amounts(outbox, 0)
     last = Program(address, token).get("/events")["next"]
-    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
+    with psycopg.connect(outbox.publisher_dsn, autocommit=True) as conn:
 
         def publish() -> None:
             for number in range(1, 200):
@@ -187,7 +187,7 @@ def test_a_transaction_that_was_prepared_when_later_ones_were_streamed(
     outbox: Outbox, address: str, token: str
 ) -> None:
     """What was prepared before a reader's position and committed after it was skipped: kurrent-io/KurrentDB#627."""
-    with closing(psycopg.connect(outbox.superuser_dsn)) as other:
+    with closing(psycopg.connect(outbox.publisher_dsn)) as other:
         with Source(address, token).ready() as source:
             other.tpc_begin("late")
             other.execute(

@@ -102,7 +102,7 @@ class _Clients:
 @contextmanager
 def _publishing(outbox: Outbox, stop: Event, published: list[int]) -> Iterator[None]:
     def publish() -> None:
-        with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
+        with psycopg.connect(outbox.publisher_dsn, autocommit=True) as conn:
             while not stop.wait(_EVERY_SECONDS):
                 number = len(published)
                 conn.execute(

@@ -14,7 +14,6 @@ from typing import Any
 
 import psycopg
 import pytest
-from psycopg.conninfo import make_conninfo
 
 from relay.faults import ConfigurationError
 from relay.store import migrations
@@ -91,7 +90,7 @@ class Roles:
         return psycopg.connect(self.dsn(role), autocommit=True)
 
     def dsn(self, role: str) -> str:
-        return make_conninfo(self.outbox.superuser_dsn, user=role, password=PASSWORD)
+        return self.outbox.dsn_as(role)
 
     def run(self, role: str, statements: str) -> None:
         with self.session(role) as conn:

@@ -14,7 +14,6 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg import sql
-from psycopg.conninfo import make_conninfo
 
 from relay.admin.check import examine
 from relay.admin.queues import listed as queues_listed
@@ -298,7 +297,7 @@ def _publishers(outbox: Outbox, *names: str) -> Iterator[list[psycopg.Connection
         yield [
             sessions.enter_context(
                 psycopg.connect(
-                    make_conninfo(outbox.superuser_dsn, user=f"{outbox.slot}_{name}", password="p"),
+                    outbox.dsn_as(f"{outbox.slot}_{name}"),
                     autocommit=True,
                 )
             )

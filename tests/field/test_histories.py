@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 import deltalake
 import psycopg
 import pytest
-from psycopg.conninfo import make_conninfo
 
 from relay import Delivery
 from relay.admin.offsets import plan_seek, seek
@@ -78,7 +77,7 @@ def settings_of(server: Server, target: Outbox, mode: str) -> Settings:
         with suppress(psycopg.errors.DuplicateObject):
             conn.execute(f"create role {role} login {may} password 'p' in role relay".encode())
     with Outbox(server.dsn("app")) as app:
-        dsn = make_conninfo(app.superuser_dsn, user=role, password="p")
+        dsn = app.dsn_as(role)
         source = {"dsn": dsn, "slot": "app", "publication": "app", "mode": mode}
         handlers = {
             **app.config()["handlers"],
@@ -435,7 +434,7 @@ def test_nobody_forges_a_witness(outbox: Outbox) -> None:
     )
     try:
         for name in ("publishes", "reads", "looks"):
-            dsn = make_conninfo(outbox.superuser_dsn, user=f"{outbox.slot}_{name}", password="p")
+            dsn = outbox.dsn_as(f"{outbox.slot}_{name}")
             with psycopg.connect(dsn, autocommit=True) as conn:
                 for statement in forged:
                     with pytest.raises(psycopg.errors.InsufficientPrivilege):
@@ -719,7 +718,7 @@ def test_a_role_that_may_take_no_witness_notes_the_newest_there_is(
         f"create role {name} login password 'p'; grant select on outbox_message_t to {name}".encode()
     )
     try:
-        dsn = make_conninfo(outbox.superuser_dsn, user=name, password="p")
+        dsn = outbox.dsn_as(name)
         with psycopg.connect(dsn, autocommit=True) as conn:
             first = groups.origin(target.conn, "default").witness
             assert first is not None

@@ -41,6 +41,7 @@ from relay.spark import session
 from relay.spark.session import Session
 from relay.spark.sink_worker import SparkWorker
 from relay.store import activity, connections, presence, refusals
+from relay.store.connections import connect
 from tests.observing import Scrape, ask
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
@@ -119,8 +120,8 @@ def turned(outbox: Outbox, settings: Settings, later: datetime) -> Schedule:
         outbox.wait_drained()
         outbox.wait_compared()
     retention = Schedule(settings, lambda: None, lambda _: later)
-    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as source:
-        retention.retain(source, source)
+    with connect(settings.source_dsn) as source, connect(settings.target_dsn) as target:
+        retention.retain(source, target)
     return retention
 
 

@@ -54,7 +54,7 @@ def test_nothing_is_lost_or_overtakes_when_the_past_becomes_the_present(outbox: 
     publish(outbox, *range(50))
 
     def go_on() -> None:
-        with closing(psycopg.connect(outbox.superuser_dsn, autocommit=True)) as conn:
+        with closing(psycopg.connect(outbox.publisher_dsn, autocommit=True)) as conn:
             for number in range(50, 350):
                 conn.execute(PUBLISH, (host(1), Jsonb([event(number)])))
 
@@ -155,7 +155,7 @@ def test_a_transaction_that_was_open_all_the_while_is_not_missed(
     outbox: Outbox, filler: _Filler
 ) -> None:
     """JasperFx/marten#716: an event whose transaction commits after a later one's is passed for good."""
-    with closing(psycopg.connect(outbox.superuser_dsn)) as late:
+    with closing(psycopg.connect(outbox.publisher_dsn)) as late:
         late.execute(PUBLISH, (host(1), Jsonb([event(1)])))
         publish(outbox, 2)
         outbox.drain(outbox.settings())

@@ -13,7 +13,6 @@ from typing import Any
 import asyncpg
 import psycopg
 import pytest
-from psycopg.conninfo import make_conninfo
 
 from relay import Drop, Fail, RetryLater
 from relay.client.worker import LeasedMessage, Message, Queue, Worker, WorkerError
@@ -295,7 +294,7 @@ def test_a_role_without_rights_is_told_which_one_to_get(outbox: Outbox, is_pool:
     fill(outbox)
     role = f"{outbox.slot}_plain"
     outbox.conn.execute(f"create role {role} login password 'p'".encode())
-    dsn = make_conninfo(outbox.superuser_dsn, user=role, password="p")
+    dsn = outbox.dsn_as(role)
 
     async def scenario() -> None:
         async with AsyncExitStack() as stack:

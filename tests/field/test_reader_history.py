@@ -389,9 +389,7 @@ def test_nobody_forges_a_history(outbox: Outbox) -> None:
         f"create role {role} login password 'p' in role relay_reader, relay_publisher".encode()
     )
     try:
-        with psycopg.connect(
-            make_conninfo(outbox.superuser_dsn, user=role, password="p"), autocommit=True
-        ) as conn:
+        with psycopg.connect(outbox.dsn_as(role), autocommit=True) as conn:
             conn.execute("select relay.declare_reader('r', start => 'beginning')")
             for statement in (
                 "select relay.take_witness()",
@@ -410,9 +408,7 @@ def test_nobody_forges_a_history(outbox: Outbox) -> None:
                     conn.execute(statement.encode())
             # A position that says of itself that it is of here moves the reader of who says so, and no other.
             _publish(outbox, 0)
-            assert InSql().take(
-                make_conninfo(outbox.superuser_dsn, user=role, password="p"), 1
-            ) == [0]
+            assert InSql().take(outbox.dsn_as(role), 1) == [0]
     finally:
         outbox.conn.execute(f"drop role {role}".encode())
 

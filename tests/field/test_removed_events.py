@@ -14,7 +14,6 @@ from typing import Any
 
 import psycopg
 import pytest
-from psycopg.conninfo import make_conninfo
 from psycopg.types.json import Jsonb
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
@@ -289,7 +288,7 @@ def stranger(kept: Outbox) -> Any:
     name = f"s_{kept.slot}"
     kept.conn.execute(f"create role {name} login password 'p'".encode())
     kept.conn.execute(f"grant select on outbox_message_t to {name}".encode())
-    yield make_conninfo(kept.superuser_dsn, user=name, password="p")
+    yield kept.dsn_as(name)
     kept.conn.execute(f"drop owned by {name}; drop role {name}".encode())
 
 
@@ -317,7 +316,7 @@ def test_a_role_needs_the_right_to_know_only_where_events_are_removed(
     outbox.conn.execute(f"grant select on outbox_message_t to {name}".encode())
     outbox.conn.execute("select relay.let_keep_positions('outbox_message_t')")
     outbox.fill(1, events=1)
-    dsn = make_conninfo(outbox.superuser_dsn, user=name, password="p")
+    dsn = outbox.dsn_as(name)
     other = Query(dsn, {"snapshot": "3:3:"})
     assert other.trigger() == 1
     other.stop()
@@ -332,7 +331,7 @@ def test_a_role_with_rights_to_some_columns_may_know_it_too(kept: Outbox) -> Non
     kept.conn.execute("select relay.let_keep_positions('outbox_message_t')")
     before = position(kept)
     kept.fill(1, events=1)
-    dsn = make_conninfo(kept.superuser_dsn, user=name, password="p")
+    dsn = kept.dsn_as(name)
     options = parse({"dsn": dsn, "fromSnapshot": before, "ordered": "false"}, "batch")
     reader = DifferenceReader(options, ["id"])
     assert sum(len(rows) for each in reader.partitions() for rows in reader.read(each)) == 1

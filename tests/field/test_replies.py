@@ -175,7 +175,7 @@ def test_answers_of_one_commit(outbox: Outbox, shop: Shop) -> None:
 
 def test_an_answer_of_a_transaction_that_began_before_the_event(outbox: Outbox, shop: Shop) -> None:
     id_ = uuid.uuid4()
-    with psycopg.connect(outbox.superuser_dsn) as conn:
+    with psycopg.connect(outbox.publisher_dsn) as conn:
         conn.execute("select pg_current_xact_id()")
         assert shop.post(id_, wait=None).status_code == 202
         outbox.publish(HOST, event(1))

@@ -54,7 +54,7 @@ class Login:
 
     def __init__(self, outbox: Outbox, role: str, file: Path) -> None:
         self.outbox, self.role, self.file = outbox, role, file
-        self.dsn = make_conninfo(outbox.superuser_dsn, user=role, password="")
+        self.dsn = outbox.dsn_as(role, "")
 
     def change(self, password: str) -> None:
         """Change the password in the database, and end the role's sessions."""

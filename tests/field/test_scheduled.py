@@ -12,7 +12,6 @@ from typing import Any
 
 import psycopg
 import pytest
-from psycopg.conninfo import make_conninfo
 from psycopg.rows import dict_row
 from typer.testing import CliRunner, Result
 
@@ -428,7 +427,7 @@ def test_who_may_cancel(outbox: Outbox) -> None:
     outbox.conn.execute(
         f"create role {name} login password 'p'; grant usage on schema relay to {name}".encode()
     )
-    dsn = make_conninfo(outbox.superuser_dsn, user=name, password="p")
+    dsn = outbox.dsn_as(name)
     try:
         with relaying(outbox.settings()):
             gone = publish(outbox)

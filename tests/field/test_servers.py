@@ -10,7 +10,6 @@ from collections.abc import Iterable
 
 import psycopg
 import pytest
-from psycopg.conninfo import make_conninfo
 
 from relay.admin.check import examine, require
 from relay.admin.findings import Severity
@@ -71,7 +70,7 @@ def test_a_managed_server_gets_its_own_cures() -> None:
         assert not outbox.value("select rolreplication from pg_roles where rolname = 'relay'")
         source = {
             **outbox.config()["source"],
-            "dsn": make_conninfo(outbox.superuser_dsn, user="app", password="p"),
+            "dsn": outbox.dsn_as("app"),
         }
         settings = outbox.settings(source=source, target={"dsn": outbox.relay_dsn})
         (level,) = texts(settings, "wal_level")

@@ -86,7 +86,7 @@ def role_with(outbox: Outbox, settings: Mapping[str, str]) -> Iterator[str]:
             outbox.conn.execute(
                 sql.SQL("alter role {} set {} = {}").format(name, sql.Identifier(setting), values)
             )
-        yield make_conninfo(outbox.superuser_dsn, user=f"{outbox.slot}_set", password="p")
+        yield outbox.dsn_as(f"{outbox.slot}_set")
     finally:
         outbox.conn.execute(
             sql.SQL("reassign owned by {0} to postgres; drop owned by {0}; drop role {0}").format(

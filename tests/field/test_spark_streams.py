@@ -28,7 +28,6 @@ import psutil
 import psycopg
 import pyarrow as pa
 import pytest
-from psycopg.conninfo import make_conninfo
 from psycopg.types.json import Jsonb
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as f
@@ -267,7 +266,7 @@ def role(outbox: Outbox) -> Iterator[str]:
     outbox.conn.execute(f"create role {name} login password 'p' connection limit 1")
     outbox.conn.execute(f"grant select on outbox_message_t to {name}")
     outbox.conn.execute("select relay.let_keep_positions('outbox_message_t')")
-    yield make_conninfo(outbox.superuser_dsn, user=name, password="p")
+    yield outbox.dsn_as(name)
     outbox.conn.execute(f"drop owned by {name}; drop role {name}")
 
 

@@ -29,7 +29,7 @@ def published(outbox: Outbox) -> Any:
 
     def publish(stop: Event) -> None:
         number = 0
-        with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
+        with psycopg.connect(outbox.publisher_dsn, autocommit=True) as conn:
             while not stop.wait(0.05):
                 number += 1
                 events = [event(number) for _ in range(20)]

@@ -7,7 +7,6 @@ from typing import Any
 
 import psycopg
 import pytest
-from psycopg.conninfo import make_conninfo
 
 from relay.admin import sinks as admin_sinks
 from relay.faults import ConfigurationError
@@ -57,9 +56,7 @@ def test_publishers_go_on_after_a_migration(outbox: Outbox, name: str) -> None:
     try:
         with (
             relaying(settings),
-            psycopg.connect(
-                make_conninfo(outbox.superuser_dsn, user=role, password="p")
-            ) as publisher,
+            psycopg.connect(outbox.dsn_as(role)) as publisher,
         ):
             publisher.execute(
                 "select relay.publish(%s, %s, %s::jsonb)",

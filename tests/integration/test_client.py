@@ -142,7 +142,7 @@ def role(outbox: Outbox, *grants: str) -> Iterator[str]:
     for grant in grants:
         outbox.conn.execute(f"grant {grant} to {name}".encode())
     try:
-        yield psycopg.conninfo.make_conninfo(outbox.superuser_dsn, user=name, password="p")
+        yield outbox.dsn_as(name)
     finally:
         outbox.conn.execute(f"drop owned by {name}; drop role {name}".encode())
 

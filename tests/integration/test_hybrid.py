@@ -10,7 +10,6 @@ from typing import Any
 
 import psycopg
 import pytest
-from psycopg.conninfo import make_conninfo
 
 from relay.faults import RelayError
 from relay.service import Service
@@ -327,7 +326,7 @@ def test_a_role_that_may_not_replicate_polls(outbox: Outbox, server: Server) -> 
     try:
         source = {
             **outbox.config()["source"],
-            "dsn": make_conninfo(outbox.superuser_dsn, user=role, password="p"),
+            "dsn": outbox.dsn_as(role),
         }
         with relaying(outbox.settings(source=source)):
             outbox.publish(host(1), event(1))

@@ -17,7 +17,6 @@ import psycopg
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from psycopg.conninfo import make_conninfo
 from psycopg.types.json import Jsonb
 
 from relay.client import claimed_reader
@@ -405,12 +404,7 @@ def test_each_role_has_its_own_readers(outbox: Outbox) -> None:
     for role in roles:
         outbox.conn.execute(f"create role {role} login password 'p' in role relay_reader".encode())
     try:
-        first, second = (
-            psycopg.connect(
-                make_conninfo(outbox.superuser_dsn, user=role, password="p"), autocommit=True
-            )
-            for role in roles
-        )
+        first, second = (psycopg.connect(outbox.dsn_as(role), autocommit=True) for role in roles)
         with first, second:
             _declare(first)
             _publish(outbox.publisher, 1)

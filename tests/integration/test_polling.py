@@ -180,7 +180,7 @@ def test_pinned_instances_process_their_own_partitions(outbox: Outbox) -> None:
 def test_concurrent_publishers_lose_nothing(outbox: Outbox, mode: str) -> None:
     def publish(number: int) -> None:
         chance = random.Random(number)
-        with psycopg.connect(outbox.superuser_dsn) as conn:
+        with psycopg.connect(outbox.publisher_dsn) as conn:
             for _ in range(25):
                 for _ in range(chance.randrange(1, 4)):
                     conn.execute(

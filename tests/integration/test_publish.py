@@ -476,8 +476,7 @@ def test_the_files_are_plain_sql_for_psql(database: str) -> None:
 
 
 def test_a_publisher_may_publish_and_nothing_else(outbox: Outbox) -> None:
-    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
-        conn.execute("set role relay_publisher")
+    with psycopg.connect(outbox.publisher_dsn, autocommit=True) as conn:
         conn.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb([event(1)])))
         conn.execute(
             "insert into outbox_message_t (host_id, event_type, payload) values (%s, 'x', '{}')",
@@ -504,7 +503,7 @@ def test_the_service_runs_with_least_privilege(outbox: Outbox) -> None:
     outbox.conn.execute(
         f'revoke temporary on database "{outbox.conn.info.dbname}" from public'.encode()
     )
-    dsn = psycopg.conninfo.make_conninfo(outbox.superuser_dsn, user="relay", password="p")
+    dsn = outbox.dsn_as("relay")
     outbox.publish(host(1), event(1))
     bad = outbox.publish(host(1), event(-1))
     outbox.drain(outbox.settings(source={**outbox.config()["source"], "dsn": dsn}))

@@ -124,7 +124,7 @@ def test_a_live_table_is_converted(kept: Outbox, mode: str) -> None:
 
     def publish() -> None:
         nonlocal published
-        with psycopg.connect(kept.superuser_dsn, autocommit=True) as conn:
+        with psycopg.connect(kept.publisher_dsn, autocommit=True) as conn:
             while not stopping.is_set():
                 conn.execute(
                     "select relay.publish(%s, null, %s)", (host(published % 7), Jsonb([event()]))

@@ -9,7 +9,6 @@ import psycopg
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from psycopg.conninfo import make_conninfo
 from psycopg.types.json import Jsonb
 
 from tests.outbox import Outbox
@@ -159,9 +158,7 @@ def test_subscribers_are_of_who_may_read_the_reader(outbox: Outbox) -> None:
     outbox.conn.execute(f"create role {role} login password 'p' in role relay_reader".encode())
     try:
         outbox.reader.execute("select relay.declare_reader('r')")
-        with psycopg.connect(
-            make_conninfo(outbox.superuser_dsn, user=role, password="p"), autocommit=True
-        ) as conn:
+        with psycopg.connect(outbox.dsn_as(role), autocommit=True) as conn:
             for statement in (
                 "select relay.declare_subscriber('r', 's')",
                 "select relay.drop_subscriber('r', 's')",

@@ -13,7 +13,6 @@ from typing import Any
 
 import psycopg
 import pytest
-from psycopg.conninfo import make_conninfo
 
 from relay.admin.check import examine
 from relay.admin.dead_letters import DeadLetters
@@ -430,7 +429,7 @@ def test_only_members_of_its_role_take_from_a_queue(outbox: Outbox) -> None:
     try:
         sessions = [
             psycopg.connect(
-                make_conninfo(outbox.superuser_dsn, user=f"{name}_{each}", password="p"),
+                outbox.dsn_as(f"{name}_{each}"),
                 autocommit=True,
             )
             for each in "ab"
