@@ -557,28 +557,34 @@ class _Sweeper:
 
 
 _sweeper = _Sweeper()
+_IN_TIME = session_settings.statements(SessionKind.OWN, {"lock_timeout": LOCK_TIMEOUT})
 _asked: WeakValueDictionary[Dsn, Pool] = WeakValueDictionary()
 """The pools of `asking`: one without sessions is forgotten."""
 
 
+def shared_pool(dsn: Dsn) -> Pool:
+    """The pool of `asking`, which nobody closes."""
+    pool = _asked.get(dsn)
+    if pool is None:
+        pool = _asked[dsn] = new_pool(
+            *(dsn, _MOST_ASKED, _IN_TIME),
+            max_idle=_ASKED_SECONDS,
+            patience=_PATIENCE_SECONDS,
+            **SHORT_TIMEOUTS,
+        )
+    return pool
+
+
 @contextmanager
 def asking(dsn: Dsn) -> Iterator[Connection]:
-    """Lend a session as `connect` opens them, for what is asked once: who asks a moment later gets the same one.
+    """Lend a session as those of `open_pool`, for what is asked once: who asks a moment later gets the same one.
 
     Nobody else has it in the block, which leaves nothing in it, such as a lock; with settings of `sessions_with` it is
     one database transaction, in a session that has just answered, or a new one. It fails within seconds where the
     server does not answer. Raises psycopg.OperationalError and ConfigurationError as `connect` does.
     """
-    pool = _asked.get(dsn)
-    if pool is None:
-        pool = _asked[dsn] = new_pool(
-            *(dsn, _MOST_ASKED, session_settings.statements(SessionKind.OWN)),
-            max_idle=_ASKED_SECONDS,
-            patience=_PATIENCE_SECONDS,
-            **SHORT_TIMEOUTS,
-        )
     more = _session_settings.get()
-    with pool.connection(idle_seconds=_FRESH_SECONDS if more else math.inf) as conn:
+    with shared_pool(dsn).connection(idle_seconds=_FRESH_SECONDS if more else math.inf) as conn:
         if not more:
             yield conn
             return
@@ -611,8 +617,7 @@ def open_pool(dsn: Dsn, size: int, configure: Configure | None = None) -> Pool:
 
     Commits are durable, and no statement waits for a lock longer than `LOCK_TIMEOUT`.
     """
-    session = session_settings.statements(SessionKind.OWN, {"lock_timeout": LOCK_TIMEOUT})
-    return new_pool(dsn, size, session, configure)
+    return new_pool(dsn, size, _IN_TIME, configure)
 
 
 def new_pool(

@@ -40,7 +40,7 @@ from relay.source.stream.slot import membership, reader_activity, require_publis
 from relay.source.witnesses import Covering
 from relay.store import completeness, dead_letters, groups
 from relay.store.completeness import Completeness, Moments
-from relay.store.connections import Pool, asking, open_pool
+from relay.store.connections import Pool, asking, open_pool, shared_pool
 from relay.store.positions import offsets, snapshots
 from relay.store.positions.snapshots import ChainLink
 from relay.waits import Backoff
@@ -92,7 +92,7 @@ class Poller:
         self._source: Pool = open_pool(settings.source_dsn, 2, _prepare_polling)
         self._cursor = Cursor(settings, self._source.connection)
         self._rows = self._cursor.rows
-        self._target: Pool = open_pool(settings.target_dsn, 1)
+        self._target: Pool = shared_pool(settings.target_dsn)
         self._plan: _Plan | None = None
         # A process that was killed may have left snapshots before the first one that this one polls from.
         self._pruned = 0
@@ -138,7 +138,6 @@ class Poller:
         self.stop()
         self._drop_plan()
         self._source.close()
-        self._target.close()
 
     def current_position(self) -> SourcePosition:
         """The current position of the source. Raises psycopg.Error."""
