@@ -147,6 +147,7 @@ class DeferralRules:
         as_published = dead_letters.lock_as_published(conn, numbers)
         ranges = sinks.read_ranges(conn, self._group, self._spark_sinks)
         by_sink: dict[str, list[tuple[Undecoded, Deferral]]] = {}
+        unread: dict[str, list[int]] = {}
         for index, number in replayed.items():
             xid = int(assigned.transactions.facts["xid"][index])
             for sink, delivery, deferral in self.deliveries(assigned.part(index, index + 1)):
@@ -154,8 +155,10 @@ class DeferralRules:
                 if known is not None and xid and not known.has(xid):
                     if number in as_published:
                         continue
-                    sinks.add_done(conn, self._group, sink, [known.full(xid)])
+                    unread.setdefault(sink, []).append(known.full(xid))
                 by_sink.setdefault(sink, []).append((delivery, deferral))
+        if unread:
+            sinks.add_done(conn, self._group, unread)
         for sink, deliveries in by_sink.items():
             deferred.defer(conn, self._group, deliveries, sink)
 

@@ -22,6 +22,7 @@ import psycopg
 import pytest
 
 from relay.model.events import Lsn, Transaction
+from relay.model.snapshots import Snapshot
 from relay.service import Service
 from relay.sinks.http import Http
 from relay.store import locks
@@ -44,6 +45,9 @@ CLAIMS = """
     select pid from pg_locks where locktype = 'advisory' and classid = %s and database =
            (select oid from pg_database where datname = current_database()) group by pid
 """
+WAITS = (
+    "select 1 from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
+)
 REFUSE = """
     create function refuse() returns trigger language plpgsql as $$
     begin
@@ -369,17 +373,34 @@ def test_a_claim_goes_on_from_what_the_one_before_was_about_to_store(outbox: Out
             former.close()
             wait_until(claim.take)
             loading = pool.submit(claim.load, "now")
-            wait_until(
-                lambda: bool(
-                    outbox.column(
-                        "select 1 from pg_stat_activity"
-                        " where datname = current_database() and wait_event_type = 'Lock'"
-                    )
-                )
-            )
+            wait_until(lambda: bool(outbox.column(WAITS)))
         loaded = loading.result()
     assert loaded.position == position
     assert loaded.done.tolist() == [7]
     # It has one number as long as it is held, whatever it loads.
     assert claim.load("now").claim == loaded.claim == state.claim + 1
+    claim.release()
+
+
+def test_what_others_note_as_done_is_kept_by_who_works_the_sink(outbox: Outbox) -> None:
+    """Replays in two partitions note what sinks leave out, in any order of the sinks, while these are worked."""
+    for sink in ("a", "b"):
+        outbox.begin_sink(sink, "'100:100:'")
+    claim = Claim(outbox.relay_dsn, "default", "a")
+    assert claim.take()
+    state = claim.load("now")
+    with (
+        ThreadPoolExecutor() as pool,
+        connect(outbox.relay_dsn) as first,
+        connect(outbox.relay_dsn) as second,
+    ):
+        with first.transaction():
+            positions.add_done(first, "default", {"b": [108], "a": [107]})
+            noting = pool.submit(positions.add_done, second, "default", {"a": [109], "b": [110]})
+            wait_until(lambda: bool(outbox.column(WAITS)))
+        noting.result()
+    position = replace(state.position, snapshot=Snapshot(108, 109, ()))
+    claim.store(position, state.epoch, "lagging", [120])
+    assert sorted(claim.load("now").done.tolist()) == [109, 120]
+    assert sorted(positions.done(outbox.conn, "default", "b").tolist()) == [108, 110]
     claim.release()

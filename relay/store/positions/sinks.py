@@ -616,21 +616,19 @@ def done(conn: Connection, group: str, sink: str) -> Xids:
     return _done(conn, group, [sink]).get(sink, xids_of(None))
 
 
-def add_done(conn: Connection, group: str, sink: str, xids: Sequence[int]) -> None:
-    """Store transactions (full xids) that a sink does not read after its position. Raises psycopg.Error.
+def add_done(conn: Connection, group: str, done: Mapping[str, Sequence[int]]) -> None:
+    """Store transactions (full xids) that sinks do not read after their positions. Raises psycopg.Error.
 
-    Locks the sink's row until the database transaction ends.
+    Locks the rows of all these sinks, in order, until the database transaction ends: call it once in one.
     """
-    _lock(conn, group, [sink])
-    _append(conn, group, [sink], bound={"xids": literals.of_numbers(xids)}, xids="%(xids)s::xid8[]")
-
-
-def _lock(conn: Connection, group: str, sinks: Collection[str]) -> None:
-    """Keep sinks from storing anything until the database transaction ends."""
-    conn.execute(
-        "select from relay.sink_claims where group_id = %s and sink = any(%s) order by sink for no key update",
-        (group, list(sinks)),
-    )
+    with conn.transaction():
+        conn.execute(
+            "select from relay.sink_claims where group_id = %s and sink = any(%s) order by sink for no key update",
+            (group, list(done)),
+        )
+        for sink, xids in done.items():
+            bound = {"xids": literals.of_numbers(xids)}
+            _append(conn, group, [sink], bound=bound, xids="%(xids)s::xid8[]")
 
 
 def _done(conn: Connection, group: str, sinks: list[str]) -> dict[str, Xids]:
