@@ -264,8 +264,8 @@ def _open_functions(conn: Connection) -> Iterator[Lack]:
         yield Lack(
             "functions of relay's are not for everybody",
             f"everybody may call {found[0]}{_more(found)}",
-            (f"revoke all on function {', '.join(found)} from public",),
-            f"run `relay init`, or `revoke all on function {found[0]} from public`",
+            (f"revoke all on routine {', '.join(found)} from public",),
+            f"run `relay init`, or `revoke all on routine {found[0]} from public`",
         )
 
 
