@@ -44,7 +44,7 @@ _REMOVE = """
     drop function if exists relay.publish(uuid, uuid, jsonb, uuid);
     drop function if exists relay.limit_event_bytes(bigint);
     drop table if exists public.outbox_message_t;
-    drop function if exists relay.max_event_bytes();
+    drop function if exists relay.max_event_bytes(), relay.next_offset();
     delete from relay.migrations where name like 'outbox/%';
 """
 

@@ -29,6 +29,7 @@ FORMER = {
             "ca8758880362105d1ee75e421dfc905896fcfc564f8573212c3938cfdf2edf48",  # any search_path
             "c42b8e4ec290b92e1ae2319ee3830b0db56ceb636644674b73b5025d4e519d42",  # relay_owner without the schema
             "5ce8243b107639cd358df635f7689b4cf05907ed06b55d782afa4320f30e4827",  # takes every function from PUBLIC
+            "27b79b2c1d8eb53526a19a34a6a9a7079c51866759041612a5ca619648432daa",  # one number at a time
         }
     ),
     "source/002_retention.sql": frozenset(
@@ -65,6 +66,7 @@ FORMER = {
             "7640cc536759a5ac588db9e4769b7f0a155da31e4403b084994aec146b668ac5",  # any search_path
             "95dbb51979e5cf382756e0b61b2ad6416c73528f67d9ec170d46610884149d90",  # causes are not noted
             "0d54b3cc6e18713e7e0589b2346fef9e7f6556509bb20117ad8a62be0a7bc3bf",  # the schema public of PUBLIC alone
+            "f95c3a75f53a5318d603b8f61a6b949a7e275e71714961ca32d162562a0d2f44",  # one number at a time
         }
     ),
     "outbox/002_schedules.sql": frozenset(

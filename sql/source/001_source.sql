@@ -71,9 +71,40 @@ begin
 end
 $$;
 
+-- The counters of tables whose numbers have no gaps. A publisher locks its table's row to the end of its transaction.
+create table if not exists relay.log_counter (
+    id          bigint generated always as identity primary key,
+    next_offset bigint not null,
+    outbox      text unique
+);
+
+alter table relay.log_counter add column if not exists outbox text unique;
+
+comment on column relay.log_counter.next_offset is
+    'the number of the next event';
+comment on column relay.log_counter.outbox is
+    'relay''s own outbox, of whose events relay.publish takes all numbers at once; null: another table';
+
+-- Lets a counter number the rows of a table: each that is inserted takes the next number. relay.publish takes those of more than
+-- ten events at once, and inserts them with the rights of relay_owner, which nobody else's insert has.
+create or replace function relay.count_offsets(relation regclass, counter bigint, offset_column text) returns void
+language plpgsql set search_path = pg_catalog, pg_temp
+as $$
+declare
+    is_own boolean := relation = to_regclass('public.outbox_message_t');
+begin
+    if is_own then
+        update relay.log_counter set outbox = 'public.outbox_message_t' where id = counter and outbox is null;
+    end if;
+    execute format('create or replace trigger relay_fill_offset before insert on %s for each row %s'
+                   ' execute function relay.fill_offset(%L, %L)', relation,
+                   case when is_own then 'when (current_user <> ''relay_owner'' or (new.transaction_count > 10) is not true)' end,
+                   counter, offset_column);
+end
+$$;
+
 -- Switches between numbers from a sequence and numbers without gaps (source.offsets); returns whether it changed anything.
--- Without gaps, numbers come from a counter of the table's own, whose row is locked from a publisher's first insert to the
--- end of its transaction: publishers take turns. relay has no use for it.
+-- Without gaps, numbers come from a counter of the table's own: publishers take turns. relay has no use for it.
 create or replace function relay.set_gapless(outbox regclass, offset_column text, wanted boolean) returns boolean
 language plpgsql set search_path = pg_catalog, pg_temp set row_security = off
 as $set$
@@ -99,10 +130,6 @@ begin
         perform setval(numbers, greatest(newest, nextval(numbers)));
         return true;
     end if;
-    create table if not exists relay.log_counter (
-        id          bigint generated always as identity primary key,
-        next_offset bigint not null
-    );
     update relay.log_counter set next_offset = greatest(next_offset, newest + 1) where id = counter;
     if not found then
         insert into relay.log_counter (next_offset) values (newest + 1) returning id into counter;
@@ -123,7 +150,6 @@ begin
     begin
         -- Whoever runs this may have more rights than a publisher's insert is to borrow.
         if to_regrole('relay_owner') is not null then
-            grant select, update on relay.log_counter to relay_owner;
             grant create on schema relay to relay_owner;
             alter function relay.fill_offset() owner to relay_owner;
             revoke create on schema relay from relay_owner;
@@ -131,8 +157,7 @@ begin
     exception when insufficient_privilege then
         raise notice 'relay: this role may not give relay.fill_offset to relay_owner; it stays its own';
     end;
-    execute format('create or replace trigger relay_fill_offset before insert on %s'
-                   ' for each row execute function relay.fill_offset(%L, %L)', outbox, counter, offset_column);
+    perform relay.count_offsets(outbox, counter, offset_column);
     return true;
 end
 $set$;
@@ -184,6 +209,7 @@ $set$;
 
 -- By name: others of the schema, of other files, are for everybody.
 revoke all on function relay.require_room(regclass, text, bigint), relay.attach(regclass, text),
+                       relay.count_offsets(regclass, bigint, text),
                        relay.set_gapless(regclass, text, boolean), relay.set_notify(regclass, boolean) from public;
 
 do $$
@@ -211,6 +237,7 @@ begin
         return;
     end if;
     grant usage on schema relay to relay_owner;
+    grant select, update on relay.log_counter to relay_owner;
     if exists (select from pg_roles where rolname = current_user and rolsuper) then
         return;
     end if;

@@ -69,8 +69,6 @@ def test_the_rights_that_are_checked_are_those_that_were_granted(outbox: Outbox)
     checked = {
         (each.role, outbox.value(PRINTED, (each.kind, each.name)), each.privilege)
         for each in own_rights.granted(SIDES)
-        # It is there with source.offsets: gapless.
-        if each.name != "relay.log_counter"
     }
     # What PUBLIC has.
     implied = {

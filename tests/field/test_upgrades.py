@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from threading import Event, Thread
 from typing import Any
+from threading import Thread
 
 import psycopg
 import pytest
@@ -16,10 +17,10 @@ from tests.outbox import APPEND, Outbox, event, host, initialise, relaying, wait
 from tests.webhook import Webhook
 
 LANDED = {
-    "source/001_source.sql": "5ce8243b107639cd358df635f7689b4cf05907ed06b55d782afa4320f30e4827",
+    "source/001_source.sql": "27b79b2c1d8eb53526a19a34a6a9a7079c51866759041612a5ca619648432daa",
     "source/002_retention.sql": "3d87e512ac2d6865262e3300be30658ffb92476379e8a7237d11c6553667286e",
     "both/001_calls.sql": "ec2934fb89db7d136f48bf531f4bcab47cbaa80f5c3ed956a086383bb9020061",
-    "outbox/001_outbox.sql": "0d54b3cc6e18713e7e0589b2346fef9e7f6556509bb20117ad8a62be0a7bc3bf",
+    "outbox/001_outbox.sql": "f95c3a75f53a5318d603b8f61a6b949a7e275e71714961ca32d162562a0d2f44",
     "outbox/002_schedules.sql": "fdcfa77cd2a0d302dac3779a59a43b70e21146e446a61c6b3439c3038ec44425",
     "outbox/003_readers.sql": "1b84608bdefc1e83ecbd93e18d888edaef2ea0453ce86f66ec54612c27e2778d",
     "outbox/004_subscribers.sql": "e06f7c204ab00a3e4bdf515bc8b3d53cee0bd06c790ecc200a7718befc8e53ae",
@@ -143,6 +144,58 @@ FORMER_SINKS = """
     drop table sinks, done;
 """
 """The target of the edition that updated sinks in place, with what is stored now."""
+FORMER_COUNTER = """
+    drop trigger relay_fill_offset on outbox_message_t;
+    drop function relay.count_offsets;
+    alter table relay.log_counter drop column outbox;
+    do $$ begin
+        execute format('create trigger relay_fill_offset before insert on outbox_message_t for each row'
+                       ' execute function relay.fill_offset(%L, ''c_offset'')', (select id from relay.log_counter));
+    end $$
+"""
+"""Numbers without gaps of the edition in which each event took one, with what is counted now."""
+
+
+def test_numbers_without_gaps_go_on_after_a_migration(outbox: Outbox) -> None:
+    """Also those of a publisher who is in the middle of a transaction when it begins."""
+    gapless = outbox.settings(source={**outbox.config()["source"], "offsets": "gapless"})
+    initialise(gapless)
+    outbox.publish(host(1), event(1), event(2))
+    outbox.conn.execute(FORMER_COUNTER)
+    names = ["source/001_source.sql", "outbox/001_outbox.sql"]
+    for name in names:
+        outbox.conn.execute(
+            "update relay.migrations set digest = %s where name = %s", (LANDED[name], name)
+        )
+    insert = "insert into outbox_message_t (host_id, event_type, payload) values (%s, 'x', '1')"
+    done: list[list[str]] = []
+    with psycopg.connect(outbox.publisher_dsn) as publisher:
+        publisher.execute(insert, (host(1),))
+        thread = Thread(target=lambda: done.append(initialise(gapless)))
+        thread.start()
+        wait_until(
+            lambda: bool(
+                outbox.column(
+                    "select 1 from pg_locks where relation = 'relay.log_counter'::regclass and not granted"
+                )
+            )
+        )
+        publisher.commit()
+    thread.join(30)
+    assert done == [[f"schema file {name}" for name in names]]
+    outbox.publish(host(1), event(4), event(5))
+    outbox.publisher.execute(insert, (host(1),))
+    assert outbox.column("select c_offset from outbox_message_t order by 1") == [*range(1, 7)]
+    with outbox.conn.transaction():
+        outbox.publish(host(1), *(event() for _ in range(100)))
+        assert outbox.value(UPDATES) == 1
+    assert initialise(gapless) == []
+
+
+UPDATES = (
+    "select n_tup_upd from pg_stat_xact_user_tables where relid = 'relay.log_counter'::regclass"
+)
+"""How often the transaction has updated a counter."""
 
 FORMER_POSITIONS = """
     create temporary table state as select * from relay.consumer_offsets;

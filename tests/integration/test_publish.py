@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, get_args
 
 import psycopg
@@ -20,6 +21,7 @@ from relay.config.settings import Settings
 from relay.demo.embedded import wheel_binaries
 from relay.faults import ConfigurationError
 from relay.store import migrations
+from tests.field.test_upgrades import UPDATES
 from tests.outbox import Outbox, event, host, initialise, relaying, wait_until
 
 
@@ -209,10 +211,57 @@ def test_each_form_of_publishing_has_numbers_without_gaps(
             conn.commit()
             outbox.publisher.execute(f"{how} prepared '{outbox.slot}'".encode())
         form(conn, 8, 60)
-    assert offsets(outbox) == list(range(1, 61))
+        with conn.transaction(force_rollback=True):
+            form(conn, 100, 150)
+        form(conn, 61, 75)
+    assert offsets(outbox) == list(range(1, 76))
     assert outbox.column("select payload::int from outbox_message_t order by c_offset") == [
-        *range(1, 61)
+        *range(1, 76)
     ]
+
+
+def test_publish_takes_the_numbers_of_its_events_at_once(outbox: Outbox) -> None:
+    """The counter's row has one version more, not one for each event, which each next one would walk over."""
+    initialise(outbox.settings(source={**outbox.config()["source"], "offsets": "gapless"}))
+    with outbox.conn.transaction():
+        by_publish(outbox.conn, 1, 500)
+        assert outbox.value(UPDATES) == 1
+        by_insert(outbox.conn, 501, 502)
+        assert outbox.value(UPDATES) == 3
+        by_publish(outbox.conn, 503, 510)
+        by_publish(outbox.conn, 511, 521)
+    assert outbox.column("select payload::int from outbox_message_t order by c_offset") == [
+        *range(1, 522)
+    ]
+    assert offsets(outbox) == list(range(1, 522))
+
+
+def wait_published(outbox: Outbox, count: int) -> None:
+    wait_until(lambda: len(offsets(outbox)) >= count)
+
+
+def test_a_switch_of_numbers_waits_for_publishers_and_they_for_it(outbox: Outbox) -> None:
+    """Whoever publishes meanwhile has a number of before or of after it."""
+    gapless = outbox.settings(source={**outbox.config()["source"], "offsets": "gapless"})
+    ended = Event()
+    with ExitStack() as stack:
+
+        def publish() -> None:
+            with psycopg.connect(outbox.publisher_dsn, autocommit=True) as conn:
+                while not ended.is_set():
+                    by_publish(conn, 1, 3)
+                    by_publish(conn, 1, 11)
+
+        threads = [Thread(target=publish) for _ in range(3)]
+        for each in threads:
+            stack.callback(each.join, 30)
+            each.start()
+        stack.callback(ended.set)
+        for settings in (gapless, outbox.settings(), gapless):
+            assert initialise(settings)
+            wait_published(outbox, len(offsets(outbox)) + 30)
+    found = offsets(outbox)
+    assert len(found) == len(set(found))
 
 
 def test_two_publishers_of_numbers_without_gaps_take_turns(outbox: Outbox) -> None:
