@@ -126,9 +126,10 @@ class Source:
             raise OSError(self.status)
 
     def cut(self) -> None:
-        """End the connection, in another thread."""
-        with suppress(OSError):
-            self._connection.sock.shutdown(SHUT_RDWR)
+        """End the connection, in another thread than that which reads."""
+        if (sock := self._connection.sock) is not None:
+            with suppress(OSError):
+                sock.shutdown(SHUT_RDWR)
 
     def limit(self, seconds: float) -> None:
         """Wait so long at most for what comes: then TimeoutError."""

@@ -103,6 +103,9 @@ class Consumer(ABC):
             number_of(each) for each in self.outbox.column("select id from effects order by seq")
         ]
 
+    def cut(self) -> None:  # noqa: B027  # of the others, a lost connection is the end of an owner
+        """End the connections on which it reads, where it opens them again by itself."""
+
     def close(self) -> None:
         """Release what `prepare` has opened."""
         self.cleanup.close()
@@ -138,11 +141,15 @@ class Life:
         if self.dead.is_set():
             raise Killed
 
+    def interrupt(self) -> None:
+        """End its wait."""
+        self._on_kill()
+
     def kill(self) -> None:
         self.dead.set()
         # In the middle of a statement or a transaction.
         self.conn.cancel()
-        self._on_kill()
+        self.interrupt()
         self._thread.join(60)
         assert not self._thread.is_alive()
         self.conn.close()
@@ -270,6 +277,12 @@ class PythonReader(Threaded):
     def seek(self) -> None:
         self.outbox.reader.execute("select relay.seek('r', 'beginning')")
 
+    def cut(self) -> None:
+        self.outbox.conn.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity"
+            " where datname = current_database() and application_name like 'relay reader r%'"
+        )
+
 
 class Lanes(PythonReader):
     """A reader with lanes, which its processes share."""
@@ -312,6 +325,10 @@ class HttpStream(Threaded):
                     position = position_of(source.last)
                     if position is not None:
                         self.keep(life, str(position.before))
+
+    def cut(self) -> None:
+        for each in self._lives:
+            each.interrupt()
 
     def refusal(self) -> str:
         # A server remembers which witnesses the database has: it is another one after a failover.

@@ -17,7 +17,7 @@ from relay.client.reader import ReaderError, ReaderMoved, Subscription, subscrib
 from relay.retention import reader_positions
 from tests.api import API, ResumingClient, new_token, served
 from tests.chaos.test_failover import Pair, streaming_pair
-from tests.integration.test_subscribe import EFFECT, insert_number, read_in_sql
+from tests.integration.test_subscribe import insert_number
 from tests.outbox import Outbox, wait_until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.rare, pytest.mark.timeout(300)]
@@ -25,6 +25,24 @@ pytestmark = [pytest.mark.chaos, pytest.mark.rare, pytest.mark.timeout(300)]
 _IN_ORDER, _PREPARING = range(1, 4), 9
 """The publishers whose events come in the order of their numbers, and one whose transactions are prepared."""
 _OF_APP = {"slot": "app", "publication": "app"}
+
+
+_EFFECT = "insert into effects (reader, number) values (%s, %s)"
+
+
+def _read_in_sql(dsn: str, ended: Event) -> None:
+    """Read and advance in SQL, in the transaction of the effects."""
+    while not ended.is_set():
+        with suppress(psycopg.Error), psycopg.connect(dsn) as conn:
+            while not ended.wait(0.01):
+                with conn.transaction():
+                    rows = conn.execute(
+                        "select position, payload from relay.read('sql', 11)"
+                    ).fetchall()
+                    for _, payload in rows:
+                        conn.execute(_EFFECT, ("sql", payload["number"]))
+                    if rows:
+                        conn.execute("select relay.advance('sql', %s)", (rows[0][0],))
 
 
 def _publish(dsn: str, publisher: int, ended: Event) -> None:
@@ -97,7 +115,7 @@ def _read_once(dsn: str, ended: Event) -> None:
             async for transaction in reader:
                 async with conn.transaction(), transaction.commit(conn):
                     for event in transaction.events:
-                        await conn.execute(EFFECT, ("once", event.payload["number"]))
+                        await conn.execute(_EFFECT, ("once", event.payload["number"]))
 
     while not ended.is_set():
         with suppress(psycopg.Error, ReaderError):
@@ -188,7 +206,7 @@ def test_each_event_is_read_as_promised_across_a_failover() -> None:
             return lambda: read(dsn, ended)
 
         client = ResumingClient(stack.enter_context(served(settings)), token)
-        kinds = (_read_once, read_in_sql, elsewhere.read)
+        kinds = (_read_once, _read_in_sql, elsewhere.read)
         readers = [reader(client.read), *(reader(read) for read in kinds for _ in range(2))]
         publishers = [publisher(each) for each in (*_IN_ORDER, _PREPARING)]
         with _running(readers, ended):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import random
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -22,7 +20,6 @@ from relay.demo.embedded import free_port
 from relay.faults import ConfigurationError
 from relay.observe import api_counts
 from tests.api import API, Program, Source, authorized, new_token, served, settings_of
-from tests.integration.test_log_readers import History, open_sessions
 from tests.observing import Scrape, is_good
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import relay, running
@@ -507,48 +504,6 @@ def test_two_processes_serve_one_client(outbox: Outbox, settings: Settings) -> N
                 found += source.take(1)
                 last = source.last
     assert [number_of(each) for each in found] == list(range(30))
-
-
-@pytest.mark.parametrize(
-    "seed", [1, *(pytest.param(seed, marks=pytest.mark.rare) for seed in range(2, 12))]
-)
-def test_a_client_that_is_cut_at_random_gets_each_event_once_and_in_order(
-    outbox: Outbox, settings: Settings, address: str, seed: int
-) -> None:
-    """Beside publishers with savepoints and long transactions."""
-    token = new_token(settings)
-    rng = random.Random(seed)
-    found: list[int] = []
-    with open_sessions(outbox.superuser_dsn, 4) as sessions:
-        history = History(seed, sessions)
-        with Source(address, token).ready() as source:
-            last = source.last
-        publishing = Thread(target=_publish_randomly, args=(history,))
-        publishing.start()
-        while publishing.is_alive():
-            last = _some(address, token, last, rng, found)
-        history.end_all()
-        while len(found) < len(history.committed):
-            last = _some(address, token, last, rng, found)
-    history.require_read(found)
-    paged = Program(address, token).pages(7)
-    assert sorted(int(each["payload"]["number"]) for each in paged) == sorted(found)
-
-
-def _publish_randomly(history: History) -> None:
-    for _ in range(250):
-        history.step()
-
-
-def _some(address: str, token: str, last: str, rng: random.Random, found: list[int]) -> str:
-    """Read a few events, or none for a moment, and cut the connection; returns the last id."""
-    with Source(address, token, last) as source:
-        assert source.status == 200
-        source.limit(0.3)
-        with suppress(TimeoutError):
-            source.take(rng.randrange(1, 12))
-        found += [int(each["payload"]["number"]) for each in source.events]
-        return source.last
 
 
 def test_a_path_with_a_slash_too_many_is_not_redirected(settings: Settings, address: str) -> None:

@@ -72,6 +72,7 @@ def test_each_committed_event_comes_once_and_in_order(
             for _ in range(5):
                 history.steps(consumer.steps // 4 // KILLS // 5 + 1)
                 remove_read(outbox)
+                consumer.cut()
             wait_further(consumer, before, set(history.committed))
             history.steps(consumer.steps // 4 // KILLS)
             owners.pop(0).kill()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import select
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Event, Thread, Timer
 from typing import Any
@@ -22,7 +21,7 @@ from psycopg.types.json import Jsonb
 from relay.client import claimed_reader
 from relay.client.log_session import LaneSession, ReaderSession
 from relay.client.outages import OutageLog
-from relay.client.reader import ReaderError, ReaderMoved, ReadTransaction, subscribe
+from relay.client.reader import ReaderError, ReadTransaction, subscribe
 from tests.outbox import Outbox, host, wait_until
 from tests.process import relay
 
@@ -361,72 +360,6 @@ def test_the_answer_to_a_beat_is_left_to_it(
     with _running(outbox, lambda transaction: transaction.done(), poll=2):
         wait_until(lambda: len(taken) >= 6)
     assert not any(taken)
-
-
-def _stop_after(ended: Event, reader: Any) -> None:
-    ended.wait()
-    reader.stop()
-
-
-@pytest.mark.rare
-@pytest.mark.parametrize("seed", [0, 1])
-def test_each_event_has_its_effect_once(outbox: Outbox, seed: int) -> None:
-    """Processes come, end and lose connections at random, with the position in the transaction of the effect."""
-    conn = outbox.conn
-    conn.execute("create table effects (seq bigserial, host uuid, number int)")
-    chance, ended = random.Random(seed), Event()
-    hosts = [host(number) for number in range(9)]
-
-    def work(chance: random.Random) -> None:
-        while not ended.is_set():
-            with (
-                suppress(psycopg.Error),
-                psycopg.connect(outbox.reader_dsn, autocommit=True) as own,
-            ):
-                reader = _subscribe(outbox)
-                with closing(iter(reader)) as transactions:
-                    Thread(target=_stop_after, args=(ended, reader), daemon=True).start()
-                    for transaction in transactions:
-                        with suppress(ReaderMoved), own.transaction(), transaction.commit(own):
-                            for event in transaction.events:
-                                own.execute(
-                                    "insert into effects (host, number) values (%s, %s)",
-                                    (event.host_id, event.payload["number"]),
-                                )
-                        if chance.random() < 0.03:
-                            break
-
-    workers = [
-        Thread(target=work, args=(random.Random(1000 * seed + n),), daemon=True) for n in range(3)
-    ]
-    for each in workers:
-        each.start()
-    published = 0
-    try:
-        for number in range(300):
-            with conn.transaction():
-                for of in chance.sample(hosts, 2):
-                    _publish(conn, number, of)
-                    published += 1
-            if chance.random() < 0.1:
-                conn.execute(
-                    "select pg_terminate_backend(pid) from pg_stat_activity where datname = current_database()"
-                    " and application_name like 'relay reader r%' and random() < 0.3"
-                )
-        wait_until(lambda: int(outbox.value("select count(*) from effects")) >= published, 120)
-    finally:
-        ended.set()
-        for each in workers:
-            each.join(60)
-    assert (
-        outbox.value("select count(*) from (select distinct host, number from effects) as e")
-        == published
-    )
-    assert outbox.value("select count(*) from effects") == published
-    assert not outbox.value(
-        "select count(*) from (select number, lag(number) over (partition by host order by seq) as before from effects)"
-        " as e where number <= before"
-    )
 
 
 def test_what_cannot_be_is_refused(outbox: Outbox) -> None:

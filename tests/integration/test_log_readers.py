@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -66,115 +64,6 @@ def _declare(
     conn: _Connection, start: str = "now", match: Mapping[str, object] | None = None
 ) -> None:
     conn.execute("select relay.declare_reader('r', %s, %s)", (Jsonb(match or {}), start))
-
-
-class History:
-    """Transactions of several sessions, one step at a time: which were committed when, and when each inserted last."""
-
-    def __init__(self, seed: int, sessions: list[_Connection]) -> None:
-        self.random = random.Random(seed)
-        self._sessions = sessions
-        self._open: dict[int, list[int]] = {}
-        self._clock = 0
-        self.inserted: dict[int, int] = {}
-        self.committed: dict[int, int] = {}
-        self.transactions: list[list[int]] = []
-
-    def step(self) -> None:
-        """Begin, publish, roll a savepoint back, commit or roll back in a session."""
-        self._clock += 1
-        index = self.random.randrange(len(self._sessions))
-        conn = self._sessions[index]
-        numbers = self._open.setdefault(index, [])
-        # So that the blocks below are savepoints.
-        conn.execute("select 1")
-        # The first session has transactions that stay open for long.
-        ends = self.random.random() < (0.01 if index == 0 else 0.5)
-        if ends and numbers:
-            self.end(index)
-            return
-        if not numbers and self.random.random() < 0.3:
-            # Its id is assigned long before it publishes.
-            conn.execute("select pg_current_xact_id()")
-            return
-        if self.random.random() < 0.3:
-            with suppress(ZeroDivisionError), conn.transaction():
-                _publish(conn, -self._clock)
-                raise ZeroDivisionError
-            return
-        with conn.transaction():
-            _publish(conn, self._clock)
-        numbers.append(self._clock)
-        self.inserted[self._clock] = self._clock
-
-    def end(self, index: int) -> None:
-        """Commit, or in some cases roll back."""
-        numbers = self._open.pop(index, [])
-        conn = self._sessions[index]
-        if self.random.random() < 0.15:
-            conn.rollback()
-            return
-        conn.commit()
-        self._clock += 1
-        self.transactions.append(numbers)
-        self.committed.update(dict.fromkeys(numbers, self._clock))
-
-    def end_all(self) -> None:
-        """End the transactions that are open."""
-        for index in list(self._open):
-            self.end(index)
-
-    def require_read(self, read: list[int]) -> None:
-        """Each event once; whole transactions; one that inserted after another had committed is later."""
-        assert sorted(read) == sorted(self.committed)
-        place = {number: at for at, number in enumerate(read)}
-        for numbers in self.transactions:
-            if numbers:
-                first = place[numbers[0]]
-                assert read[first : first + len(numbers)] == numbers
-        last = {number: numbers[-1] for numbers in self.transactions for number in numbers}
-        # From the end: whatever was read later was not committed before this one inserted last.
-        soonest = float("inf")
-        for number in reversed(read):
-            assert soonest > last[number], number
-            soonest = min(soonest, self.committed[number])
-
-
-@contextmanager
-def open_sessions(dsn: str, count: int) -> Iterator[list[_Connection]]:
-    sessions = [psycopg.connect(dsn) for _ in range(count)]
-    try:
-        yield sessions
-    finally:
-        for each in sessions:
-            each.close()
-
-
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(each, marks=pytest.mark.rare) for each in (1, 2))]
-)
-def test_each_event_is_read_once_and_in_order(outbox: Outbox, seed: int) -> None:
-    """One reader reads while others publish; another one, all of it at the end, in small portions of a backlog."""
-    _declare(outbox.reader)
-    for name in ("late", "later"):
-        outbox.reader.execute("select relay.declare_reader(%s)", (name,))
-    read: list[int] = []
-    with open_sessions(outbox.publisher_dsn, 6) as sessions:
-        history = History(seed, sessions)
-        for number in range(2000):
-            history.step()
-            if number % 37 == 0:
-                numbers, position = _read(outbox.reader, history.random.choice([1, 7, 1000]))
-                # A reader that is killed before it advances reads the same again.
-                if position and history.random.random() < 0.7:
-                    outbox.reader.execute("select relay.advance('r', %s)", (position,))
-                    read += numbers
-        history.end_all()
-    read += _drain(outbox.reader, 10)
-    history.require_read(read)
-    assert len(history.transactions) > 250, "more than can be open at once"
-    history.require_read(_drain(outbox.reader, 3, "late"))
-    history.require_read(_drain(outbox.reader, 100, "later"))
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 30])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import subprocess
 import sys
 import time
@@ -31,10 +30,7 @@ from relay.client.reader import (
     Subscription,
     subscribe,
 )
-from relay.retention import reader_positions
-from tests.api import ResumingClient, new_token, served, settings_of
 from tests.client_sessions import parameters
-from tests.integration.test_log_readers import History, open_sessions
 from tests.outbox import Outbox, relaying, wait_until
 from tests.pgbouncer import pooled
 
@@ -457,6 +453,13 @@ def test_a_reader_that_cannot_go_on_says_why(outbox: Outbox) -> None:
             next(iterator)
 
 
+def insert_number(conn: psycopg.Connection[Any], number: int) -> None:
+    conn.execute(
+        "insert into public.outbox_message_t (host_id, event_type, payload) values (%s, 'any', %s)",
+        (_HOST, Jsonb({"number": number})),
+    )
+
+
 def _note_pages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of the pages that were read, also ahead, while the test runs."""
     numbers: list[int] = []
@@ -611,174 +614,3 @@ def test_a_pooler_is_refused(outbox: Outbox, mode: str) -> None:
         "give the address of the server"
     )
     assert not outbox.column("select name from relay.log_readers")
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_random_histories(outbox: Outbox, seed: int) -> None:
-    """Readers that end at any transaction, done or not, read each event once and in order where they had done it."""
-    choose = random.Random(seed)
-    outbox.reader.execute("select relay.declare_reader('r', start => 'beginning')")
-    read: list[int] = []
-    with open_sessions(outbox.publisher_dsn, 6) as sessions:
-        history = History(seed, sessions)
-        for _ in range(20):
-            for _ in range(choose.randrange(60)):
-                history.step()
-            if not _rows(outbox, "select 1 from relay.read('r', 1)"):
-                continue
-            # Not more than there is: the reader would wait for it.
-            known = outbox.reader.column(
-                "select count(distinct c_xid) from relay.read('r', 100000) where id is not null"
-            )[0]
-            pending: list[int] = []
-            reader = _reader(outbox, page=choose.choice([1, 7, 1000]), start=None)
-            for transaction in _take(reader, choose.randint(0, known)):
-                pending += _numbers(transaction)
-                if choose.random() < 0.5:
-                    transaction.done()
-                    read += pending
-                    pending = []
-        history.end_all()
-    left = outbox.reader.column(
-        "select count(distinct c_xid) from relay.read('r', 100000) where id is not null"
-    )[0]
-    for transaction in _take(_reader(outbox, start=None, page=7), left):
-        read += _numbers(transaction)
-        transaction.done()
-    history.require_read(read)
-
-
-_PER_PUBLISHER = 60
-
-
-def _publish_at_random(dsn: str, publisher: int) -> None:
-    """Publish transactions with savepoints that are rolled back, some of them long, some rolled back as a whole."""
-    choose = random.Random(publisher)
-    with psycopg.connect(dsn) as conn:
-        number = 0
-        while number < _PER_PUBLISHER:
-            fails = choose.random() < 0.2
-            with suppress(ZeroDivisionError), conn.transaction():
-                conn.execute("select pg_current_xact_id()")
-                for _ in range(choose.randint(1, 3)):
-                    with suppress(ZeroDivisionError), conn.transaction():
-                        insert_number(conn, -1)
-                        raise ZeroDivisionError
-                    with conn.transaction():
-                        insert_number(conn, -1 if fails else publisher * 1000 + number)
-                    number += not fails
-                if choose.random() < 0.2:
-                    conn.execute("select pg_sleep(0.05)")
-                if fails:
-                    raise ZeroDivisionError
-
-
-def insert_number(conn: psycopg.Connection[Any], number: int) -> None:
-    conn.execute(
-        "insert into public.outbox_message_t (host_id, event_type, payload) values (%s, 'any', %s)",
-        (_HOST, Jsonb({"number": number})),
-    )
-
-
-EFFECT = "insert into effects (reader, number) values (%s, %s)"
-
-
-def _subscribe_and_commit(dsn: str, ended: Event) -> None:
-    """Read by `subscribe`, and commit each transaction with its effects, whatever is killed meanwhile."""
-    while not ended.is_set():
-        reader = subscribe(dsn, "python", poll=0.02, start=None, page=7)
-        Thread(target=lambda reader=reader: ended.wait() and reader.stop(), daemon=True).start()
-        with suppress(psycopg.Error, ReaderError), psycopg.connect(dsn) as conn:
-            for transaction in reader:
-                with conn.transaction(), transaction.commit(conn):
-                    for number in _numbers(transaction):
-                        conn.execute(EFFECT, ("python", number))
-
-
-def read_in_sql(dsn: str, ended: Event) -> None:
-    """Read and advance in SQL, in the transaction of the effects."""
-    while not ended.is_set():
-        with suppress(psycopg.Error), psycopg.connect(dsn) as conn:
-            while not ended.wait(0.01):
-                with conn.transaction():
-                    rows = conn.execute(
-                        "select position, payload from relay.read('sql', 11)"
-                    ).fetchall()
-                    for _, payload in rows:
-                        conn.execute(EFFECT, ("sql", payload["number"]))
-                    if rows:
-                        conn.execute("select relay.advance('sql', %s)", (rows[0][0],))
-
-
-@pytest.mark.rare
-def test_readers_beside_publishers_kills_and_retention(outbox: Outbox) -> None:
-    """By `subscribe`, in SQL, and as server-sent events: each event once, in the order of each publisher."""
-    reader_positions.retain(outbox.conn, outbox.settings(retention={"keep": "1d"}).source)
-    outbox.conn.execute("create table effects (seq bigserial, reader text, number int)")
-    for name in ("python", "sql", "stream"):
-        outbox.reader.execute("select relay.declare_reader(%s)", (name,))
-    ended, choose = Event(), random.Random(1)
-    settings = settings_of(outbox)
-    with served(settings) as address:
-        client = ResumingClient(address, new_token(settings))
-        _read_at_random(outbox, client, ended, choose)
-    found = {
-        name: outbox.column("select number from effects where reader = %s order by seq", (name,))
-        for name in ("python", "sql")
-    }
-    assert not client.refused
-    for numbers in (*found.values(), client.numbers):
-        assert len(numbers) == len(set(numbers))
-        for publisher in (1, 2, 3):
-            own = [each for each in numbers if each // 1000 == publisher]
-            assert [each % 1000 for each in own] == list(range(len(own)))
-
-
-def _read_at_random(
-    outbox: Outbox, client: ResumingClient, ended: Event, choose: random.Random
-) -> None:
-    """Publish and read, kill sessions, and delete what everybody has read, until everybody has read everything."""
-    readers = [
-        *(
-            Thread(target=each, args=(outbox.reader_dsn, ended))
-            for each in (_subscribe_and_commit, read_in_sql)
-            for _ in range(2)
-        ),
-        Thread(target=client.read, args=(outbox.reader_dsn, ended)),
-    ]
-    publishers = [
-        Thread(target=_publish_at_random, args=(outbox.publisher_dsn, number))
-        for number in range(1, 4)
-    ]
-    for thread in (*readers, *publishers):
-        thread.start()
-
-    def missing() -> set[tuple[str, int]]:
-        found = set(outbox.conn.execute("select reader, number from effects").fetchall())
-        found |= {("stream", number) for number in list(client.numbers)}
-        return {
-            (reader, publisher * 1000 + number)
-            for reader in ("python", "sql", "stream")
-            for publisher in (1, 2, 3)
-            for number in range(_PER_PUBLISHER)
-        } - found
-
-    try:
-        for _ in range(25):
-            time.sleep(0.1)
-            pids = outbox.column(
-                "select pid from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid() "
-                "and (query ~ 'relay.(read|advance|claim|watch)|listen|effects' or application_name ~ 'reader')"
-            )
-            if pids:
-                outbox.conn.execute("select pg_terminate_backend(%s)", (choose.choice(pids),))
-            outbox.conn.execute(
-                "select relay.delete_portion('public.outbox_message_t', now() + interval '1 hour', 100, '0')"
-            )
-        for thread in publishers:
-            thread.join()
-        wait_until(lambda: not missing(), 120)
-    finally:
-        ended.set()
-        for thread in readers:
-            thread.join()

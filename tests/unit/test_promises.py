@@ -343,6 +343,7 @@ Whoever brings an event again, and however it comes again, it has its effect in 
   tests/chaos/test_recovery.py::test_two_relays_take_over_from_each_other
   tests/integration/test_sessions.py::test_a_task_is_committed_whole_or_not_at_all
 A sink gets each event, by key in order, with one identity; where a sink knows what it has, once
+  tests/integration/test_consumers.py::test_each_committed_event_comes_once_and_in_order
   tests/chaos/test_deferral.py::test_an_endpoint_with_every_fault_loses_nothing_and_delays_nobody_else
   tests/chaos/test_functions.py::test_calls_are_made_at_least_once_and_in_order
   tests/chaos/test_spark_lake.py::test_a_delta_table_has_each_event_once_with_relay_killed
@@ -385,6 +386,7 @@ Who may publish, work or read may do that and no more
   tests/integration/test_log_readers.py::test_each_role_has_its_own_readers
   tests/field/test_session_settings.py::test_no_code_of_another_role_runs_as_relay
 A position counts in the history that it is of, and in no other
+  tests/integration/test_consumers.py::test_in_another_history_nothing_comes
   tests/field/test_histories.py::test_an_older_image_of_a_server_is_refused_when_its_ids_have_passed
   tests/field/test_spark_history.py::test_a_failover_with_a_loss_of_what_was_read
   tests/field/test_reader_history.py::test_a_dump_in_another_cluster_is_refused_until_a_seek
