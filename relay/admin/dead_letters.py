@@ -33,7 +33,7 @@ from relay.store import (
     queues,
 )
 from relay.store.connections import Connection
-from relay.store.dead_letters import FIELD_OF, STORED, DeadLetterRow, of_queue, queue_of
+from relay.store.dead_letters import FIELD_OF, STORED, DeadLetterRow, queue_of
 from relay.store.dead_letters import edits as dead_letter_edits
 from relay.store.dead_letters import selection as dead_letter_selection
 from relay.store.dead_letters.selection import (
@@ -194,7 +194,7 @@ class DeadLetters:
         Raises ConfigurationError for a payload that is not JSON, and if there is no such dead letter.
         """
         with self._conn.transaction():
-            wanted = DeadLetterSelection(ids=[dead_letter_id], sink=queue and of_queue(queue))
+            wanted = dead_letter_selection.one(dead_letter_id, queue)
             number = dead_letter_selection.transaction_of(self._conn, self._group, wanted)
             if number is None or not dead_letters.lock(self._conn, [number], ("dead",)):
                 raise ConfigurationError(

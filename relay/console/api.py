@@ -172,7 +172,8 @@ def replay_queue(
     group: GroupDep, caller: CallerDep, queue: str, act: models.QueueReplayAct
 ) -> MessageCount:
     """Enqueue dead letters of a queue again, after the messages that are there."""
-    return MessageCount(messages=group.replay_queue(queue, act.ids, caller.name, act.reason))
+    replayed = group.replay(act.selection(queue), caller.name, act.reason)
+    return MessageCount(messages=replayed.queued)
 
 
 @router.post(_GROUP + "/queues/{queue:path}/discard", tags=["queues"])
@@ -182,7 +183,7 @@ def discard_queue(
     """Delete dead letters of a queue."""
     if not act.all and not act.ids:
         raise ConfigurationError("ids: is empty: name the dead letters, or give all: true")
-    return MessageCount(messages=group.discard_queue(queue, act.ids, caller.name, act.reason))
+    return MessageCount(messages=group.discard(act.selection(queue), caller.name, act.reason))
 
 
 @router.post(_GROUP + "/queues/{queue:path}/rebuild", tags=["queues"])

@@ -98,18 +98,6 @@ class Page(Generic[Row]):
     next: int | None
 
 
-def _of_queue(name: str, ids: Sequence[int]) -> DeadLetterSelection:
-    """Select dead letters of a queue, all or those with some ids."""
-    return DeadLetterSelection(ids=ids, sink=dead_letters.of_queue(name))
-
-
-def _one(dead_letter_id: int, queue: str | None) -> DeadLetterSelection:
-    """Select a dead letter of the target or of a sink, or with a queue one of it."""
-    if queue is not None:
-        return _of_queue(queue, [dead_letter_id])
-    return DeadLetterSelection(ids=[dead_letter_id])
-
-
 def _page(rows: Sequence[Row], limit: int, key: Callable[[Row], int]) -> Page[Row]:
     """Return a page of `limit` rows; a further row in `rows` shows that more follow."""
     return Page(rows[:limit], key(rows[limit - 1]) if len(rows) > limit else None)
@@ -386,14 +374,6 @@ class GroupView:
         with acting(by), _known():
             return queues.pause(self._settings, name, paused, reason)
 
-    def replay_queue(self, name: str, ids: Sequence[int], by: str, reason: str) -> int:
-        """Put dead letters into their queue again, all or those with some ids; return how many. Raises Missing."""
-        return self.replay(_of_queue(name, ids), by, reason).queued
-
-    def discard_queue(self, name: str, ids: Sequence[int], by: str, reason: str) -> int:
-        """Delete dead letters of a queue, all or those with some ids; return how many. Raises Missing."""
-        return self.discard(_of_queue(name, ids), by, reason)
-
     def plan_queue_rebuild(self, name: str, start: str) -> tuple[QueueFigures, str]:
         """Return what a queue has, and in words where a rebuild would begin. Raises Missing."""
         with reading(ACT_SECONDS), _known():
@@ -526,7 +506,7 @@ class GroupView:
 
         With a `queue`, the dead letter is a message of it.
         """
-        wanted = _one(dead_letter_id, queue)
+        wanted = dead_letter_selection.one(dead_letter_id, queue)
         with reading(), reach_target(self._settings) as target:
             number = dead_letter_selection.transaction_of(target, self.name, wanted)
             if number is None:
@@ -539,7 +519,7 @@ class GroupView:
 
     def payload(self, dead_letter_id: int, queue: str | None = None) -> str:
         """Read the whole payload of a dead letter, as JSON text. Raises Missing."""
-        wanted = _one(dead_letter_id, queue)
+        wanted = dead_letter_selection.one(dead_letter_id, queue)
         with reading(), reach_target(self._settings) as target:
             text = dead_letter_selection.payload(target, self.name, wanted)
         if text is None:

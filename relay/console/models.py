@@ -20,7 +20,7 @@ from relay.admin.status import Status
 from relay.console.group import MOST, PAGE
 from relay.faults import ConfigurationError
 from relay.source.outbox.search import EventSearch
-from relay.store.dead_letters import DeadLetterAction
+from relay.store.dead_letters import DeadLetterAction, of_queue
 from relay.store.dead_letters.selection import DeadLetterSelection
 from relay.store.deferred.selection import DeferredSelection
 from relay.store.queues import QueueFigures, QueueItem
@@ -199,6 +199,10 @@ class QueueReplayAct(Act):
     """Which dead letters of a queue are enqueued again: all, or those with some ids."""
 
     ids: list[int] = []
+
+    def selection(self, queue: str) -> DeadLetterSelection:
+        """Return the selection of the store."""
+        return DeadLetterSelection(tuple(self.ids), sink=of_queue(queue))
 
 
 class QueueDiscardAct(QueueReplayAct):

@@ -14,7 +14,7 @@ from psycopg import sql
 from psycopg.rows import class_row, dict_row, scalar_row
 
 from relay.store.actions import Acted
-from relay.store.dead_letters import DeadLetterRow, queue_of
+from relay.store.dead_letters import DeadLetterRow, of_queue, queue_of
 
 if TYPE_CHECKING:
     # The module imports the connection pool, which `relay --help` does not need.
@@ -80,6 +80,13 @@ class DeadLetterSelection:
             sql.SQL(" and ").join([sql.SQL("d.group_id = %(group)s"), *conditions]),
             {name: value for name, (_, value) in given.items()},
         )
+
+
+def one(dead_letter_id: int, queue: str | None = None) -> DeadLetterSelection:
+    """Select one dead letter of the target or of a sink, or with a queue one of it."""
+    return DeadLetterSelection(
+        ids=(dead_letter_id,), sink=None if queue is None else of_queue(queue)
+    )
 
 
 @dataclass(frozen=True, slots=True)
