@@ -307,15 +307,12 @@ class DeadLetters:
 
     def _enqueue(self, messages: Sequence[FoundTransaction], reason: str | None) -> None:
         """Put dead messages into their queues again, each after those that are there."""
-        dead_letters.note(
-            self._conn, self._group, [each.number for each in messages], "replay", reason
-        )
         of_queues: dict[str, list[int]] = {}
         for each in messages:
             if each.message is not None:
                 of_queues.setdefault(queue_of(each.sink) or "", []).append(each.message)
         for name, ids in of_queues.items():
-            queues.requeue(self._conn, name, ids)
+            queues.requeue(self._conn, name, ids, reason)
 
     def _keys(self, one: Transactions, sink: str) -> frozenset[str]:
         if sink:

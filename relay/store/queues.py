@@ -149,9 +149,11 @@ def move(
     )
 
 
-def requeue(conn: psycopg.Connection[Any], name: str, ids: Collection[int]) -> int:
-    """Put dead letters with some ids into a queue again; returns how many. Raises psycopg.Error."""
-    return int(_value(conn, "select relay.requeue(%s, %s)", (name, list(ids))))
+def requeue(
+    conn: psycopg.Connection[Any], name: str, ids: Collection[int], reason: str | None
+) -> int:
+    """Put dead letters with some ids into a queue again, and record that; returns how many. Raises psycopg.Error."""
+    return int(_value(conn, "select relay.requeue(%s, %s, %s)", (name, list(ids), reason)))
 
 
 def rebuild(conn: psycopg.Connection[Any], name: str, start: str) -> None:

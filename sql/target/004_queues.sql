@@ -1001,9 +1001,10 @@ begin
 end
 $$;
 
--- Puts dead letters of a queue into it again, all or those with some ids, after the messages that are there; returns how many.
+-- Puts dead letters of a queue into it again, all or those with some ids, after the messages that are there; returns how many. Records
+-- it in relay.dead_letter_actions, with the reason.
 create or replace function relay.requeue(
-    queue text, ids bigint[] default null, call relay.call default relay.this_call()
+    queue text, ids bigint[] default null, reason text default null, call relay.call default relay.this_call()
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 as $$
@@ -1018,7 +1019,13 @@ begin
          where d.id = any (array(select o.id from relay.queue_dead_letters as o
                                   where o.queue_id = q.id and (ids is null or o.id = any (ids))
                                     for update skip locked))
-        returning *)
+        returning *),
+    noted as (
+        insert into relay.dead_letter_actions (
+            group_id, consumer, dead_transaction, letters, transaction_id, action, reason, acted_by)
+        select d.group_id, 'queue:' || d.name, g.dead_transaction, array[g.id], g.transaction_id, 'replay', requeue.reason,
+               relay.calling_role(call)
+          from gone as g join relay.queues as d on d.id = g.queue_id order by g.id)
     insert into relay.queue_messages (
         queue_id, key, event_id, event_type, host_id, user_id, aggregate_type, aggregate_id, aggregate_version, event_ts,
         transaction_id, payload, metadata, unique_key)
@@ -1625,7 +1632,7 @@ begin
             relay.note_message(text, bigint, int, jsonb, relay.call),
             relay.release(text, bigint, int, interval, text, relay.call),
             relay.retry(text, bigint, int, interval, text, relay.call), relay.fail(text, bigint, int, text, relay.call),
-            relay.requeue(text, bigint[], relay.call),
+            relay.requeue(text, bigint[], text, relay.call),
             relay.enqueue(text, jsonb, text, text, text, timestamptz, jsonb, text, text, text, relay.call),
             relay.declare_queue(text, jsonb, text, int, interval, interval, text, boolean, text, interval, text, jsonb,
                                 boolean, text, relay.call),
@@ -1654,7 +1661,7 @@ begin
         grant execute on function relay.pause_queue(text, boolean, relay.call), relay.purge_queue(text, relay.call),
             relay.drop_queue(text, relay.call),
             relay.rebuild_queue(text, text, relay.call) to relay;
-        grant execute on function relay.requeue(text, bigint[], relay.call) to relay;
+        grant execute on function relay.requeue(text, bigint[], text, relay.call) to relay;
     end if;
 end
 $$;

@@ -63,6 +63,9 @@ begin
     end if;
     if to_regrole('relay_owner') is not null then
         grant usage on sequence relay.dead_transactions to relay_owner;
+        -- For relay.requeue, which knows who has called it.
+        grant insert (group_id, consumer, dead_transaction, letters, transaction_id, action, reason, acted_by)
+            on relay.dead_letter_actions to relay_owner;
     end if;
 end
 $$;

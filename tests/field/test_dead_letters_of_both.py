@@ -26,6 +26,7 @@ from relay.store.dead_letters.selection import DeadLetterSelection, WholeDeadTra
 from tests.console import Visitor, console_of, served
 from tests.observing import Scrape, is_good
 from tests.outbox import Outbox, event, host, initialise, relaying, wait_until
+from tests.roles import Role
 
 ALL = DeadLetterSelection()
 GAUGE = "relay_dead_letters"
@@ -170,6 +171,22 @@ def test_workers_who_requeue_do_not_wait_for_an_operator(outbox: Outbox) -> None
     assert acts(outbox) == [("discard", "queue:mail")] * 2
 
 
+def test_a_worker_that_requeues_is_in_the_record(outbox: Outbox) -> None:
+    """langwatch/langwatch#7127: what redrove the dead letters wrote its record after the act, or none."""
+    queue = Queue(outbox)
+    queue.die(-1, -2)
+    letters = outbox.column("select id from relay.queue_dead_letters order by id")
+    with suppress(RuntimeError), outbox.worker.transaction():
+        outbox.worker.execute("select relay.requeue('mail')")
+        raise RuntimeError
+    assert acts(outbox) == []
+    outbox.worker.execute("select relay.requeue('mail', %s, 'mended')", (letters[:1],))
+    record = "select consumer, letters, action, reason, acted_by from relay.dead_letter_actions"
+    assert outbox.conn.execute(record.encode()).fetchall() == [
+        ("queue:mail", letters[:1], "replay", "mended", Role.WORKER)
+    ]
+
+
 def test_what_fails_again_is_one_dead_letter(kind: Any, outbox: Outbox) -> None:
     """resque/resque#548: jobs that failed again were there twice, and the next retry did their work twice."""
     kind.die(-1, -2)
@@ -290,8 +307,8 @@ def test_a_replay_that_cannot_end_loses_and_records_nothing(
     target.die(-1)
     queue.die(-2)
 
-    def cancelled(conn: Any, name: str, ids: Any) -> int:
-        requeued(conn, name, ids)
+    def cancelled(conn: Any, name: str, ids: Any, reason: str | None) -> int:
+        requeued(conn, name, ids, reason)
         raise KeyboardInterrupt
 
     requeued = queues.requeue
