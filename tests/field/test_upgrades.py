@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from threading import Event, Thread
 from typing import Any
-from threading import Thread
 
 import psycopg
 import pytest
