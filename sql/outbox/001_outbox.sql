@@ -108,6 +108,8 @@ declare
     business_id uuid := coalesce(publish.transaction_id, gen_random_uuid());
     how_many    int;
     first       bigint;
+    -- UUIDs of version 7: the time first, so that they go to the right end of the index.
+    prefix      constant text := lpad(to_hex(floor(extract(epoch from clock_timestamp()) * 1000)::bigint), 12, '0') || '7';
     malformed   bigint;
     too_large   record;
     -- What relay calls a handler of `publishes: true` with, in that transaction only.
@@ -167,7 +169,7 @@ begin
         c_offset, id, host_id, user_id, aggregate_id, aggregate_version, aggregate_type, event_type, event_ts,
         payload, metadata, transaction_id, transaction_ordinal, transaction_count, deliver_at)
     select coalesce(first + ordinal - 1, relay.next_offset()),
-           coalesce((event ->> 'id')::uuid, gen_random_uuid()),
+           coalesce((event ->> 'id')::uuid, (prefix || substr(gen_random_uuid()::text, 16))::uuid),
            publish.host_id,
            publish.user_id,
            event ->> 'aggregate_id',

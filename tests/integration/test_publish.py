@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,10 +24,43 @@ from relay.faults import ConfigurationError
 from relay.store import migrations
 from tests.field.test_upgrades import UPDATES
 from tests.outbox import Outbox, event, host, initialise, relaying, wait_until
+from tests.pages import blocks
+from tests.process import ROOT
 
 
 def offsets(outbox: Outbox) -> list[int]:
     return outbox.column("select c_offset from outbox_message_t order by c_offset")
+
+
+PUBLISHED = """
+    insert into outbox_message_t (host_id, event_type, payload)
+    select %s, 'x', to_jsonb(n) from generate_series(%s::int, %s::int) as n
+"""
+
+
+def by_publish(conn: psycopg.Connection[Any], first: int, last: int) -> None:
+    numbers = range(first, last + 1)
+    events = [{**event(1), "payload": number} for number in numbers]
+    conn.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb(events)))
+
+
+def by_client(conn: psycopg.Connection[Any], first: int, last: int) -> None:
+    events = [client.Event("x", payload=number) for number in range(first, last + 1)]
+    client.Outbox().publish(conn, events, host_id=host(1))
+
+
+def by_insert(conn: psycopg.Connection[Any], first: int, last: int) -> None:
+    conn.execute(PUBLISHED, (host(1), first, last))
+
+
+def by_copy(conn: psycopg.Connection[Any], first: int, last: int) -> None:
+    columns = "host_id, event_type, payload"
+    with conn.cursor().copy(f"copy outbox_message_t ({columns}) from stdin".encode()) as copy:
+        for number in range(first, last + 1):
+            copy.write_row((host(1), "x", str(number)))
+
+
+Form = Callable[[psycopg.Connection[Any], int, int], None]
 
 
 def test_publish_stamps_its_events(outbox: Outbox) -> None:
@@ -40,6 +74,33 @@ def test_publish_stamps_its_events(outbox: Outbox) -> None:
     assert [row[:5] for row in rows] == [(transaction, n, 3, n, str(n)) for n in (1, 2, 3)]
     assert rows[1][5:7] == (7, {"k": 1})
     assert {row[7] for row in rows} == {host(1)}
+
+
+@pytest.mark.parametrize("form", [by_publish, by_client])
+def test_ids_begin_with_the_time(outbox: Outbox, form: Form) -> None:
+    """They sort by it, and the page says how to ask for those of a time."""
+    now = "select clock_timestamp()"
+    times = []
+    for number in range(1, 4):
+        times.append(outbox.value(now))
+        with outbox.publisher.transaction():
+            form(outbox.publisher, number, number)
+        # The time has gone on by more than ids tell.
+        wait_until(
+            lambda: outbox.value(
+                "select clock_timestamp() > max(event_ts) + interval '2 ms' from outbox_message_t"
+            )
+        )
+    ids = outbox.column("select id from outbox_message_t order by c_offset")
+    assert ids == sorted(ids)
+    assert {each.version for each in ids} == {7}
+    assert {each.variant for each in ids} == {uuid.RFC_4122}
+    page = (ROOT / "docs/how-to/publish-sql.md").read_text()
+    (query,) = (each.text for each in blocks(page) if each.file == "published.sql")
+    for number, moment in enumerate(times, 1):
+        of_then = query.replace("2026-11-28 12:00Z", moment.isoformat())
+        found = [payload for _, payload in outbox.conn.execute(of_then.encode())]
+        assert found == list(range(number, 4))
 
 
 def test_an_event_above_the_limit_is_refused(outbox: Outbox) -> None:
@@ -160,41 +221,11 @@ def test_numbers_without_gaps(outbox: Outbox) -> None:
     outbox.assert_exact()
 
 
-PUBLISHED = """
-    insert into outbox_message_t (host_id, event_type, payload)
-    select %s, 'x', to_jsonb(n) from generate_series(%s::int, %s::int) as n
-"""
-
-
-def by_publish(conn: psycopg.Connection[Any], first: int, last: int) -> None:
-    numbers = range(first, last + 1)
-    events = [{**event(1), "payload": number} for number in numbers]
-    conn.execute("select relay.publish(%s, null, %s)", (host(1), Jsonb(events)))
-
-
-def by_client(conn: psycopg.Connection[Any], first: int, last: int) -> None:
-    events = [client.Event("x", payload=number) for number in range(first, last + 1)]
-    client.Outbox().publish(conn, events, host_id=host(1))
-
-
-def by_insert(conn: psycopg.Connection[Any], first: int, last: int) -> None:
-    conn.execute(PUBLISHED, (host(1), first, last))
-
-
-def by_copy(conn: psycopg.Connection[Any], first: int, last: int) -> None:
-    columns = "host_id, event_type, payload"
-    with conn.cursor().copy(f"copy outbox_message_t ({columns}) from stdin".encode()) as copy:
-        for number in range(first, last + 1):
-            copy.write_row((host(1), "x", str(number)))
-
-
 FORMS = (by_publish, by_client, by_insert, by_copy)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_of_publishing_has_numbers_without_gaps(
-    outbox: Outbox, form: Callable[[psycopg.Connection[Any], int, int], None]
-) -> None:
+def test_each_form_of_publishing_has_numbers_without_gaps(outbox: Outbox, form: Form) -> None:
     """In the order of its events, whatever is rolled back or prepared."""
     initialise(outbox.settings(source={**outbox.config()["source"], "offsets": "gapless"}))
     with psycopg.connect(outbox.publisher_dsn) as conn:
