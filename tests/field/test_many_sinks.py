@@ -29,7 +29,7 @@ from relay.store import locks
 from relay.store.connections import connect
 from relay.store.positions import sinks as positions
 from relay.store.positions.sinks import Claim, Claims, SinkEntry
-from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
+from tests.outbox import APPEND, Outbox, event, host, relaying, run_until_fault, wait_until
 from tests.process import running
 from tests.webhook import Answer, Webhook, hanging_until
 
@@ -232,6 +232,14 @@ def test_a_sink_that_cannot_be_stored_ends_no_other(outbox: Outbox, webhook: Web
             outbox.value("select fault from relay.sinks where sink = %s", (f"hook{number}",))
             is None
         )
+
+
+def test_a_sink_that_has_lost_its_positions_is_named(outbox: Outbox, webhook: Webhook) -> None:
+    """One of two tables was restored: the sink must neither begin as a new one nor wait in silence."""
+    outbox.begin_sink("hook1", "pg_current_snapshot()")
+    outbox.conn.execute("delete from relay.positions where owner = 'hook1'")
+    fault = run_until_fault(outbox.settings(**posting([webhook.url] * 2)))
+    assert "relay.positions: has none of the sink 'hook1', which relay.sink_claims has" in fault
 
 
 def failing(service: Service) -> set[str]:

@@ -18,6 +18,7 @@ import numpy as np
 import psycopg
 from psycopg import sql
 
+from relay.faults import RelayError
 from relay.model.events import Lsn
 from relay.model.snapshots import BEGINNING, Snapshot, Xids, full_xids
 from relay.store import actions, completeness, endpoints, literals, locks
@@ -155,7 +156,7 @@ class Claims:
 
         `starts` has, for each sink, where it begins if it is new, as for `begin`. Where it `polls`, a sink that has no
         snapshot gets the group's: it was never older than the slot, which the group reads. Without `waits`, sinks whose
-        row another session has locked are left out.
+        row another session has locked are left out. Raises RelayError if a sink has lost its positions.
         """
         conn, group = self.conn, self._group
         with conn.transaction():
@@ -171,7 +172,14 @@ class Claims:
             if polls:
                 _give_snapshots(conn, group, taken)
             # Read under the locks of the rows: whoever had a claim before stores nothing any more.
-            return states(conn, group, taken)
+            found = states(conn, group, taken)
+            lacking = sorted(set(taken).difference(found))
+            if lacking:
+                raise RelayError(
+                    f"relay.positions: has none of the sink {lacking[0]!r}, which relay.sink_claims has: one of the "
+                    "tables was changed or restored without the other: restore both"
+                )
+            return found
 
     def store(self, entries: Sequence[SinkEntry]) -> dict[str, bool]:
         """Store sinks in one transaction as `store` does, without those whose row another session has locked."""
