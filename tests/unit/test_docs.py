@@ -256,7 +256,7 @@ def test_the_page_of_states_has_every_state_of_a_sink() -> None:
     page = (ROOT / "docs/explanation/sink-states.md").read_text()
     statements = (ROOT / "relay/store/positions/sinks.py").read_text()
     schema = (ROOT / "sql/target/001_target.sql").read_text()
-    table = re.search(r"create table.*?relay\.sinks \((.*?)\n\)", schema, re.DOTALL)
+    table = re.search(r"create table.*?relay\.sink_claims \((.*?)\n\)", schema, re.DOTALL)
     assert table
     constants = re.findall(r'^[A-Z_, ]+ = ("[a-z ", ]+")$', statements, re.MULTILINE)
     states = {state for each in constants for state in re.findall(r'"([a-z ]+)"', each)}
