@@ -23,7 +23,9 @@ _POSITIONS = """
     with positions (reader, snapshot) as (
         select '', snapshot from relay.chain(%(group)s)
          union all
-        select sink, snapshot from relay.sinks where group_id = %(group)s
+        -- One that has lost its positions holds everything.
+        select sink, case when s.number is null then '1:1:' else s.snapshot end
+          from relay.sink_claims left join relay.sinks as s using (group_id, sink) where group_id = %(group)s
          union all
         select sink, before from relay.spark_batches where group_id = %(group)s and batch is not null
          union all
