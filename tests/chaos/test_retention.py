@@ -89,7 +89,7 @@ def test_sixty_days(database: str) -> None:
                             # A day is over sooner here than a sink stores how far it is.
                             wait_until(lambda now=day: _is_flat(outbox, settings, now, dice))  # type: ignore[misc]
                 if third == 1:
-                    partition(settings, "12h")
+                    partition(settings, "12h", outbox.installer_dsn)
         finally:
             stopping.set()
             publisher.join()
