@@ -268,6 +268,7 @@ def _target(
             "group", f"{settings.partitions} partitions", require_group, conn, settings
         )
         yield from _open_schemas(conn)
+        yield from _publications_of_all(conn)
         yield finding_of(
             "configuration",
             "no instance runs with another configuration that this one may not replace",
@@ -361,6 +362,25 @@ def _open_schemas(conn: Connection) -> Iterator[Finding]:
             "search_path",
             f"target.dsn: everybody may create functions in the schema {schema}, which handlers' sessions call with "
             f"relay's rights: run `revoke create on schema {schema} from public`, which PostgreSQL 15 has by default",
+        )
+
+
+def _publications_of_all(conn: Connection) -> Iterator[Finding]:
+    """Find a publication of all tables, which refuses what workers do with messages: these have no replica identity."""
+    rows = conn.execute(
+        """
+        select quote_ident(pubname) from pg_publication
+         where puballtables and (pubdelete or pubupdate)
+           and (select relreplident = 'd' from pg_class where oid = 'relay.queue_messages'::regclass)
+         order by 1 limit 1
+        """
+    )
+    for (name,) in rows.fetchall():
+        yield Finding(
+            Severity.WARNING,
+            "queues",
+            f"target.dsn: the publication {name} is of all tables, and keeps workers from taking messages: run "
+            "`alter table relay.queue_messages replica identity full`, or make it of the tables that its readers need",
         )
 
 

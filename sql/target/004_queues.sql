@@ -55,6 +55,8 @@ create table if not exists relay.queue_revisions (
 );
 alter table relay.queue_revisions drop constraint if exists queue_revisions_pkey;
 create index if not exists queue_revisions_group on relay.queue_revisions (group_id);
+-- A publication FOR ALL TABLES refuses what deletes from a table without a key otherwise.
+alter table relay.queue_revisions replica identity full;
 
 comment on column relay.queue_revisions.revision is
     'how often a queue of the group was declared, changed or dropped, in sum';
@@ -164,6 +166,7 @@ create table if not exists relay.queue_done (
 alter table relay.queue_done add column if not exists note jsonb, add column if not exists result jsonb;
 create index if not exists queue_done_times on relay.queue_done (queue_id, done_at);
 create index if not exists queue_done_events on relay.queue_done (event_id);
+alter table relay.queue_done replica identity full;
 
 comment on column relay.queue_done.error is
     'why the last attempt that failed did so';
@@ -185,6 +188,7 @@ create table if not exists relay.queue_marks (
 alter table relay.queue_marks add column if not exists start bigint not null default 0;
 drop index if exists relay.queue_marks_newest;
 create index if not exists queue_marks_latest on relay.queue_marks (queue_id, mark desc, due_mark desc, noted_at desc);
+alter table relay.queue_marks replica identity full;
 
 comment on column relay.queue_marks.mark is
     'no message of the queue with a lower id can be taken now, or ever becomes so';
@@ -1470,23 +1474,30 @@ language plpgsql security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
 as $$
 declare
+    these   tid[];
     removed bigint;
     gone    bigint := 0;
 begin
-    delete from relay.queue_messages where ctid = any (array(
+    these := array(
         select m.ctid from relay.dropped_queues() as d cross join lateral (
                select o.ctid from relay.queue_messages as o
                 where o.queue_id > d.low and o.queue_id < d.high and o.available_at is null
-                order by o.queue_id, o.id limit most for update skip locked) as m limit most));
-    get diagnostics removed = row_count;
-    gone := gone + removed;
-    delete from relay.queue_messages where ctid = any (array(
+                order by o.queue_id, o.id limit most for update skip locked) as m limit most);
+    if these <> '{}' then
+        delete from relay.queue_messages where ctid = any (these);
+        get diagnostics removed = row_count;
+        gone := gone + removed;
+    end if;
+    these := array(
         select m.ctid from relay.dropped_queues() as d cross join lateral (
                select o.ctid from relay.queue_messages as o
                 where o.queue_id > d.low and o.queue_id < d.high and o.available_at is not null
-                order by o.queue_id, o.id limit most for update skip locked) as m limit most));
-    get diagnostics removed = row_count;
-    gone := gone + removed;
+                order by o.queue_id, o.id limit most for update skip locked) as m limit most);
+    if these <> '{}' then
+        delete from relay.queue_messages where ctid = any (these);
+        get diagnostics removed = row_count;
+        gone := gone + removed;
+    end if;
     delete from relay.queue_dead_letters where ctid = any (array(
         select m.ctid from relay.dropped_queues() as d cross join lateral (
                select o.ctid from relay.queue_dead_letters as o where o.queue_id > d.low and o.queue_id < d.high
