@@ -100,7 +100,7 @@ def test_an_error_ends_the_process_although_a_handler_hangs(outbox: Outbox, tmp_
 
 
 def test_an_end_that_waits_for_a_lock_names_it(outbox: Outbox, tmp_path: Path) -> None:
-    """An end that waited for a lock on relay.sinks took shutdown_timeout, and said "closes Sinks" only."""
+    """An end that waited for a lock on relay.sink_claims took shutdown_timeout, and said "closes Sinks" only."""
     outbox.conn.execute(
         "create table effects (id uuid, host_id uuid, c_offset bigint, attempt int)"
     )
@@ -114,18 +114,18 @@ def test_an_end_that_waits_for_a_lock_names_it(outbox: Outbox, tmp_path: Path) -
     with running(config) as relayed, psycopg.connect(outbox.superuser_dsn) as other:
         outbox.publish(host(1), event(1))
         wait_until(lambda: outbox.value("select count(*) from effects") == 1)
-        other.execute("lock table relay.sinks")
+        other.execute("lock table relay.sink_claims")
         outbox.publish(host(1), event(2))
         # Retention reads it too, and what it waits for holds up no end.
         waits = """
             select count(*) from pg_locks
-             where relation = 'relay.sinks'::regclass and not granted and mode <> 'AccessShareLock'
+             where relation = 'relay.sink_claims'::regclass and not granted and mode <> 'AccessShareLock'
         """
         wait_until(lambda: outbox.value(waits) > 0)
         assert relayed.terminate() == 1
         (end,) = [each for each in relayed.lines() if "the end took longer" in each["message"]]
         assert f"held by {other.info.backend_pid} " in str(end["locks"])
-        assert "relay.sinks" in str(end["locks"])
+        assert "relay.sink_claims" in str(end["locks"])
 
 
 def test_the_error_is_not_that_of_a_part_that_cannot_be_closed(
