@@ -186,7 +186,6 @@ class Services:
                 "the end took longer than shutdown_timeout; what was in flight will be delivered again",
                 extra={**doing, **({"group": group.name} if several else {})},
             )
-        cancel_running(_CANCEL_SECONDS)
         # A target that does not answer must not keep the process.
         exiting = [Thread(service.note_orderly_exit) for _, service in self.running]
         for thread in exiting:
@@ -198,6 +197,8 @@ class Services:
             for line in each.fault_lines() if several else str(each.fault).splitlines():
                 log.error("ended by an error", extra={"fault": line})
         logging.shutdown()
+        # Last: what is cancelled is tried again at once.
+        cancel_running(_CANCEL_SECONDS)
         # Safe: the target rolls back unfinished work, and relay has acknowledged none of it.
         os._exit(failed[0].exit_status if failed else 1)
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import select
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -236,6 +238,9 @@ def cancel_running(seconds: float) -> None:
     def cancel(conn: Connection) -> None:
         with suppress(psycopg.Error):
             conn.cancel_safe(timeout=seconds)
+        # Nor can the thread run the next one.
+        with suppress(psycopg.Error, OSError), socket.socket(fileno=os.dup(conn.fileno())) as link:
+            link.shutdown(socket.SHUT_RDWR)
 
     threads = [Thread(target=cancel, args=(conn,), daemon=True) for conn in running]
     for thread in threads:
