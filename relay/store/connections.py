@@ -9,22 +9,22 @@ Source: PgBouncer documentation, "SQL feature map for pooling modes".
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
 import select
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
 from secrets import token_hex
-from threading import Condition, Lock, Thread
+from threading import Lock, Thread
 from types import MappingProxyType
-from typing import Any, Self
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakKeyDictionary
 
 import psycopg
 from psycopg.abc import AdaptContext
@@ -48,6 +48,9 @@ from relay.runtime.adapters import own_adapters
 from relay.store import refusals, session_settings
 from relay.store.session_settings import LOCK_TIMEOUT, SessionKind
 
+if TYPE_CHECKING:
+    from psycopg_pool import ConnectionPool
+
 log = logging.getLogger(__name__)
 
 Connection = psycopg.Connection[Any]
@@ -59,15 +62,13 @@ CONNECT_TIMEOUT_SECONDS = 10
 POOL_TIMEOUT_SECONDS = 5.0
 """How long a task waits for a connection before that counts as a fault and the task is retried."""
 _IDLE_SECONDS = 600.0
-_SWEEP_SECONDS = 5.0
-"""How often the sessions are closed that nobody has needed for long."""
+_CLOSE_SECONDS = 1.0
+"""How long the end of a pool waits for its threads."""
 _ASKED_SECONDS = 8.0
 _MOST_ASKED = 32
 """More than relay has threads that ask at once."""
 _FRESH_SECONDS = 1.0
 """How long ago a session has answered that will do where no time is to be lost with one whose server hangs."""
-_PATIENCE_SECONDS = 0.02
-"""How long a question waits for the session of another one: a new one costs the server as much as many questions."""
 
 _PG_LSN = 3220
 
@@ -348,35 +349,26 @@ def require_writable_by_default(conn: psycopg.Connection[Any]) -> None:
 
 
 class Pool:
-    """At most `size` sessions of a database, for any thread, until `close`.
+    """At most `size` sessions of a database, for any thread, until `close`: psycopg's pool, opened with the first loan.
 
-    Whoever needs one opens it, unless one is free; `configure` prepares it. One that nobody has needed for `max_idle`
-    seconds is closed. After a fault that may be a session's own, all of them are replaced. `options` are libpq's.
-    While all of those that are open are lent, another one is opened after `patience` seconds.
+    `configure` prepares a session. Of those that nobody has needed for `max_idle` seconds, one after the other is
+    closed. After a fault that may be a session's own, all of them are replaced. `options` are libpq's.
     """
 
     def __init__(
-        self,
-        dsn: Dsn,
-        size: int,
-        configure: Configure,
-        max_idle: float,
-        patience: float = 0.0,
-        **options: Any,
+        self, dsn: Dsn, size: int, configure: Configure, max_idle: float, **options: Any
     ) -> None:
-        self._patience = patience
         self._dsn = dsn
         self._size = size
         self._configure = configure
         self._max_idle = max_idle
         self._options = {**_OPTIONS, **options}
-        self._changed = Condition()
-        self._waiting: deque[object] = deque()
-        self._busy = 0
-        self._lent: set[Connection] = set()
-        """Those that are kept at the end of their blocks."""
-        self._free: list[tuple[Connection, float]] = []
-        """With the time since when (monotonic clock, seconds); the one that was lent last is at the end."""
+        self._lock = Lock()
+        self._sessions: ConnectionPool[Connection] | None = None
+        self._lent_until: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()
+        """When one was given back (monotonic clock, seconds)."""
+        self._fault: Exception | None = None
+        """Of the last attempt to open one, which psycopg only logs."""
         self._is_closed = False
 
     def __enter__(self) -> Self:
@@ -394,96 +386,100 @@ class Pool:
         One that was free for longer than `idle_seconds` is not lent. Raises psycopg.OperationalError, among them
         PoolTimeout if all are lent for `timeout` seconds, and what `configure` raises.
         """
-        conn = self._take(timeout, idle_seconds)
+        while True:
+            sessions, conn = self._lent(timeout)
+            free_since = self._lent_until.get(conn, math.inf)
+            if free_since >= time.monotonic() - idle_seconds and not _is_lost(conn):
+                break
+            conn.close()
+            sessions.putconn(conn)
         try:
-            yield conn
-            if not conn.closed and conn.pgconn.transaction_status != TransactionStatus.IDLE:
-                conn.commit()
+            with conn:
+                yield conn
         except BaseException as error:
-            if not conn.closed:
-                with suppress(psycopg.Error):
-                    conn.rollback()
             if spoils_session(error):
                 # The others are as old, and most likely as wrong.
-                self._replace_all()
+                sessions.drain()
             raise
         finally:
-            self._give_back(conn)
+            self._lent_until[conn] = time.monotonic()
+            sessions.putconn(conn)
 
     def close(self) -> None:
         """Close the sessions; one that is lent, at the end of its block."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self._is_closed = True
         self.close_free()
 
-    def close_free(self, seconds: float = 0.0) -> bool:
-        """Close the sessions that have been free for so long; returns whether others are free."""
-        latest = time.monotonic() - seconds
-        with self._changed:
-            closing = [conn for conn, since in self._free if since <= latest]
-            self._free = [(conn, since) for conn, since in self._free if since > latest]
-            is_any_left = bool(self._free)
-        for conn in closing:
-            conn.close()
-        return is_any_left
+    def close_free(self) -> None:
+        """Close the sessions and threads; who needs a session gets a new one."""
+        with self._lock:
+            sessions, self._sessions = self._sessions, None
+        if sessions is not None:
+            sessions.close(_CLOSE_SECONDS)
 
-    def close_unneeded(self) -> bool:
-        """Close the sessions that nobody has needed for long; returns whether others are free."""
-        return self.close_free(self._max_idle)
+    def _lent(self, timeout: float) -> tuple[ConnectionPool[Connection], Connection]:
+        # Imported here: commands have no pool.
+        from psycopg_pool import PoolClosed, PoolTimeout
 
-    def _replace_all(self) -> None:
-        with self._changed:
-            self._lent.clear()
-        self.close_free()
-
-    def _take(self, timeout: float, idle_seconds: float) -> Connection:
-        self._wait_for_turn(timeout)
-        try:
-            conn = self._taken(idle_seconds) or self._opened()
-        except BaseException:
-            with self._changed:
-                self._busy -= 1
-                self._changed.notify_all()
-            raise
-        with self._changed:
-            self._lent.add(conn)
-        return conn
-
-    def _wait_for_turn(self, timeout: float) -> None:
-        """Wait, in the order of those who ask, until fewer than `size` sessions are lent."""
-        turn = object()
-        with self._changed:
-            self._waiting.append(turn)
-            try:
-                has_come = self._changed.wait_for(
-                    lambda: (
-                        self._is_closed or (self._waiting[0] is turn and self._busy < self._size)
-                    ),
-                    timeout,
-                )
-            finally:
-                self._waiting.remove(turn)
-                self._changed.notify_all()
-            if self._is_closed or not has_come:
-                raise _pool_error(None if self._is_closed else timeout)
-            self._busy += 1
-            if self._patience and self._busy > 1:
-                self._changed.wait_for(lambda: self._free or self._busy == 1, self._patience)
-
-    def _taken(self, idle_seconds: float) -> Connection | None:
-        """Take the session that was lent last, of those that the server has not ended; None without one."""
-        latest = time.monotonic() - idle_seconds
         while True:
-            with self._changed:
-                if not self._free or self._free[-1][1] < latest:
-                    return None
-                conn, _ = self._free.pop()
-            if not _is_lost(conn):
-                return conn
-            conn.close()
+            sessions = self._opened()
+            try:
+                return sessions, sessions.getconn(timeout)
+            except (PoolClosed, PoolTimeout) as error:
+                if self._fault is not None and not self._is_closed:
+                    raise self._fault from None
+                if self._is_closed or isinstance(error, PoolTimeout):
+                    raise
 
-    def _opened(self) -> Connection:
+    def _opened(self) -> ConnectionPool[Connection]:
+        from psycopg_pool import ConnectionPool, PoolClosed
+
+        with self._lock:
+            if self._is_closed:
+                raise PoolClosed("the connections are closed")
+            if self._sessions is None:
+                self._fault = None
+                self._sessions = ConnectionPool(
+                    connection_class=self._connection_class(),
+                    min_size=0,
+                    max_size=self._size,
+                    max_idle=self._max_idle,
+                    # Who needs a session tries again after a failed attempt.
+                    reconnect_timeout=0.0,
+                    reconnect_failed=self._forget,
+                    num_workers=1,
+                    name="sessions",
+                    open=True,
+                )
+            return self._sessions
+
+    def _forget(self, sessions: ConnectionPool[Connection]) -> None:
+        """Tell those who wait for a session that there is none, where none is lent that they could wait for."""
+        with self._lock:
+            if sessions.get_stats()["pool_size"] or self._sessions is not sessions:
+                return
+            self._sessions = None
+        # It waits for the thread that runs this.
+        Thread(target=sessions.close, daemon=True).start()
+
+    def _connection_class(self) -> type[Connection]:
+        def opened_here() -> Connection:
+            try:
+                conn = self._new()
+            except Exception as error:
+                self._fault = error
+                raise
+            self._fault = None
+            return conn
+
+        class Session(psycopg.Connection[Any]):
+            @classmethod
+            def connect(cls, *_: Any, **__: Any) -> Any:
+                return opened_here()
+
+        return Session
+
+    def _new(self) -> Connection:
         conn = _opened_noting(self._dsn, psycopg.connect, **self._options)
         try:
             self._configure(conn)
@@ -491,20 +487,6 @@ class Pool:
             conn.close()
             raise
         return conn
-
-    def _give_back(self, conn: Connection) -> None:
-        is_kept = not conn.closed and conn.pgconn.transaction_status == TransactionStatus.IDLE
-        with self._changed:
-            is_kept = is_kept and conn in self._lent and not self._is_closed
-            self._lent.discard(conn)
-            self._busy -= 1
-            if is_kept:
-                self._free.append((conn, time.monotonic()))
-            self._changed.notify_all()
-        if is_kept:
-            _sweeper.watch(self)
-        else:
-            conn.close()
 
 
 def _is_lost(conn: Connection) -> bool:
@@ -521,62 +503,21 @@ def _is_lost(conn: Connection) -> bool:
     return pgconn.status != ConnStatus.OK
 
 
-def _pool_error(seconds: float | None) -> psycopg.OperationalError:
-    # Imported here: commands have no pool.
-    from psycopg_pool import PoolClosed, PoolTimeout
-
-    if seconds is None:
-        return PoolClosed("the connections are closed")
-    return PoolTimeout(f"couldn't get a connection after {seconds:g} s")
-
-
-class _Sweeper:
-    """Closes the sessions of all pools that nobody has needed for long, in one thread, while any are free."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._pools: set[Pool] = set()
-        self._thread: Thread | None = None
-
-    def watch(self, pool: Pool) -> None:
-        """Note that a pool has a free session."""
-        with self._lock:
-            self._pools.add(pool)
-            # A process that was forked has no such thread.
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = Thread(target=self._run, name="idle sessions", daemon=True)
-                with suppress(RuntimeError):  # the system has no thread: the next one tries again
-                    self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            time.sleep(_SWEEP_SECONDS)
-            with self._lock:
-                pools, self._pools = self._pools, set()
-            left = {pool for pool in pools if pool.close_unneeded()}
-            with self._lock:
-                self._pools |= left
-                if not self._pools:
-                    self._thread = None
-                    return
-
-
-_sweeper = _Sweeper()
 _IN_TIME = session_settings.statements(SessionKind.OWN, {"lock_timeout": LOCK_TIMEOUT})
-_asked: WeakValueDictionary[Dsn, Pool] = WeakValueDictionary()
-"""The pools of `asking`: one without sessions is forgotten."""
+_asked: dict[Dsn, Pool] = {}
+"""The pools of `asking`."""
 
 
 def shared_pool(dsn: Dsn) -> Pool:
-    """The pool of `asking`, which nobody closes."""
+    """The pool of `asking`, which is closed with the process."""
     pool = _asked.get(dsn)
     if pool is None:
         pool = _asked[dsn] = new_pool(
             *(dsn, _MOST_ASKED, _IN_TIME),
             max_idle=_ASKED_SECONDS,
-            patience=_PATIENCE_SECONDS,
             **SHORT_TIMEOUTS,
         )
+        atexit.register(pool.close)
     return pool
 
 
