@@ -438,8 +438,7 @@ class Pool:
             if self._is_closed:
                 raise PoolClosed("the connections are closed")
             if self._sessions is None:
-                self._fault = None
-                self._sessions = ConnectionPool(
+                sessions = ConnectionPool(
                     connection_class=self._connection_class(),
                     min_size=0,
                     max_size=self._size,
@@ -449,8 +448,14 @@ class Pool:
                     reconnect_failed=self._forget,
                     num_workers=1,
                     name="sessions",
-                    open=True,
+                    open=False,
                 )
+                try:
+                    sessions.open()
+                except RuntimeError as error:
+                    # The system has no thread.
+                    raise PoolClosed(str(error)) from error
+                self._sessions = sessions
             return self._sessions
 
     def _forget(self, sessions: ConnectionPool[Connection]) -> None:

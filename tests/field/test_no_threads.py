@@ -29,7 +29,7 @@ class Limit:
 
         def starting(thread: threading.Thread) -> None:
             if self.refuses and thread.name.startswith(
-                ("apply", "sinks", "calls", "receiver", "keep-alive")
+                ("apply", "sinks", "calls", "receiver", "keep-alive", "sessions")
             ):
                 self.refused += 1
                 raise RuntimeError(MESSAGE)

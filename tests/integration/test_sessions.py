@@ -44,10 +44,11 @@ def nothing(_: psycopg.Connection[object]) -> None:
 
 
 def test_a_pool_without_a_connection_says_why() -> None:
+    """At once, not when the time is over."""
     with (
         open_pool("postgresql://postgres@127.0.0.1:1/x", 1) as pool,
         pytest.raises(psycopg.OperationalError, match="port 1 failed: Connection refused"),
-        pool.connection(),
+        pool.connection(timeout=3600.0),
     ):
         pass
 
@@ -60,6 +61,35 @@ def test_a_pool_whose_connections_are_in_use_says_so(outbox: Outbox) -> None:
         pool.connection(timeout=0.1),
     ):
         pass
+
+
+def test_who_gets_no_new_session_waits_for_one_that_is_lent(outbox: Outbox) -> None:
+    tried: list[int] = []
+    got: list[psycopg.Connection[object]] = []
+
+    def refuse_more(conn: psycopg.Connection[object]) -> None:
+        tried.append(conn.info.backend_pid)
+        if len(tried) > 1:
+            conn.execute("select 1 / 0")
+
+    with open_pool(outbox.relay_dsn, 2, refuse_more) as pool:
+
+        def take() -> None:
+            with pool.connection(timeout=3600.0) as conn:
+                got.append(conn)
+
+        waiting = Thread(target=take)
+        with pool.connection() as lent:
+            waiting.start()
+            wait_until(lambda: len(tried) > 2)
+        waiting.join()
+        assert got == [lent]
+        with (
+            pool.connection(),
+            pytest.raises(psycopg.errors.DivisionByZero),
+            pool.connection(timeout=0.1),
+        ):
+            pass
 
 
 def _pid(pool: Pool) -> int:
