@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from relay import __version__
 from relay.cli.options import fail, out
 from relay.faults import RelayError, first_line
+from relay.logs import quiet_libraries
 
 _MODULES = {
     "init": "install",
@@ -97,6 +98,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line. An error is printed as lines on standard error, never as a traceback."""
+    quiet_libraries()
     try:
         app()
     except RelayError as error:

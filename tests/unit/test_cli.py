@@ -43,6 +43,25 @@ for words in (["status", "--help"], ["--help"]):
     assert not heavy & set(of_all)
 
 
+def test_a_database_that_is_down_is_said_in_lines_of_relay_only() -> None:
+    """psycopg's pool logs each attempt, with the host."""
+    program = """
+from relay.cli import app
+from relay.store.connections import asking
+def ask():
+    with asking("postgresql://postgres@127.0.0.1:1/x"):
+        pass
+app.app = ask
+app.main()
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert said.returncode == 1
+    assert said.stderr.startswith("relay: the database refuses: connection failed")
+    assert "sessions" not in said.stderr
+
+
 def test_help_lists_the_commands_in_the_order_of_their_use() -> None:
     group = getattr(typer.main, "get_command")(app)  # noqa: B009
     listed = group.list_commands(None)
