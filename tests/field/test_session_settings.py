@@ -460,8 +460,12 @@ def test_every_function_of_relay_has_a_path_of_its_own(outbox: Outbox) -> None:
            and (proacl is null
                 or exists (select from aclexplode(proacl) as a
                             where a.grantee not in (p.proowner, to_regrole('relay_owner'))))
+         order by 1
         """
-    ) == ["max_event_bytes"]  # It returns a number.
+    ) == [
+        "maintain",  # A procedure with settings of its own may not commit; it names what it calls in full.
+        "max_event_bytes",  # It returns a number.
+    ]
 
 
 def test_a_table_of_the_jdbc_writer_is_found_as_the_user_names_it(outbox: Outbox) -> None:

@@ -548,7 +548,7 @@ def test_the_commands(outbox: Outbox, config: Path) -> None:
     ):
         assert [each["id"] for each in listed(*words)] == expected
     assert "a, b, c and 1 more" in command(config, "deferred", "list")
-    assert "--kind: 'odd' is none of retry" in command(
+    assert "--kind: 'odd' is not retry, holding, replay, scheduled or blocked" in command(
         config, "deferred", "list", "--kind", "odd", status=2
     )
 
@@ -752,7 +752,7 @@ def test_more_than_a_portion_is_cancelled(outbox: Outbox, config: Path) -> None:
 # The schema.
 
 FORMER = """
-    drop view relay.watermarks;
+    drop view relay.watermarks, relay.dead_letters;
     drop table relay.completeness;
     insert into relay.deferred_rows select id, 0, sizes, data from relay.deferred;
     drop trigger hold_keys on relay.deferred;
