@@ -241,6 +241,7 @@ def test_a_declaration_that_is_open_holds_back_nobody(outbox: Outbox, declared: 
         outbox.publish(host(6), event(6))
         stopped = "select count(*) from relay.queues where stopped_at is not null"
         wait_until(lambda: outbox.value(stopped) == 2)
+        outbox.wait_handled()
     outbox.assert_exact()
 
 
