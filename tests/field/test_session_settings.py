@@ -451,8 +451,9 @@ def test_every_function_of_relay_has_a_path_of_its_own(outbox: Outbox) -> None:
     outbox.install_again(
         outbox.settings(source={**outbox.config()["source"], "offsets": "gapless"})
     )
-    assert outbox.column(
-        """
+    assert (
+        outbox.column(
+            """
         select proname from pg_proc as p where pronamespace = 'relay'::regnamespace
            and 'search_path=pg_catalog, pg_temp' <> all (coalesce(proconfig, '{}'))
            -- One that is stored as it was read looks nothing up.
@@ -462,10 +463,12 @@ def test_every_function_of_relay_has_a_path_of_its_own(outbox: Outbox) -> None:
                             where a.grantee not in (p.proowner, to_regrole('relay_owner'))))
          order by 1
         """
-    ) == [
-        "maintain",  # A procedure with settings of its own may not commit; it names what it calls in full.
-        "max_event_bytes",  # It returns a number.
-    ]
+        )
+        == [
+            "maintain",  # A procedure with settings of its own may not commit; it names what it calls in full.
+            "max_event_bytes",  # It returns a number.
+        ]
+    )
 
 
 def test_a_table_of_the_jdbc_writer_is_found_as_the_user_names_it(outbox: Outbox) -> None:
