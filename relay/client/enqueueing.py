@@ -18,9 +18,10 @@ class MessageOptions(TypedDict, total=False):
     """What may be said of a message beside its payload, as `relay.enqueue` takes it in SQL.
 
     `key` orders it within the host, in a queue that is ordered. It can be taken from `deliver_at` on, which needs a
-    time zone. With a `unique_key`, no second message is put in while one with that key waits or is worked.
-    `on_duplicate` says what becomes of the one that waits: "skip" leaves it as it is, "replace" gives it these contents
-    and the time if there is one, "move" the time alone. One that is worked gets another one behind it for these two.
+    time zone. With a `unique_key`, no second message with that key waits. `on_duplicate` says what becomes of the one
+    that does: "skip" leaves it as it is, "replace" gives it these contents and the time if there is one, "move" the
+    time alone. While a worker has it, "skip" puts in nothing, and the other two another message, which a worker may
+    take beside it.
     """
 
     event_type: str

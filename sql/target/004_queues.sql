@@ -1086,9 +1086,9 @@ $$;
 -- Puts a message into a queue in the caller's transaction, beside the log; returns its id. `key` is what orders it within the host:
 -- a user_id, an aggregate's type and id with a space between them, or the value of the queue's path. With a time it can be taken from
 -- then on.
--- With a unique_key, no second message is put in while one with that key waits or is worked, and the id is that of the first. With
--- on_duplicate => 'replace' the one that waits gets these contents, and the time if there is one; with 'move' only the time. One that is
--- worked has its contents already: then another is put in, which waits behind it, and for which the same holds.
+-- With a unique_key, no second message with that key waits, and the id is that of the one that does. With on_duplicate => 'skip' it stays
+-- as it is, also while a worker has it; with 'replace' it gets these contents, and the time if there is one; with 'move' only the time. For
+-- the latter two another message is put in while a worker has the first, which a worker may take beside it.
 create or replace function relay.enqueue(
     queue text, payload jsonb, event_type text default 'message', host_id text default null, key text default null,
     deliver_at timestamptz default null, metadata jsonb default null, event_id text default null,

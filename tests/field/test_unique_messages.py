@@ -112,6 +112,20 @@ def test_a_message_that_is_worked_is_enough_and_is_never_changed(
         assert worker.execute("select payload from relay.take('mail', 10)").fetchall() == [(4,)]
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_one_that_is_put_in_beside_a_worker_is_taken_beside_it_unless_a_key_orders_them(
+    outbox: Outbox, ordered: bool
+) -> None:
+    """procrastinate-org/procrastinate#1050 and vercel/workflow#3657: two of one key ran side by side, unexpectedly."""
+    declare(outbox, key="payload.thing" if ordered else None)
+    put(outbox, 1, host_id=7, key="thing")
+    with session(outbox) as worker:
+        worker.execute("select from relay.claim('mail')")
+        put(outbox, 2, host_id=7, key="thing", on_duplicate="replace")
+        beside = outbox.worker.column("select payload from relay.take('mail')")
+    assert beside == ([] if ordered else [2])
+
+
 def test_a_lease_that_is_over_may_still_be_completed(outbox: Outbox) -> None:
     """So its message is not replaced: its worker has done the former contents alone."""
     declare(outbox)
