@@ -365,8 +365,8 @@ class Pool:
         self._options = {**_OPTIONS, **options}
         self._lock = Lock()
         self._sessions: ConnectionPool[Connection] | None = None
-        self._lent_until: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()
-        """When one was given back (monotonic clock, seconds)."""
+        self._given_back: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()
+        """When a session was given back (monotonic clock, seconds)."""
         self._fault: Exception | None = None
         """Of the last attempt to open one, which psycopg only logs."""
         self._is_closed = False
@@ -387,8 +387,8 @@ class Pool:
         PoolTimeout if all are lent for `timeout` seconds, and what `configure` raises.
         """
         while True:
-            sessions, conn = self._lent(timeout)
-            free_since = self._lent_until.get(conn, math.inf)
+            sessions, conn = self._lend(timeout)
+            free_since = self._given_back.get(conn, math.inf)
             if free_since >= time.monotonic() - idle_seconds and not _is_lost(conn):
                 break
             conn.close()
@@ -402,7 +402,7 @@ class Pool:
                 sessions.drain()
             raise
         finally:
-            self._lent_until[conn] = time.monotonic()
+            self._given_back[conn] = time.monotonic()
             sessions.putconn(conn)
 
     def close(self) -> None:
@@ -417,7 +417,7 @@ class Pool:
         if sessions is not None:
             sessions.close(_CLOSE_SECONDS)
 
-    def _lent(self, timeout: float) -> tuple[ConnectionPool[Connection], Connection]:
+    def _lend(self, timeout: float) -> tuple[ConnectionPool[Connection], Connection]:
         # Imported here: commands have no pool.
         from psycopg_pool import PoolClosed, PoolTimeout
 
@@ -468,29 +468,27 @@ class Pool:
         Thread(target=sessions.close, daemon=True).start()
 
     def _connection_class(self) -> type[Connection]:
-        def opened_here() -> Connection:
-            try:
-                conn = self._new()
-            except Exception as error:
-                self._fault = error
-                raise
-            self._fault = None
-            return conn
+        connect_noting = self._connect_noting
 
         class Session(psycopg.Connection[Any]):
             @classmethod
             def connect(cls, *_: Any, **__: Any) -> Any:
-                return opened_here()
+                return connect_noting()
 
         return Session
 
-    def _new(self) -> Connection:
-        conn = _opened_noting(self._dsn, psycopg.connect, **self._options)
+    def _connect_noting(self) -> Connection:
         try:
-            self._configure(conn)
-        except BaseException:
-            conn.close()
+            conn = _opened_noting(self._dsn, psycopg.connect, **self._options)
+            try:
+                self._configure(conn)
+            except BaseException:
+                conn.close()
+                raise
+        except Exception as error:
+            self._fault = error
             raise
+        self._fault = None
         return conn
 
 
@@ -517,11 +515,9 @@ def shared_pool(dsn: Dsn) -> Pool:
     """The pool of `asking`, which is closed with the process."""
     pool = _asked.get(dsn)
     if pool is None:
-        pool = _asked[dsn] = new_pool(
-            *(dsn, _MOST_ASKED, _IN_TIME),
-            max_idle=_ASKED_SECONDS,
-            **SHORT_TIMEOUTS,
-        )
+        new = new_pool(dsn, _MOST_ASKED, _IN_TIME, max_idle=_ASKED_SECONDS, **SHORT_TIMEOUTS)
+        # Of two threads that ask at once, one gets the other's: a pool that lends nothing has no session and no thread.
+        pool = _asked.setdefault(dsn, new)
         atexit.register(pool.close)
     return pool
 
