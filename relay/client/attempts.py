@@ -117,6 +117,10 @@ class Handling:
             return self.ending(message, error)
         return ending
 
+    def leased_message(self, row: str, lease: Lease) -> LeasedMessage:
+        """Return the message of a row. Raises for one whose values Python cannot hold."""
+        return LeasedMessage(queue=self.queue, lease=lease, **values_of(row))
+
     def unreadable(self, row: str, error: Exception) -> tuple[Statement, str]:
         """Return the statement that ends the attempt of a message whose values Python cannot hold."""
         attempt = attempt_of(row)
@@ -230,11 +234,7 @@ class Slot:
             left = Left.AGAIN
             taken(has_more(row))
             try:
-                message = LeasedMessage(
-                    queue=self._handling.queue,
-                    lease=Lease(self._completing, self._note),
-                    **values_of(row),
-                )
+                message = self._handling.leased_message(row, Lease(self._completing, self._note))
             except Exception as error:
                 self.execute(*self._handling.unreadable(row, error))
                 continue
@@ -362,11 +362,7 @@ class AsyncSlot:
             left = Left.AGAIN
             taken(has_more(row))
             try:
-                message = LeasedMessage(
-                    queue=self._handling.queue,
-                    lease=Lease(self._completing, self._note),
-                    **values_of(row),
-                )
+                message = self._handling.leased_message(row, Lease(self._completing, self._note))
             except Exception as error:
                 await self.execute(*self._handling.unreadable(row, error))
                 continue

@@ -23,10 +23,11 @@ SOON_SECONDS = 30.0
 LATE_SECONDS = 600.0
 """After how many seconds a fault that stays is logged again: soon if relay stands still meanwhile."""
 FIRST_PAUSE_SECONDS = 1.0
-_ROUND_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 60.0
 UNTIL_WOKEN = TIMEOUT_MAX
 """A pause that only `Recurring.wake` ends."""
+_ROUND_SECONDS = 1.0
+"""How long the end of a round waits for the call in flight."""
 
 
 @dataclass(frozen=True, slots=True)
