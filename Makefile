@@ -15,8 +15,9 @@ test: TEST_PROCESSES = 4
 # Demo and tests start relay some hundred times: it is compiled once, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-# The extras that the image has: handlers of every kind but those of clouds, the console and traces.
-IMAGE_EXTRAS := http kafka nats rabbitmq redis delta iceberg console otel
+# The extras of the slim image: handlers of every kind but those of clouds, the console and traces; and what the other has more.
+SLIM_EXTRAS := service http kafka nats rabbitmq redis console otel
+SPARK_EXTRAS := java connect delta iceberg
 
 # What a change of the locks asks for, and what a change of pyproject.toml asks for.
 DEPENDENCIES := $(VENV)/.dependencies
@@ -125,7 +126,8 @@ lock: ## resolve all dependencies again, to the newest that pyproject.toml allow
 	$(LOCK) --upgrade --group build -o requirements-build.lock
 	$(LOCK) --upgrade --group docs -o requirements-docs.lock
 	$(LOCK) --upgrade --all-extras --group dev pyproject.toml -o requirements.lock
-	$(LOCK) --upgrade --extra service --extra java --extra connect $(IMAGE_EXTRAS:%=--extra %) -c requirements.lock pyproject.toml -o requirements-runtime.lock
+	$(LOCK) --upgrade $(SLIM_EXTRAS:%=--extra %) -c requirements.lock pyproject.toml -o requirements-slim.lock
+	$(LOCK) --upgrade $(SLIM_EXTRAS:%=--extra %) $(SPARK_EXTRAS:%=--extra %) -c requirements.lock pyproject.toml -o requirements-runtime.lock
 
 # The same bytes wherever they are built: hatchling sorts what it packs and gives all of it one time and one mode, unless
 # SOURCE_DATE_EPOCH names another time.
@@ -156,7 +158,7 @@ sbom: build/cyclonedx-$(CYCLONEDX_VERSION) ## list what the image ships, with ve
 # OSV has the advisories of PyPI, and is asked once for all packages.
 audit: build/pip-audit-$(PIP_AUDIT_VERSION) ## look the locked packages up in the database of known vulnerabilities, osv.dev
 	@$</bin/pip-audit --vulnerability-service osv --disable-pip --require-hashes --progress-spinner off \
-	  -r requirements-runtime.lock -r requirements-build.lock -r requirements-docs.lock -r requirements.lock 2>build/audit.log || { \
+	  -r requirements-runtime.lock -r requirements-slim.lock -r requirements-build.lock -r requirements-docs.lock -r requirements.lock 2>build/audit.log || { \
 	  tail -n 1 build/audit.log >&2; echo "audit: not passed: a vulnerability is listed above, or osv.dev could not be reached" >&2; exit 1; }
 
 clean: ## remove .venv, caches and what was built

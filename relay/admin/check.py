@@ -36,7 +36,7 @@ from relay.config.handlers import (
     PythonHandler,
     QueueHandler,
 )
-from relay.config.settings import Address, QueueSettings, Settings
+from relay.config.settings import Address, QueueSettings, Settings, has_spark
 from relay.event_types.registry import registered
 from relay.faults import (
     ConfigurationError,
@@ -57,7 +57,7 @@ from relay.runtime.retry import RetryUntilSuccess
 from relay.sinks import Sink, Target, build_sinks
 from relay.sinks.endpoint_lookup import Lookup
 from relay.source.recognition import Recognition
-from relay.spark.jvm import java_home
+from relay.spark.jvm import require_spark
 from relay.store import (
     admission,
     connections,
@@ -104,10 +104,15 @@ def examine(settings: Settings, accept_configuration: bool = False) -> Iterator[
 
 def _after_source(source: Connection | None, settings: Settings, accept: bool) -> Iterator[Finding]:
     """Check all but the source. `source` is None if it cannot be reached."""
+    if settings.needs_spark:
+        installed = "Spark" if settings.spark.remote else "Spark and Java"
+        yield finding_of("spark", f"installed: {installed}", require_spark, settings.spark)
+    spark_handlers = settings.spark_handlers if has_spark() else {}
     try:
         built = handlers.build(settings.handlers, settings.source.sql_types)
         asyncio.run(_close(build_sinks(settings.handlers, target=Target.of(settings))))
-        _build_spark_sinks(settings)
+        if spark_handlers:
+            _build_spark_sinks(settings)
         for name, handler in settings.handlers.items():
             if isinstance(handler, PythonHandler | DeliveryHandler):
                 RetryPolicy(name, handler.retry)
@@ -124,8 +129,6 @@ def _after_source(source: Connection | None, settings: Settings, accept: bool) -
     )
     if settings.observe.traces:
         yield finding_of("traces", "an exporter is installed", require_exporter)
-    if settings.needs_spark and not settings.spark.remote:
-        yield finding_of("spark", "Java is installed", java_home)
     try:
         with reach(settings.target_dsn, "target.dsn", SessionKind.HANDLER, bounded=True) as conn:
             yield from _target(conn, source, settings, built, accept)
@@ -138,7 +141,7 @@ def _after_source(source: Connection | None, settings: Settings, accept: bool) -
             "target",
             f"target.dsn: {message}: grant it, see sql/target/001_target.sql",
         )
-    for name, handler in settings.spark_handlers.items():
+    for name, handler in spark_handlers.items():
         if handler.jdbc is not None:
             yield _postgresql_table(name, handler.jdbc)
 
@@ -197,8 +200,6 @@ def _events(settings: Settings) -> Iterator[Finding]:
 
 def _build_spark_sinks(settings: Settings) -> None:
     """Raise ConfigurationError if a Spark sink cannot be built."""
-    if not settings.spark_handlers:
-        return
     # Its imports take long.
     from relay.spark.session import Session
     from relay.spark.sink_worker import SparkWorker

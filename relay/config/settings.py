@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, date, datetime, timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 from uuid import UUID
@@ -111,12 +112,22 @@ class BatchLimits(Section):
     """The most events of a batch."""
     max_bytes: Annotated[int, Field(ge=1024), Number] = 16 * 1024 * 1024
     """The most bytes of a batch; a larger commit is spooled to a file."""
-    inline_max_events: Annotated[NonNegativeInt, Number] = 1_000
-    """The most events of a batch that runs in this process; a larger one runs on Spark, with 0 every one."""
+    inline_max_events: Annotated[NonNegativeInt, Number] | None = None
+    """The most events of a batch that runs in this process; a larger one runs on Spark, with 0 every one. null: 1000,
+    and every batch in this process where Spark is not installed."""
     inline_workers: Annotated[PositiveInt, Number] = 2
     """Threads, each with a connection, for the tasks of an inline batch."""
     spool_directory: Path | None = None
     """The folder for commits that are too large for memory; null: the system's folder for temporary files."""
+
+
+INLINE_MAX_EVENTS = 1_000
+"""What `batch.inline_max_events` is by default where Spark is installed."""
+
+
+def has_spark() -> bool:
+    """Whether PySpark is installed; it is not imported."""
+    return find_spec("pyspark") is not None
 
 
 _SPARK_SECRET = "spark.authenticate.secret"  # noqa: S105 the name of a key
@@ -823,9 +834,16 @@ class Settings(BaseSettings):
         return DatabaseAccess("target.dsn", dsn, self.target.password)
 
     @property
+    def inline_max_events(self) -> int:
+        """The most events of a batch that runs in this process."""
+        if self.batch.inline_max_events is not None:
+            return self.batch.inline_max_events
+        return INLINE_MAX_EVENTS if has_spark() else self.batch.max_events
+
+    @property
     def needs_spark(self) -> bool:
-        """Whether a batch may exceed `batch.inline_max_events`, or a handler writes with Spark."""
-        return self.batch.inline_max_events < self.batch.max_events or bool(self.spark_handlers)
+        """Whether a batch may exceed `inline_max_events`, or a handler writes with Spark."""
+        return self.inline_max_events < self.batch.max_events or bool(self.spark_handlers)
 
     @property
     def spark_handlers(self) -> dict[str, SparkHandler]:

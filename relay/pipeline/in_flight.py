@@ -116,7 +116,7 @@ class BatchesInFlight:
         stopping: Event,
     ) -> None:
         self._group = settings.group
-        self._inline_events = settings.batch.inline_max_events
+        self._inline_events = settings.inline_max_events
         self._batch_events = settings.batch.max_events
         self._shutdown_timeout = settings.shutdown_timeout
         self._spark = spark

@@ -65,7 +65,7 @@ class Pipeline(Part):
     ) -> None:
         """`committed` is called in several threads, before `run` returns or raises."""
         self._lower_bounds = lower_bounds
-        self._limit = settings.batch.inline_max_events
+        self._limit = settings.inline_max_events
         self._stopping = Event()
         workers = settings.batch.inline_workers
         # One more connection for the retry worker.

@@ -27,6 +27,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+from relay.config.settings import SparkSettings, has_spark
 from relay.faults import ConfigurationError
 
 MINIMUM_VERSION = 17
@@ -38,9 +39,22 @@ VECTOR_MODULE = "--add-modules=jdk.incubator.vector"
 Source: `JavaModuleOptions.java` of Spark's launcher.
 """
 
+NOT_INSTALLED = (
+    "Spark is not installed, which sinks of `type: spark` and batches larger than `batch.inline_max_events` need: "
+    "pip install 'relay-outbox[spark]'"
+)
+
 _PROBE_TIMEOUT = 30.0
 
 _log = logging.getLogger(__name__)
+
+
+def require_spark(settings: SparkSettings) -> None:
+    """Raise ConfigurationError where Spark, or the Java of a session in this process, is not installed."""
+    if not has_spark():
+        raise ConfigurationError(NOT_INSTALLED)
+    if not settings.remote:
+        java_home()
 
 
 def java_home() -> Path:

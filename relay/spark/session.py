@@ -23,7 +23,7 @@ from relay.faults import ConfigurationError, first_line
 from relay.runtime.memory import return_arrow_blocks
 from relay.runtime.parts import Condition
 from relay.runtime.retry import RetryUntilSuccess
-from relay.spark.jvm import java_home, start_gateway
+from relay.spark.jvm import java_home, require_spark, start_gateway
 from relay.waits import Backoff
 
 if TYPE_CHECKING:
@@ -238,6 +238,7 @@ class Session:
     def _build(self) -> None:
         if self._closing.is_set():
             return
+        require_spark(self._settings)
         return_arrow_blocks()
         _clear_remains()
         settings = self._settings

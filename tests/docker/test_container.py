@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -156,13 +157,34 @@ def image() -> Iterator[str]:
     """The image of this checkout."""
     if reason := why_not():
         pytest.skip(reason)
-    name = f"relay-test:{os.getpid()}"
+    with built(f"relay-test:{os.getpid()}") as name:
+        yield name
+
+
+@pytest.fixture(scope="module")
+def slim() -> Iterator[str]:
+    """The image of this checkout without Spark."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with built(f"relay-test:{os.getpid()}-slim", "--target", "slim") as name:
+        yield name
+
+
+@contextmanager
+def built(name: str, *options: str) -> Iterator[str]:
     client, environment = builder()
     # The host's network serves engines without NAT too.
-    build = (client, "build", "--network", "host", "--tag", name, ".")
+    build = (client, "build", "--network", "host", "--tag", name, *options, ".")
     done(command(*build, timeout=1500, **environment))
     yield name
     done(command("docker", "image", "rm", "--force", name))
+
+
+@pytest.fixture(params=["image", "slim"])
+def either(request: pytest.FixtureRequest) -> str:
+    """Each of the two images."""
+    name: str = request.getfixturevalue(request.param)
+    return name
 
 
 @pytest.fixture(scope="module")
@@ -194,8 +216,8 @@ def run(
     return command("docker", "run", "--rm", *options, image, *arguments)
 
 
-def test_help_is_what_the_image_answers(image: str) -> None:
-    said = done(run(image, "--help"))
+def test_help_is_what_the_image_answers(either: str) -> None:
+    said = done(run(either, "--help"))
     assert "Usage: relay" in said
     for name in ("init", "check", "run", "status", "publish", "sink", "deferred", "dlq"):
         assert name in said
@@ -204,22 +226,27 @@ def test_help_is_what_the_image_answers(image: str) -> None:
 @pytest.mark.parametrize(
     "kind", [kind for kind, each in KINDS.items() if issubclass(each, DeliveryHandler)]
 )
-def test_the_client_of_a_handler_is_in_the_image(image: str, kind: str) -> None:
-    done(run(image, "-c", f"import relay.sinks.{kind}", entrypoint="python"))
+def test_the_client_of_a_handler_is_in_the_image(either: str, kind: str) -> None:
+    done(run(either, "-c", f"import relay.sinks.{kind}", entrypoint="python"))
 
 
-def test_it_runs_as_an_ordinary_user_who_cannot_change_the_program(image: str) -> None:
+def test_it_runs_as_an_ordinary_user_who_cannot_change_the_program(either: str) -> None:
     look = "id && find /opt/relay -writable -not -type l"
-    assert done(run(image, "-c", look, entrypoint="sh")).splitlines() == [
+    assert done(run(either, "-c", look, entrypoint="sh")).splitlines() == [
         "uid=10001(relay) gid=10001(relay) groups=10001(relay)"
     ]
 
 
-def test_a_missing_configuration_is_one_clear_line(image: str) -> None:
-    result = run(image)
+def test_a_missing_configuration_is_one_clear_line(either: str) -> None:
+    result = run(either)
     assert result.returncode == 2
     assert result.stderr.startswith("relay: /etc/relay/relay.yaml: cannot be read")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_the_slim_image_has_no_spark(slim: str) -> None:
+    look = "from relay.config.settings import has_spark; print(has_spark())"
+    assert done(run(slim, "-c", look, entrypoint="python")).strip() == "False"
 
 
 def test_published_events_arrive_in_the_tables(stack: Stack) -> None:
@@ -262,8 +289,8 @@ def test_without_passwords_nothing_starts(stack: Stack) -> None:
     assert "make secrets" in result.stderr
 
 
-def test_what_the_image_ships_is_named_in_it(image: str) -> None:
-    look = run(image, "-c", "cat /usr/share/doc/relay/NOTICE", entrypoint="sh")
+def test_what_the_image_ships_is_named_in_it(either: str) -> None:
+    look = run(either, "-c", "cat /usr/share/doc/relay/NOTICE", entrypoint="sh")
     assert done(look) == (ROOT / "NOTICE").read_text()
 
 

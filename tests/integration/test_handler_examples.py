@@ -252,7 +252,7 @@ def test_kubernetes_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     file = tmp_path / "relay.yaml"
     file.write_text(config["data"]["relay.yaml"])
     settings = load(file)
-    assert settings.batch.inline_max_events >= settings.batch.max_events
+    assert settings.inline_max_events >= settings.batch.max_events
 
 
 @pytest.mark.parametrize("folder", sorted(EXAMPLES.iterdir()), ids=lambda folder: folder.name)

@@ -68,7 +68,7 @@ def test_what_is_not_set_has_a_default(read: Load) -> None:
     settings = read("group: default")
     assert settings.source.table_name == ("public", "outbox_message_t")
     assert (settings.group, settings.partitions, settings.unrouted) == ("default", 8, "dead_letter")
-    assert settings.batch.inline_max_events == 1000
+    assert (settings.inline_max_events, settings.needs_spark) == (1000, True)
     assert settings.one_database
 
 
