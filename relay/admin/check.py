@@ -65,9 +65,8 @@ from relay.store import (
     own_rights,
     queues,
 )
-from relay.store.connections import Connection, asking, database_identity
+from relay.store.connections import INSTANCE, Connection, asking, database_identity
 from relay.store.deferred import selection as deferred_selection
-from relay.store.groups import INSTANCE
 from relay.store.positions import offsets, sinks
 from relay.store.presence import instances
 from relay.store.session_settings import SessionKind, users_schemas

@@ -51,7 +51,7 @@ from relay.source.stream.slot import (
     require_streamable,
     slot_state,
 )
-from relay.source.stream.walsender import open_replication, require_asynchronous
+from relay.source.walsender import open_replication, require_asynchronous
 from relay.store import (
     api_tokens,
     dead_letters,

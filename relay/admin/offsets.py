@@ -475,7 +475,7 @@ def _require_confirmed(settings: Settings, positions: Sequence[offsets.Partition
 def _catch_up(settings: Settings, report: ProgressReport) -> None:
     # These imports take a tenth of a second, which the other commands need not wait.
     from relay.pipeline.runner import Pipeline
-    from relay.source.outbox.polling import Poller
+    from relay.source.polling import Poller
     from relay.spark.engine import SparkEngine
     from relay.spark.session import Session
 

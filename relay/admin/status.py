@@ -45,6 +45,7 @@ from relay.store import (
     schedules,
 )
 from relay.store.connections import (
+    INSTANCE_PREFIX,
     SHORT_TIMEOUTS,
     Connection,
     Dsn,
@@ -304,7 +305,7 @@ def _with_slot(state: Status, source: Connection, settings: Settings) -> Status:
     return replace(
         state,
         slot=slot_state(source, name),
-        slot_reader=None if reader is None else reader.removeprefix(groups.PREFIX),
+        slot_reader=None if reader is None else reader.removeprefix(INSTANCE_PREFIX),
         read_at={**state.read_at, SOURCE: datetime.now(UTC)},
     )
 

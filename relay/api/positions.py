@@ -17,7 +17,7 @@ from relay.faults import TransientFault, refused_for_good
 from relay.model.snapshots import BEGINNING, Snapshot
 from relay.retention.lost_events import lost_after
 from relay.source.server import TimelineHistory, durable_position
-from relay.source.stream.walsender import identify, open_replication
+from relay.source.walsender import identify, open_replication
 from relay.source.witnesses import HeldWitnesses, newest_of, recent
 from relay.store import log_pages
 from relay.store.connections import Connection

@@ -15,8 +15,13 @@ from relay.config.dsn import DatabaseAccess
 from relay.faults import ConfigurationError, describe, first_line
 from relay.intake.messages import IncomingEvents
 from relay.store import locks, submissions
-from relay.store.connections import SHORT_TIMEOUTS, Connection, connect, sessions_with
-from relay.store.groups import APPLICATION_NAME
+from relay.store.connections import (
+    APPLICATION_NAME,
+    SHORT_TIMEOUTS,
+    Connection,
+    connect,
+    sessions_with,
+)
 
 _LIMITS = {"lock_timeout": "500ms", "statement_timeout": "8s"}
 _CONNECT_SECONDS = 5

@@ -58,7 +58,7 @@ from relay.pipeline.listeners import BatchListener
 from relay.pipeline.tracing import add
 from relay.runtime.parts import Part
 from relay.sinks import BatchSink, OfBatch, Sink
-from relay.store.groups import INSTANCE
+from relay.store.connections import INSTANCE
 
 log = logging.getLogger(__name__)
 

@@ -51,8 +51,7 @@ from relay.source.outbox.visibility import require_visible
 from relay.source.server import durable_position
 from relay.source.witnesses import cover, require_history
 from relay.store import locks, queue_fills
-from relay.store.connections import Connection, Pool, asking, connect, open_pool
-from relay.store.groups import APPLICATION_NAME
+from relay.store.connections import APPLICATION_NAME, Connection, Pool, asking, connect, open_pool
 from relay.store.positions import offsets, snapshots
 from relay.store.positions.snapshots import ChainLink
 from relay.store.queue_fills import Passed, QueueFill

@@ -16,8 +16,13 @@ from relay.retention import partitions, reader_positions
 from relay.runtime.parts import Condition, Recurring
 from relay.source.server import is_standby
 from relay.store import actions, clock, completeness, locks
-from relay.store.connections import Connection, asking_both, connect, sessions_with
-from relay.store.groups import APPLICATION_NAME
+from relay.store.connections import (
+    APPLICATION_NAME,
+    Connection,
+    asking_both,
+    connect,
+    sessions_with,
+)
 from relay.store.positions import offsets, sinks
 from relay.store.session_settings import LOCK_TIMEOUT
 

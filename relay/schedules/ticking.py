@@ -21,13 +21,13 @@ from relay.runtime.parts import SOON_SECONDS, Condition, Recurring
 from relay.schedules.steps import MOST_EVENTS, step
 from relay.store import locks, schedules
 from relay.store.connections import (
+    APPLICATION_NAME,
     SHORT_TIMEOUTS,
     Connection,
     connect_pooled,
     sessions_with,
     with_settings,
 )
-from relay.store.groups import APPLICATION_NAME
 from relay.store.schedules import DueTicks, ScheduleRow
 
 log = logging.getLogger(__name__)

@@ -19,12 +19,12 @@ from relay.model.events import Lsn
 from relay.model.snapshots import full_xids
 from relay.runtime.parts import SOON_SECONDS, Condition, Due, Heartbeat, Part
 from relay.source.decode.assembler import OpenCommit
-from relay.source.lost_slot import Recovery
 from relay.source.outbox.interval import Interval
-from relay.source.outbox.polling import BUSY_SECONDS, Follower, Poller, PollSource, note_mode
+from relay.source.polling import BUSY_SECONDS, Follower, Poller, PollSource, note_mode
 from relay.source.recognition import Recognition
 from relay.source.server import SourcePosition
 from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS, Outage, SourceState
+from relay.source.stream.lost_slot import Recovery
 from relay.source.stream.receiver import Receiver
 
 log = logging.getLogger(__name__)

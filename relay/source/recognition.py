@@ -21,7 +21,7 @@ from relay.model.events import Lsn
 from relay.model.snapshots import Witness
 from relay.source.outbox.table import OutboxTable
 from relay.source.server import TimelineHistory, current_position, server_of
-from relay.source.stream.walsender import System, identify, open_replication
+from relay.source.walsender import System, identify, open_replication
 from relay.source.witnesses import HeldWitnesses, is_one, running_database
 from relay.store import groups
 from relay.store.connections import Connection, asking

@@ -39,8 +39,7 @@ from relay.pipeline.inline import Result
 from relay.pipeline.listeners import Meter
 from relay.spark.descriptions import safe_description
 from relay.spark.session import Session
-from relay.store.connections import Dsn, connect
-from relay.store.groups import APPLICATION_NAME, INSTANCE
+from relay.store.connections import APPLICATION_NAME, INSTANCE, Dsn, connect
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

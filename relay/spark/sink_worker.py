@@ -48,9 +48,8 @@ from relay.spark.writers import (
 )
 from relay.store import completeness, dead_letters, deferred
 from relay.store.completeness import Completeness, Moments
-from relay.store.connections import Connection, connect
+from relay.store.connections import APPLICATION_NAME, Connection, connect
 from relay.store.deferred.due import DueTransaction
-from relay.store.groups import APPLICATION_NAME
 from relay.store.positions import sinks, spark_batches
 from relay.store.positions.sinks import (
     BEFORE_FIRST,

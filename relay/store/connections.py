@@ -58,6 +58,12 @@ Connection = psycopg.Connection[Any]
 Dsn = DatabaseAccess | str
 """How to connect: as the configuration says, whose secrets may change, or by a connection string."""
 
+INSTANCE = f"{socket.gethostname()[:40]}:{os.getpid()}"
+"""The name of this process among the instances of a group; with INSTANCE_PREFIX it fits into an application_name."""
+INSTANCE_PREFIX = "relay "
+APPLICATION_NAME = INSTANCE_PREFIX + INSTANCE
+"""The application_name of the sessions by which an instance is recognised."""
+
 CONNECT_TIMEOUT_SECONDS = 10
 POOL_TIMEOUT_SECONDS = 5.0
 """How long a task waits for a connection before that counts as a fault and the task is retried."""

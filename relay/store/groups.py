@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,13 +13,8 @@ from psycopg.rows import class_row, scalar_row
 
 from relay.model.events import Lsn
 from relay.model.snapshots import Witness
+from relay.store.connections import INSTANCE
 from relay.store.positions import offsets, snapshots
-
-INSTANCE = f"{socket.gethostname()[:40]}:{os.getpid()}"
-"""The name of this process among the instances of a group; with PREFIX it fits into an application_name."""
-PREFIX = "relay "
-APPLICATION_NAME = PREFIX + INSTANCE
-"""The application_name of the connections by which an instance is recognised."""
 
 
 @dataclass(frozen=True, slots=True)

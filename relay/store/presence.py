@@ -22,8 +22,15 @@ from relay.config.effects import Effects
 from relay.faults import ConfigurationError, describe
 from relay.runtime.parts import SOON_SECONDS, Condition, PartFault, Recurring
 from relay.store import admission, locks
-from relay.store.connections import Connection, Dsn, connect, require_writable
-from relay.store.groups import APPLICATION_NAME, INSTANCE, PREFIX
+from relay.store.connections import (
+    APPLICATION_NAME,
+    INSTANCE,
+    INSTANCE_PREFIX,
+    Connection,
+    Dsn,
+    connect,
+    require_writable,
+)
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +181,7 @@ class Presence(Recurring):
 def instances(conn: Connection, group: str) -> list[str]:
     """List the running instances as host:pid, oldest first."""
     names = locks.sharing(conn, locks.instance(group))
-    return [name.removeprefix(PREFIX) for name in names]
+    return [name.removeprefix(INSTANCE_PREFIX) for name in names]
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from relay.config.settings import Settings
 from relay.delivery import sinks
 from relay.model.events import Transaction
-from relay.source import hybrid, lost_slot
+from relay.source import hybrid
+from relay.source.stream import lost_slot
 from tests.outbox import Outbox, host, relaying, wait_until, work_and_crash
 from tests.postgres import start_server
 

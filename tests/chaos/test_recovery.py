@@ -14,7 +14,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from relay.faults import RelayError
-from relay.source.outbox import polling
+from relay.source import polling
 from relay.source.stream import replication
 from tests.chaos.proxy import through_proxy
 from tests.chaos.test_faults import progress

@@ -24,7 +24,7 @@ from relay.model.events import Lsn
 from relay.runtime.threads import beside
 from relay.service import Service
 from relay.source.stream import replication
-from relay.source.stream.walsender import open_replication
+from relay.source.walsender import open_replication
 from relay.store import locks
 from relay.store.connections import Connection
 from tests.outbox import Outbox, event, host, relaying, wait_until

@@ -24,8 +24,8 @@ from relay.observe.engines import EngineCounts
 from relay.runtime import parts
 from relay.runtime.parts import Condition, Recurring
 from relay.service import Service
+from relay.source import polling
 from relay.source.hybrid import StreamSource
-from relay.source.outbox import polling
 from relay.store import admission, groups, locks, presence
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.process import running

@@ -26,7 +26,7 @@ from relay.demo.embedded import Cluster
 from relay.faults import ConfigurationError, RelayError, TransientFault
 from relay.source.recognition import Recognition
 from relay.source.server import current_position
-from relay.source.stream.walsender import open_replication
+from relay.source.walsender import open_replication
 from relay.source.witnesses import Covering, cover, holds, recent, take
 from relay.spark.session import Session
 from relay.store import groups
@@ -468,7 +468,7 @@ def test_an_idle_source_is_not_written_to(
 ) -> None:
     """Others' transactions go on; where nothing is published, no witness is taken, and no position stored."""
     monkeypatch.setattr("relay.source.hybrid.AUDIT_SECONDS", 0.1)
-    monkeypatch.setattr("relay.source.outbox.polling.NOTE_SECONDS", 0.1)
+    monkeypatch.setattr("relay.source.polling.NOTE_SECONDS", 0.1)
     settings = outbox.settings(source={**outbox.config()["source"], "mode": mode})
     stored = "select (select count(*) from relay.witnesses), (select max(number) from relay.noted_witnesses)"
 

@@ -23,8 +23,8 @@ from relay.admin.findings import Severity
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.source import hybrid
-from relay.source.lost_slot import Recovery
-from relay.source.stream.walsender import open_replication
+from relay.source.stream.lost_slot import Recovery
+from relay.source.walsender import open_replication
 from tests.outbox import Outbox, event, host, relaying, relaying_until_it_ends, wait_until
 
 COLUMNS = """(id uuid default gen_random_uuid(), host_id uuid not null, event_type text default 'e', payload jsonb,

@@ -20,8 +20,8 @@ from relay.config.settings import Settings
 from relay.model.keys import hashes
 from relay.pipeline.plan import partition_of
 from relay.source import hybrid
-from relay.source.outbox.polling import Poller
 from relay.source.outbox.table import partition_of as sql_partition_of
+from relay.source.polling import Poller
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
 

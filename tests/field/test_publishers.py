@@ -39,7 +39,7 @@ from relay.client.schema import install as scripts
 from relay.client.testing import collect
 from relay.faults import ConfigurationError
 from relay.source.stream.receiver import Receiver
-from relay.source.stream.walsender import _means_every_standby
+from relay.source.walsender import _means_every_standby
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
 

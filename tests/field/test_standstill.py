@@ -18,9 +18,9 @@ import pytest
 from relay.admin import status
 from relay.model.events import Lsn
 from relay.service import Service
-from relay.source import hybrid
+from relay.source import hybrid, walsender
 from relay.source.stream.receiver import Receiver
-from relay.store import groups, presence
+from relay.store import presence
 from tests.outbox import Outbox, event, host, relaying, wait_until
 from tests.postgres import Server
 
@@ -114,7 +114,7 @@ def test_a_walsender_hangs(outbox: Outbox, monkeypatch: pytest.MonkeyPatch, quie
 def test_a_walsender_hangs_whose_reader_is_gone(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups, "APPLICATION_NAME", "relay elsewhere:1")
+    monkeypatch.setattr(walsender, "APPLICATION_NAME", "relay elsewhere:1")
     former = Receiver(outbox.settings())
     former.start()
     wait_until(lambda: outbox.value(STREAMS, (outbox.slot,)))

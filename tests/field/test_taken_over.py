@@ -15,7 +15,7 @@ import pytest
 
 from relay.config.settings import Settings
 from relay.source.stream import replication
-from relay.source.stream.walsender import open_replication
+from relay.source.walsender import open_replication
 from relay.store.connections import Connection
 from tests.outbox import Outbox, event, host, relaying, run_until_fault, wait_until
 

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from relay.observe import batch_log, long_tasks
-from relay.source.outbox.polling import Poller
+from relay.source.polling import Poller
 from tests.outbox import Outbox, event, host, relaying, wait_until
 
 

@@ -17,7 +17,7 @@ from relay.faults import FaultAction, action_for
 from relay.pipeline.deferral import rekey
 from relay.retention import schedule
 from relay.retention.schedule import Schedule
-from relay.source.stream.walsender import open_replication
+from relay.source.walsender import open_replication
 from relay.store import presence
 from relay.store.connections import connect, open_pool
 from relay.store.handler_sessions import HandlerPool

@@ -23,8 +23,7 @@ from relay.admin import sinks as admin_sinks
 from relay.admin.status import read
 from relay.config.files import load
 from relay.model.snapshots import Snapshot
-from relay.source import hybrid
-from relay.source.outbox import polling
+from relay.source import hybrid, polling
 from relay.source.server import current_position
 from relay.spark import sink_worker
 from relay.spark.session import Session

@@ -15,6 +15,7 @@ from relay.pipeline.handling import HandlerRunner
 from relay.service import Service
 from relay.spark.session import Session
 from relay.store import groups
+from relay.store.connections import INSTANCE
 from relay.store.presence import instances
 from tests.outbox import APPEND, Outbox, event, host, relaying, wait_until
 from tests.process import running
@@ -54,7 +55,7 @@ def test_an_outage_in_guarded_mode_is_no_death(
 
 def test_only_an_instance_that_vanished_has_died(outbox: Outbox) -> None:
     outbox.conn.execute("delete from relay.groups")
-    this, group = groups.INSTANCE, "default"
+    this, group = INSTANCE, "default"
     assert not groups.begin(outbox.conn, group, lambda _: ())
     # Another one starts beside it, and a third after that one was killed.
     outbox.conn.execute("update relay.groups set instances = '{other:1}'")
@@ -141,9 +142,9 @@ def test_transactions_of_one_commit_are_told_apart_by_their_rows(
 def test_the_names_of_living_instances_are_those_that_began(outbox: Outbox) -> None:
     with relaying(outbox.settings()):
         wait_until(
-            lambda: outbox.column("select unnest(instances) from relay.groups") == [groups.INSTANCE]
+            lambda: outbox.column("select unnest(instances) from relay.groups") == [INSTANCE]
         )
-        assert instances(outbox.conn, "default") == [groups.INSTANCE]
+        assert instances(outbox.conn, "default") == [INSTANCE]
     assert outbox.column("select unnest(instances) from relay.groups") == []
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from relay.source import recognition
-from relay.source.stream import walsender
+from relay.source import recognition, walsender
 from relay.store import groups
 from tests.outbox import Outbox, event, host, relaying, run_until_fault, wait_for_fault, wait_until
 from tests.process import relay

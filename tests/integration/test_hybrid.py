@@ -13,9 +13,9 @@ import pytest
 
 from relay.faults import RelayError
 from relay.service import Service
-from relay.source import hybrid
+from relay.source import hybrid, walsender
 from relay.source.hybrid import StreamSource
-from relay.source.stream import receiver, replication, walsender
+from relay.source.stream import receiver, replication
 from relay.source.stream.receiver import Receiver
 from relay.source.stream.slot import has_publication
 from tests.outbox import (

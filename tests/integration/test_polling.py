@@ -29,9 +29,9 @@ from relay.pipeline.apply import Applier
 from relay.pipeline.plan import Planner
 from relay.pipeline.runner import Pipeline
 from relay.source.outbox.differences import Difference, condition
-from relay.source.outbox.polling import Poller
 from relay.source.outbox.rows import OutboxRows, prepare_reading
 from relay.source.outbox.selection import Wanted
+from relay.source.polling import Poller
 from relay.source.server import current_position
 from relay.spark.engine import SparkEngine
 from relay.spark.session import Session

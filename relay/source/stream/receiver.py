@@ -32,13 +32,13 @@ from relay.runtime.threads import Thread, Wakeup
 from relay.source.decode.assembler import Assembler, OpenCommit
 from relay.source.decode.emitted import Emitted
 from relay.source.decode.layout import require_contents
-from relay.source.lost_slot import Recovery
 from relay.source.recognition import Recognition
 from relay.source.state import Received, StreamState
 from relay.source.stream.commit_queue import CommitQueue
 from relay.source.stream.confirmation import Confirmation
+from relay.source.stream.lost_slot import Recovery
 from relay.source.stream.replication import Replication
-from relay.source.stream.walsender import WalStream, end_of_stream
+from relay.source.walsender import WalStream, end_of_stream
 from relay.store.suspects import Suspects
 from relay.waits import Backoff
 

@@ -28,12 +28,12 @@ from relay.model.events import Lsn
 from relay.runtime.parts import LATE_SECONDS, SOON_SECONDS, Condition, Due, Heartbeat
 from relay.runtime.retry import RetryUntilSuccess
 from relay.source.decode.translation import Encoding, codec_of
-from relay.source.lost_slot import Recovery
 from relay.source.outbox.columns import is_partitioned
 from relay.source.outbox.table import require_same_hash
 from relay.source.recognition import Recognition, SourceComparison, Unavailable
 from relay.source.state import Outage, StreamState
 from relay.source.stream.confirmation import Confirmation
+from relay.source.stream.lost_slot import Recovery
 from relay.source.stream.slot import (
     reader_activity,
     require_ours,
@@ -41,7 +41,7 @@ from relay.source.stream.slot import (
     slot_reader,
     slot_state,
 )
-from relay.source.stream.walsender import (
+from relay.source.walsender import (
     System,
     WalStream,
     identify,
@@ -51,8 +51,7 @@ from relay.source.stream.walsender import (
     sender_timeout,
     start_replication,
 )
-from relay.store import groups
-from relay.store.connections import Connection, asking
+from relay.store.connections import INSTANCE, INSTANCE_PREFIX, Connection, asking
 from relay.store.presence import instances
 
 log = logging.getLogger(__name__)
@@ -235,10 +234,10 @@ class Replication:
         """Whether another instance of the group runs with that application_name. Raises psycopg.Error."""
         with asking(self._settings.target_dsn) as target:
             running = instances(target, self._settings.group)
-        if groups.INSTANCE in running:
+        if INSTANCE in running:
             # This one; a process may have several.
-            running.remove(groups.INSTANCE)
-        return reader.removeprefix(groups.PREFIX) in running
+            running.remove(INSTANCE)
+        return reader.removeprefix(INSTANCE_PREFIX) in running
 
     def _note_why(self, error: BaseException) -> None:
         """Publish why there is no stream, and report it, before the next attempt."""

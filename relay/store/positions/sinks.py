@@ -23,9 +23,8 @@ from relay.model.events import Lsn
 from relay.model.snapshots import BEGINNING, Snapshot, Xids, full_xids
 from relay.store import actions, completeness, endpoints, literals, locks
 from relay.store.brakes import Streak, streaks
-from relay.store.connections import Connection, Dsn, connect
+from relay.store.connections import APPLICATION_NAME, INSTANCE, Connection, Dsn, connect
 from relay.store.deferred import due
-from relay.store.groups import APPLICATION_NAME, INSTANCE
 from relay.store.positions import snapshots
 from relay.store.positions.offsets import TOPIC
 from relay.store.positions.snapshots import xids_of

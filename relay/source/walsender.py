@@ -27,8 +27,8 @@ from relay.faults import ConfigurationError, RelayError, refused_for_good, serve
 from relay.model.events import Lsn
 from relay.source.decode.translation import Encoding
 from relay.source.server import TimelineHistory
-from relay.store import groups, session_settings
-from relay.store.connections import CLIENT_KEEPALIVE, Connection, connect, opened
+from relay.store import session_settings
+from relay.store.connections import APPLICATION_NAME, CLIENT_KEEPALIVE, Connection, connect, opened
 from relay.store.session_settings import SessionKind
 
 DEFAULT_SENDER_TIMEOUT = 60.0
@@ -129,7 +129,7 @@ def open_replication(settings: Settings) -> Connection:
             cursor_factory=psycopg.ClientCursor,
             autocommit=True,
             client_encoding="UTF8",
-            application_name=groups.APPLICATION_NAME,
+            application_name=APPLICATION_NAME,
             connect_timeout=10,
             # The receiver judges silence by the server's keepalives; TCP's own detect a host that is gone.
             **CLIENT_KEEPALIVE,
