@@ -124,12 +124,14 @@ BEGINNING = Snapshot(1, 1)
 """A snapshot in which no transaction is visible: the first one of a cluster is 3."""
 
 
-def full_xids(xids: NDArray[np.int64] | NDArray[np.uint32], next_xid: int) -> Xids:
-    """Add the epoch to transaction ids of the WAL: each becomes the full id that is nearest to `next_xid`.
+def full_xids(
+    xids: NDArray[np.int64] | NDArray[np.uint32], next_xid: int, ahead: int = XID_CYCLE // 2
+) -> Xids:
+    """Add the epoch to transaction ids of the WAL: each becomes the greatest full id up to `next_xid + ahead`.
 
-    PostgreSQL assigns no id that is more than half a cycle past the oldest one that a slot still has to read.
+    With half a cycle it is the nearest one: PostgreSQL assigns no id that is more than that past the oldest one that a
+    slot still has to read. What is known to be before `next_xid`, -1 ahead, may be older.
     """
-    near = next_xid & ~(XID_CYCLE - 1) | np.asarray(xids, np.int64)
-    near -= np.where(near - next_xid > XID_CYCLE // 2, XID_CYCLE, 0)
-    near += np.where(next_xid - near > XID_CYCLE // 2, XID_CYCLE, 0)
-    return near
+    last = next_xid + ahead
+    full: Xids = last - (last - np.asarray(xids, np.int64)) % XID_CYCLE
+    return full

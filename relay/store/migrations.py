@@ -58,6 +58,7 @@ FORMER = {
             "7c2557aef5538db0b8547381d0d499dc558f468f0a6fc84c9da0b9bf8669a3ed",  # no functions
             "f4812c7bc10f1d7437d3b79cdf1325df4d7bae94485a7c615aac189dc8ea1f0d",  # no witnesses
             "ee7bd9d17fbc48c279ffcc9ff569f3a23acf74fd48f3df079143d687687aac9d",  # sinks updated in place
+            "32be4b67b8321aeda29e338ac36074af0585a4548680ab6eabff2e75f5034cd4",  # a lock of sinks that is written twice
         }
     ),
     "outbox/001_outbox.sql": frozenset(

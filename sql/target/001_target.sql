@@ -1139,22 +1139,16 @@ declare
     appended bigint;
 begin
     if waits then
-        select array_agg(l.sink), array_agg(l.is_paused), bool_or(l.is_other) into held, paused, is_other
-          from (select c.sink, c.paused_at is not null as is_paused,
-                       c.state <> g.state or has_faults and c.fault is distinct from g.fault as is_other
-                  from relay.sink_claims as c
-                  join unnest(sinks, claims, epochs, states, faults) as g (sink, claim, epoch, state, fault) using (sink)
-                 where c.group_id = the_group and (c.claim, c.epoch) = (g.claim, g.epoch)
-                 order by c.sink for no key update of c) as l;
-    else
-        select array_agg(l.sink), array_agg(l.is_paused), bool_or(l.is_other) into held, paused, is_other
-          from (select c.sink, c.paused_at is not null as is_paused,
-                       c.state <> g.state or has_faults and c.fault is distinct from g.fault as is_other
-                  from relay.sink_claims as c
-                  join unnest(sinks, claims, epochs, states, faults) as g (sink, claim, epoch, state, fault) using (sink)
-                 where c.group_id = the_group and (c.claim, c.epoch) = (g.claim, g.epoch)
-                 order by c.sink for no key update of c skip locked) as l;
+        perform from relay.sink_claims as c where c.group_id = the_group and c.sink = any (sinks) order by c.sink for no key update;
     end if;
+    -- What is locked already is not skipped.
+    select array_agg(l.sink), array_agg(l.is_paused), bool_or(l.is_other) into held, paused, is_other
+      from (select c.sink, c.paused_at is not null as is_paused,
+                   c.state <> g.state or has_faults and c.fault is distinct from g.fault as is_other
+              from relay.sink_claims as c
+              join unnest(sinks, claims, epochs, states, faults) as g (sink, claim, epoch, state, fault) using (sink)
+             where c.group_id = the_group and (c.claim, c.epoch) = (g.claim, g.epoch)
+             order by c.sink for no key update of c skip locked) as l;
     if held is null then
         return;
     end if;

@@ -23,7 +23,7 @@ LANDED = {
     "outbox/002_schedules.sql": "fdcfa77cd2a0d302dac3779a59a43b70e21146e446a61c6b3439c3038ec44425",
     "outbox/003_readers.sql": "1b84608bdefc1e83ecbd93e18d888edaef2ea0453ce86f66ec54612c27e2778d",
     "outbox/004_subscribers.sql": "e06f7c204ab00a3e4bdf515bc8b3d53cee0bd06c790ecc200a7718befc8e53ae",
-    "target/001_target.sql": "ee7bd9d17fbc48c279ffcc9ff569f3a23acf74fd48f3df079143d687687aac9d",
+    "target/001_target.sql": "32be4b67b8321aeda29e338ac36074af0585a4548680ab6eabff2e75f5034cd4",
     "target/002_retention.sql": "b297bddc2124091b683d7c9c11754067c52c59639051196144ff6777847b9124",
     "target/004_queues.sql": "40f4cdde688e3aa4d30463ebeaafb9dea99830c1c199de54fea81977905fb6f8",
     "target/005_scheduled.sql": "9f62e2e8db6a6bce67c2d7ad277994a55f51c4af397bfd9ff23cbbdfafd1b314",

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from relay.faults import ConfigurationError
-from relay.model.snapshots import BEGINNING, XID_CYCLE, Snapshot
+from relay.model.snapshots import BEGINNING, Snapshot, full_xids
 from relay.spark.writers import BATCH_COLUMN, BatchId
 from relay.spark.writers.arrow import arrow_schema
 
@@ -171,9 +171,7 @@ def key_texts(rows: pa.Table, key: Sequence[str]) -> pa.Array:
 def full_ids(xids: pa.ChunkedArray, after: Snapshot) -> NDArray[np.int64]:
     """Full transaction ids of those below the end of a snapshot, from their lower 32 bits; 0 for null."""
     lower = _numbers(xids)
-    full: NDArray[np.int64] = after.xmax - 1 - (after.xmax - 1 - lower) % XID_CYCLE
-    full[lower == 0] = 0
-    return np.maximum(full, 0)
+    return np.where(lower == 0, 0, np.maximum(full_xids(lower, after.xmax, -1), 0))
 
 
 def _numbers(values: pa.ChunkedArray | pa.Array, missing: int = 0) -> NDArray[np.int64]:

@@ -114,23 +114,47 @@ _APPENDED_AND_NOTED = _APPEND.format(
     noted=sql.SQL(", partitions, xids, rows"), notes=sql.SQL(_NOTES)
 ).as_bytes(None)
 
-_MOVE = sql.SQL(
-    """
-    insert into relay.positions (group_id, topic_id, partition_id, number, applied_lsn, snapshot_id, polled_offset,
-                                 next_offset)
-    select o.group_id, o.topic_id, o.partition_id, o.number + 1, {applied_lsn}, {snapshot_id}, {polled_offset},
-           {next_offset}
-      from relay.consumer_offsets as o
-     where o.group_id = %(group)s and o.topic_id = %(topic)s and {which}
-    """
+_Parts = tuple[LiteralString, LiteralString, tuple[LiteralString, ...]]
+PARTITIONS: _Parts = (
+    "relay.consumer_offsets",
+    "'', topic_id, partition_id",
+    ("applied_lsn", "snapshot_id", "polled_offset", "next_offset"),
 )
+SINKS: _Parts = (
+    "relay.sinks",
+    "sink, 1, 0",
+    ("applied_lsn", "snapshot", "following", "polled_offset", "delivered_lsn", "notes_from"),
+)
+"""What has positions: the view of the newest ones, which part a row is of, and the columns that a position keeps."""
 
 
-def _move(which: LiteralString = "true", **columns: LiteralString) -> bytes:
-    """Return the statement that appends a position to partitions, with other values of some columns."""
-    kept = ("applied_lsn", "snapshot_id", "polled_offset", "next_offset")
-    values = {name: sql.SQL(columns.get(name, "o." + name)) for name in kept}
-    return _MOVE.format(which=sql.SQL(which), **values).as_bytes(None)
+def append(
+    conn: psycopg.Connection[Any],
+    group: str,
+    of: _Parts,
+    which: LiteralString = "true",
+    bound: Mapping[str, Any] | None = None,
+    **columns: LiteralString,
+) -> int:
+    """Append a position to some parts, with other values of some columns; returns to how many.
+
+    The caller has locked their rows, or has stopped the group. `bound` are the parameters of `which` and `columns`.
+    """
+    view, part, kept = of
+    values = {**dict(zip(kept, kept, strict=True)), **columns}
+    return conn.execute(
+        sql.SQL(
+            "insert into relay.positions (group_id, owner, topic_id, partition_id, number, {})"
+            " select group_id, {}, number + 1, {} from {} where group_id = %(group)s and {}"
+        ).format(
+            *(
+                sql.SQL(each)
+                for each in (", ".join(values), part, ", ".join(values.values()), view, which)
+            )
+        ),
+        {"group": group, **(bound or {})},
+        prepare=False,
+    ).rowcount
 
 
 def _positions(rows: Iterable[tuple[Any, ...]]) -> list[PartitionPosition]:
@@ -264,17 +288,6 @@ def _append(
     conn.execute(_APPENDED_AND_NOTED, bound)
 
 
-_COMPLETE = _move(
-    """
-    o.partition_id = any(%(partitions)s::int[]) and o.snapshot_id = %(before)s
-       and o.polled_offset >= (%(ends)s::bigint[])[array_position(%(partitions)s::int[], o.partition_id)]
-       and exists (select from relay.snapshots where group_id = %(group)s and id = %(after)s)
-    """,
-    snapshot_id="%(after)s",
-    polled_offset="%(first)s",
-)
-
-
 def complete(
     conn: psycopg.Connection[Any], group: str, before: int, after: int, ends: Mapping[int, int]
 ) -> int:
@@ -283,33 +296,40 @@ def complete(
     `ends` has the end of the difference in each of them. Returns how many were moved; partitions that another session
     has locked are left to it.
     """
-    of = {"group": group, "topic": TOPIC, "before": before, "after": after, "first": FIRST}
     with conn.transaction():
         # What the statement that locks has read may have changed before it had the lock.
         free = conn.execute(
             """
             select p.partition_id from relay.group_partitions as p
-             where p.group_id = %(group)s and p.topic_id = %(topic)s and p.partition_id = any(%(partitions)s::int[])
-               and %(before)s = (
+             where p.group_id = %s and p.topic_id = %s and p.partition_id = any(%s::int[])
+               and %s = (
                    select o.snapshot_id from relay.consumer_offsets as o
                     where (o.group_id, o.topic_id, o.partition_id) = (p.group_id, p.topic_id, p.partition_id))
              order by p.partition_id for update skip locked
             """,
-            {**of, "partitions": literals.of_numbers(ends)},
+            (group, TOPIC, literals.of_numbers(ends), before),
             prepare=False,
         ).fetchall()
-        if not free:
-            return 0
         partitions = [partition for (partition,) in free]
-        return conn.execute(
-            _COMPLETE,
+        return append(
+            conn,
+            group,
+            PARTITIONS,
+            """
+            partition_id = any(%(partitions)s::int[]) and snapshot_id = %(before)s
+            and polled_offset >= (%(ends)s::bigint[])[array_position(%(partitions)s::int[], partition_id)]
+            and exists (select from relay.snapshots where group_id = %(group)s and id = %(after)s)
+            """,
             {
-                **of,
+                "before": before,
+                "after": after,
+                "first": FIRST,
                 "partitions": literals.of_numbers(partitions),
                 "ends": literals.of_numbers(ends[partition] for partition in partitions),
             },
-            prepare=False,
-        ).rowcount
+            snapshot_id="%(after)s",
+            polled_offset="%(first)s",
+        )
 
 
 def move(
@@ -321,22 +341,21 @@ def move(
     applied_lsn: Lsn = Lsn(0),  # noqa: B008
 ) -> None:
     """Set partitions of a stopped group to a snapshot, or to a position in the WAL, forward or backward."""
-    conn.execute(
-        _move(
-            "o.partition_id = any(%(partitions)s)",
-            snapshot_id="%(snapshot)s",
-            polled_offset="%(polled)s",
-            applied_lsn="%(lsn)s::pg_lsn",
-            next_offset="greatest(1, least(%(polled)s::bigint, 9223372036854775806) + 1)",
-        ),
+    append(
+        conn,
+        group,
+        PARTITIONS,
+        "partition_id = any(%(partitions)s)",
         {
             "snapshot": snapshot,
             "polled": polled_offset,
             "lsn": str(applied_lsn),
-            "group": group,
-            "topic": TOPIC,
             "partitions": list(partitions),
         },
+        snapshot_id="%(snapshot)s",
+        polled_offset="%(polled)s",
+        applied_lsn="%(lsn)s::pg_lsn",
+        next_offset="greatest(1, least(%(polled)s::bigint, 9223372036854775806) + 1)",
     )
 
 
@@ -344,24 +363,21 @@ def set_wal_position(
     conn: psycopg.Connection[Any], group: str, applied_lsn: Lsn, next_offset: int
 ) -> None:
     """Set all partitions of a stopped group to one position in the WAL."""
-    conn.execute(
-        _move(applied_lsn="%(lsn)s::pg_lsn", next_offset="%(next)s"),
-        {"lsn": str(applied_lsn), "next": next_offset, "group": group, "topic": TOPIC},
+    bound = {"lsn": str(applied_lsn), "next": next_offset}
+    append(
+        conn,
+        group,
+        PARTITIONS,
+        bound=bound,
+        applied_lsn="%(lsn)s::pg_lsn",
+        next_offset="%(next)s",
     )
 
 
 def discard_lsns(conn: psycopg.Connection[Any], group: str) -> None:
     """Set all partitions and sinks to the beginning of the WAL; they must be locked."""
-    conn.execute(_move(applied_lsn="'0/0'"), {"group": group, "topic": TOPIC})
-    conn.execute(
-        """
-        insert into relay.positions (group_id, owner, topic_id, partition_id, number, applied_lsn, snapshot, following,
-                                     polled_offset, delivered_lsn, notes_from)
-        select group_id, sink, %s, 0, number + 1, '0/0', snapshot, following, polled_offset, '0/0', notes_from
-          from relay.sinks where group_id = %s
-        """,
-        (TOPIC, group),
-    )
+    append(conn, group, PARTITIONS, applied_lsn="'0/0'")
+    append(conn, group, SINKS, applied_lsn="'0/0'", delivered_lsn="'0/0'")
 
 
 def lock_all(conn: psycopg.Connection[Any], group: str) -> None:
@@ -381,17 +397,13 @@ def lock_sinks(conn: psycopg.Connection[Any], group: str) -> None:
 
 def rename_snapshots(conn: psycopg.Connection[Any], group: str, names: Mapping[int, int]) -> None:
     """Replace the ids of snapshots in the positions of a stopped group's partitions, as `names` maps them."""
-    conn.execute(
-        _move(
-            "o.snapshot_id = any(%(former)s::bigint[])",
-            snapshot_id="(%(new)s::bigint[])[array_position(%(former)s::bigint[], o.snapshot_id)]",
-        ),
-        {
-            "former": literals.of_numbers(names),
-            "new": literals.of_numbers(names.values()),
-            "group": group,
-            "topic": TOPIC,
-        },
+    append(
+        conn,
+        group,
+        PARTITIONS,
+        "snapshot_id = any(%(former)s::bigint[])",
+        {"former": literals.of_numbers(names), "new": literals.of_numbers(names.values())},
+        snapshot_id="(%(new)s::bigint[])[array_position(%(former)s::bigint[], snapshot_id)]",
     )
 
 

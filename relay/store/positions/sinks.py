@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, LiteralString
+from typing import Any
 
 import numpy as np
 import psycopg
@@ -25,7 +25,7 @@ from relay.store import actions, completeness, endpoints, literals, locks
 from relay.store.brakes import Streak, streaks
 from relay.store.connections import APPLICATION_NAME, INSTANCE, Connection, Dsn, connect
 from relay.store.deferred import due
-from relay.store.positions import snapshots
+from relay.store.positions import offsets, snapshots
 from relay.store.positions.offsets import TOPIC
 from relay.store.positions.snapshots import xids_of
 
@@ -35,6 +35,7 @@ HELD_SECONDS = 10.0
 """After how many seconds the log names the session that has the claim of a sink."""
 BEFORE_FIRST = -(1 << 63)
 """The position before the first transaction of a difference."""
+_ONE = "sink = %(sink)s"
 ATTACHED, LAGGING, CAUGHT_UP = "attached", "lagging", "caught up"
 """States of a sink: fed from the stream; polling the outbox; or it has polled everything and is not attached."""
 
@@ -282,12 +283,14 @@ def _take(conn: Connection, group: str, sinks: list[str], waits: bool) -> list[s
 
 def _give_snapshots(conn: Connection, group: str, sinks: list[str]) -> None:
     """Append the group's snapshot to sinks that have none; the caller has locked their rows."""
-    _append(
+    first = "(select c.snapshot from relay.snapshots as c where c.group_id = %(group)s order by c.id limit 1)"
+    offsets.append(
         conn,
         group,
-        sinks,
-        "s.snapshot is null and exists (select from relay.snapshots where group_id = s.group_id)",
-        snapshot="(select snapshot from relay.snapshots where group_id = s.group_id order by id limit 1)",
+        offsets.SINKS,
+        f"sink = any(%(sinks)s) and snapshot is null and {first} is not null",
+        {"sinks": sinks},
+        snapshot=first,
     )
 
 
@@ -315,41 +318,6 @@ def states(conn: Connection, group: str, sinks: Collection[str]) -> dict[str, Si
         )
         for sink, *values in rows
     }
-
-
-_APPEND = sql.SQL(
-    """
-    insert into relay.positions (group_id, owner, topic_id, partition_id, number, snapshot, following, polled_offset,
-                                 applied_lsn, delivered_lsn, notes_from, xids)
-    select s.group_id, s.sink, {topic}, 0, s.number + 1, {snapshot}, {following}, {polled_offset}, {applied_lsn},
-           {delivered_lsn}, {notes_from}, {xids}
-      from relay.sinks as s
-     where s.group_id = %(group)s and s.sink = any(%(sinks)s) and {which}
-    """
-)
-
-
-def _append(
-    conn: Connection,
-    group: str,
-    sinks: Collection[str],
-    which: LiteralString = "true",
-    bound: Mapping[str, Any] | None = None,
-    **columns: LiteralString,
-) -> int:
-    """Append a position with other values of some columns to sinks, whose rows are locked; returns to how many."""
-    kept = ("snapshot", "following", "polled_offset", "applied_lsn", "delivered_lsn", "notes_from")
-    values = {name: sql.SQL(columns.get(name, "s." + name)) for name in kept}
-    return conn.execute(
-        _APPEND.format(
-            topic=sql.Literal(TOPIC),
-            which=sql.SQL(which),
-            xids=sql.SQL(columns.get("xids", "null")),
-            **values,
-        ),
-        {"group": group, "sinks": list(sinks), **(bound or {})},
-        prepare=False,
-    ).rowcount
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -634,8 +602,8 @@ def add_done(conn: Connection, group: str, done: Mapping[str, Sequence[int]]) ->
             (group, list(done)),
         )
         for sink, xids in done.items():
-            bound = {"xids": literals.of_numbers(xids)}
-            _append(conn, group, [sink], bound=bound, xids="%(xids)s::xid8[]")
+            bound = {"sink": sink, "xids": literals.of_numbers(xids)}
+            offsets.append(conn, group, offsets.SINKS, _ONE, bound, xids="%(xids)s::xid8[]")
 
 
 def _done(conn: Connection, group: str, sinks: list[str]) -> dict[str, Xids]:
@@ -662,17 +630,18 @@ def move(conn: Connection, group: str, sink: str, position: SinkPosition) -> boo
             """,
             (group, sink),
         )
-        moved = _append(
+        moved = offsets.append(
             conn,
             group,
-            [sink],
-            bound=_columns(position),
+            offsets.SINKS,
+            _ONE,
+            {"sink": sink, **_columns(position)},
             snapshot="%(snapshot)s::pg_snapshot",
             following="%(following)s::pg_snapshot",
             polled_offset="%(polled)s",
             applied_lsn="%(applied)s::pg_lsn",
             delivered_lsn="%(delivered)s::pg_lsn",
-            notes_from="s.number + 1",
+            notes_from="number + 1",
         )
         if completeness.forget(conn, group, [sink]):
             completeness.expect(conn, group, [sink])
