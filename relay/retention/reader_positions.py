@@ -20,29 +20,23 @@ from relay.model.snapshots import Snapshot
 from relay.store.connections import Connection, database_identity
 
 _POSITIONS = """
-    with positions (reader, snapshot) as (
-        select '', snapshot from relay.chain(%(group)s)
-         union all
-        -- One that has lost its positions holds everything.
-        select sink, case when s.number is null then '1:1:' else s.snapshot end
-          from relay.sink_claims left join relay.sinks as s using (group_id, sink) where group_id = %(group)s
-         union all
-        select sink, before from relay.spark_batches where group_id = %(group)s and batch is not null
-         union all
-        -- What a fill has passed by, since it was deferred, is read again.
-        select 'queue ' || q.name, '1:1:' from relay.queue_fills as f join relay.queues as q on q.id = f.queue_id
-         where q.group_id = %(group)s and f.ended_at is null
-    )
-    select distinct on (reader) reader, snapshot::text,
+    select reader, snapshot::text,
            case when reader = '' then
                array(select distinct c_offset from relay.dead_letter_queue
                       where group_id = %(group)s and by_reference and status in ('dead', 'replaying')
                         and c_offset is not null)
            else '{}' end
-      from (select * from positions
+      from (select '' as reader,
+                   (select snapshot from relay.chain(%(group)s) order by pg_snapshot_xmin(snapshot) limit 1) as snapshot
              union all
-            select '', null where not exists (select from positions where reader = '')) as p
-     order by reader, pg_snapshot_xmin(snapshot) nulls first
+            -- One that has lost its positions holds everything.
+            select sink, case when s.number is null then '1:1:' else s.snapshot end
+              from relay.sink_claims left join relay.sinks as s using (group_id, sink) where group_id = %(group)s
+             union all
+            -- What a fill has passed by, since it was deferred, is read again.
+            select 'queue ' || q.name, '1:1:' from relay.queue_fills as f join relay.queues as q on q.id = f.queue_id
+             where q.group_id = %(group)s and f.ended_at is null) as p
+     order by reader
 """
 
 _NOTE = """

@@ -21,6 +21,10 @@ from relay.admin.offsets import plan_seek, seek
 from relay.cli.app import app
 from relay.delivery import session as delivery_session
 from relay.faults import ConfigurationError, Unreachable
+from relay.model.snapshots import BEGINNING, Snapshot
+from relay.retention import reader_positions
+from relay.store.positions import spark_batches
+from relay.store.positions.spark_batches import Contents
 from tests.outbox import (
     APPEND,
     Outbox,
@@ -96,6 +100,25 @@ def test_an_endpoint_that_fails_costs_the_other_one_no_copy(
     assert set(failing.ids().values()) == {1}
     assert_in_order(outbox, failing, 8)
     outbox.assert_exact()
+
+
+def test_a_batch_of_spark_is_given_up_once_the_sink_is_of_another_kind(
+    outbox: Outbox, webhooks: list[Webhook]
+) -> None:
+    """It would hold the log for ever, and move the sink back once Spark writes it again."""
+    settings = outbox.settings(**posting(webhooks[0]))
+    outbox.begin_sink("hook0", f"'{BEGINNING}'")
+    contents = Contents(BEGINNING, Snapshot(9, 9))
+    spark_batches.begin(outbox.conn, "default", "hook0", "delta x", 0, ([], 8), contents)
+    outbox.publish(host(1), event(1))
+    with relaying(settings):
+        wait_until(lambda: set(webhooks[0].ids()) == ids(outbox))
+        wait_until(lambda: state(outbox) == "attached")
+    assert spark_batches.begun(outbox.conn, "default", "hook0", "delta x") is None
+    reader_positions.note(outbox.conn, outbox.conn, "default", settings.source.table)
+    assert outbox.value("select snapshot::text from relay.readers where reader = 'hook0'") == (
+        outbox.value("select snapshot::text from relay.sinks")
+    )
 
 
 @pytest.mark.parametrize("hosts", [pytest.param(4, marks=pytest.mark.rare), 32])

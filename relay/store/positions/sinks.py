@@ -150,17 +150,18 @@ class Claims:
         self._held.clear()
 
     def load(
-        self, starts: Mapping[str, str], polls: bool = True, waits: bool = False
+        self, starts: Mapping[str, str], polls: bool = True, by_spark: bool = False
     ) -> dict[str, SinkState]:
         """Read the state of claimed sinks, from which this process continues, under a new number of each claim.
 
         `starts` has, for each sink, where it begins if it is new, as for `begin`. Where it `polls`, a sink that has no
-        snapshot gets the group's: it was never older than the slot, which the group reads. Without `waits`, sinks whose
-        row another session has locked are left out. Raises RelayError if a sink has lost its positions.
+        snapshot gets the group's: it was never older than the slot, which the group reads. Unless they are worked
+        `by_spark`, sinks whose row another session has locked are left out, and a batch that Spark has begun, when it
+        worked one, is given up: it would move the sink back. Raises RelayError if a sink has lost its positions.
         """
         conn, group = self.conn, self._group
         with conn.transaction():
-            taken = _take(conn, group, list(starts), waits)
+            taken = _take(conn, group, list(starts), by_spark)
             begun = [
                 sink
                 for sink in starts
@@ -168,7 +169,15 @@ class Claims:
             ]
             for sink in begun:
                 log.info("a new sink begins", extra={"handler": sink, "from": starts[sink]})
-            taken += _take(conn, group, begun, waits)
+            taken += _take(conn, group, begun, by_spark)
+            if not by_spark:
+                conn.execute(
+                    """
+                    update relay.spark_batches set batch = null, data = null, files = null
+                     where group_id = %s and sink = any(%s) and batch is not null
+                    """,
+                    (group, taken),
+                )
             if polls:
                 _give_snapshots(conn, group, taken)
             # Read under the locks of the rows: whoever had a claim before stores nothing any more.
@@ -225,7 +234,7 @@ class Claim:
         if self._number:
             state = states(self.conn, self._group, [self._sink]).get(self._sink)
         else:
-            state = self._claims.load({self._sink: start}, waits=True).get(self._sink)
+            state = self._claims.load({self._sink: start}, by_spark=True).get(self._sink)
         if state is None or self._number not in (0, state.claim):
             self._number = 0
             raise SinkMoved
