@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor
+from typing import Any
 
 from relay.config.settings import Settings
 from relay.model.snapshots import Snapshot, Xids
@@ -14,7 +15,7 @@ from relay.source.outbox.differences import Difference
 from relay.source.outbox.rows import OutboxRows
 from relay.source.outbox.visibility import JOIN_SECONDS
 from relay.source.server import SourcePosition, current_position, durable_position
-from relay.source.witnesses import Covering
+from relay.source.witnesses import cover, require_history
 from relay.store.connections import Pool
 
 FIRST_POLL_SECONDS = 0.01
@@ -29,7 +30,7 @@ class OutboxEnd:
 
     def __init__(self, settings: Settings, source: Pool, target: Pool, in_source: Executor) -> None:
         self._rows = OutboxRows(settings)
-        self._covering = Covering(settings.group)
+        self._group = settings.group
         self._source = source
         self._target = target
         self._in_source = in_source
@@ -55,10 +56,7 @@ class OutboxEnd:
     async def require_history(self) -> None:
         """Raise TransientFault where the source is not known to be of the history of the stored positions."""
         await asyncio.get_running_loop().run_in_executor(
-            self._in_source,
-            self._covering.require,
-            self._source.connection,
-            self._target.connection,
+            self._in_source, self._in_both, require_history
         )
 
     async def following(self, snapshot: Snapshot) -> SourcePosition | None:
@@ -97,5 +95,10 @@ class OutboxEnd:
             if not (outdated or asks_position):
                 return None, outdated
             found = durable_position(conn)
-        self._covering.cover(found.snapshot, self._source.connection, self._target.connection)
+        self._in_both(cover, found.snapshot)
         return found, outdated
+
+    def _in_both(self, act: Callable[..., None], *arguments: Any) -> None:
+        """Do something for the group with a session of the source and one of the target."""
+        with self._source.connection() as source, self._target.connection() as target:
+            act(source, target, self._group, *arguments)

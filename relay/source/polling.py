@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Event
@@ -37,7 +37,7 @@ from relay.source.recognition import Recognition
 from relay.source.server import SourcePosition, current_position, durable_position
 from relay.source.state import POLLS, SourceState
 from relay.source.stream.slot import membership, reader_activity, require_published
-from relay.source.witnesses import Covering
+from relay.source.witnesses import cover
 from relay.store import completeness, dead_letters, groups
 from relay.store.completeness import Completeness, Moments
 from relay.store.connections import Pool, asking, open_pool, shared_pool
@@ -107,7 +107,6 @@ class Poller:
         self._moments = Moments()
         self._noted = -NOTE_SECONDS
         self._recognition = Recognition(settings)
-        self._covering = Covering(settings.group)
         self._marked = self._checked = False
         self._named: tuple[str | None, int | None, str] | None = None
 
@@ -198,11 +197,11 @@ class Poller:
             between = Difference(last.snapshot, seen.snapshot)
             if self._lacks_rows(source, target, between, noted):
                 if opening:
-                    self._cover(source, target, seen)
+                    cover(source, target, group, seen.snapshot)
                     snapshots.append(target, group, last, seen.snapshot, seen.lsn)
                 return False
             if len(noted.xids) or seen.snapshot.xmax - last.snapshot.xmax > _FAR:
-                self._cover(source, target, seen)
+                cover(source, target, group, seen.snapshot)
                 snapshots.replace(target, group, last, seen.snapshot)
             else:
                 # Who has all that the last snapshot sees has all that this one sees, and has a witness of it.
@@ -211,17 +210,6 @@ class Poller:
             completeness.note(target, group, completeness.TARGET, last.snapshot, complete)
             adopted(seen)
             return True
-
-    def _cover(
-        self,
-        source: psycopg.Connection[Any],
-        target: psycopg.Connection[Any],
-        seen: SourcePosition,
-    ) -> None:
-        """Note a witness of a snapshot that the group is about to store."""
-        self._covering.cover(
-            seen.snapshot, lambda: nullcontext(source), lambda: nullcontext(target)
-        )
 
     def lacks(self, seen: SourcePosition) -> bool:
         """Whether the WAL has not brought yet all that a snapshot sees, and all that it brought is applied.
@@ -363,7 +351,8 @@ class Poller:
 
     def _open(self, last: ChainLink) -> ChainLink | None:
         """Add the source's current snapshot to the chain; None if it shows no new rows."""
-        with self._source.connection() as source:
+        group = self._settings.group
+        with self._target.connection() as target, self._source.connection() as source:
             now = current_position(source)
             if not now.snapshot.covers(last.snapshot):
                 # A standby may lag.
@@ -375,9 +364,7 @@ class Poller:
             self._name_unassigned(source)
             seen = durable_position(source)
             self._moments.note(seen.snapshot, seen.at)
-        self._covering.cover(seen.snapshot, self._source.connection, self._target.connection)
-        with self._target.connection() as target:
-            group = self._settings.group
+            cover(source, target, group, seen.snapshot)
             # None if another instance has added one meanwhile: that difference is next.
             return snapshots.append(target, group, last, seen.snapshot, seen.lsn)
 

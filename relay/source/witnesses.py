@@ -7,8 +7,7 @@ where the row is still there as it was inserted, so is all of that. `sql/source/
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import LiteralString
 from uuid import UUID
 from weakref import WeakKeyDictionary
@@ -109,62 +108,34 @@ def _newer(conn: Connection, origin: groups.SourceOrigin, target: str) -> Witnes
     return None
 
 
-Opened = Callable[[], AbstractContextManager[Connection]]
-"""Gives a connection that is in no transaction."""
-
-
-class Covering:
-    """Notes for a group a witness of what a snapshot sees, before a position with that snapshot is stored.
+def cover(source: Connection, target: Connection, group: str, snapshot: Snapshot) -> None:
+    """Note for a group a witness of what a snapshot sees, before a position with that snapshot is stored.
 
     A witness is noted only of a source that holds the one before, so that each proves the whole history of the group.
-    Where a session may take none, the newest one of the source is noted; beyond it LSNs and timelines alone tell.
+    Where a session may take none, the newest one of the source is noted; beyond it LSNs and timelines alone tell. Both
+    connections are in no transaction. Raises TransientFault where the source does not hold the newest witness, as long
+    as nobody has compared both histories, and psycopg.Error.
     """
-
-    def __init__(self, group: str) -> None:
-        self._group = group
-        self._newest: Witness | None = None
-
-    def cover(self, snapshot: Snapshot, source: Opened, target: Opened) -> None:
-        """Take and note a witness, unless the newest one covers the snapshot.
-
-        One connection is open at a time. Raises TransientFault where the source does not hold the newest witness, as
-        long as nobody has compared both histories, and psycopg.Error.
-        """
-        if self._newest is not None and self._newest.proves(snapshot):
-            return
-        with target() as conn:
-            origin, here = groups.origin(conn, self._group), running_database(conn)
-        with source() as conn:
-            if _may_take(conn):
-                # Each time: the connection may be to another server than the last one was.
-                require_held(conn, origin, here)
-                taken = take(conn)
-            else:
-                taken = _newer(conn, origin, here)
-        if taken is not None:
-            with target() as conn:
-                groups.note_witness(conn, self._group, taken)
-            self._newest = taken
-
-    def require(self, source: Opened, target: Opened) -> None:
-        """Raise TransientFault where the source does not hold the newest witness; psycopg.Error.
-
-        For what is read again by a position that is stored already.
-        """
-        with target() as conn:
-            origin, here = groups.origin(conn, self._group), running_database(conn)
-        with source() as conn:
-            require_held(conn, origin, here)
-
-
-def cover(source: Connection, target: Connection, group: str, snapshot: Snapshot) -> None:
-    """Note a witness of what a snapshot sees once, as `Covering` does, with its errors."""
-    Covering(group).cover(snapshot, lambda: nullcontext(source), lambda: nullcontext(target))
+    origin, here = groups.origin(target, group), running_database(target)
+    newest = origin.witness
+    if newest is not None and newest.proves(snapshot):
+        require_held(source, origin, here)
+        return
+    if _may_take(source):
+        require_held(source, origin, here)
+        taken = take(source)
+    else:
+        taken = _newer(source, origin, here)
+    if taken is not None:
+        groups.note_witness(target, group, taken)
 
 
 def require_history(source: Connection, target: Connection, group: str) -> None:
-    """Raise TransientFault where the source does not hold the newest witness of a group, as `Covering` does."""
-    Covering(group).require(lambda: nullcontext(source), lambda: nullcontext(target))
+    """Raise TransientFault where the source does not hold the newest witness of a group; psycopg.Error.
+
+    For what is read again by a position that is stored already.
+    """
+    require_held(source, groups.origin(target, group), running_database(target))
 
 
 def require_held(source: Connection, origin: groups.SourceOrigin, target: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,7 +27,7 @@ from relay.faults import ConfigurationError, RelayError, TransientFault
 from relay.source.recognition import Recognition
 from relay.source.server import current_position
 from relay.source.walsender import open_replication
-from relay.source.witnesses import Covering, cover, holds, recent, take
+from relay.source.witnesses import cover, holds, recent, take
 from relay.spark.session import Session
 from relay.store import groups
 from relay.store.connections import connect
@@ -551,17 +551,14 @@ def test_a_witness_is_noted_only_of_a_source_that_holds_the_one_before(
     """A sink that polls before relay has compared both histories would make the other one look proven."""
     settings = outbox.settings(target={"dsn": target.relay_dsn})
     initialise(settings)
-    covering = Covering("default")
     seen = current_position(outbox.conn).snapshot
-    covering.cover(seen, lambda: nullcontext(outbox.conn), lambda: nullcontext(target.conn))
+    cover(outbox.conn, target.conn, "default", seen)
     noted = groups.origin(target.conn, "default").witness
     outbox.conn.execute("delete from relay.witnesses")
     outbox.publish(host(1), event(1))
     seen = current_position(outbox.conn).snapshot
-    # One that has noted a witness is in the process that was running when the source failed over.
-    for each in (covering, Covering("default"), Covering("default")):
-        with pytest.raises(TransientFault, match="does not hold the witness"):
-            each.cover(seen, lambda: nullcontext(outbox.conn), lambda: nullcontext(target.conn))
+    with pytest.raises(TransientFault, match="does not hold the witness"):
+        cover(outbox.conn, target.conn, "default", seen)
     assert groups.origin(target.conn, "default").witness == noted
 
 
