@@ -10,7 +10,7 @@ from threading import Lock
 
 from relay.model.batch import Batch, Outcome, TaskOutcome
 from relay.model.events import POSTGRES_EPOCH
-from relay.pipeline.apply import Redelivery
+from relay.pipeline.apply import Delivered
 from relay.pipeline.listeners import BatchListener
 from relay.runtime.parts import Condition, Recurring
 
@@ -25,17 +25,13 @@ class BatchLog(BatchListener):
 
     def committed(self, task: TaskOutcome) -> None:
         """Log stopped handlers and dead letters."""
-        for fault in task.braked:
-            log.error("a handler is stopped", extra={"fault": fault})
-        for dead in task.dead:
-            log.warning("dead letter", extra={"partition": _partitions([task]), **dead.fields})
+        _log_failed(task, partition=_partitions([task]))
 
-    def redelivered(self, redelivery: Redelivery) -> None:
-        """Log retries and dead letters."""
-        for dead in redelivery.dead:
-            log.warning("dead letter", extra=dead.fields)
-        retried = {"transactions": redelivery.tried, "applied": redelivery.applied}
-        log.debug("redelivery", extra=retried)
+    def redelivered(self, retried: Delivered) -> None:
+        """Log retries, stopped handlers and dead letters."""
+        _log_failed(retried)
+        counts = {"transactions": retried.tried, "applied": retried.applied}
+        log.debug("redelivery", extra=counts)
 
     def durable(self, batch: Batch, outcome: Outcome, seconds: float) -> None:
         """Log a batch."""
@@ -97,10 +93,10 @@ class Summary(BatchListener, Recurring):
             )
             self._lag = _lag(batch)
 
-    def redelivered(self, redelivery: Redelivery) -> None:
+    def redelivered(self, retried: Delivered) -> None:
         """Add applied transactions of `relay.deferred`."""
         with self._lock:
-            self._sums["redelivered"] += redelivery.applied
+            self._sums["redelivered"] += retried.applied
 
     def turn(self) -> float:
         """Log the sums, if there are any."""
@@ -130,6 +126,13 @@ class Summary(BatchListener, Recurring):
             # The sums belong to no batch, not even to the one that this thread works on when relay ends with a fault.
             known = {"transactions": transactions, "redelivered": redelivered, "batch": None}
             log.info("relayed", extra={**sums, **known, **lag})
+
+
+def _log_failed(done: TaskOutcome | Delivered, **fields: str) -> None:
+    for fault in done.braked:
+        log.error("a handler is stopped", extra={"fault": fault})
+    for dead in done.dead:
+        log.warning("dead letter", extra={**fields, **dead.fields})
 
 
 def _lag(batch: Batch) -> dict[str, float | int]:

@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from relay.config.settings import Settings
 from relay.model.batch import Batch, DeadLetterReport, Outcome, TaskOutcome
 from relay.model.events import POSTGRES_EPOCH, Transaction
-from relay.pipeline.apply import Redelivery
+from relay.pipeline.apply import Delivered
 from relay.pipeline.listeners import Meter
 from relay.sinks import Again, BatchSink, Sink
 from relay.store import states
@@ -529,18 +529,22 @@ class Metrics(Meter):
             latency = _age(int(batch.transactions.facts["ts"][0]))
             self._histogram("relay_applied_latency_seconds").observe(latency)
         for task in outcome.tasks:
-            for handler, took in task.seconds.items():
-                self._histogram("relay_handler_duration_seconds", handler).observe(took)
+            self._handled(task.seconds)
         self._sums["events"] += outcome.applied
 
     def committed(self, task: TaskOutcome) -> None:
         """Count what a task of a batch has dead-lettered."""
         self._dead(task.dead)
 
-    def redelivered(self, redelivery: Redelivery) -> None:
+    def redelivered(self, retried: Delivered) -> None:
         """Count retries of deferred transactions, and those that are dead now."""
-        self._counter("relay_retried_transactions_total").inc(redelivery.tried)
-        self._dead(redelivery.dead)
+        self._counter("relay_retried_transactions_total").inc(retried.tried)
+        self._handled(retried.seconds)
+        self._dead(retried.dead)
+
+    def _handled(self, seconds: Mapping[str, float]) -> None:
+        for handler, took in seconds.items():
+            self._histogram("relay_handler_duration_seconds", handler).observe(took)
 
     def stored(self, sink: str, deferred: int, dead: Iterable[DeadLetterReport]) -> None:
         """Count the deferred and the dead deliveries that a sink has stored."""

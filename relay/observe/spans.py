@@ -53,7 +53,7 @@ from relay.model.trace_context import (
     carrying,
     parse,
 )
-from relay.pipeline.apply import Redelivery
+from relay.pipeline.apply import Delivered
 from relay.pipeline.listeners import BatchListener
 from relay.pipeline.tracing import add
 from relay.runtime.parts import Part
@@ -206,9 +206,9 @@ class Traces(BatchListener, Part):
             self._processed(trace_record, more, links)
         span.end(now)
 
-    def redelivered(self, redelivery: Redelivery) -> None:
+    def redelivered(self, retried: Delivered) -> None:
         """Create the spans of retried transactions of `relay.deferred`."""
-        trace_record = redelivery.trace_record
+        trace_record = retried.trace_record
         if trace_record is not None:
             with _harmless():
                 self._processed(trace_record, {"relay.redelivery": True}, [])

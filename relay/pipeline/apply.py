@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import psycopg
@@ -25,6 +25,7 @@ from relay.model.dispositions import (
     APPLIED,
     AttemptHistory,
     DeadLetter,
+    Dispositions,
     holds_keys,
     is_deferred,
 )
@@ -53,29 +54,42 @@ from relay.store.positions.unflushed import require_kept
 
 log = logging.getLogger(__name__)
 
-Done = TypeVar("Done")
-
-
 DUE_AT_ONCE = 500
 """How many due transactions are retried in one database transaction."""
 
 
-class Redelivery(NamedTuple):
-    """Retried transactions of `relay.deferred`: how many were tried and applied, and which were dead-lettered."""
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """What became of transactions, new ones or retried ones of `relay.deferred`.
 
-    tried: int
-    applied: int
-    dead: list[DeadLetterReport]
+    `tried` and `applied` count transactions, `deferred_events` the events of those that are deferred. `braked` has a
+    line for each handler that was stopped; `seconds` has the seconds that each handler took. `held` are the keys of
+    retried ones that still hold them.
+    """
+
+    tried: int = 0
+    applied: int = 0
+    deferred_events: int = 0
+    dead: tuple[DeadLetterReport, ...] = ()
+    braked: tuple[str, ...] = ()
     trace_record: TraceRecord | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    held: frozenset[str] = frozenset()
+
+    @classmethod
+    def joined(cls, parts: Sequence[Delivered]) -> Delivered:
+        """What became of all the transactions of one database transaction."""
+        return cls(
+            sum(each.tried for each in parts),
+            sum(each.applied for each in parts),
+            sum(each.deferred_events for each in parts),
+            tuple(dead for each in parts for dead in each.dead),
+            tuple(line for each in parts for line in each.braked),
+            joined(each.trace_record for each in parts),
+        )
 
 
-class _Delivered(NamedTuple):
-    """What became of transactions: the dead letters, the number of deferred events, why handlers were stopped."""
-
-    dead: list[DeadLetterReport]
-    deferred_events: int
-    braked: list[str]
-    trace_record: TraceRecord | None = None
+Done = TypeVar("Done", TaskOutcome, Delivered)
 
 
 class Applier:
@@ -144,8 +158,29 @@ class Applier:
         `guarded` applies one transaction at a time, each under a note in the target that is removed afterwards. A
         transaction with `crash_limit` notes has killed as many processes and is dead-lettered.
         """
+        return self._run(partial(self._apply, task), guarded)
+
+    def retry_deferred(self, guarded: bool = False) -> Delivered:
+        """Retry the deferred transactions that are due, and commit. If it raises, the target is unchanged."""
+        return self._run(self._retry, guarded)
+
+    def deferred_times(self) -> DeferredTimes:
+        """When deferred transactions are due."""
+        with self._pool.connection() as conn:
+            return deferred_due.times(conn, self._group)
+
+    def _run(self, attempt: Callable[[Trial], Done], guarded: bool) -> Done:
+        """Call `attempt` in the modes that it needs; returns its outcome, with the times that it took."""
+
+        def timed(trial: Trial) -> Done:
+            began = time.time_ns()
+            outcome = attempt(trial)
+            if outcome.trace_record is None:
+                return outcome
+            return replace(outcome, trace_record=outcome.trace_record.since(began))
+
         with self.active_jobs.job() as job:
-            outcome = self._by_mode(partial(self._attempt, task), guarded)
+            outcome = self._by_mode(timed, guarded)
         return replace(outcome, seconds=job.seconds) if job.seconds else outcome
 
     def _by_mode(self, attempt: Callable[[Trial], Done], guarded: bool) -> Done:
@@ -168,17 +203,13 @@ class Applier:
                     _report_sample(error)
             raise
 
-    def _attempt(self, task: Work, trial: Trial) -> TaskOutcome:
-        began = time.time_ns()
+    def _apply(self, task: Work, trial: Trial) -> TaskOutcome:
         try:
-            outcome = self._commit(task, trial)
+            return self._commit(task, trial)
         except TooLarge:
             if not isinstance(task, Range) or task.by_reference:
                 raise
-            outcome = self._commit(self._ranges.by_reference(task), trial)
-        if outcome.trace_record is None:
-            return outcome
-        return replace(outcome, trace_record=outcome.trace_record.since(began))
+            return self._commit(self._ranges.by_reference(task), trial)
 
     def _commit(self, task: Work, trial: Trial) -> TaskOutcome:
         with self._pool.transaction() as conn:
@@ -199,7 +230,7 @@ class Applier:
                 return TaskOutcome(task.partitions, skipped=task.events, reached=reached)
             limit = FailureLimit(self._limits, self._own(locked.streaks))
             declared = self._queues.at(conn, locked.queues)
-            delivered = self._deliver(conn, fresh, locked.holding, trial, limit, declared)
+            delivered = self._deliver(conn, fresh, trial, limit, declared, locked.holding)
             moved = advances(fresh, task.touched)
             noted = None
             if locked.last is not None:
@@ -208,7 +239,7 @@ class Applier:
                 )
             offsets.advance(conn, self._group, positions, moved, noted, self._durable)
         events = fresh.events
-        outcome = _outcome(task, events, task.events - events, [delivered], len(fresh))
+        outcome = _outcome(task, events, task.events - events, delivered, len(fresh))
         # Only what the target could still lose in a crash is reported.
         return (
             outcome if self._durable else replace(outcome, reached=_reached_lsns(positions, moved))
@@ -228,7 +259,7 @@ class Applier:
             return TaskOutcome(task.partitions)
         noted = snapshots.noted_in(conn, self._group, lower_bounds)
         events = count = 0
-        all_delivered: list[_Delivered] = []
+        all_delivered: list[Delivered] = []
         found = self._ranges.read(task, lower_bounds, noted)
         for transactions in self._ranges.portions(self.active_jobs.reading(found)):
             events += transactions.events
@@ -236,17 +267,17 @@ class Applier:
             left = transactions
             if task.by_reference:
                 left, dead = self._dead_letter_too_large(conn, transactions, task.by_reference)
-                all_delivered.append(_Delivered(dead, 0, []))
+                all_delivered.append(Delivered(dead=tuple(dead)))
             if not len(left):
                 continue
             hosts = left.distinct_hosts
             locked = offsets.lock(conn, self._group, list(lower_bounds), hosts)
             limit = FailureLimit(self._limits, self._own(locked.streaks))
             declared = self._queues.at(conn, locked.queues)
-            all_delivered.append(self._deliver(conn, left, locked.holding, trial, limit, declared))
+            all_delivered.append(self._deliver(conn, left, trial, limit, declared, locked.holding))
         ends = last_positions(task, lower_bounds)
         offsets.polled(conn, self._group, positions, ends, task.upto, self._durable)
-        return _outcome(task, events, 0, all_delivered, count)
+        return _outcome(task, events, 0, Delivered.joined(all_delivered), count)
 
     def _own(self, streaks: Mapping[str, Streak]) -> dict[str, Streak]:
         """The streaks of the target's handlers. Each sink counts its own: to pass its events is no success of its."""
@@ -256,41 +287,84 @@ class Applier:
         self,
         conn: Connection,
         transactions: Transactions,
-        holding: set[str],
         trial: Trial,
         limit: FailureLimit,
         declared: Declared | None,
-    ) -> _Delivered:
-        """Run the handlers of transactions, and settle those that were not applied."""
+        holding: Set[str] = frozenset(),
+        due: Sequence[DueTransaction] = (),
+    ) -> Delivered:
+        """Run the handlers of transactions, and settle those that were not applied.
+
+        Of new ones, those that a key blocks which a deferred transaction holds, of the hosts `holding`, wait behind it.
+        Retried ones have their rows in `due`, which hold their keys.
+        """
         assigned = self._router.route(transactions, declared)
-        dispositions, keys = self._deferral_rules.split(conn, assigned, holding)
+        histories = [AttemptHistory.of(each.attempts, each.failing_seconds) for each in due]
+        dispositions: Dispositions = {}
+        keys: Mapping[int, frozenset[str]] = {}
+        if not due:
+            dispositions, keys = self._deferral_rules.split(conn, assigned, holding)
         flowing = transactions.besides(dispositions)
         left = assigned.take(flowing) if dispositions else assigned
-        found = self._handler_runner.handle(conn, left, trial, {}, limit)
-        braked = store_streaks(conn, self._group, self._limits, left, found, limit)
+        found = self._handler_runner.handle(conn, left, trial, dict(enumerate(histories)), limit)
+        braked = store_streaks(conn, self._group, left, found, limit)
         dispositions |= {flowing[index]: disposition for index, disposition in found.items()}
-        keys |= {
-            index: self._deferral_rules.keys(assigned, index)
-            for index, disposition in dispositions.items()
-            if index not in keys and is_deferred(disposition)
-        }
-        # In commit order, which is the order of their retries.
-        indices = sorted(dispositions)
-        unsettled = [
-            Unsettled(rows, self._router.events(rows), dispositions[index], keys.get(index, ()))
-            for index, rows in zip(indices, transactions.take(indices), strict=True)
-        ]
+        self._pass_on(conn, assigned, dispositions, due)
+        unsettled = self._unsettled(assigned, dispositions, keys, due, histories)
         dead = self._settlement.store(conn, unsettled)
         self._settlement.log_retries(dispositions.values())
         waiting = [
-            index
-            for index, disposition in dispositions.items()
-            if not isinstance(disposition, DeadLetter)
+            index for index, each in dispositions.items() if not isinstance(each, DeadLetter)
         ]
-        traced = self._trace_record(
-            assigned, lambda index: traced_as(dispositions.get(index, APPLIED), is_retry=False)
+        held = [index for index, each in dispositions.items() if due and holds_keys(each)]
+        return Delivered(
+            len(transactions),
+            len(transactions) - len(dispositions),
+            int(transactions.facts["events"][waiting].sum()),
+            tuple(dead),
+            tuple(braked),
+            self._trace_record(assigned, dispositions, histories),
+            held=frozenset[str]().union(*(due[index].keys for index in held)),
         )
-        return _Delivered(dead, int(transactions.facts["events"][waiting].sum()), braked, traced)
+
+    def _pass_on(
+        self,
+        conn: Connection,
+        assigned: Assignment,
+        dispositions: Dispositions,
+        due: Sequence[DueTransaction],
+    ) -> None:
+        """Defer for the sinks what the target has applied of replayed transactions that no sink has had."""
+        undelivered = {
+            index: each.dead_transaction
+            for index, each in enumerate(due)
+            if each.undelivered and index not in dispositions
+        }
+        if undelivered:
+            self._deferral_rules.defer_deliveries(conn, assigned, undelivered)
+
+    def _unsettled(
+        self,
+        assigned: Assignment,
+        dispositions: Dispositions,
+        keys: Mapping[int, frozenset[str]],
+        due: Sequence[DueTransaction],
+        histories: Sequence[AttemptHistory],
+    ) -> Iterator[Unsettled]:
+        """Yield the transactions to settle, in commit order, which is the order of their retries.
+
+        A retried one that is applied has a row to be removed. `keys` are those that are known already.
+        """
+        indices = range(len(due)) if due else sorted(dispositions)
+        for index, rows in zip(indices, assigned.transactions.take(indices), strict=True):
+            events, disposition = self._router.events(rows), dispositions.get(index, APPLIED)
+            if due:
+                yield Unsettled(rows, events, disposition, (), histories[index], due[index])
+                continue
+            own = keys.get(index)
+            if own is None and is_deferred(disposition):
+                own = self._deferral_rules.keys(assigned, index)
+            yield Unsettled(rows, events, disposition, own or ())
 
     def _dead_letter_too_large(
         self, conn: Connection, transactions: Transactions, by_reference: Collection[int]
@@ -311,52 +385,39 @@ class Applier:
         return others, self._settlement.store(conn, unsettled.values())
 
     def _trace_record(
-        self, assigned: Assignment, find: Callable[[int], Traced | None]
+        self, assigned: Assignment, dispositions: Dispositions, histories: Sequence[AttemptHistory]
     ) -> TraceRecord | None:
-        return trace_record(assigned, self._handler_runner.names, find) if self._traces else None
+        if not self._traces:
+            return None
 
-    def retry_deferred(self, guarded: bool = False) -> Redelivery:
-        """Retry the deferred transactions that are due, and commit. If it raises, the target is unchanged."""
-        with self.active_jobs.job():
-            return self._by_mode(self._retry_deferred, guarded)
+        def traced(index: int) -> Traced | None:
+            attempts = histories[index].attempts if histories else 0
+            return traced_as(dispositions.get(index, APPLIED), bool(histories), attempts)
 
-    def deferred_times(self) -> DeferredTimes:
-        """When deferred transactions are due."""
-        with self._pool.connection() as conn:
-            return deferred_due.times(conn, self._group)
+        return trace_record(assigned, self._handler_runner.names, traced)
 
-    def _retry_deferred(self, trial: Trial) -> Redelivery:
-        began = time.time_ns()
-        found = self._retry(trial)
-        if found.trace_record is None:
-            return found
-        return found._replace(trace_record=found.trace_record.since(began))
-
-    def _retry(self, trial: Trial) -> Redelivery:
+    def _retry(self, trial: Trial) -> Delivered:
         limits = self._settings.batch
         with self._pool.transaction() as conn:
             self.active_jobs.enters(conn)
             due = deferred_due.claim(conn, self._group, DUE_AT_ONCE, limits.max_bytes)
             stuck: set[str] = set()
             declared = self._queues.current(conn) if due else None
-            found = [
-                self._redeliver(conn, run, trial, stuck, declared) for run in deferred_due.runs(due)
-            ]
-        return Redelivery(
-            sum(each.tried for each in found),
-            sum(each.applied for each in found),
-            [dead for each in found for dead in each.dead],
-            joined(each.trace_record for each in found),
-        )
+            return Delivered.joined(
+                [
+                    self._retry_run(conn, run, trial, stuck, declared)
+                    for run in deferred_due.runs(due)
+                ]
+            )
 
-    def _redeliver(
+    def _retry_run(
         self,
         conn: Connection,
         run: Sequence[DueTransaction],
         trial: Trial,
         stuck: set[str],
         declared: Declared | None,
-    ) -> Redelivery:
+    ) -> Delivered:
         """Retry transactions of one table layout, but for those with a key that is `stuck`.
 
         Adds the keys of what was not applied to `stuck`.
@@ -368,56 +429,20 @@ class Applier:
             else:
                 stuck.update(each.keys)
         if not due:
-            return Redelivery(0, 0, [])
+            return Delivered()
         limits = self._settings.batch
         transactions = deferred_due.transactions(
             conn, due, limits.max_bytes, limits.spool_directory
         )
-        histories = {
-            index: AttemptHistory.of(each.attempts, each.failing_seconds)
-            for index, each in enumerate(due)
-        }
         # A replayed transaction that fails is not a new dead letter: it does not count for the failure limit.
-        dead_before = any(each.dead_transaction is not None for each in due)
-        failure_limits = {} if dead_before else self._limits
-        streaks = {} if dead_before else self._own(brakes.streaks(conn, self._group))
-        limit = FailureLimit(failure_limits, streaks, defers=True)
-        assigned = self._router.route(transactions, declared)
-        dispositions = self._handler_runner.handle(conn, assigned, trial, histories, limit)
-        if not dead_before:
-            for fault in store_streaks(
-                conn, self._group, failure_limits, assigned, dispositions, limit
-            ):
-                log.error("a handler is stopped", extra={"fault": fault})
-        unsettled = [
-            Unsettled(
-                rows,
-                self._router.events(rows),
-                dispositions.get(index, APPLIED),
-                before=histories[index],
-                due=due[index],
-            )
-            for index, rows in enumerate(transactions)
-        ]
-        undelivered = {
-            index: each.dead_transaction
-            for index, each in enumerate(due)
-            if each.undelivered and index not in dispositions
-        }
-        if undelivered:
-            self._deferral_rules.defer_deliveries(conn, assigned, undelivered)
-        dead = self._settlement.store(conn, unsettled)
-        for index, disposition in dispositions.items():
-            if holds_keys(disposition):
-                stuck.update(due[index].keys)
-        self._settlement.log_retries(dispositions.values())
-        traced = self._trace_record(
-            assigned,
-            lambda index: traced_as(
-                dispositions.get(index, APPLIED), True, histories[index].attempts
-            ),
-        )
-        return Redelivery(len(due), len(due) - len(dispositions), dead, traced)
+        if any(each.dead_transaction is not None for each in due):
+            limit = FailureLimit({}, {}, defers=True)
+        else:
+            streaks = self._own(brakes.streaks(conn, self._group))
+            limit = FailureLimit(self._limits, streaks, defers=True)
+        delivered = self._deliver(conn, transactions, trial, limit, declared, due=due)
+        stuck.update(delivered.held)
+        return delivered
 
 
 def _report_sample(braked: Braked) -> None:
@@ -435,23 +460,17 @@ def _report_sample(braked: Braked) -> None:
 
 
 def _outcome(
-    task: Work,
-    events: int,
-    skipped: int,
-    delivered: Sequence[_Delivered],
-    transactions: int,
+    task: Work, events: int, skipped: int, delivered: Delivered, transactions: int
 ) -> TaskOutcome:
-    dead = tuple(item for each in delivered for item in each.dead)
-    lost = sum(item.events for item in dead)
-    deferred_events = sum(each.deferred_events for each in delivered)
+    lost = sum(item.events for item in delivered.dead)
     return TaskOutcome(
         task.partitions,
-        events - lost - deferred_events,
+        events - lost - delivered.deferred_events,
         skipped,
-        deferred_events,
-        dead,
-        tuple(line for each in delivered for line in each.braked),
-        trace_record=joined(each.trace_record for each in delivered),
+        delivered.deferred_events,
+        delivered.dead,
+        delivered.braked,
+        trace_record=delivered.trace_record,
         transactions=transactions,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from datetime import datetime
 from itertools import islice
 
@@ -163,7 +163,7 @@ class DeferralRules:
             deferred.defer(conn, self._group, deliveries, sink)
 
     def split(
-        self, conn: Connection, assigned: Assignment, holding: set[str]
+        self, conn: Connection, assigned: Assignment, holding: Set[str]
     ) -> tuple[Dispositions, dict[int, frozenset[str]]]:
         """The transactions that cannot be applied now, by index: what becomes of them, and their ordering keys.
 
@@ -193,7 +193,7 @@ class DeferralRules:
         conn: Connection,
         assigned: Assignment,
         scheduled: Collection[int],
-        holding: set[str],
+        holding: Set[str],
     ) -> dict[int, frozenset[str]]:
         """The transactions that a held key blocks, by index, with their keys."""
         transactions = assigned.transactions

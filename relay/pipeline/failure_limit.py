@@ -55,7 +55,7 @@ class FailureLimit:
         self._gradual = gradual
         self.stopped: dict[str, str] = {}
         self._described: dict[str, str] = {}
-        self._limits = limits
+        self.limits = limits
         self._lock = Lock()
         self.begin()
 
@@ -99,7 +99,7 @@ class FailureLimit:
 
     def stops(self, handler: str, error: BaseException) -> bool:
         """Count a transaction that is to be dead-lettered; returns whether the limit forbids that."""
-        limit = self._limits.get(handler)
+        limit = self.limits.get(handler)
         if limit is None:
             return False
         fault = kind_of(error)
@@ -127,7 +127,7 @@ class FailureLimit:
             before = self.streaks.get(handler)
             earlier = before.deaths if before and before.fault == kind_of(error) else 0
             raise self.fault(
-                handler, error, transaction, max(1, self._limits[handler] + 1 - earlier)
+                handler, error, transaction, max(1, self.limits[handler] + 1 - earlier)
             )
         return True
 
@@ -152,7 +152,7 @@ class FailureLimit:
     def _explained(self, handler: str, fault: str) -> str:
         how = f", and more than one in {_SUCCESSES_OF_ONE}," if self._gradual else " in a row"
         return (
-            f"handlers.{handler}: more than {self._limits[handler]} transactions{how} failed with {fault}: no more of "
+            f"handlers.{handler}: more than {self.limits[handler]} transactions{how} failed with {fault}: no more of "
             "them are dead-lettered; mend the handler or what it needs, and relay goes on by itself; to dead-letter "
             "them all the same, raise dead_letters.brake and restart"
         )
@@ -188,16 +188,14 @@ def run_of(handler: str, indices: Iterable[int], dispositions: Dispositions) -> 
 def store_streaks(
     conn: Connection,
     group: str,
-    limits: Mapping[str, int],
     assigned: Assignment,
     dispositions: Dispositions,
     limit: FailureLimit,
 ) -> list[str]:
     """Store the streaks after a task, in the database transaction that writes its dead letters.
 
-    `limits` are the most dead letters in a row of each handler that has a limit. Returns an explanation for each
-    handler that is stopped now. Raises Braked if tasks that run at the same time have together exceeded a
-    limit.
+    Returns an explanation for each handler that is stopped now. Raises Braked if tasks that run at the same time have
+    together exceeded a limit.
     """
     failed: dict[str, list[tuple[int, DeadLetter]]] = {}
     for index, disposition in dispositions.items():
@@ -205,7 +203,7 @@ def store_streaks(
             failed.setdefault(disposition.handler, []).append((index, disposition))
     explanations = []
     for handler in sorted(failed.keys() | limit.streaks.keys() | limit.stopped.keys()):
-        if handler not in limits:
+        if handler not in limit.limits:
             if handler in limit.streaks:
                 brakes.forget(conn, group, handler)
             continue
@@ -224,7 +222,7 @@ def store_streaks(
         before = limit.streaks.get(handler)
         if stopped and not (before and before.braked):
             explanations.append(limit.explain(handler))
-        elif handler in failed and not stopped and deaths > limits[handler]:
+        elif handler in failed and not stopped and deaths > limit.limits[handler]:
             index, disposition = failed[handler][-1]
             transaction = assigned.transactions[index]
             raise limit.fault(handler, disposition.error, transaction, len(failed[handler]))

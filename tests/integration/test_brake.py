@@ -9,6 +9,7 @@ import pytest
 
 from relay.admin import status
 from relay.config.settings import Settings
+from relay.pipeline.apply import Applier
 from relay.spark.session import Session
 from relay.store import brakes
 from relay.store.brakes import Streak
@@ -177,6 +178,24 @@ def test_a_replay_hides_no_failure_of_what_is_due_with_it(outbox: Outbox) -> Non
     with relaying(braking(outbox)):
         wait_until(lambda: stopped(outbox))
         assert dead(outbox) <= LIMIT + 1
+
+
+def test_a_retry_reports_what_a_task_does(outbox: Outbox) -> None:
+    """It measured no handler, and said that one is stopped before that was committed."""
+    for number in range(LIMIT + 2):
+        outbox.publish(host(number), event(1, deliver_at="2999-01-01"))
+    settings = braking(outbox)
+    outbox.drain(settings)
+    break_the_handler(outbox)
+    outbox.conn.execute("update relay.deferred set retry_at = now()")
+    applier = Applier(settings, 1)
+    try:
+        retried = applier.retry_deferred()
+    finally:
+        applier.close()
+    assert (retried.tried, retried.applied, len(retried.dead)) == (LIMIT + 2, 0, LIMIT)
+    assert len(retried.braked) == 1
+    assert retried.seconds["projection"] > 0
 
 
 def test_the_target_leaves_the_streaks_of_sinks_alone(
