@@ -317,7 +317,7 @@ class BatchDispatcher(Dispatcher):
         if fault is not None:
             self._attempts.fail(describe(fault))
             if action_for(fault) is FaultAction.RETRY:
-                self._last_fault = describe(fault)
+                self.destination.last_fault = describe(fault)
                 is_down = self._is_down(part[0], fault)
         self._grow(len(part), halves)
         left: list[Delivery] = []

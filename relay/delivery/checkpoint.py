@@ -250,7 +250,7 @@ class Checkpoint:
         self._move_to_adopted()
         reached = self._progress.reached
         position, done = self._progress.to_store()
-        entry = self._row.entry(position, done, self._row_state, self._dispatcher.fault)
+        entry = self._row.entry(position, done, self._row_state, self._dispatcher.destination.fault)
         return Progress(
             entry, reached, self._row.due_attempts(self._dispatcher), self._row.is_new(entry)
         )

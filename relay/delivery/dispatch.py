@@ -44,7 +44,7 @@ from relay.pipeline.retry_policy import DropLog, RetryPolicy
 from relay.runtime.retry import LONGEST_WAIT_SECONDS
 from relay.sinks import ATTEMPT, Attempt, Sink
 from relay.sinks.circuit_breaker import CircuitBreaker
-from relay.sinks.rate_limit import RateLimit
+from relay.sinks.destination import Destination
 from relay.store.activity import Attempts
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,6 @@ class Dispatcher:
         """`claim` is the number of the sink's claim, which functions need for commits of their own."""
         self.limit = limit
         self._claim = claim
-        self._notes_attempt = isinstance(settings, FunctionHandler)
         self._sink = sink
         self._settings = settings
         self._retry = RetryPolicy(sink.name, settings.retry)
@@ -88,12 +87,11 @@ class Dispatcher:
         self.has_ended = asyncio.Event()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ended: list[tuple[Delivery, Disposition]] = []
-        # A sink that is not reliable drops what fails, so it needs no breaker.
-        self.breaker = CircuitBreaker(settings.circuit_breaker if settings.reliable else None)
-        # A delivery may wait for its endpoint: the sink itself limits how many are posted at once.
+        self.destination = Destination(sink.name, settings)
+        # A delivery may wait for its endpoint: the sink itself limits how many are posted at once, and how fast.
         has_endpoints = isinstance(settings, HttpHandler) and settings.has_endpoints
-        rate = None if has_endpoints else settings.rate_limit
-        self._pace = RateLimit(rate) if rate else None
+        self._notes_attempt = has_endpoints or isinstance(settings, FunctionHandler)
+        self._pace = None if has_endpoints else self.destination.pace
         self._most_running = MOST_WAITING if has_endpoints else settings.concurrency
         self._queues = Queues()
         self._ready = Ready()
@@ -104,7 +102,6 @@ class Dispatcher:
         self._new_count = self._new_size = 0
         self._paused = self._defers_new = False
         self._changed = asyncio.Event()
-        self._last_fault: str | None = None
         self._attempts = Attempts()
         self._timer: asyncio.TimerHandle | None = None
         self._drops = DropLog(log)
@@ -116,9 +113,9 @@ class Dispatcher:
         )
 
     @property
-    def fault(self) -> str | None:
-        """The last fault while the circuit breaker is open; None while it is closed."""
-        return self._last_fault if self.breaker.is_open else None
+    def breaker(self) -> CircuitBreaker:
+        """The circuit breaker of the destination."""
+        return self.destination.breaker
 
     def take_attempts(self) -> Attempts:
         """Return what was attempted since the last call."""
@@ -353,7 +350,7 @@ class Dispatcher:
         if since is None and attempts:
             since = started
         xid = None if delivery.commit is None else delivery.commit.xid
-        return Attempt(delivery.keys, since, self._claim, xid)
+        return Attempt(delivery.keys, since, self._claim, xid, _key(delivery))
 
     def _dropped(self, delivery: Delivery, drop: Drop, seconds: float) -> None:
         """Complete a delivery that the sink ends as done."""
@@ -362,8 +359,7 @@ class Dispatcher:
         self._confirmed(delivery)
 
     def _confirmed(self, delivery: Delivery) -> None:
-        if self.breaker.succeeded(_key(delivery)):
-            log.info("the circuit breaker is closed", extra={"handler": self._sink.name})
+        self.destination.answered(_key(delivery))
         self.limit.succeeded((self._sink.name,))
         self._completed(delivery, APPLIED)
 
@@ -384,9 +380,9 @@ class Dispatcher:
             error, cause = DestinationRefused(describe(error)), error
             error.__cause__ = cause
             action = FaultAction.RETRY
-        self._last_fault = describe(error)
+        self.destination.last_fault = describe(error)
         if action is not FaultAction.RETRY:
-            self.breaker.succeeded(_key(delivery))
+            self.destination.answered(_key(delivery))
         elif not isinstance(error, EndpointFailed | NotTried) and self._is_down(delivery, error):
             self._try_later(delivery, error, is_trial)
             return None
@@ -447,14 +443,9 @@ class Dispatcher:
 
     def _is_down(self, delivery: Delivery, error: BaseException) -> bool:
         """Count a failure; returns whether the destination counts as down, so that the attempt does not count."""
-        stops = isinstance(error, DestinationRefused) and self._settings.reliable
-        failed = self.breaker.stop if stops else self.breaker.failed
-        if failed(_key(delivery), asked_of(error)):
+        stops = isinstance(error, DestinationRefused)
+        if self.destination.failed(_key(delivery), error, stop=stops):
             self._blocked_since = time.monotonic()
-            log.warning(
-                "the circuit breaker is open: the destination fails",
-                extra={"handler": self._sink.name, "fault": describe(error)},
-            )
         return self.breaker.is_open and self._settings.reliable
 
     def _uncounted(self, delivery: Delivery, error: BaseException) -> RetryLater:

@@ -7,7 +7,7 @@ A package of yours brings a type of its own with the names of `__all__`, and wit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -58,13 +58,14 @@ class Attempt:
 
     `keys` are the ordering keys. `since` is when the first attempt failed (monotonic clock, seconds), None in the first
     one. `claim` is the number of the sink's claim. `xid` is the full xid of the commit, 0 for one that is older than
-    the column c_xid, and None for one that was deferred.
+    the column c_xid, and None for one that was deferred. `key` is what circuit breakers count.
     """
 
     keys: Collection[str]
     since: float | None
     claim: int
     xid: int | None
+    key: Hashable = None
 
 
 ATTEMPT: ContextVar[Attempt] = ContextVar("attempt")

@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -26,13 +26,12 @@ from relay.faults import (
     EndpointFailed,
     EndpointRejected,
     Rejected,
+    Unauthorized,
     Undelivered,
-    asked_of,
     describe,
 )
-from relay.sinks import Target
-from relay.sinks.circuit_breaker import CircuitBreaker
-from relay.sinks.rate_limit import RateLimit
+from relay.sinks import ATTEMPT, Target
+from relay.sinks.destination import Destination
 from relay.store import endpoints as stored
 from relay.store import session_settings
 from relay.store.connections import Pool, new_pool
@@ -69,27 +68,38 @@ class EndpointId:
     address: str
 
 
-@dataclass(slots=True, eq=False)
-class Endpoint:
+class Endpoint(Destination):
     """The state of an endpoint. `since` is when the first of the failures in a row was; `refused` counts refusals.
 
     `seconds` is how long its last request took, `promised` the time (monotonic clock) of the last turn promised.
     """
 
-    id: EndpointId
-    breaker: CircuitBreaker
-    room: asyncio.Semaphore
-    pace: RateLimit | None
-    users: int = 0
-    failures: int = 0
-    refused: int = 0
-    since: datetime | None = None
-    is_stored: bool = False
-    disabled: StoredEndpoint | None = None
-    host: str | None = None
-    fault: str = ""
-    seconds: float = LONGEST_TURN_SECONDS
-    promised: float = 0.0
+    def __init__(self, id: EndpointId, sink: str, settings: HttpHandler, concurrency: int) -> None:
+        self.id = id
+        self.room = asyncio.Semaphore(concurrency)
+        self.users = 0
+        self.is_stored = False
+        self.host: str | None = None
+        self.seconds = LONGEST_TURN_SECONDS
+        self.promised = 0.0
+        super().__init__(sink, settings)
+
+    def forget(self) -> None:
+        """Forget what it has answered, and that it is disabled."""
+        super().forget()
+        self.failures = self.refused = 0
+        self.since: datetime | None = None
+        self.disabled: StoredEndpoint | None = None
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """What a line of the log says of it."""
+        return {
+            **super().fields,
+            "endpoint": self.id.digest,
+            "address": self.id.address,
+            "host_id": self.host,
+        }
 
     def later(self, interval: float) -> float:
         """The seconds until a turn that nobody else was told: those who come back together would find it taken."""
@@ -118,8 +128,7 @@ class Endpoints:
     def __init__(self, sink: str, settings: HttpHandler, target: Target) -> None:
         self._sink = sink
         self._target = target
-        self._breaker = settings.circuit_breaker
-        self._rate = settings.rate_limit
+        self._settings = settings
         own = settings.endpoints_or_default
         self._concurrency = min(own.concurrency, settings.concurrency)
         self._disable_after = own.disable_after
@@ -143,12 +152,8 @@ class Endpoints:
         """The endpoint of an id."""
         known = self._known.get(id.digest)
         if known is None:
-            known = self._known[id.digest] = Endpoint(
-                id,
-                CircuitBreaker(self._breaker),
-                asyncio.Semaphore(self._concurrency),
-                RateLimit(self._rate) if self._rate else None,
-            )
+            known = Endpoint(id, self._sink, self._settings, self._concurrency)
+            self._known[id.digest] = known
             self._forget()
         else:
             self._known.move_to_end(id.digest)
@@ -225,16 +230,11 @@ class Endpoints:
             endpoint.disabled = row
             return
         if endpoint.disabled is not None and row.endpoint not in self._unstored.failing:
-            log.info("an endpoint is enabled", extra=self._fields(endpoint))
-            self._reset(endpoint)
+            log.info("an endpoint is enabled", extra=endpoint.fields)
+            endpoint.forget()
         if endpoint.since is None and row.failing_since is not None:
-            endpoint.since, endpoint.fault = row.failing_since, row.fault or ""
+            endpoint.since, endpoint.last_fault = row.failing_since, row.fault or ""
         endpoint.is_stored = True
-
-    def _reset(self, endpoint: Endpoint) -> None:
-        endpoint.disabled, endpoint.since = None, None
-        endpoint.failures = endpoint.refused = 0
-        endpoint.breaker = CircuitBreaker(self._breaker)
 
     def require(self, endpoint: Endpoint) -> None:
         """Raise EndpointDisabled or EndpointDown if the endpoint is not to be tried now."""
@@ -243,7 +243,7 @@ class Endpoints:
         seconds = endpoint.breaker.seconds_to_trial()
         if seconds is None or seconds > 0:
             raise EndpointDown(
-                f"the endpoint is down: {endpoint.fault}", after=seconds or 1.0, tried=False
+                f"the endpoint is down: {endpoint.last_fault}", after=seconds or 1.0, tried=False
             )
 
     @asynccontextmanager
@@ -285,7 +285,7 @@ class Endpoints:
                 await self._suspects.acquire()
         except TimeoutError:
             raise EndpointDown(
-                f"the endpoint fails, as many others do: {endpoint.fault}",
+                f"the endpoint fails, as many others do: {endpoint.last_fault}",
                 after=LONGEST_TURN_SECONDS,
                 tried=False,
             ) from None
@@ -295,11 +295,10 @@ class Endpoints:
             self._suspects.release()
 
     async def _wait(self, endpoint: Endpoint) -> None:
-        ahead = endpoint.pace.ahead if endpoint.pace is not None else 0.0
-        if ahead > LONGEST_TURN_SECONDS:
-            assert self._rate is not None  # noqa: S101
+        pace = endpoint.pace
+        if pace is not None and pace.ahead > LONGEST_TURN_SECONDS:
             raise EndpointBusy(
-                "the endpoint is at its rate_limit", after=endpoint.later(1 / self._rate)
+                "the endpoint is at its rate_limit", after=endpoint.later(pace.interval)
             )
         try:
             async with asyncio.timeout(LONGEST_TURN_SECONDS):
@@ -309,19 +308,18 @@ class Endpoints:
                 f"the endpoint has {self._concurrency} requests in flight",
                 after=endpoint.later(endpoint.seconds / self._concurrency),
             ) from None
-        if endpoint.pace is not None:
+        if pace is not None:
             try:
-                await asyncio.sleep(endpoint.pace.turn())
+                await asyncio.sleep(pace.turn())
             except BaseException:
                 endpoint.room.release()
                 raise
 
     # What has become of an attempt
 
-    def succeeded(self, endpoint: Endpoint, key: str | None) -> None:
-        """Note that the endpoint has accepted an event. `key` is its host, which the breaker counts."""
-        if endpoint.breaker.succeeded(key):
-            log.info("an endpoint answers again", extra=self._fields(endpoint))
+    def succeeded(self, endpoint: Endpoint, host: str | None) -> None:
+        """Note that the endpoint has accepted an event of a host."""
+        endpoint.answered(_key(host))
         endpoint.failures = endpoint.refused = 0
         endpoint.since = None
         if endpoint.is_stored or endpoint.id.digest in self._unstored.failing:
@@ -331,7 +329,7 @@ class Endpoints:
             self._store_soon()
 
     async def refused(
-        self, endpoint: Endpoint, key: str | None, error: Rejected | Undelivered
+        self, endpoint: Endpoint, host: str | None, error: Rejected | Undelivered
     ) -> Exception:
         """Note that the endpoint refuses an event for good; returns the fault to raise.
 
@@ -339,19 +337,19 @@ class Endpoints:
         """
         endpoint.refused += 1
         if endpoint.refused <= MOST_REFUSED:
-            endpoint.breaker.succeeded(key)
+            endpoint.answered(_key(host))
             return EndpointRejected(str(error), detail=error.detail)
-        self._fail(endpoint, key, error, stops=True)
+        self._fail(endpoint, host, error, stop=True)
         return await self._fault(endpoint, f"the endpoint refuses every event: {error}", error)
 
-    async def failed(self, endpoint: Endpoint, key: str | None, error: Undelivered) -> Exception:
+    async def failed(self, endpoint: Endpoint, host: str | None, error: Undelivered) -> Exception:
         """Note that an attempt has failed; returns the fault to raise."""
-        self._fail(endpoint, key, error)
+        self._fail(endpoint, host, error)
         return await self._fault(endpoint, str(error), error)
 
-    async def gone(self, endpoint: Endpoint, key: str | None, error: Undelivered) -> Exception:
+    async def gone(self, endpoint: Endpoint, host: str | None, error: Undelivered) -> Exception:
         """Disable an endpoint that wants no more events; returns the fault to raise."""
-        endpoint.fault, endpoint.host = describe(error), key
+        endpoint.last_fault, endpoint.host = describe(error), host
         self._disable(endpoint)
         return await self._fault(endpoint, str(error), error)
 
@@ -364,25 +362,19 @@ class Endpoints:
             await self._refresh()
             return EndpointDisabled(_disabled(endpoint.disabled), detail=detail)
         after = error.after if isinstance(error, Undelivered) else None
-        if endpoint.breaker.is_open:
+        if endpoint.breaker.is_open or isinstance(error, Unauthorized):
             return EndpointDown(reason, after=after, detail=detail, tried=True)
         return EndpointFailed(reason, after=after, detail=detail)
 
     def _fail(
-        self, endpoint: Endpoint, key: str | None, error: Exception, *, stops: bool = False
+        self, endpoint: Endpoint, host: str | None, error: Exception, *, stop: bool = False
     ) -> None:
         now = datetime.now(UTC)
-        endpoint.fault, endpoint.host = describe(error), key
+        endpoint.host = host
         endpoint.failures += 1
         if endpoint.since is None:
             endpoint.since = now
-        was_open = endpoint.breaker.is_open
-        if stops:
-            endpoint.breaker.stop(key)
-        else:
-            endpoint.breaker.failed(key, asked_of(error))
-        if endpoint.breaker.is_open and not was_open:
-            log.warning("an endpoint is down", extra=self._fields(endpoint))
+        endpoint.failed(_key(host), error, stop=stop)
         failing = now - endpoint.since
         if (
             self._disable_after is not None
@@ -398,7 +390,7 @@ class Endpoints:
         now = datetime.now(UTC)
         endpoint.since = endpoint.since or now
         endpoint.disabled = self._store(endpoint, now)
-        log.error("an endpoint is disabled", extra=self._fields(endpoint))
+        log.error("an endpoint is disabled", extra=endpoint.fields)
 
     def _store(self, endpoint: Endpoint, disabled_at: datetime | None) -> StoredEndpoint:
         row = StoredEndpoint(
@@ -407,7 +399,7 @@ class Endpoints:
             endpoint.id.address,
             endpoint.host,
             endpoint.since,
-            endpoint.fault,
+            endpoint.last_fault,
             disabled_at,
         )
         self._unstored.failing[endpoint.id.digest] = row
@@ -431,15 +423,6 @@ class Endpoints:
         if not ended.cancelled() and ended.exception() is not None:
             self._store_soon()
 
-    def _fields(self, endpoint: Endpoint) -> dict[str, object]:
-        return {
-            "handler": self._sink,
-            "endpoint": endpoint.id.digest,
-            "address": endpoint.id.address,
-            "host_id": endpoint.host,
-            "fault": endpoint.fault,
-        }
-
     async def close(self) -> None:
         """Store what is not stored yet, and close the session."""
         if self._timer is not None:
@@ -449,6 +432,12 @@ class Endpoints:
                 await self._refresh()
         if self._pool is not None:
             await asyncio.to_thread(self._pool.close)
+
+
+def _key(host: str | None) -> Hashable:
+    """The key that the breaker counts: that of the attempt, and the host where there is none."""
+    attempt = ATTEMPT.get(None)
+    return host if attempt is None else attempt.key
 
 
 def _disabled(row: StoredEndpoint) -> str:

@@ -87,6 +87,8 @@ class Servers:
         self.behaviours = behaviours
         self.accepted: defaultdict[str, list[str]] = defaultdict(list)
         self.asked: defaultdict[str, int] = defaultdict(int)
+        self.failing: set[str] = set()
+        """Events, by their ids, that every endpoint answers with 503."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -106,6 +108,8 @@ class Servers:
                 if behaviour == "closes":
                     return
                 status = behaviour if behaviour.isdecimal() else "204"
+                if fields["idempotency-key"] in self.failing:
+                    status = "503"
                 if status == "204":
                     self.accepted[tenant].append(fields["idempotency-key"])
                 writer.write(f"HTTP/1.1 {status} x\r\ncontent-length: 0\r\n\r\n".encode())
@@ -426,3 +430,30 @@ def test_what_waits_for_its_turn_does_not_come_later_and_later() -> None:
         assert 150 <= endpoint.later(0.1) <= 300
 
     run(test)
+
+
+def test_one_key_that_fails_is_no_outage_of_its_endpoint() -> None:
+    """As that of a plain sink, the breaker opens only if other keys fail, too: this event's attempts count."""
+    servers = Servers({"a": "well"})
+    servers.failing.add(f"{1:08d}-0000-0000-0000-{1:012d}")
+    retry = {"defer_after": 5, "attempts": 3, "wait": 0.01, "max_wait": 0.02, "jitter": 0.001}
+    with stored_in_memory():
+        ended = asyncio.run(delivered(servers, [("a", 0), ("a", 1)], retry=retry))
+    assert isinstance(ended[0], Applied)
+    assert isinstance(ended[1], DeadLetter)
+
+
+def test_credentials_that_an_endpoint_refuses_cost_no_attempt() -> None:
+    """As those of a plain sink: they may be changing."""
+    with stored_in_memory():
+        ended = asyncio.run(delivered(Servers({"a": "401"}), [("a", 0)]))
+    assert isinstance(ended[0], RetryLater)
+    assert not ended[0].attempts
+
+
+def test_a_handler_that_is_not_reliable_tries_each_event_once() -> None:
+    """As with a plain sink: it drops what fails, and needs no breaker, which would drop what was not tried."""
+    servers = Servers({"a": "503"})
+    with stored_in_memory():
+        asyncio.run(delivered(servers, [("a", key) for key in range(6)], reliable=False))
+    assert servers.asked["a"] == 6

@@ -346,7 +346,7 @@ def test_a_destination_that_refuses_everything_stops_the_sink() -> None:
         async with asyncio.timeout(5):
             while not found.dispatcher.breaker.is_open:
                 await asyncio.sleep(0.001)
-        assert found.dispatcher.fault == "DestinationRefused: gone"
+        assert found.dispatcher.destination.fault == "DestinationRefused: gone"
         assert [each.rows.commit.xid for each in found.dispatcher.pending] == [1]
         await found.dispatcher.close()
 

@@ -236,7 +236,7 @@ def test_an_outage_keeps_deliveries_in_memory_and_defers_few() -> None:
         breaker = {"failures": 5, "cool_down": 0.001}
         run = Run(behave, concurrency=3, circuit_breaker=breaker, retry={"defer_after": 0})
         await run.all(delivery(number, str(number)) for number in range(200))
-        assert run.dispatcher.fault is None
+        assert run.dispatcher.destination.fault is None
         return run
 
     run = asyncio.run(main())
@@ -395,7 +395,7 @@ def test_too_many_dead_in_a_row_stop_the_sink() -> None:
     assert (
         sum(isinstance(disposition, DeadLetter) for disposition in run.dispositions.values()) == 10
     )
-    assert run.dispatcher.fault == "Rejected: HTTP 404"
+    assert run.dispatcher.destination.fault == "Rejected: HTTP 404"
 
 
 def test_a_destination_that_refuses_everything_stops_the_sink_at_once() -> None:
@@ -419,7 +419,7 @@ def test_a_destination_that_refuses_everything_stops_the_sink_at_once() -> None:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)
         assert run.sink.begun == [1]
-        assert run.dispatcher.fault == "DestinationRefused: HTTP 410"
+        assert run.dispatcher.destination.fault == "DestinationRefused: HTTP 410"
         refuses = False
         await asyncio.wait_for(run.idle(), 10)
         assert set(run.dispositions.values()) == {APPLIED}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relay.sinks.rate_limit import RateLimit
+from relay.sinks.destination import RateLimit
 
 
 class Clock:
