@@ -9,30 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 
 from relay.config.handlers import BatchHandler
-from relay.delivery.dispatch import MOST_DELIVERIES, Dispatcher, fault_of
+from relay.delivery.dispatch import Dispatcher, Results, ranked
+from relay.delivery.judging import Call
 from relay.delivery.queues import Delivery
-from relay.faults import (
-    DestinationRefused,
-    Drop,
-    Fail,
-    FaultAction,
-    RetryLater,
-    Unauthorized,
-    Undelivered,
-    action_for,
-    asked_of,
-    describe,
-)
-from relay.model.dispositions import BLOCKED
+from relay.faults import Undelivered
 from relay.pipeline.failure_limit import FailureLimit
-from relay.sinks import ATTEMPTS, Again, BatchSink, OfBatch
+from relay.sinks import ATTEMPTS, Again, BatchSink
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +56,6 @@ class BatchDispatcher(Dispatcher):
         self._has_no_room = False
         self._changes = self._enough_changes = 0
         self._fill_timer: asyncio.TimerHandle | None = None
-        # Of the call whose results are judged now.
-        self._is_answered = self._is_counted = False
-        self._returned: list[Delivery] = []
 
     # Which deliveries are in a batch
 
@@ -91,13 +75,10 @@ class BatchDispatcher(Dispatcher):
 
     def _begin(self, delivery: Delivery) -> None:
         # With one of a key in a batch, what has waited for another one's answer has waited for this batch.
+        delivery.is_ready = True
         self._waiting[delivery] = delivery.queued if self._one_of_key else time.monotonic()
         self._changes += 1
         self._launch_soon()
-
-    def _enqueue(self, delivery: Delivery) -> None:
-        if not (delivery.is_running or delivery in self._waiting):
-            super()._enqueue(delivery)
 
     def _start(self) -> None:
         super()._start()
@@ -121,7 +102,7 @@ class BatchDispatcher(Dispatcher):
 
     async def wait_for_room(self) -> None:
         """Wait until there is room for another new delivery; a batch that is not full begins then."""
-        self._has_no_room = self._new_count >= MOST_DELIVERIES or self._new_size > self._most_bytes
+        self._has_no_room = self._memory.is_full
         if self._has_no_room:
             self._launch_soon()
             await super().wait_for_room()
@@ -186,16 +167,16 @@ class BatchDispatcher(Dispatcher):
         candidates: list[tuple[bool, int, Delivery]] = []
         is_repeated = False
         for each in list(self._waiting):
-            if each.blockers or self._is_blocked(each) or each.early():
-                del self._waiting[each]
+            if each.blockers or self._turns.is_blocked(each) or each.early():
+                self._leave(each)
                 if not each.blockers:
-                    self._ready.add(each, first=True)
+                    self._turns.ready.add(each, first=True)
                     asyncio.get_running_loop().call_soon(self._start)
             elif not candidates:
                 is_repeated = _is_repeated(each)
-                candidates.append(_ranked(each))
+                candidates.append(ranked(each))
             elif _is_repeated(each) is is_repeated:
-                candidates.append(_ranked(each))
+                candidates.append(ranked(each))
             if len(candidates) >= most:
                 break
         heapify(candidates)
@@ -206,161 +187,44 @@ class BatchDispatcher(Dispatcher):
             batch.append(delivery)
             if self._one_of_key:
                 continue
-            for each in self._queues.following(delivery, taken):
+            for each in self._turns.queues.following(delivery, taken):
                 if (
                     _is_repeated(each) is is_repeated
-                    and not self._is_blocked(each)
+                    and not self._turns.is_blocked(each)
                     and not each.early()
                 ):
-                    heappush(candidates, _ranked(each))
+                    heappush(candidates, ranked(each))
         return batch
 
     def _give_back(self) -> None:
         """Let those that wait for others be ready again, as they were before."""
-        waiting, self._waiting = self._waiting, {}
-        for each in reversed(waiting):
+        for each in reversed(list(self._waiting)):
+            self._leave(each)
             if not each.blockers:
-                self._ready.add(each, first=True)
+                self._turns.ready.add(each, first=True)
+
+    def _leave(self, delivery: Delivery) -> None:
+        """Remove a delivery from those that wait for others, if it is one."""
+        if self._waiting.pop(delivery, None) is not None:
+            delivery.is_ready = False
 
     def _begin_batch(self, batch: Sequence[Delivery]) -> None:
         for each in batch:
-            each.is_running = True
-            self._waiting.pop(each, None)
-        self._follow(self._run_batch(batch))
+            self._leave(each)
+        super()._begin_batch(batch)
 
     # What becomes of a batch
 
-    async def _run_batch(self, batch: Sequence[Delivery]) -> None:
-        """Deliver a batch, and again what a call has left, in memory for up to `retry.defer_after` seconds."""
-        started, is_trial = time.monotonic(), self.breaker.is_open
-        attempts = {each: each.history.attempts for each in batch}
-        parts = deque([batch])
-        is_first = True
-        while parts:
-            part = parts.popleft()
-            if not is_first and (self.breaker.is_open or self._paused):
-                self._return([*part, *(each for some in parts for each in some)])
-                return
-            is_first = False
-            results, seconds = await self._results(part, attempts, started)
-            left, wait, first = self._judge(part, results, seconds, attempts, started, is_trial)
-            if self._returned:
-                returned, self._returned = self._returned, []
-                rest = [*left, *(each for some in parts for each in some)]
-                self._return(sorted([*returned, *rest], key=_ranked))
-                return
-            if left:
-                parts.extendleft(filter(None, (left[first:], left[:first])))
-                await asyncio.sleep(wait)
-
-    async def _results(
-        self, part: Sequence[Delivery], attempts: dict[Delivery, int], started: float
-    ) -> tuple[Sequence[Exception | None], float]:
-        """What became of each delivery of a part, and the seconds that the call took.
-
-        What a failed one blocks is not in the call. It is completed after those of its keys that are.
-        """
-        called: list[Delivery] = []
-        left_out: set[str] = set()
-        for each in part:
-            if each.is_blocked or not left_out.isdisjoint(each.keys):
-                left_out |= each.keys
-            else:
-                called.append(each)
-        if not called:
-            return [Again()] * len(part), 0.0
-        if len(called) == len(part):
-            return await self._call(called, attempts, started)
-        found, seconds = await self._call(called, attempts, started)
-        of = dict(zip(called, found, strict=True))
-        return [of[each] if each in of else Again() for each in part], seconds
-
-    async def _call(
-        self, part: Sequence[Delivery], attempts: dict[Delivery, int], started: float
-    ) -> tuple[Sequence[Exception | None], float]:
-        """What became of each delivery of one call, and the seconds that it took."""
-        for each in part:
-            if each.events.attempt != attempts[each] + 1:
-                each.events = replace(each.events, attempt=attempts[each] + 1)
+    async def _deliver(self, part: Sequence[Delivery], call: Call) -> Results:
+        """Let the sink deliver a batch; raises what it raises."""
         if self._notes_attempt:
-            ATTEMPTS.set([self._attempt(each, attempts[each], started) for each in part])
-        if self._pace:
-            await asyncio.sleep(self._pace.turn())
-        began = time.monotonic()
-        results: Sequence[Exception | None]
-        try:
-            results = await self._batches.deliver_batch([each.events for each in part])
-            if all(isinstance(each, Again) for each in results):
-                raise Undelivered("the sink has tried nothing of the batch")
-        except BaseException as raised:
-            results = [OfBatch(fault_of(raised))] * len(part)
-        return results, time.monotonic() - began
+            ATTEMPTS.set([self._attempt(each, call) for each in part])
+        results = await self._batches.deliver_batch([each.events for each in part])
+        if all(isinstance(each, Again) for each in results):
+            raise Undelivered("the sink has tried nothing of the batch")
+        return results
 
-    def _judge(
-        self,
-        part: Sequence[Delivery],
-        results: Sequence[Exception | None],
-        seconds: float,
-        attempts: dict[Delivery, int],
-        started: float,
-        is_trial: bool,
-    ) -> tuple[list[Delivery], float, int]:
-        """Complete what has ended.
-
-        Returns what is to be delivered again, in order, after how many seconds, and how many of them without the
-        others. Those that are to be queued again, since the destination is down, are in `_returned`.
-        """
-        fault = self._unattributed(results)
-        halves, is_down = fault is not None, False
-        self._is_answered = any(each is None or isinstance(each, Drop) for each in results)
-        self._is_counted = False
-        if fault is not None:
-            self._attempts.fail(describe(fault))
-            if action_for(fault) is FaultAction.RETRY:
-                self.destination.last_fault = describe(fault)
-                is_down = self._is_down(part[0], fault)
-        self._grow(len(part), halves)
-        left: list[Delivery] = []
-        kept: set[str] = set()
-        waits = 0.0
-        # The index in `left` of the first one whose result is not taken.
-        first_kept = 0
-        for delivery, result in zip(part, results, strict=True):
-            error = result.fault if isinstance(result, OfBatch) and not halves else result
-            if not kept.isdisjoint(delivery.keys):
-                # An earlier one is still to be done.
-                if error is None:
-                    self._warn_of_order()
-                if not (first_kept or isinstance(result, Again | OfBatch)):
-                    first_kept = len(left)
-                left.append(delivery)
-                kept |= delivery.keys
-            elif delivery.is_blocked:
-                self._completed(delivery, BLOCKED)
-            elif error is None:
-                self._attempts.confirm(seconds, len(delivery.rows.tuples))
-                self._confirmed(delivery)
-            elif isinstance(error, Drop):
-                self._dropped(delivery, error, seconds)
-            elif isinstance(error, Again | OfBatch):
-                (self._returned if is_down else left).append(delivery)
-                kept |= delivery.keys
-            else:
-                wait = self._failed(delivery, error, attempts, started, is_trial)
-                if wait is not None:
-                    left.append(delivery)
-                    waits = max(waits, wait)
-                    kept |= delivery.keys
-                elif delivery in self._returned:
-                    kept |= delivery.keys
-        if halves:
-            return left, waits, (len(left) + 1) // 2
-        if len(left) == len(part) and isinstance(results[0], Again):
-            # The next call would end as this one, for ever.
-            return left, waits, first_kept
-        return left, waits, len(left)
-
-    def _warn_of_order(self) -> None:
+    def _note_disorder(self) -> None:
         """Log, once, that the destination has done what follows a failed one with its key."""
         if not self._has_warned:
             self._has_warned = True
@@ -370,69 +234,13 @@ class BatchDispatcher(Dispatcher):
                 extra={"handler": self._sink.name},
             )
 
-    def _grow(self, size: int, halves: bool) -> None:
+    def _note_call(self, size: int, call: Call, halves: bool) -> None:
         """Let batches grow after one of `size` was answered: a large one may be what was taken for an outage."""
-        if self.breaker.is_open and not self._is_answered:
+        if self.breaker.is_open and not call.is_answered:
             self._grown = 1
-        elif self._is_answered and not halves:
+        elif call.is_answered and not halves:
             self._grown = min(self._max_batch, max(self._grown, 2 * size))
-
-    def _failed(
-        self,
-        delivery: Delivery,
-        error: Exception,
-        attempts: dict[Delivery, int],
-        started: float,
-        is_trial: bool,
-    ) -> float | None:
-        attempts[delivery] += 1
-        self._note_failure(error)
-        return self._after_failure(delivery, error, attempts[delivery], started, is_trial)
-
-    def _unattributed(self, results: Sequence[Exception | None]) -> Exception | None:
-        """The fault of several transactions of which one may be the culprit; None without one."""
-        faults = [each.fault for each in results if isinstance(each, OfBatch)]
-        if len(faults) < 2 or not self._settings.reliable:
-            return None
-        return faults[0] if _may_be_of_one(faults[0]) else None
-
-    def _is_down(self, delivery: Delivery, error: BaseException) -> bool:
-        # One call is one attempt, and one that something was delivered in says that the destination is there.
-        if self._is_counted or (self._is_answered and not isinstance(error, DestinationRefused)):
-            return self.breaker.is_open and self._settings.reliable
-        self._is_counted = True
-        return super()._is_down(delivery, error)
-
-    def _put_back(self, delivery: Delivery, *, first: bool = True) -> None:
-        self._returned.append(delivery)
-
-    def _return(self, deliveries: Sequence[Delivery]) -> None:
-        """Queue deliveries of a batch again, after the retries with their keys."""
-        for each in deliveries:
-            each.is_running = False
-        self._unblock(self._queues.stop_batch(deliveries))
-        is_again = any(each.was_trial for each in deliveries)
-        for each in deliveries if is_again else reversed(deliveries):
-            if not each.blockers and not each.is_ready:
-                # After a trial, another key's turn comes first.
-                self._ready.add(each, first=not is_again)
-
-
-def _ranked(delivery: Delivery) -> tuple[bool, int, Delivery]:
-    return delivery.due is None, delivery.number, delivery
 
 
 def _is_repeated(delivery: Delivery) -> bool:
     return delivery.history.attempts > 0
-
-
-def _may_be_of_one(fault: Exception) -> bool:
-    """Whether a fault of a batch may be one of a single transaction, so that others could be delivered without it.
-
-    What users say of the batch as a whole, and what a destination says of itself, is not.
-    """
-    return not (
-        isinstance(fault, RetryLater | Drop | Fail | DestinationRefused | Unauthorized)
-        or asked_of(fault) > 0
-        or action_for(fault) is FaultAction.STOP
-    )

@@ -1,53 +1,38 @@
-"""Delivers transactions to a sink: in order for each ordering key, concurrently for different keys."""
+"""Delivers transactions to a sink: in order for each ordering key, concurrently for different keys.
+
+A delivery is a batch of one, unless the sink takes batches.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
-from collections.abc import Coroutine, Hashable, Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 from relay.config.handlers import DeliveryHandler, FunctionHandler, HttpHandler
-from relay.delivery.queues import Delivery, HeldKeys, Queues, Ready
+from relay.delivery.judging import Call, Judge, PutBack, fault_of, key_of
+from relay.delivery.queues import Delivery
+from relay.delivery.turns import Turns
 from relay.faults import (
     DestinationRefused,
     Drop,
-    EndpointBusy,
-    EndpointDisabled,
-    EndpointDown,
-    EndpointFailed,
-    EndpointRejected,
+    Fail,
     FaultAction,
-    NotTried,
+    RetryLater,
     Unauthorized,
-    Undelivered,
     action_for,
     asked_of,
-    describe,
 )
-from relay.logs import RepeatedLines
-from relay.model.dispositions import (
-    APPLIED,
-    BLOCKED,
-    DeadLetter,
-    Disposition,
-    Failed,
-    RetryLater,
-    holds_keys,
-)
+from relay.model.dispositions import APPLIED, BLOCKED, Disposition, holds_keys
 from relay.pipeline.failure_limit import FailureLimit
-from relay.pipeline.retry_policy import DropLog, RetryPolicy
-from relay.runtime.retry import LONGEST_WAIT_SECONDS
-from relay.sinks import ATTEMPT, Attempt, Sink
+from relay.sinks import ATTEMPT, Again, Attempt, OfBatch, Sink
 from relay.sinks.circuit_breaker import CircuitBreaker
 from relay.sinks.destination import Destination
 from relay.store.activity import Attempts
-
-log = logging.getLogger(__name__)
 
 MOST_DELIVERIES = 10_000
 """How many deliveries may be in memory, in flight or queued; the others stay in the log."""
@@ -55,6 +40,48 @@ MOST_WAITING = 1_000
 """How many deliveries of a sink with many endpoints may be in flight, or wait for a turn at theirs."""
 DEFER_BLOCKED_SECONDS = 300.0
 """How long blocked deliveries may fill the memory before they are deferred."""
+
+Results = Sequence[Exception | None]
+"""What became of each delivery of a call: None if it was delivered."""
+
+
+class _Memory:
+    """The deliveries in memory, in flight or queued, in the order of submission; retries take no room."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self.deliveries: dict[int, Delivery] = {}
+        self._new_count = self._new_size = 0
+
+    def add(self, delivery: Delivery) -> None:
+        self.deliveries[id(delivery)] = delivery
+        self._count(delivery, 1)
+
+    def remove(self, delivery: Delivery) -> None:
+        del self.deliveries[id(delivery)]
+        self._count(delivery, -1)
+
+    def _count(self, delivery: Delivery, sign: int) -> None:
+        if delivery.due is None:
+            self._new_count += sign
+            self._new_size += sign * delivery.rows.size
+
+    @property
+    def is_full(self) -> bool:
+        return self._new_count >= MOST_DELIVERIES or self._new_size > self._most_bytes
+
+
+class _Left(NamedTuple):
+    """What a call has left: what to deliver `again`, in order, and what to queue again, since the sink is down.
+
+    It is delivered again after so many seconds, and `first` of them without the others.
+    """
+
+    again: list[Delivery]
+    seconds: float
+    first: int
+    returned: list[Delivery]
+    is_last: bool = False
 
 
 class Dispatcher:
@@ -64,8 +91,7 @@ class Dispatcher:
     gets a fault that no retry can repair.
 
     A delivery is `Blocked` and not tried if an earlier one with the same key is deferred, or a deferred transaction
-    holds one of its keys (`held`). While the destination is down, blocked deliveries stay in memory: reading stops, and
-    the log is not copied into the table of deferred transactions.
+    holds one of its keys (`held`).
     """
 
     def __init__(
@@ -77,68 +103,32 @@ class Dispatcher:
         claim: int = 0,
     ) -> None:
         """`claim` is the number of the sink's claim, which functions need for commits of their own."""
+        self.destination = Destination(sink.name, settings)
         self.limit = limit
-        self._claim = claim
-        self._sink = sink
-        self._settings = settings
-        self._retry = RetryPolicy(sink.name, settings.retry)
-        self._most_bytes = most_bytes
-        self.held = HeldKeys()
         self.has_ended = asyncio.Event()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._ended: list[tuple[Delivery, Disposition]] = []
-        self.destination = Destination(sink.name, settings)
+        self._sink = sink
+        self._reliable = settings.reliable
+        self._claim = claim
         # A delivery may wait for its endpoint: the sink itself limits how many are posted at once, and how fast.
         has_endpoints = isinstance(settings, HttpHandler) and settings.has_endpoints
         self._notes_attempt = has_endpoints or isinstance(settings, FunctionHandler)
         self._pace = None if has_endpoints else self.destination.pace
         self._most_running = MOST_WAITING if has_endpoints else settings.concurrency
-        self._queues = Queues()
-        self._ready = Ready()
-        self._blocked: deque[Delivery] = deque()
-        self._blocked_since = time.monotonic()
-        self._pending: dict[int, Delivery] = {}
+        self._judge = Judge(sink.name, settings, self.destination, limit)
+        self._turns = Turns(self.destination)
+        self.held = self._turns.held
+        self._memory = _Memory(most_bytes)
         self._running: set[asyncio.Task[None]] = set()
-        self._new_count = self._new_size = 0
-        self._paused = self._defers_new = False
+        self._ended: list[tuple[Delivery, Disposition]] = []
+        self._paused = False
         self._changed = asyncio.Event()
-        self._attempts = Attempts()
         self._timer: asyncio.TimerHandle | None = None
-        self._drops = DropLog(log)
-        self._losses = RepeatedLines(
-            log,
-            logging.WARNING,
-            "not delivered, and not tried again: the handler is not reliable",
-            "losses",
-        )
 
     @property
     def breaker(self) -> CircuitBreaker:
         """The circuit breaker of the destination."""
         return self.destination.breaker
-
-    def take_attempts(self) -> Attempts:
-        """Return what was attempted since the last call."""
-        taken, self._attempts = self._attempts, Attempts()
-        return taken
-
-    def take_ended(self) -> list[tuple[Delivery, Disposition]]:
-        """Return the deliveries that have ended since the last call, in order, each with its disposition."""
-        self.has_ended.clear()
-        taken, self._ended = self._ended, []
-        return taken
-
-    def end(self, delivery: Delivery, disposition: Disposition) -> None:
-        """Put a delivery that is not submitted into the queue of those that have ended."""
-        if disposition is not APPLIED:
-            if isinstance(disposition, Failed) and not self._settings.reliable:
-                self._losses.note(1, handler=self._sink.name, fault=describe(disposition.error))
-                disposition = APPLIED
-            else:
-                holds = holds_keys(disposition) and self._settings.reliable
-                self.held.add(delivery.keys if holds else ())
-        self._ended.append((delivery, disposition))
-        self.has_ended.set()
 
     @property
     def is_paused(self) -> bool:
@@ -148,46 +138,48 @@ class Dispatcher:
     @property
     def count(self) -> int:
         """How many deliveries are in flight or queued."""
-        return len(self._pending)
+        return len(self._memory.deliveries)
 
     @property
     def pending(self) -> list[Delivery]:
         """The deliveries that are in flight or queued, in the order of submission."""
-        return list(self._pending.values())
+        return list(self._memory.deliveries.values())
+
+    def take_attempts(self) -> Attempts:
+        """Return what was attempted since the last call."""
+        taken, self._judge.attempts = self._judge.attempts, Attempts()
+        return taken
+
+    def take_ended(self) -> list[tuple[Delivery, Disposition]]:
+        """Return the deliveries that have ended since the last call, in order, each with its disposition."""
+        self.has_ended.clear()
+        taken, self._ended = self._ended, []
+        return taken
 
     def submit(self, delivery: Delivery) -> None:
         """Queue a delivery; it starts after all before it with its keys, and a retry before new ones with its keys."""
-        self._pending[id(delivery)] = delivery
-        self._count_new(delivery, 1)
-        self._queues.add(delivery)
-        if not delivery.blockers:
-            self._enqueue(delivery)
+        self._memory.add(delivery)
+        if self._turns.add(delivery):
             self._start()
 
-    def _enqueue(self, delivery: Delivery) -> None:
-        """Make a delivery ready to start or, if it is blocked, to be deferred."""
-        if delivery.is_ready:
-            return
-        if not self._is_blocked(delivery):
-            self._ready.add(delivery)
-        elif self._keeps_blocked and delivery.due is None:
-            self._keep(delivery)
-        else:
-            self._ready.add_blocked(delivery)
+    def end(self, delivery: Delivery, disposition: Disposition) -> bool:
+        """Put a delivery that is not submitted where the ended ones are; returns whether it holds its keys."""
+        holds = False
+        if disposition is not APPLIED:
+            disposition = self._judge.ended(disposition)
+            if disposition is not APPLIED:
+                holds = holds_keys(disposition) and self._reliable
+                self.held.add(delivery.keys if holds else ())
+        self._ended.append((delivery, disposition))
+        self.has_ended.set()
+        return holds
 
-    def _keep(self, delivery: Delivery) -> None:
-        """Keep a blocked delivery in memory while the destination is down."""
-        delivery.is_ready = True
-        self._blocked.append(delivery)
+    def _completed(self, delivery: Delivery, disposition: Disposition) -> None:
+        self._memory.remove(delivery)
+        self._turns.remove(delivery, self.end(delivery, disposition))
+        self._changed.set()
 
-    @property
-    def _keeps_blocked(self) -> bool:
-        return self.breaker.is_open and not self._defers_new
-
-    def _count_new(self, delivery: Delivery, sign: int) -> None:
-        if delivery.due is None:
-            self._new_count += sign
-            self._new_size += sign * delivery.rows.size
+    # When deliveries start
 
     def pause(self) -> None:
         """Start no delivery until `resume`."""
@@ -200,25 +192,29 @@ class Dispatcher:
 
     def defer_new(self, on: bool) -> None:
         """Turn the deferral of new deliveries on or off: while it is on, they are not queued in memory."""
-        self._defers_new = on
+        self._turns.defers_new = on
         self._start()
+
+    def defer_early(self) -> None:
+        """Defer the queued deliveries whose destination asked for a time that has not come: a restart keeps to it."""
+        for delivery in self._turns.ready.take_early():
+            self._defer(delivery)
+
+    def _defer(self, delivery: Delivery) -> None:
+        self._completed(delivery, self._judge.deferred(delivery))
 
     async def wait_for_room(self) -> None:
         """Wait until there is room for another new delivery."""
-        while self._new_count >= MOST_DELIVERIES or self._new_size > self._most_bytes:
-            if self._blocked and time.monotonic() - self._blocked_since > DEFER_BLOCKED_SECONDS:
-                self._defer_blocked()
-            else:
+        while self._memory.is_full:
+            since = time.monotonic() - self._judge.down_since
+            if not self._turns.keeps_any or since <= DEFER_BLOCKED_SECONDS:
                 await self._change()
-
-    def _defer_blocked(self) -> None:
-        """Defer the blocked deliveries: later in the log there may be keys that can be delivered."""
-        self._blocked_since = time.monotonic()
-        while self._blocked:
-            delivery = self._blocked.popleft()
-            delivery.is_ready = False
-            if not delivery.blockers:
-                self._defer(delivery)
+                continue
+            # Later in the log there may be keys that can be delivered.
+            self._judge.down_since = time.monotonic()
+            while self._turns.keeps_any:
+                for each in self._turns.take_kept():
+                    self._defer(each)
 
     async def wait_idle(self) -> None:
         """Wait until no delivery is in flight; queued ones do not count."""
@@ -240,54 +236,18 @@ class Dispatcher:
 
     def _start(self) -> None:
         """Start ready deliveries, up to `concurrency`, and complete the blocked ones."""
-        if self._blocked and not self._keeps_blocked:
-            kept, self._blocked = self._blocked, deque()
-            for each in kept:
-                each.is_ready = False
-            self._unblock(kept)
-        while self._ready and (self._defers_new or not self._paused):
-            delivery = self._ready.next()
-            if delivery.blockers:
-                # Meanwhile a retry with one of its keys was queued before it.
-                self._ready.take()
-            elif self._is_blocked(delivery) and self._keeps_blocked and delivery.due is None:
-                self._keep(self._ready.take())
-            elif self._is_blocked(delivery):
-                self._defer(self._ready.take())
-            elif self._paused or len(self._running) >= self._most_running or not self._may_begin():
+        self._turns.release()
+        while self._turns.defers_new or not self._paused:
+            turn = self._turns.next(self._may_start)
+            if turn is None:
                 return
-            elif delivery.early():
-                # Others may be tried meanwhile.
-                self._defer(self._ready.take())
+            if turn.is_tried:
+                self._begin(turn.delivery)
             else:
-                self._begin(self._ready.begin())
+                self._defer(turn.delivery)
 
-    def _begin(self, delivery: Delivery) -> None:
-        delivery.is_running = True
-        self._follow(self._run(delivery))
-
-    def _follow(self, running: Coroutine[Any, Any, None]) -> None:
-        """Run an attempt in a task. It is the trial while the breaker is open."""
-        is_trial = self.breaker.begin()
-        task = asyncio.create_task(running)
-        self._running.add(task)
-        task.add_done_callback(partial(self._stopped, is_trial))
-
-    def _put_back(self, delivery: Delivery, *, first: bool = True) -> None:
-        """Queue a delivery that was tried again, after the retries with its keys, `first` of its kind or last."""
-        self._unblock(self._queues.stop(delivery))
-        if not delivery.blockers:
-            self._ready.add(delivery, first=first)
-
-    def _unblock(self, deliveries: Iterable[Delivery]) -> None:
-        for each in deliveries:
-            if not each.blockers:
-                self._enqueue(each)
-
-    def _is_blocked(self, delivery: Delivery) -> bool:
-        # A retry holds its keys itself.
-        is_held = delivery.due is None and not self.held.known.isdisjoint(delivery.keys)
-        return is_held or delivery.is_blocked or (self._defers_new and delivery.due is None)
+    def _may_start(self) -> bool:
+        return not self._paused and len(self._running) < self._most_running and self._may_begin()
 
     def _may_begin(self) -> bool:
         seconds = self.breaker.seconds_to_trial()
@@ -301,6 +261,18 @@ class Dispatcher:
         self._timer = None
         self._start()
 
+    def _begin(self, delivery: Delivery) -> None:
+        self._begin_batch([delivery])
+
+    def _begin_batch(self, batch: Sequence[Delivery]) -> None:
+        for each in batch:
+            each.is_running = True
+        # While the breaker is open, it is the trial.
+        is_trial = self.breaker.begin()
+        task = asyncio.create_task(self._run(batch, is_trial))
+        self._running.add(task)
+        task.add_done_callback(partial(self._stopped, is_trial))
+
     def _stopped(self, is_trial: bool, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
         if is_trial:
@@ -312,179 +284,172 @@ class Dispatcher:
         self._changed.set()
         self._start()
 
-    async def _run(self, delivery: Delivery) -> None:
-        """Deliver, with retries in memory for up to `retry.defer_after` seconds."""
-        attempts, started = delivery.history.attempts, time.monotonic()
-        while True:
-            if self._pace:
-                await asyncio.sleep(self._pace.turn())
-            is_trial = self.breaker.is_open
-            if delivery.events.attempt != attempts + 1:
-                delivery.events = replace(delivery.events, attempt=attempts + 1)
-            if self._notes_attempt:
-                ATTEMPT.set(self._attempt(delivery, attempts, started))
-            began = time.monotonic()
-            try:
-                await self._sink.deliver(delivery.events)
-            except Drop as drop:
-                self._dropped(delivery, drop, time.monotonic() - began)
+    # What becomes of a batch
+
+    async def _run(self, batch: Sequence[Delivery], is_trial: bool) -> None:
+        """Deliver a batch, and again what a call has left, in memory for up to `retry.defer_after` seconds."""
+        started = time.monotonic()
+        for each in batch:
+            each.attempts = each.history.attempts
+        parts = deque([batch])
+        is_first = True
+        while parts:
+            part = parts.popleft()
+            wait = self._pace.turn() if self._pace else 0.0
+            if wait:
+                await asyncio.sleep(wait)
+            if (wait or not is_first) and self._is_held_up(is_trial and is_first):
+                self._turns.put_back(
+                    [*part, *(each for some in parts for each in some)], first=True
+                )
                 return
-            except BaseException as raised:
-                error = fault_of(raised)
-                attempts += 1
-                self._note_failure(error)
-                wait = self._after_failure(delivery, error, attempts, started, is_trial)
+            is_first = False
+            call = Call(started, is_trial)
+            left = self._judged(part, await self._results(part, call), call)
+            if left.returned:
+                rest = [*left.again, *(each for some in parts for each in some)]
+                returned = sorted([*left.returned, *rest], key=ranked)
+                self._turns.put_back(returned, first=not left.is_last)
+                return
+            if left.again:
+                again, first = left.again, left.first
+                parts.extendleft(filter(None, (again[first:], again[:first])))
+                await asyncio.sleep(left.seconds)
+
+    def _is_held_up(self, is_trial: bool) -> bool:
+        """Whether meanwhile the sink was paused, or its destination was found to be down."""
+        return self._paused or (self.breaker.is_open and not is_trial)
+
+    async def _results(self, part: Sequence[Delivery], call: Call) -> Results:
+        """What became of each delivery of a part.
+
+        What a failed one blocks is not in the call. It is completed after those of its keys that are.
+        """
+        called: list[Delivery] = []
+        left_out: set[str] = set()
+        for each in part:
+            if each.is_blocked or not left_out.isdisjoint(each.keys):
+                left_out |= each.keys
             else:
-                self._attempts.confirm(time.monotonic() - began, len(delivery.rows.tuples))
-                self._confirmed(delivery)
-                return
-            if wait is None:
-                return
-            await asyncio.sleep(wait)
-            if self.breaker.is_open:
-                self._put_back(delivery)
-                return
+                called.append(each)
+        if not called:
+            return [Again()] * len(part)
+        found = await self._call(called, call)
+        if len(called) == len(part):
+            return found
+        of = dict(zip(called, found, strict=True))
+        return [of[each] if each in of else Again() for each in part]
 
-    def _attempt(self, delivery: Delivery, attempts: int, started: float) -> Attempt:
+    async def _call(self, part: Sequence[Delivery], call: Call) -> Results:
+        """What became of each delivery of one call."""
+        for each in part:
+            if each.events.attempt != each.attempts + 1:
+                each.events = replace(each.events, attempt=each.attempts + 1)
+        began = time.monotonic()
+        try:
+            return await self._deliver(part, call)
+        except BaseException as raised:
+            return [OfBatch(fault_of(raised))] * len(part)
+        finally:
+            call.seconds = time.monotonic() - began
+
+    async def _deliver(self, part: Sequence[Delivery], call: Call) -> Results:
+        """Let the sink deliver; raises what it raises."""
+        (one,) = part
+        if self._notes_attempt:
+            ATTEMPT.set(self._attempt(one, call))
+        await self._sink.deliver(one.events)
+        return (None,)
+
+    def _attempt(self, delivery: Delivery, call: Call) -> Attempt:
         since = delivery.history.since
-        if since is None and attempts:
-            since = started
+        if since is None and delivery.attempts:
+            since = call.started
         xid = None if delivery.commit is None else delivery.commit.xid
-        return Attempt(delivery.keys, since, self._claim, xid, _key(delivery))
+        return Attempt(delivery.keys, since, self._claim, xid, key_of(delivery))
 
-    def _dropped(self, delivery: Delivery, drop: Drop, seconds: float) -> None:
-        """Complete a delivery that the sink ends as done."""
-        self._attempts.confirm(seconds, len(delivery.rows.tuples))
-        self._drops.note(self._sink.name, drop, delivery.rows.transaction_id)
-        self._confirmed(delivery)
-
-    def _confirmed(self, delivery: Delivery) -> None:
-        self.destination.answered(_key(delivery))
-        self.limit.succeeded((self._sink.name,))
-        self._completed(delivery, APPLIED)
-
-    def _note_failure(self, error: Exception) -> None:
-        is_untried = isinstance(error, NotTried) or (
-            isinstance(error, EndpointDown) and not error.tried
-        )
-        if not is_untried:
-            self._attempts.fail(describe(error))
-
-    def _after_failure(
-        self, delivery: Delivery, error: Exception, attempts: int, started: float, is_trial: bool
-    ) -> float | None:
-        """Judge a failed attempt; returns the seconds until the retry in memory, None without one."""
-        action = action_for(error)
-        if action is FaultAction.STOP:
-            # What would stop relay stops this sink, until somebody has acted.
-            error, cause = DestinationRefused(describe(error)), error
-            error.__cause__ = cause
-            action = FaultAction.RETRY
-        self.destination.last_fault = describe(error)
-        if action is not FaultAction.RETRY:
-            self.destination.answered(_key(delivery))
-        elif not isinstance(error, EndpointFailed | NotTried) and self._is_down(delivery, error):
-            self._try_later(delivery, error, is_trial)
-            return None
-        if isinstance(error, Unauthorized | EndpointDown | NotTried) and self._settings.reliable:
-            self._completed(delivery, self._uncounted(delivery, error))
-            return None
-        blocks_key = self._settings.blocks_key and not isinstance(error, EndpointDisabled)
-        disposition = self._retry.disposition_of(error, attempts, delivery.history, blocks_key)
-        if (
-            isinstance(disposition, RetryLater)
-            and time.monotonic() - started + disposition.after <= self._retry.defer_after
-            and not self._paused
-            and self._settings.reliable
-        ):
-            return disposition.after
-        self._completed(delivery, self._limited(disposition))
-        return None
-
-    def _try_later(self, delivery: Delivery, error: Exception, is_trial: bool) -> None:
-        """Queue or defer a delivery without counting the attempt, since the destination is down."""
-        asked = asked_of(error)
-        delivery.asked = (error, time.monotonic() + asked) if asked else None
-        if not is_trial:
-            self._put_back(delivery)
-        elif not delivery.was_trial:
-            # The next trial goes to another key.
-            delivery.was_trial = True
-            self._put_back(delivery, first=False)
+    def _judged(self, part: Sequence[Delivery], results: Results, call: Call) -> _Left:
+        """Complete what has ended; returns what is left."""
+        fault = self._unattributed(results)
+        halves = fault is not None
+        call.is_answered = any(each is None or isinstance(each, Drop) for each in results)
+        is_down = fault is not None and self._judge.failed_together(part[0], fault, call)
+        again: list[Delivery] = []
+        returned: list[Delivery] = []
+        is_last = False
+        kept: set[str] = set()
+        waits = 0.0
+        # The index in `again` of the first one whose result is not taken.
+        first_kept = 0
+        for delivery, result in zip(part, results, strict=True):
+            error = result.fault if isinstance(result, OfBatch) and not halves else result
+            if not kept.isdisjoint(delivery.keys):
+                # An earlier one is still to be done.
+                if error is None:
+                    self._note_disorder()
+                if not (first_kept or isinstance(result, Again | OfBatch)):
+                    first_kept = len(again)
+                again.append(delivery)
+                kept |= delivery.keys
+            elif delivery.is_blocked:
+                self._completed(delivery, BLOCKED)
+            elif error is None:
+                self._judge.confirmed(delivery, call)
+                self._completed(delivery, APPLIED)
+            elif isinstance(error, Drop):
+                self._judge.dropped(delivery, error, call)
+                self._completed(delivery, APPLIED)
+            elif isinstance(error, Again | OfBatch):
+                (returned if is_down else again).append(delivery)
+                kept |= delivery.keys
+            else:
+                verdict = self._judge.failed(delivery, error, call, in_memory=not self._paused)
+                if isinstance(verdict, PutBack):
+                    returned.append(delivery)
+                    is_last |= verdict is PutBack.LAST
+                    kept |= delivery.keys
+                elif isinstance(verdict, float | int):
+                    again.append(delivery)
+                    waits = max(waits, verdict)
+                    kept |= delivery.keys
+                else:
+                    self._completed(delivery, verdict)
+        self._note_call(len(part), call, halves)
+        if halves:
+            first = (len(again) + 1) // 2
+        elif len(again) == len(part) and isinstance(results[0], Again):
+            # The next call would end as this one, for ever.
+            first = first_kept
         else:
-            # All others have failed too. If only these keys fail, deferring them makes room for others.
-            self._completed(delivery, self._uncounted(delivery, error))
+            first = len(again)
+        return _Left(again, waits, first, returned, is_last)
 
-    def defer_early(self) -> None:
-        """Defer the queued deliveries whose destination asked for a time that has not come: a restart keeps to it."""
-        for delivery in self._ready.take_early():
-            self._defer(delivery)
+    def _unattributed(self, results: Results) -> Exception | None:
+        """The fault of several transactions of which one may be the culprit; None without one."""
+        faults = [each.fault for each in results if isinstance(each, OfBatch)]
+        if len(faults) < 2 or not self._reliable:
+            return None
+        return faults[0] if _may_be_of_one(faults[0]) else None
 
-    def _defer(self, delivery: Delivery) -> None:
-        """Defer a delivery that is blocked, or whose destination has asked for a time that has not come."""
-        early = delivery.early()
-        if delivery.asked is None or not early:
-            self._completed(delivery, BLOCKED)
-            return
-        error, attempts = delivery.asked[0], delivery.history.attempts
-        self._completed(delivery, RetryLater(self._sink.name, error, early, attempts))
+    def _note_disorder(self) -> None:
+        """Note that the destination has done what follows a failed one with its key."""
 
-    def _limited(self, failed: Failed) -> Failed:
-        """After too many dead letters in a row, defer the transaction instead and stop the sink."""
-        if (
-            not isinstance(failed, DeadLetter)
-            # One endpoint must not stop the others.
-            or isinstance(failed.error, EndpointRejected)
-            or not self.limit.stops(self._sink.name, failed.error)
-        ):
-            return failed
-        self.breaker.hold(LONGEST_WAIT_SECONDS)
-        return RetryLater(self._sink.name, failed.error, LONGEST_WAIT_SECONDS, failed.attempts)
-
-    def _is_down(self, delivery: Delivery, error: BaseException) -> bool:
-        """Count a failure; returns whether the destination counts as down, so that the attempt does not count."""
-        stops = isinstance(error, DestinationRefused)
-        if self.destination.failed(_key(delivery), error, stop=stops):
-            self._blocked_since = time.monotonic()
-        return self.breaker.is_open and self._settings.reliable
-
-    def _uncounted(self, delivery: Delivery, error: BaseException) -> RetryLater:
-        """The disposition of a failed attempt that does not count. The wait grows with the time since the first one."""
-        if isinstance(error, EndpointBusy):
-            # It does not grow here: what waits for its turn at an endpoint that works would come later and later.
-            return RetryLater(self._sink.name, error, asked_of(error), delivery.history.attempts)
-        after = self._retry.wait_uncounted(error, delivery.history)
-        return RetryLater(self._sink.name, error, after, delivery.history.attempts)
-
-    def _completed(self, delivery: Delivery, disposition: Disposition) -> None:
-        del self._pending[id(delivery)]
-        self._count_new(delivery, -1)
-        self.end(delivery, disposition)
-        following = self._queues.remove(delivery)
-        if following:
-            holds_up = holds_keys(disposition) and self._settings.reliable
-            for follower in following:
-                follower.is_blocked |= holds_up
-            self._unblock(following)
-        self._changed.set()
+    def _note_call(self, size: int, call: Call, halves: bool) -> None:
+        """Note what a call of so many deliveries has ended with."""
 
 
-def fault_of(raised: BaseException) -> Exception:
-    """What a sink's call has raised, as a fault of the sink. Raises it if it is the end of the current task.
+def ranked(delivery: Delivery) -> tuple[bool, int, Delivery]:
+    """The rank of a delivery in a batch: retries first, each kind in the order of submission."""
+    return delivery.due is None, delivery.number, delivery
 
-    A library may wait for a task of its own that somebody has cancelled, and panic or exit: the delivery ends
-    nevertheless, and the other sinks go on.
+
+def _may_be_of_one(fault: Exception) -> bool:
+    """Whether a fault of a batch may be one of a single transaction, so that others could be delivered without it.
+
+    What users say of the batch as a whole, and what a destination says of itself, is not.
     """
-    if isinstance(raised, Exception):
-        return raised
-    task = asyncio.current_task()
-    if isinstance(raised, GeneratorExit) or (task is not None and task.cancelling()):
-        raise raised
-    if isinstance(raised, asyncio.CancelledError):
-        return Undelivered("what the sink waited for was cancelled")
-    return DestinationRefused(f"the sink raised {type(raised).__name__}")
-
-
-def _key(delivery: Delivery) -> Hashable:
-    """The key that the breaker counts: the ordering keys together, or the commit if there are none."""
-    return delivery.keys or delivery.rows.commit.xid
+    return not (
+        isinstance(fault, RetryLater | Drop | Fail | DestinationRefused | Unauthorized)
+        or asked_of(fault) > 0
+        or action_for(fault) is FaultAction.STOP
+    )

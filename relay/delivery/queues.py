@@ -22,7 +22,8 @@ class Delivery:
     `rows` are written if it is deferred or dead-lettered. It is of `commit` or, if it is a retry, of the deferred row
     `due`. `blockers` counts the keys in whose queues it is not the first. `is_blocked`: an earlier one
     with one of its keys was deferred. `was_trial`: it was tried while the breaker was open. `is_ready`: it may start.
-    `asked`: the last fault that asked for a wait, and until when (monotonic clock, seconds). `number` is its rank in
+    `asked`: the last fault that asked for a wait, and until when (monotonic clock, seconds). `attempts` are those that
+    have failed, while it runs. `number` is its rank in
     the order of submission, and `queued` when that was, for batches.
     """
 
@@ -38,6 +39,7 @@ class Delivery:
     is_ready: bool = False
     is_running: bool = False
     asked: tuple[BaseException, float] | None = None
+    attempts: int = 0
     number: int = 0
     queued: float = 0.0
 
@@ -183,23 +185,6 @@ class Queues:
                 del self._queues[key]
         return first
 
-    def stop(self, delivery: Delivery) -> list[Delivery]:
-        """Queue a delivery in flight again, after the retries; returns those that are first instead of it."""
-        delivery.is_running = False
-        if delivery.due is not None:
-            return []
-        first: list[Delivery] = []
-        for key in delivery.keys:
-            queue = self._queues[key]
-            queue.popleft()
-            index = _earlier(queue)
-            queue.insert(index, delivery)
-            if index:
-                delivery.blockers += 1
-                queue[0].blockers -= 1
-                first.append(queue[0])
-        return first
-
     def following(self, delivery: Delivery, taken: dict[str, int]) -> list[Delivery]:
         """Add a delivery to a batch; returns those that have no blocker left but what is in the batch.
 
@@ -219,7 +204,7 @@ class Queues:
                 found.append(follower)
         return found
 
-    def stop_batch(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
+    def stop(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
         """Queue deliveries of a batch, which are not in flight any more, after the retries.
 
         Returns those that are first instead of one of them.

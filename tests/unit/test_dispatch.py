@@ -477,6 +477,53 @@ def test_a_fault_that_would_stop_relay_stops_the_sink_until_it_is_over() -> None
     assert sorted(asyncio.run(main()).sink.delivered) == [1, 2]
 
 
+def test_a_pause_keeps_a_retry_in_memory_from_its_attempt() -> None:
+    """One that waited for its next attempt made it in spite of the pause."""
+
+    async def away(_: int) -> None:
+        raise Undelivered("away")
+
+    async def main() -> Run:
+        retry = {"wait": 0.01, "jitter": 0, "defer_after": 60}
+        run = Run(away, circuit_breaker={"failures": 100}, retry=retry)
+        run.dispatcher.submit(delivery(1, "a"))
+        while not run.sink.begun:
+            await asyncio.sleep(0)
+        run.dispatcher.pause()
+        begun = len(run.sink.begun)
+        await run.dispatcher.wait_idle()
+        assert len(run.sink.begun) == begun
+        assert run.dispatcher.count == 1
+        assert not run.dispositions
+        run.dispatcher.resume()
+        while len(run.sink.begun) == begun:
+            await asyncio.sleep(0.001)
+        await run.dispatcher.close()
+        return run
+
+    asyncio.run(main())
+
+
+def test_what_waits_for_its_turn_is_not_sent_to_a_destination_that_is_down_meanwhile() -> None:
+    """All that had begun were sent, counted as trials of the destination, and deferred after the second time."""
+
+    async def away(_: int) -> None:
+        raise Undelivered("away")
+
+    async def main() -> Run:
+        breaker = {"failures": 1, "cool_down": 60}
+        run = Run(away, rate_limit=100, concurrency=4, circuit_breaker=breaker)
+        for number in range(4):
+            run.dispatcher.submit(delivery(number, str(number)))
+        await run.dispatcher.wait_idle()
+        assert run.sink.begun == [0]
+        assert run.dispatcher.count == 4
+        await run.dispatcher.close()
+        return run
+
+    asyncio.run(main())
+
+
 def test_the_time_between_trials_doubles(monkeypatch: Any) -> None:
     now = [0.0]
     monkeypatch.setattr("relay.sinks.circuit_breaker.time.monotonic", lambda: now[0])

@@ -51,7 +51,9 @@ def test_everything_ends_and_order_holds_for_each_key(steps: list[tuple[str, Any
         elif step == "run" and free:
             free[what % len(free)].is_running = True
         elif step == "stop" and runs:
-            queues.stop(runs[what % len(runs)])
+            one = runs[what % len(runs)]
+            one.is_running = False
+            queues.stop([one])
         elif step == "end" and runs:
             one = runs[what % len(runs)]
             overtaken.append(one)
