@@ -10,6 +10,7 @@ How often and when a fault is retried is decided in `pipeline.retry_policy`, whe
     Drop                        done; raised by users' code
     Fail                        dead-letter the transaction; raised by users' code
     TransientFault              retry
+        NotNow                  of relay itself
         RetryLater              raised by users' code
         Undelivered
             DestinationRefused  a sink stops at its position
@@ -86,6 +87,10 @@ class Unrouted(RelayError):
 
 LONGEST_ASKED_SECONDS = 86_400.0
 """The longest wait that relay accepts from a fault, such as an endpoint's Retry-After: the transaction holds keys."""
+
+
+class NotNow(TransientFault):
+    """A fault of relay's own, which passes by itself. Its message is safe in a log."""
 
 
 class Undelivered(TransientFault):
@@ -630,7 +635,7 @@ def describe(error: BaseException) -> str:
 
     For an error of users' code the line of theirs follows: the message of the dead letter may come an hour later.
     """
-    if isinstance(error, RelayError):
+    if isinstance(error, RelayError | NotNow):
         return str(error)
     name = type(error).__name__
     if isinstance(

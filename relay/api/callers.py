@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from relay.api.database import ApiDatabase
-from relay.faults import TransientFault, describe
+from relay.faults import NotNow, describe
 from relay.runtime.parts import SOON_SECONDS, Condition
 from relay.store import api_tokens
 from relay.store.api_tokens import EVERY, TokenRow
@@ -133,7 +133,7 @@ class Callers:
             async with asyncio.timeout(ANSWER_SECONDS):
                 return await self._find(digest, _deadline())
         except TimeoutError:
-            raise TransientFault(_NO_ANSWER) from None
+            raise NotNow(_NO_ANSWER) from None
 
     async def _find(self, digest: bytes, until: float) -> TokenCaller | None:
         asked_at = time.monotonic()
@@ -171,7 +171,7 @@ class Callers:
     def _turn(self, until: float) -> Iterator[None]:
         """Be the only one who reads. Raises TransientFault if somebody still does at a time."""
         if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
-            raise TransientFault(_NO_ANSWER)
+            raise NotNow(_NO_ANSWER)
         try:
             yield
         finally:

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from relay.config.settings import Settings
 from relay.config.source import OWN_OUTBOX
-from relay.faults import TransientFault, refused_for_good
+from relay.faults import NotNow, refused_for_good
 from relay.model.snapshots import BEGINNING, Snapshot
 from relay.retention.lost_events import lost_after
 from relay.source.server import TimelineHistory, durable_position
@@ -164,7 +164,7 @@ class LogHistory:
                 raise
             return TimelineHistory(timeline)
         if history.timeline != timeline:
-            raise TransientFault("source.dsn: its servers are on different timelines")
+            raise NotNow("source.dsn: its servers are on different timelines")
         return history
 
 

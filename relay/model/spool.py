@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from struct import Struct
 
-from relay.faults import ConfigurationError, TransientFault
+from relay.faults import ConfigurationError, NotNow
 
 _LENGTH = Struct(">I")
 _READ = 1 << 20
@@ -54,7 +54,7 @@ class Spool:
         try:
             yield
         except OSError as error:
-            raise TransientFault(
+            raise NotNow(
                 f"batch.spool_directory: {_folder(self._directory)}: {error.strerror}: relay waits until it can write "
                 "a large commit there"
             ) from None

@@ -17,6 +17,7 @@ from relay.faults import (
     Braked,
     FaultAction,
     Interrupted,
+    NotNow,
     TaskFault,
     TransientFault,
     describe,
@@ -231,7 +232,7 @@ class Pipeline(Part):
 
     def _note_fault(self, error: BaseException) -> None:
         """Report why the batch is retried."""
-        text = str(error) if isinstance(error, TransientFault) else describe(error)
+        text = str(error) if isinstance(error, Braked) else describe(error)
         self.heartbeat.update(f"retries a batch: {text}", Due.LATE)
         if isinstance(error, Braked):
             self.condition.fails(text, logging.ERROR, "a handler is stopped", batch=self._number)
@@ -279,4 +280,4 @@ def _worst(faults: Sequence[TaskFault]) -> TransientFault:
     for fault in faults:
         if fault.braked:
             return Braked(fault.text)
-    return TransientFault(faults[0].text)
+    return NotNow(faults[0].text)

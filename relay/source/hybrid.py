@@ -23,7 +23,7 @@ from relay.source.outbox.interval import Interval
 from relay.source.polling import BUSY_SECONDS, Follower, Poller, PollSource, note_mode
 from relay.source.recognition import Recognition
 from relay.source.server import SourcePosition
-from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS, Outage, SourceState
+from relay.source.state import ELSEWHERE, POLLS, STANDBY, STREAMS, NoStream, SourceState
 from relay.source.stream.lost_slot import Recovery
 from relay.source.stream.receiver import Receiver
 
@@ -524,7 +524,7 @@ class StreamSource(Part):
             log.debug("cannot stream on yet", extra={"fault": describe(error)})
             self._stopping.wait(BUSY_SECONDS)
 
-    def _poll_during(self, outage: Outage) -> Iterator[Batch]:
+    def _poll_during(self, outage: NoStream) -> Iterator[Batch]:
         """Poll during an outage, in mode auto, unless the next attempt to connect may still end it."""
         if not self._polls:
             return

@@ -12,6 +12,7 @@ import psycopg
 
 from relay.config.settings import Settings
 from relay.faults import (
+    NotNow,
     RelayError,
     TransientFault,
     first_line,
@@ -242,7 +243,7 @@ class Recognition:
         try:
             self._remember(source, comparison)
         except Unavailable as error:
-            raise TransientFault(str(error)) from None
+            raise NotNow(str(error)) from None
 
     def has_lost(self, source: Connection, origin: groups.SourceOrigin) -> bool:
         """Whether the source that a connection polls has lost events that were applied, polled or delivered.
@@ -311,7 +312,7 @@ class Recognition:
             ) from None
         # A standby that has just followed its primary still reports the former timeline for a while.
         if not system.standby and system.history.timeline != comparison.system.history.timeline:
-            raise TransientFault("source.dsn: its servers are on different timelines")
+            raise NotNow("source.dsn: its servers are on different timelines")
         return system.history
 
     def _remember(self, source: Connection, comparison: SourceComparison) -> int:

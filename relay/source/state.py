@@ -15,7 +15,7 @@ STREAMS, POLLS, STANDBY, ELSEWHERE = "wal", "poll", "standby", ""
 
 
 @dataclass(frozen=True, slots=True)
-class Outage:
+class NoStream:
     """Why there is no stream, and since when (monotonic clock). `certain` says that retries alone do not help."""
 
     reason: str
@@ -35,7 +35,7 @@ class StreamState:
     """
 
     connections: int = 0
-    outage: Outage | None = None
+    outage: NoStream | None = None
     on_standby: bool = False
     stuck: OpenCommit | None = None
     incomplete: bool = False

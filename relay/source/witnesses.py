@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import psycopg
 from psycopg import sql
 
-from relay.faults import ConfigurationError, TransientFault, first_line
+from relay.faults import ConfigurationError, NotNow, TransientFault, first_line
 from relay.model.snapshots import Snapshot, Witness
 from relay.source.server import is_standby
 from relay.store import groups
@@ -146,7 +146,7 @@ def require_held(source: Connection, origin: groups.SourceOrigin, target: str) -
     witness = origin.witness
     if witness is None or holds(source, witness.id) or is_one(source, origin, target):
         return
-    raise TransientFault(
+    raise NotNow(
         f"source.dsn: its server does not hold the witness {witness.id} of what was read: it is another history, or a "
         "replica that lags"
     )

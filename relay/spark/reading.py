@@ -33,6 +33,7 @@ from tenacity import (
 )
 
 from relay.faults import (
+    NotNow,
     RelayError,
     TransientFault,
     first_line,
@@ -221,7 +222,7 @@ def wait_until_visible(conn: Connection, snapshot: Snapshot, witness: UUID | Non
     elif not holds(conn, witness):
         if not is_standby(conn):
             raise lost(f"{snapshot}@{witness}")
-        raise TransientFault(
+        raise NotNow(
             f"position {snapshot}@{witness}: this server, a standby, does not have its witness: it lags, or follows "
             "another primary than that of the position"
         )

@@ -21,7 +21,7 @@ import psycopg
 
 from relay.config.handlers import SparkHandler
 from relay.config.settings import Settings
-from relay.faults import TransientFault, first_line
+from relay.faults import NotNow
 from relay.model.snapshots import full_xids
 from relay.pipeline.listeners import Meter
 from relay.retention import restoration
@@ -162,12 +162,8 @@ class SparkWorker(Recurring):
 
     def _fail(self, error: Exception) -> None:
         """Report the fault, store it for `relay sink list`, and close the connections."""
-        if isinstance(error, TransientFault):
-            # relay's own: what a user's function raises is a RelayError by now.
-            fault = first_line(error)
-        else:
-            # The user's function may have put values of events into its query.
-            fault = safe_description(error, quoted=not self._transform.has_function)
+        # The user's function may have put values of events into its query.
+        fault = safe_description(error, quoted=not self._transform.has_function)
         self.condition.fails(fault, handler=self._name)
         self._checked = None
         self._looked = -math.inf
@@ -444,7 +440,7 @@ class SparkWorker(Recurring):
             raise
         except Exception as error:
             if session is not None and self._session.replace_if_dead(session):
-                raise TransientFault("the Spark session has died, and is built again") from error
+                raise NotNow("the Spark session has died, and is built again") from error
             raise
 
     @contextmanager
@@ -609,7 +605,7 @@ class SparkWorker(Recurring):
         started, noted = time.monotonic(), ""
         while session is None:
             if self.stopping.is_set():
-                raise TransientFault("stopping")
+                raise NotNow("stopping")
             if time.monotonic() - started >= BUILD_SECONDS:
                 why = self._session.condition.fault
                 fault = f"the Spark session is being built{f': {why.fault}' if why else ''}"

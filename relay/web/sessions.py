@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import BoundedSemaphore
 
-from relay.faults import TransientFault
+from relay.faults import NotNow
 from relay.store.connections import sessions_with
 
 READ_SECONDS = 8.0
@@ -49,7 +49,7 @@ def acting(operator: str) -> Iterator[None]:
 @contextmanager
 def _sessions(settings: Mapping[str, str]) -> Iterator[None]:
     if not _turns.acquire(timeout=_TURN_SECONDS):
-        raise TransientFault(
+        raise NotNow(
             f"the databases do not answer: {CONCURRENT_REQUESTS} requests wait for them: try again later"
         )
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import logging
 import pickle
 import smtplib
 import socket
@@ -26,6 +27,7 @@ from relay.faults import (
     ConfigurationError,
     FaultAction,
     Interrupted,
+    NotNow,
     NotRouted,
     Rejected,
     RelayError,
@@ -38,6 +40,7 @@ from relay.faults import (
     is_transient,
     refused_for_good,
 )
+from relay.runtime.parts import Condition, Recurring
 from relay.spark.session import kind_and_first_line
 
 SECRET = "4111-1111"
@@ -476,3 +479,17 @@ def test_what_would_end_a_thread_keeps_the_line_of_users_code() -> None:
     error = as_exception(ended.value)
     assert describe(error).startswith("RuntimeError (test_faults.py:")
     assert "test_faults.py" in exception_text(error)
+
+
+def test_a_part_tells_the_text_of_relays_own_fault() -> None:
+    """It told the class alone, as of a fault that users' code raises with values of an event."""
+
+    class Waiting(Recurring):
+        def turn(self) -> float:
+            raise NotNow("source.dsn: its servers are on different timelines")
+
+    part = Waiting(Condition("waiting", logging.getLogger("relay"), "fails", "goes on"))
+    part.step()
+    assert part.condition.fault is not None
+    assert part.condition.fault.fault == "source.dsn: its servers are on different timelines"
+    assert describe(TransientFault("value")) == "TransientFault"

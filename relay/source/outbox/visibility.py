@@ -7,7 +7,7 @@ attempts, longer than a sink that joins the stream and holds back WAL meanwhile.
 
 from __future__ import annotations
 
-from relay.faults import TransientFault
+from relay.faults import NotNow
 from relay.model.snapshots import Snapshot, Xids
 from relay.source.server import current_position
 from relay.store.connections import Connection
@@ -26,6 +26,6 @@ def require_visible(conn: Connection, *wanted: Snapshot | Xids) -> Snapshot:
     now = current_position(conn).snapshot
     if now.shows(*wanted):
         return now
-    raise TransientFault(
+    raise NotNow(
         "source.dsn: its server does not show yet what is to be read: it lags, or a synchronous standby is absent"
     )

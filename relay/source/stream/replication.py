@@ -18,8 +18,8 @@ import psycopg
 from relay.config.settings import Settings
 from relay.faults import (
     ConfigurationError,
+    NotNow,
     RelayError,
-    TransientFault,
     describe,
     first_line,
     is_transient,
@@ -31,7 +31,7 @@ from relay.source.decode.translation import Encoding, codec_of
 from relay.source.outbox.columns import is_partitioned
 from relay.source.outbox.table import require_same_hash
 from relay.source.recognition import Recognition, SourceComparison, Unavailable
-from relay.source.state import Outage, StreamState
+from relay.source.state import NoStream, StreamState
 from relay.source.stream.confirmation import Confirmation
 from relay.source.stream.lost_slot import Recovery
 from relay.source.stream.slot import (
@@ -154,7 +154,7 @@ class Replication:
         """Begin or continue an outage."""
         before = self.state.outage
         since = before.since if before else time.monotonic()
-        self.publish(outage=Outage(reason, since, certain))
+        self.publish(outage=NoStream(reason, since, certain))
 
     def complete(self, connections: int) -> None:
         """Note that the commits which the slot may lack are polled, unless `connections` shows a newer connection."""
@@ -279,7 +279,7 @@ class Replication:
             self._undecodable = False
         state = slot_state(conn, slot)
         if state is None and self._recovery is not None:
-            raise TransientFault("the slot was just dropped")
+            raise NotNow("the slot was just dropped")
         if state is None:
             raise ConfigurationError(
                 f"source.slot: there is no replication slot {slot!r}: run `relay init` to create it; events of commits "
@@ -353,7 +353,7 @@ class Replication:
         """
         state = slot_state(session, self._settings.source.slot)
         if state is None or Lsn.parse(state.confirmed_flush_lsn or "0/0") != confirmed:
-            raise TransientFault("the slot was just recreated or advanced")
+            raise NotNow("the slot was just recreated or advanced")
 
     def _left_at(self, comparison: SourceComparison | None) -> Lsn | None:
         """How far the slot was confirmed when the group left it; None if unknown, 0/0 if it may lack commits."""

@@ -28,7 +28,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.transaction import AddAction
 
 from relay.config.handlers import SparkHandler
-from relay.faults import ConfigurationError, TransientFault
+from relay.faults import ConfigurationError, NotNow
 from relay.spark.writers import BatchId, Facts, lost
 from relay.spark.writers.arrow import (
     MOST_KEY_BYTES,
@@ -167,9 +167,7 @@ class DeltaWriter:
                 return
             self._require_columns(table, schema)
             if table.metadata().partition_columns != list(files.partition_by):
-                raise TransientFault(
-                    f"{self._key}.path: another program has created the table meanwhile"
-                )
+                raise NotNow(f"{self._key}.path: another program has created the table meanwhile")
         try:
             self._commit(table, actions, files, batch)
         except DeltaError:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from relay.config.handlers import SparkHandler
-from relay.faults import ConfigurationError, RelayError, TransientFault
+from relay.faults import ConfigurationError, NotNow, RelayError
 from relay.spark.writers import BATCH_COLUMN, BatchId, Facts
 from relay.spark.writers.arrow import MOST_NAME_BYTES, long_partition, require_partition_columns
 from relay.store.positions.spark_batches import LastBatch
@@ -214,7 +214,7 @@ class StagedFiles:
                 f"{destination}: somebody removed this file of a batch before it was moved there: restore it, or "
                 "deliver its events again with `relay sink seek`"
             )
-        raise fault or TransientFault(f"{destination}: the file system did not move a file there")
+        raise fault or NotNow(f"{destination}: the file system did not move a file there")
 
     def _files(self, folder: Any) -> list[str]:
         """The files below a folder that readers see, sorted."""

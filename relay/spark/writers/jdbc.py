@@ -23,7 +23,7 @@ from psycopg import sql
 
 from relay.config import handlers
 from relay.config.dsn import DatabaseAccess
-from relay.faults import ConfigurationError, RelayError, TransientFault
+from relay.faults import ConfigurationError, NotNow, RelayError
 from relay.spark.writers import BatchId, Facts, lost
 from relay.spark.writers.arrow import arrow_schema, gathered
 from relay.store.connections import connect
@@ -327,7 +327,7 @@ def _move(
         row = conn.execute(sql.SQL(_STAGED).format(**names), [attempts]).fetchone()
         staged = row[0] if row is not None else 0
         if staged != expected:
-            raise TransientFault(f"{staged} of {expected} rows are staged")
+            raise NotNow(f"{staged} of {expected} rows are staged")
 
 
 def _drop_stale(conn: psycopg.Connection[Any], schema_name: str, prefix: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import psycopg
 
-from relay.faults import RelayError, TransientFault, is_transient
+from relay.faults import NotNow, RelayError, is_transient
 from relay.model.events import Lsn
 from relay.runtime.parts import Condition as PartCondition
 from relay.runtime.parts import Recurring
@@ -128,7 +128,7 @@ class Unflushed(Recurring):
                 require_kept(reached, positions)
             while not offsets.is_flushed(self._conn, position):
                 if self.stopping.wait(CHECK_SECONDS):
-                    raise TransientFault("stopping")
+                    raise NotNow("stopping")
         except psycopg.Error:
             self._disconnect()
             raise
