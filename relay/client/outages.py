@@ -6,6 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
+
+from relay.outages import Outage
 
 _CAUSE_SECONDS = 30.0
 """How often at most another cause of the same outage is logged."""
@@ -14,8 +17,7 @@ _CAUSE_SECONDS = 30.0
 class OutageLog:
     """Logs the outages of a database as several callers meet them, in any threads.
 
-    One begins when a caller fails, and is over when the last of those that have failed succeeds. It is logged with
-    its cause, and then with its length in seconds; `begins` and `ends` are the texts.
+    One begins when a caller fails, and is over when the last of those that have failed succeeds.
     """
 
     def __init__(
@@ -26,29 +28,27 @@ class OutageLog:
         ends: str = "the database answers again",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._logger = logger
-        self._fields = dict(fields)
-        self._begins, self._ends = begins, ends
-        self._clock = clock
+        self._outage = Outage(
+            logger,
+            begins,
+            ends,
+            change_seconds=_CAUSE_SECONDS,
+            # A program that has not set up its logs sees nothing but the text.
+            in_text=True,
+            clock=clock,
+        )
+        self._fields: dict[str, Any] = dict(fields)
         self._lock = threading.Lock()
         self._failing: set[object] = set()
         self._succeeded = False
-        self._cause = ""
-        self._began = self._logged = 0.0
 
     def fails(self, caller: object, cause: str) -> None:
         """Note that a caller has failed, and tries again."""
         with self._lock:
-            now = self._clock()
-            begins = not self._failing
+            if not self._failing:
+                self._succeeded = False
             self._failing.add(caller)
-            if begins:
-                self._began, self._succeeded = now, False
-            elif cause == self._cause or now - self._logged < _CAUSE_SECONDS:
-                return
-            self._cause, self._logged = cause, now
-            # In the text: a program that has not set up its logs sees nothing else.
-            self._logger.warning(f"{self._begins}: {cause}", extra=self._fields)
+            self._outage.fails(cause, **self._fields)
 
     def ends(self, caller: object) -> None:
         """Note that a caller has succeeded."""
@@ -64,7 +64,10 @@ class OutageLog:
                 return
             self._failing.remove(caller)
             self._succeeded |= succeeded
-            # Where all have given up, nobody knows.
-            if not self._failing and self._succeeded:
-                seconds = round(self._clock() - self._began)
-                self._logger.info(self._ends, extra={**self._fields, "seconds": seconds})
+            if self._failing:
+                return
+            if self._succeeded:
+                self._outage.over(**self._fields)
+            else:
+                # Where all have given up, nobody knows.
+                self._outage.clear()

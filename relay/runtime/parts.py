@@ -11,11 +11,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from enum import Enum
-from threading import TIMEOUT_MAX, Event, Lock
+from threading import TIMEOUT_MAX, Event
 
 from relay.faults import RelayError, TaskFault
+from relay.outages import Outage
 from relay.runtime.threads import Thread
 from relay.waits import doubled
 
@@ -45,12 +46,12 @@ class PartFault:
         return self.part, self.fault
 
 
-class Condition:
+class Condition(Outage):
     """The condition of one part. The part reports; any thread may read.
 
-    `failing` and `over` are the log lines at a fault and once the part works again. `level` is that of the first one.
-    A fault counts after `least_attempts` attempts in a row: a session that was ended meanwhile costs a single one.
-    Pauses grow from `first_pause` seconds, by default FIRST_PAUSE_SECONDS, to `longest_pause`.
+    `failing` and `over` are the log lines at a fault and once the part works again. A session that was ended meanwhile
+    costs a single attempt: `least_attempts`. Pauses grow from `first_pause` seconds, by default FIRST_PAUSE_SECONDS, to
+    `longest_pause`.
     """
 
     def __init__(
@@ -65,86 +66,35 @@ class Condition:
         first_pause: float | None = None,
         longest_pause: float = LONGEST_PAUSE_SECONDS,
     ) -> None:
+        super().__init__(
+            log,
+            failing,
+            over,
+            remind_seconds=remind_seconds,
+            level=level,
+            least_attempts=least_attempts,
+        )
         self.part = part
         self._first_pause = first_pause
         self._longest_pause = longest_pause
-        self._least_attempts = least_attempts
-        self._attempts = 0
-        self._remind_seconds = remind_seconds
-        self._level = level
-        self._log = log
-        self._failing = failing
-        self._over = over
-        self._fault: PartFault | None = None
-        self._since = datetime.now(UTC)
-        self._began = self._next_reminder = 0.0
-        self._lock = Lock()
 
     @property
     def fault(self) -> PartFault | None:
         """The fault that stays; None while the part works."""
-        return self._fault
-
-    @property
-    def failing_seconds(self) -> float:
-        """For how many seconds the fault has stayed, whatever the system's clock says; 0 while the part works."""
-        return 0.0 if self._fault is None else time.monotonic() - self._began
+        fault = self.last
+        return None if fault is None else PartFault(self.part, fault, self.since, self.attempts)
 
     @property
     def pause(self) -> float:
         """Seconds until the next attempt is due: they grow with each fault in a row."""
-        if not self._attempts:
+        if not self.attempts:
             return 0.0
         first = self._first_pause or FIRST_PAUSE_SECONDS
-        return doubled(first, self._attempts - 1, self._longest_pause)
-
-    def fails(
-        self,
-        fault: str,
-        level: int | None = None,
-        text: str | None = None,
-        *,
-        lasts: float = 0.0,
-        **fields: object,
-    ) -> None:
-        """Record a fault. It is logged if it is another one than before, and again while it stays.
-
-        `lasts` is for how many seconds its cause has lasted already when it is noticed.
-        """
-        now = time.monotonic()
-        with self._lock:
-            self._attempts += 1
-            if self._attempts == 1:
-                self._began = now - lasts
-                self._since = datetime.now(UTC) - timedelta(seconds=lasts)
-            if self._attempts < self._least_attempts:
-                return
-            before = self._fault
-            self._fault = PartFault(self.part, fault, self._since, self._attempts)
-            if before is not None and before.fault == fault and now < self._next_reminder:
-                return
-            self._next_reminder = now + self._remind_seconds
-            seconds = round(now - self._began)
-        shown = {**fields, "fault": fault, "seconds": seconds or None}
-        self._log.log(level or self._level, text or self._failing, extra=shown)
-
-    def clear(self) -> None:
-        """Forget the fault without a log line: the part has nothing to do now."""
-        self._fault, self._attempts = None, 0
+        return doubled(first, self.attempts - 1, self._longest_pause)
 
     def works(self) -> None:
         """Record that the part has done its work."""
-        if not self._attempts:
-            return
-        with self._lock:
-            fault, self._fault, self._attempts = self._fault, None, 0
-            seconds = round(time.monotonic() - self._began)
-        if fault is not None:
-            self._log.log(
-                min(self._level, logging.INFO),
-                self._over,
-                extra={"part": self.part, "seconds": seconds},
-            )
+        self.over(part=self.part)
 
 
 class Due(Enum):

@@ -16,6 +16,7 @@ import psycopg
 
 from relay.config.dsn import DatabaseAccess
 from relay.faults import ConfigurationError, NoCredentials, first_line, refused_for_good
+from relay.outages import Outage
 from relay.runtime.parts import Condition, Recurring
 
 log = logging.getLogger(__name__)
@@ -85,30 +86,32 @@ class RefusalWatch(Recurring):
             ),
             failed,
         )
-        self._accesses = set(accesses)
-        self._logged: set[DatabaseAccess] = set()
+        self._outages = {
+            access: Outage(
+                log,
+                "no connection to a database is opened; relay ends unless that changes",
+                "connections to a database are opened again",
+            )
+            for access in accesses
+        }
 
     def turn(self) -> float:
         """Raise ConfigurationError if a database has refused the credentials for too long."""
-        for access in self._accesses:
+        for access, outage in self._outages.items():
             found = refusal(access)
-            self._log_change(access, found)
-            if found is not None and found.seconds > REFUSED_SECONDS:
+            if found is None:
+                outage.over(database=access.key)
+                continue
+            outage.fails(
+                found.text,
+                lasts=found.seconds,
+                database=access.key,
+                limit_seconds=REFUSED_SECONDS,
+            )
+            if found.seconds > REFUSED_SECONDS:
                 raise ConfigurationError(
                     f"{access.key}: {found.text} (for {REFUSED_SECONDS:g} s): correct the address or the "
                     "credentials"
                 )
         self.condition.works()
         return _CHECK_SECONDS
-
-    def _log_change(self, access: DatabaseAccess, found: Refusal | None) -> None:
-        """Log that a database begins to refuse the credentials, and that it accepts them again."""
-        if found is not None and access not in self._logged:
-            self._logged.add(access)
-            log.warning(
-                "no connection to a database is opened; relay ends unless that changes",
-                extra={"database": access.key, "fault": found.text, "seconds": REFUSED_SECONDS},
-            )
-        elif found is None and access in self._logged:
-            self._logged.discard(access)
-            log.info("connections to a database are opened again", extra={"database": access.key})
