@@ -428,29 +428,33 @@ begin
 end
 $$;
 
--- After messages were locked: moves the marks where much has been passed, and says in the setting relay.more_messages, which lasts as long
--- as the transaction, whether there may be more that can be taken. Whoever began at `start` has not seen what is below.
+-- After messages were locked: moves the marks where much has been passed, or the next would search as far, and says in the setting
+-- relay.more_messages, which lasts as long as the transaction, whether there may be more that can be taken. Whoever began at `start` has not
+-- seen what is below.
 create or replace function relay.note_progress(q record, locked record) returns void
 language plpgsql
 as $$
 begin
     perform set_config('relay.more_messages', locked.more::text, true);
-    if (locked.first_ready >= q.mark + 500 or locked.due > 0) and (q.start = 0 or locked.first_open is not null) then
+    if locked.searched then
+        perform relay.move_marks(q.id, q.mark, q.due_mark, '-infinity', locked.first_open);
+    elsif (locked.first_ready >= q.mark + 500 or locked.due > 0) and (q.start = 0 or locked.first_open is not null) then
         perform relay.move_marks(q.id, q.mark, q.due_mark, q.noted_at, locked.first_open);
     end if;
 end
 $$;
 
 drop function if exists relay.lock_messages(bigint, boolean, int, bigint, timestamptz, int);
-drop function if exists relay.lock_messages(bigint, boolean, int, bigint, timestamptz, bigint, int); -- without `more`
+drop function if exists relay.lock_messages(bigint, boolean, int, bigint, timestamptz, bigint, int); -- without `more` and `searched`
 
 -- Locks messages that can be taken, at most `most`, and returns where they are. Passes by what others have locked. Messages whose
 -- last lease has expired become dead letters. `left_over` are those of them that a transaction had locked which was aborted: the id
 -- of who locked a row outlives the lock. `more` is false where no message is left that can be taken, as far as this statement sees: those
--- that others have locked, or that are blocked by their keys, may make it true.
+-- that others have locked, or that are blocked by their keys, may make it true. `searched`: a window was not enough to find one.
 create or replace function relay.lock_messages(
     the_queue bigint, keyed boolean, most_attempts int, low bigint, low_due timestamptz, start bigint, most int,
-    out chosen tid[], out first_ready bigint, out due int, out left_over tid[], out first_open bigint, out more boolean
+    out chosen tid[], out first_ready bigint, out due int, out left_over tid[], out first_open bigint, out more boolean,
+    out searched boolean
 )
 language plpgsql
 as $$
@@ -475,6 +479,7 @@ begin
         exit when cardinality(chosen) > 0 or due < most;
     end loop;
     more := true;
+    searched := false;
     if cardinality(chosen) >= most then
         more := (select true from relay.queue_messages as e
                   where e.queue_id = the_queue and e.available_at is null and e.id >= low order by e.id limit 1) is not null
@@ -556,8 +561,8 @@ begin
            left_over || coalesce((select array_agg(l.ctid) filter (where l.locked_by <> '0' and relay.was_aborted(l.locked_by)) from locked as l), '{}'),
            (select min(f.id) from firsts as f)
       into chosen, left_over, first_open;
-    first_ready := first_open;
     if cardinality(chosen) > 0 then
+        searched := true;
         return;
     end if;
     -- From key to key, the first message of each.
@@ -577,10 +582,12 @@ begin
                    and (e.key, e.available_at) >= (h.key, low_due) and e.key <= h.key
                  order by e.key, e.available_at limit 1) is null
     loop
-        select n.xmax into locked_by from relay.queue_messages as n
+        select n.id, n.xmax into since, locked_by from relay.queue_messages as n
           where n.ctid = candidate and n.available_at is null for update skip locked;
         if found then
             chosen := chosen || candidate;
+            first_open := least(first_open, since);
+            searched := true;
             if relay.was_aborted(locked_by) then
                 left_over := left_over || candidate;
             end if;

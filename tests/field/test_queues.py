@@ -55,6 +55,13 @@ def items(outbox: Outbox) -> list[tuple[int, str, int]]:
     return [(number, state, attempts) for number, state, attempts in rows]
 
 
+def move_marks(outbox: Outbox) -> None:
+    outbox.conn.execute(
+        "select relay.move_marks(q.id, s.mark, s.due_mark, '-infinity')"
+        " from relay.queues as q, relay.queue_state(q.name, relay.this_call()) as s"
+    )
+
+
 def mark_ahead(outbox: Outbox, interval: str) -> None:
     """Make the newest mark of times one that was noted before the clock was set back."""
     outbox.conn.execute(
@@ -344,10 +351,7 @@ def test_claims_of_a_queue_with_keys_are_flat_under_a_held_snapshot(outbox: Outb
             while ids(worker, "take('mail', 300)"):
                 pass
             outbox.conn.execute(FILL, (10,))
-            outbox.conn.execute(
-                "select relay.move_marks(q.id, s.mark, s.due_mark, '-infinity')"
-                " from relay.queues as q, relay.queue_state(q.name, relay.this_call()) as s"
-            )
+            move_marks(outbox)
             figures.append(pages_of_a_claim(worker))
             outbox.worker.execute("select relay.purge_queue('mail')")
     assert figures[-1] <= figures[0] * 1.1, figures
@@ -395,6 +399,25 @@ def test_failing_keys_with_messages_behind_them_cost_others_little(outbox: Outbo
         assert first in taken
         assert ids(worker, "take('mail', 1000)") == [second]
         assert ids(worker, "take('mail', 1000)") == []
+
+
+@pytest.mark.parametrize("behind", [1, 8])
+def test_what_one_claim_has_searched_the_next_ones_do_not(outbox: Outbox, behind: int) -> None:
+    """bensheldon/good_job#896, rails/solid_queue#689: each claim searched again until 500 messages were passed.
+
+    Behind the keys that fail are so few messages that a larger window passes them, or so many that keys are walked.
+    """
+    declare(outbox, "user")
+    with session(outbox) as worker:
+        for _ in range(1 + behind):
+            outbox.conn.execute(FILL, (300,))
+        outbox.worker.execute(
+            "select relay.retry('mail', id, attempt, '1 hour') from relay.lease('mail', 300, '1 hour')"
+        )
+        enqueue(outbox, *(f"other {number}" for number in range(20)))
+        move_marks(outbox)
+        # For a second or two after a search, of which this machine may take all.
+        wait_until(lambda: pages_of_a_claim(worker) <= 120)
 
 
 def test_a_message_whose_worker_has_died_can_be_purged_and_cancelled(outbox: Outbox) -> None:

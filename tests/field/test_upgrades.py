@@ -25,7 +25,7 @@ LANDED = {
     "outbox/004_subscribers.sql": "e06f7c204ab00a3e4bdf515bc8b3d53cee0bd06c790ecc200a7718befc8e53ae",
     "target/001_target.sql": "32be4b67b8321aeda29e338ac36074af0585a4548680ab6eabff2e75f5034cd4",
     "target/002_retention.sql": "b297bddc2124091b683d7c9c11754067c52c59639051196144ff6777847b9124",
-    "target/004_queues.sql": "40f4cdde688e3aa4d30463ebeaafb9dea99830c1c199de54fea81977905fb6f8",
+    "target/004_queues.sql": "4b0eeba6f6c1a7213e0b3e129c37d346e6306f712ce960951a3ffeaa386f753d",
     "target/005_scheduled.sql": "9f62e2e8db6a6bce67c2d7ad277994a55f51c4af397bfd9ff23cbbdfafd1b314",
 }
 """The editions of the files in the relay that landed before, each of which has changed since."""
