@@ -247,21 +247,6 @@ def test_the_messages_of_one_key_are_worked_in_order(outbox: Outbox) -> None:
     assert order == [0, 1, 2, 3, 4]
 
 
-def test_a_handler_past_its_deadline_is_tried_again(outbox: Outbox) -> None:
-    fill(outbox, 1)
-    worker = Worker(outbox.worker_dsn, "mail", deadline=0.1, poll=0.02)
-    attempts: list[int] = []
-
-    @worker.handles()
-    async def handle(message: Message, conn: object) -> None:
-        attempts.append(message.attempt)
-        await asyncio.sleep(60 if message.attempt == 1 else 0)
-
-    with working(worker):
-        wait_until(lambda: is_empty(outbox))
-    assert attempts == [1, 2]
-
-
 def test_a_lease_is_prolonged_and_its_block_completes_the_message(outbox: Outbox) -> None:
     fill(outbox, 1)
     worker = Worker(outbox.worker_dsn, "mail", lease=0.4, poll=0.02)
