@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, IncompleteRead
 from socket import SHUT_RDWR
-from threading import Event
+from threading import Event, Thread
 from typing import Any, Self
 
 import httpx
@@ -176,10 +176,13 @@ class ResumingClient:
         self._address = address
         self._token = token
         self._last = ""
+        self._source: Source | None = None
 
     def read(self, dsn: str, ended: Event) -> None:
         """Read, and cut the stream at random; the reader `stream` keeps what is not read from retention."""
         choose = random.Random(1)
+        cutting = Thread(target=self._cut_at, args=(ended,))
+        cutting.start()
         while not ended.is_set():
             with suppress(OSError, EOFError, HTTPException):
                 self._some(choose.randrange(1, 40), ended)
@@ -187,17 +190,25 @@ class ResumingClient:
             if position is not None:
                 with suppress(psycopg.Error), psycopg.connect(dsn, autocommit=True) as conn:
                     conn.execute("select relay.seek('stream', %s)", (f"0/{position.before}",))
+        cutting.join()
+
+    def _cut_at(self, ended: Event) -> None:
+        ended.wait()
+        if self._source is not None:
+            self._source.cut()
 
     def _some(self, count: int, ended: Event) -> None:
         start = {} if self._last else {"after": "beginning"}
         with Source(self._address, self._token, self._last, **start) as source:
+            self._source = source
             if source.status != 200:
                 if source.status not in (429, 503):
                     self.refused.append(source.status)
                 ended.wait(0.2)
                 return
-            source.limit(1.0)
             for taken in range(1, count):
+                if ended.is_set():
+                    return
                 source.take(taken)
                 self.numbers.append(source.events[-1]["payload"]["number"])
                 self._last = source.last

@@ -88,7 +88,7 @@ def test_what_was_asked_of_a_frozen_process_is_done_once(
         resuming = ResumingClient(client.address, token)
         with (
             Source(client.address, token).ready() as patient,
-            beside(lambda ended: resuming.read(outbox.superuser_dsn, ended), "resumes"),
+            beside(lambda ended: resuming.read(outbox.reader_dsn, ended), "resumes"),
         ):
             publish(0)
             patient.take(1)
