@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from relay.client.errors import WorkerError
 from relay.client.sessions import (
     Statement,
+    for_psycopg,
     for_sqlalchemy,
     require_sqlalchemy_transaction,
 )
@@ -82,18 +83,14 @@ def _nested(session: Any) -> Any:
 
 
 def _psycopg_fetch(session: Any, statement: Statement, text: str) -> list[str]:
-    from psycopg.rows import tuple_row
-
-    with own(session.cursor(row_factory=tuple_row)) as cursor:
-        rows = cursor.execute(statement.with_parameter("%s", "%"), (text,)).fetchall()
+    with own(session) as cursor:
+        rows = cursor.execute(for_psycopg(cursor, statement), (text,)).fetchall()
     return [row[0] for row in rows]
 
 
 async def _psycopg_fetch_async(session: Any, statement: Statement, text: str) -> list[str]:
-    from psycopg.rows import tuple_row
-
-    async with own(session.cursor(row_factory=tuple_row)) as cursor:
-        await cursor.execute(statement.with_parameter("%s", "%"), (text,))
+    async with own(session) as cursor:
+        await cursor.execute(for_psycopg(cursor, statement), (text,))
         return [row[0] for row in await cursor.fetchall()]
 
 

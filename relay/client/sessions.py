@@ -91,17 +91,11 @@ def _rows(result: Any) -> int:
 def _text(result: Any) -> Any:
     """Return the one value of a driver's result, whatever makes its rows; awaitable where the driver's is."""
     row = result.fetchone()
-    return _awaited(row) if hasattr(row, "__await__") else _value(row)
+    return _awaited(row) if hasattr(row, "__await__") else row[0]
 
 
 async def _awaited(row: Any) -> Any:
-    return _value(await row)
-
-
-def _value(row: Any) -> Any:
-    if isinstance(row, str):
-        return row
-    return next(iter(row.values())) if isinstance(row, dict) else row[0]
+    return (await row)[0]
 
 
 def savepoint(session: Any) -> Any:
@@ -194,7 +188,8 @@ def _refuse(what: str) -> None:
 
 def _psycopg(conn: Any, statement: Statement, text: str, read: Read = _rows) -> Any:
     _require_psycopg_transaction(conn)
-    return read(own(conn.cursor()).execute(statement.with_parameter("%s", "%"), (text,)))
+    cursor = own(conn)
+    return read(cursor.execute(for_psycopg(cursor, statement), (text,)))
 
 
 def _psycopg_cursor(cursor: Any, statement: Statement, text: str, read: Read = _rows) -> Any:
@@ -203,7 +198,8 @@ def _psycopg_cursor(cursor: Any, statement: Statement, text: str, read: Read = _
 
 async def _psycopg_async(conn: Any, statement: Statement, text: str, read: Read = _rows) -> Any:
     _require_psycopg_transaction(conn)
-    found = read(await own(conn.cursor()).execute(statement.with_parameter("%s", "%"), (text,)))
+    cursor = own(conn)
+    found = read(await cursor.execute(for_psycopg(cursor, statement), (text,)))
     return await found if hasattr(found, "__await__") else found
 
 
@@ -211,6 +207,12 @@ async def _psycopg_async_cursor(
     cursor: Any, statement: Statement, text: str, read: Read = _rows
 ) -> Any:
     return await _psycopg_async(cursor.connection, statement, text, read)
+
+
+def for_psycopg(cursor: Any, statement: Statement) -> str:
+    """Return a statement with its parameter as a cursor of psycopg wants it."""
+    is_raw = any(each.__name__ in ("RawCursor", "AsyncRawCursor") for each in type(cursor).__mro__)
+    return statement.with_parameter("$1") if is_raw else statement.with_parameter("%s", "%")
 
 
 def _require_psycopg_transaction(conn: Any) -> None:

@@ -25,10 +25,12 @@ def own_adapters() -> Any:
     return context
 
 
-def own(cursor: Any) -> Any:
-    """Give a cursor of the application's connection, for a statement of relay, texts as psycopg has them."""
+def own(conn: Any) -> Any:
+    """Open a cursor of the application's connection for a statement of relay, with psycopg's rows and texts."""
+    from psycopg.rows import tuple_row
     from psycopg.types.string import StrDumper, TextLoader
 
+    cursor = conn.cursor(row_factory=tuple_row)
     cursor.adapters.register_dumper(str, StrDumper)
     cursor.adapters.register_loader("text", TextLoader)
     return cursor

@@ -1,19 +1,31 @@
 """relay's statements mean the same whatever adapters the application has registered for all its connections.
 
 Global adapters have broken the statements of others in svinota/pyroute2#750 (list and dict), and libraries have broken
-applications by their own in procrastinate-org/procrastinate#113; psycopg/psycopg#541 asks for such adapters.
+applications by their own in procrastinate-org/procrastinate#113; psycopg/psycopg#541 asks for such adapters. What makes
+a connection's cursors and rows is the application's, too: coleifer/peewee#2035 (rows that are no tuples),
+psycopg/psycopg#560 (cursors without `%s`), #876 (both come with the pool).
 """
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psycopg
 import pytest
+from psycopg import AsyncRawCursor, ClientCursor, RawCursor
+from psycopg.rows import class_row, dict_row, scalar_row
+from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
+from relay.client import Event
+from relay.client import Outbox as Publisher
+from relay.client.enqueueing import enqueue, enqueue_async
 from relay.client.errors import ReaderError, WorkerError, reader_error, worker_error
+from relay.client.worker import Message, Worker
 from tests.integration.test_workers import fill, is_empty
 from tests.outbox import Outbox, event, host, wait_until
 from tests.process import ROOT, running
@@ -105,6 +117,73 @@ def test_a_worker_works(outbox: Outbox, tmp_path: Path) -> None:
 def test_a_publisher_publishes(outbox: Outbox, tmp_path: Path) -> None:
     run(tmp_path, PUBLISHES, outbox.publisher_dsn)
     assert outbox.column("select payload ->> 'Amount' from outbox_message_t") == ["Ä", "Ä"]
+
+
+FACTORIES: dict[str, dict[str, Any]] = {
+    "a cursor without %s": {"cursor_factory": RawCursor},
+    "a cursor that binds": {"cursor_factory": ClientCursor},
+    "rows of a class": {"row_factory": class_row(SimpleNamespace)},
+    "rows of one value": {"row_factory": scalar_row},
+    "rows as dicts": {"row_factory": dict_row},
+}
+
+
+def test_a_connection_may_have_factories_of_its_own(
+    outbox: Outbox, subtests: pytest.Subtests
+) -> None:
+    for kind, factories in FACTORIES.items():
+        with subtests.test(kind), psycopg.connect(outbox.publisher_dsn, **factories) as conn:
+            for session in (conn, conn.cursor()):
+                given = Event("order.placed", payload={"kind": kind})
+                Publisher().publish(session, given, host_id=host(1))
+    published = outbox.column("select payload ->> 'kind' from outbox_message_t order by c_offset")
+    assert published == [kind for kind in FACTORIES for _ in range(2)]
+
+
+def test_a_worker_s_connections_may_have_factories_of_their_own(
+    outbox: Outbox, subtests: pytest.Subtests
+) -> None:
+    fill(outbox)
+    for kind, factories in FACTORIES.items():
+        with subtests.test(kind), ConnectionPool(outbox.worker_dsn, kwargs=factories) as pool:
+            with pool.connection() as conn:
+                enqueue(conn, "mail", kind)
+            assert taken_by(Worker(pool, "mail", concurrency=1)) == [kind]
+        is_raw = factories.get("cursor_factory") is RawCursor
+        asynchronous = {**factories, "cursor_factory": AsyncRawCursor} if is_raw else factories
+        if "cursor_factory" not in factories or is_raw:
+            with subtests.test(f"{kind}, asynchronous"):
+                assert asyncio.run(taken_in_coroutine(outbox, kind, asynchronous)) == [kind]
+
+
+def taken_by(worker: Worker) -> list[Any]:
+    """What the worker's handler gets first."""
+    found: list[Any] = []
+
+    @worker.handles()
+    def handle(message: Message, conn: Any) -> None:
+        found.append(message.payload)
+        worker.stop()
+
+    worker.run_forever()
+    return found
+
+
+async def taken_in_coroutine(outbox: Outbox, kind: str, factories: dict[str, Any]) -> list[Any]:
+    found: list[Any] = []
+    dsn = outbox.worker_dsn
+    async with AsyncConnectionPool(dsn, kwargs=factories, open=False) as pool:
+        async with pool.connection() as conn:
+            await enqueue_async(conn, "mail", kind)
+        worker = Worker(pool, "mail", concurrency=1)
+
+        @worker.handles()
+        async def handle(message: Message, conn: Any) -> None:
+            found.append(message.payload)
+            worker.stop()
+
+        await worker.run()
+    return found
 
 
 @pytest.mark.parametrize("mode", ["auto", "poll"])

@@ -12,7 +12,6 @@ from typing import Any
 
 import psycopg
 import pytest
-from psycopg.rows import dict_row
 from typer.testing import CliRunner, Result
 
 from relay.admin.events import find
@@ -476,11 +475,7 @@ async def _act(dsn: str, driver: str, event_id: str) -> None:
         await opened.run(opened.rollback)
 
 
-def test_rows_may_be_mappings(outbox: Outbox) -> None:
-    """What makes the rows of the caller's connection does not matter, nor autocommit, which has no transaction."""
-    with psycopg.connect(outbox.relay_dsn, row_factory=dict_row) as conn:
-        assert cancel(conn, "x") == [Stop(None, None, "requested")]
-        assert reschedule(conn, "y", LATER) == [Stop(None, None, "unknown")]
+def test_a_session_without_a_transaction_is_refused(outbox: Outbox) -> None:
     with (
         psycopg.connect(outbox.relay_dsn, autocommit=True) as conn,
         pytest.raises(NotInTransaction, match="autocommit"),
