@@ -141,6 +141,15 @@ class Status:
         """How many of the dead letters are messages of work queues, of each queue as many as its figure counts."""
         return sum(each.dead for each in self.queues)
 
+    @property
+    def mode(self) -> str:
+        """How the source is read, in words; while it cannot be reached, how it was read before."""
+        return (
+            f"unknown, {self.source_mode} before"
+            if "source.dsn" in self.faults
+            else self.source_mode
+        )
+
     def is_known(self, key: str) -> bool:
         """Return whether a database was read, now or earlier: `source.dsn` or `target.dsn`."""
         return key in self.read_at

@@ -170,9 +170,7 @@ def _print_status(state: Any, mode: str) -> None:
 
 
 def _group_facts(state: Any) -> list[tuple[str, object]]:
-    is_away = "source.dsn" in state.faults
-    mode = f"unknown, {state.source_mode} before" if is_away else state.source_mode
-    facts: list[tuple[str, object]] = [("source", mode)]
+    facts: list[tuple[str, object]] = [("source", state.mode)]
     if state.source_reason:
         facts.append(("reason", state.source_reason))
     facts.append(("active", state.active or "none"))

@@ -115,11 +115,12 @@ class DeadTransactionPage:
 
 @dataclass(frozen=True, slots=True)
 class Partitions:
-    """The positions of partitions. `counted` is false if their unread events cannot be counted in time."""
+    """The positions of partitions. `counted` is false if unread events cannot be counted; `uncounted` says why."""
 
     rows: Page[PartitionStatus]
     total: int
     counted: bool
+    uncounted: str | None
     instances: Sequence[str]
 
 
@@ -245,12 +246,15 @@ class GroupView:
         with reading(), reach_target(self._settings) as target:
             stored = offsets.initialised(target, self.name)
             running = presence.instances(target, self.name)
-        counted = True
+        uncounted = None
         try:
             with reading(COUNT_SECONDS):
                 listed = positions(self._settings)
-        except (psycopg.Error, Unreachable):
-            counted = False
+        except (psycopg.Error, Unreachable) as error:
+            too_long = isinstance(error, psycopg.errors.QueryCanceled)
+            uncounted = (
+                f"it takes more than {COUNT_SECONDS:.0f} s" if too_long else first_line(error)
+            )
             listed = [
                 PartitionStatus(
                     each.partition_id, each.next_offset, str(each.applied_lsn), None, None
@@ -262,7 +266,7 @@ class GroupView:
             key=lambda each: each.partition_id,
         )
         rows = _page(following[: limit + 1], limit, lambda each: each.partition_id)
-        return Partitions(rows, len(listed), counted, running)
+        return Partitions(rows, len(listed), uncounted is None, uncounted, running)
 
     def plan_seek(self, to: str, partition: int | None) -> OffsetsMove:
         """Return what a seek of the whole group, or of one partition, would do."""

@@ -3,7 +3,8 @@
 Public reports: confluentinc/kafka-connect-jdbc#964 (the status is not the state), PostgREST/postgrest#1850,
 spiceai/spiceai#11084 (when an outage began and ended is nowhere), automagik-dev/omni#581, zitadel/zitadel#10737,
 thake/logminer-kafka-connect#11 (the log is flooded meanwhile), bart-oz/solid_observer#105, flynn/flynn#3594,
-trimble-oss/dba-dash#573 (pages are errors, or old without saying so).
+trimble-oss/dba-dash#573 (pages are errors, or old without saying so), cockroachdb/cockroach#70534 and
+kubestellar/console#6113 (what is not known is shown as 0), ICTU/quality-time#10328 (pages differ in what they know).
 """
 
 from __future__ import annotations
@@ -198,11 +199,26 @@ def test_a_console_that_begins_while_the_target_is_away_shows_no_zeros(
     apart.allow(False)
     with served(settings) as address:
         page = Visitor(address).page("/groups/default/")
-    tiles = page[
-        page.index('id="tiles"') : page.index('id="charts"') if 'id="charts"' in page else None
-    ]
-    for tile in ("Source", "Instances", "Sinks", "Dead letters", "Partitions"):
-        shown = tiles[tiles.index(f"<h2>{tile}</h2>") :].partition("</section>")[0]
+    assert_unknown(page, "Source", "Instances", "Sinks", "Dead letters", "Deferred", "Partitions")
+
+
+def test_a_console_that_begins_while_the_source_is_away_says_so(outbox: Outbox) -> None:
+    """It said "WAL read from the slot", and that events could not be counted within two seconds."""
+    source = {**outbox.config()["source"], "dsn": make_conninfo(outbox.relay_dsn, port=1)}
+    settings = outbox.settings(
+        source=source, target={"dsn": outbox.relay_dsn}, observe=console_of()
+    )
+    with served(settings) as address:
+        visitor = Visitor(address)
+        assert_unknown(visitor.page("/groups/default/"), "Source", "Slot", "Unconfirmed WAL")
+        positions = visitor.page("/groups/default/partitions")
+    assert "could not be counted: source.dsn: cannot connect" in positions
+
+
+def assert_unknown(overview: str, *tiles: str) -> None:
+    """What a database would say that cannot be read is no zero."""
+    for tile in tiles:
+        shown = overview[overview.index(f"<h2>{tile}</h2>") :].partition("</section>")[0]
         assert "unknown" in shown, tile
         assert ">0<" not in shown, tile
 
