@@ -7,9 +7,11 @@ import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import cache
+from inspect import signature
 from itertools import count
 from pathlib import Path
 
+import httpx
 import hypothesis
 import psycopg
 import pytest
@@ -32,6 +34,10 @@ hypothesis.settings.register_profile(
     "relay", deadline=None, max_examples=1_000 if "RELAY_CHAOS_ROUNDS" in os.environ else 20
 )
 hypothesis.settings.load_profile("relay")
+
+# Five seconds, which a busy machine needs for an answer now and then. A test that waits for ever is ended by pytest.
+_patience = signature(httpx.get).parameters["timeout"].default
+_patience.connect = _patience.read = _patience.write = _patience.pool = None
 
 SPARK_CONF = {"spark.relay.password": r" s3cret: 'é\n' = \"#\" "}
 

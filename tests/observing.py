@@ -34,7 +34,7 @@ def ask(port: int, path: str, method: str = "GET", **headers: str) -> Answer:
     """Send a request, and return the answer."""
     request = Request(f"http://127.0.0.1:{port}{path}", headers=headers, method=method)
     try:
-        with urlopen(request, timeout=5) as answer:
+        with urlopen(request, timeout=60) as answer:
             return Answer(answer.status, answer.read().decode(), dict(answer.headers))
     except HTTPError as error:
         return Answer(error.code, error.read().decode(), dict(error.headers))

@@ -134,7 +134,7 @@ def test_traces_are_sent_to_an_ipv6_literal(
 def test_metrics_are_served_at_an_ipv6_literal() -> None:
     listener = listen(address("[::1]:0"))
     try:
-        with urllib.request.urlopen(f"http://[::1]:{listener.port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://[::1]:{listener.port}/metrics", timeout=60) as answer:
             assert answer.status == 200
     finally:
         listener.close()
@@ -144,7 +144,7 @@ def test_the_console_is_served_at_an_ipv6_literal() -> None:
     console = ConsoleSettings(listen="[::1]:0", token="0123456789abcdef")
     with (
         console_server([], console) as server,
-        urllib.request.urlopen(f"http://[::1]:{server.port}/login", timeout=5) as answer,
+        urllib.request.urlopen(f"http://[::1]:{server.port}/login", timeout=60) as answer,
     ):
         assert answer.status == 200
 

@@ -139,7 +139,7 @@ def prometheus(folder: Path, target: int) -> Iterator[int]:
 
 def query(port: int, path: str) -> Any:
     try:
-        with urlopen(f"http://127.0.0.1:{port}/api/v1/{path}", timeout=5) as answer:
+        with urlopen(f"http://127.0.0.1:{port}/api/v1/{path}", timeout=60) as answer:
             return json.load(answer)["data"]
     except OSError:
         return None

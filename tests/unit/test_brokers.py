@@ -143,15 +143,15 @@ def test_a_delivery_that_is_cancelled_leaves_its_room_to_others(count: int) -> N
 
 def test_the_deadline_counts_from_the_last_answer() -> None:
     async def test() -> None:
-        broker, sends = Broker(), SendWindow(0.2, ordered=False)
+        broker, sends = Broker(), SendWindow(0.6, ordered=False)
         task = asyncio.create_task(sends.send(sends.sending(messages(4)), broker.publish))
         began = time.monotonic()
         for _ in range(3):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.2)
             broker.answer(1)
         with pytest.raises(TimeoutError):
             await task
-        assert 0.45 < time.monotonic() - began < 0.8
+        assert time.monotonic() - began > 1.1
 
     run(test())
 

@@ -253,7 +253,7 @@ def test_clients_that_send_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPat
         for number in range(64):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             client.sendall(b"GET /login" if number % 2 else b"")
-        assert httpx.get(address + "/login", timeout=None).status_code == 200
+        assert httpx.get(address + "/login").status_code == 200
 
 
 def test_a_body_that_does_not_come_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
