@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.results import JUDGED, cell, headings, number
+from bench.results import cell, headings
 
 Result = Mapping[str, Any]
 
@@ -21,26 +21,35 @@ PLOTTED = {
 }
 """The workloads that have a plot, and the plot's alternative text."""
 
-_MARKED = re.compile(r"(<!-- bench: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+SHOWN = (
+    *("transactions/s", "events/s", "commits/s", "ms/event", "missing", "p50", "p99"),
+    *("durable p50", "durable p99", "total MiB", "first event s", "CPU, µs/event"),
+    *("total, CPU µs/event", "hold, CPU µs/event", "delivered/s"),
+)
+"""The figures that tables have, where they are not 0 in each row; bench/results has the others."""
+
+_MARKED = re.compile(r"(<!-- bench: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def write(document: Path, results: Path) -> list[str]:
-    """Write the table of each marker; returns the names of markers without a result."""
+    """Write the table of each marker, which names one workload, or several with the same figures.
+
+    Returns the names of markers without a result.
+    """
     known = {file.stem: json.loads(file.read_text()) for file in sorted(results.glob("*.json"))}
     missing: list[str] = []
 
     def fill(match: re.Match[str]) -> str:
-        head, name, end = match.groups()
-        if name == "environment":
+        head, named, end = match.groups()
+        names = named.split()
+        if named == "environment":
             body = _environment(list(known.values()))
-        elif name == "slower":
-            body = _slower(known)
-        elif name == "goals":
+        elif named == "goals":
             body = _goals(known)
-        elif name in known:
-            body = _table(known[name]) + _plot(name)
+        elif all(name in known for name in names):
+            body = _table([known[name] for name in names]) + _plot(named)
         else:
-            missing.append(name)
+            missing.append(named)
             body = "Not measured yet."
         return f"{head}{body}\n{end}"
 
@@ -48,30 +57,47 @@ def write(document: Path, results: Path) -> list[str]:
     return missing
 
 
-def _table(result: Result) -> str:
-    """A result as a Markdown table, with the ratio to the row that a contender is compared with in brackets."""
-    names = headings(result)
+def _table(results: Sequence[Result]) -> str:
+    """Results as a Markdown table, with the ratio to the row that a contender is compared with in brackets."""
+    columns = [name for name in headings(results[0]) if name in SHOWN and _differs(results, name)]
+    several = len(results) > 1
     lines = [
-        f"{result['size'][0].upper()}{result['size'][1:]}.",
+        "" if several else f"{_sentence(results[0]['size'])} {_measured(results[0])}",
         "",
-        f"| contender | {' | '.join(names)} | rounds |",
-        f"|---|{'---:|' * len(names)}---:|",
+        f"| {'workload | ' * several}contender | {' | '.join(columns)} |",
+        f"|{'---|' * several}---|{'---:|' * len(columns)}",
     ]
-    for row in result["contenders"]:
-        figures = " | ".join(cell(row, name) for name in names)
-        lines.append(f"| {row['name']} | {figures} | {len(row['rounds'])} |")
-    lines += ["", *_against(result), *_skipped(result)]
-    return "\n".join(lines).rstrip()
+    for result in results:
+        for n, row in enumerate(result["contenders"]):
+            first = f"{result['workload'] if n == 0 else ''} | " * several
+            figures = " | ".join(cell(row, name) for name in columns)
+            lines.append(f"| {first}{row['name']} | {figures} |")
+    lines.append("")
+    if several:
+        lines += [
+            f"- {result['workload']}: {result['size']}. {_measured(result)}" for result in results
+        ]
+    lines += [line for result in results for line in _skipped(result)]
+    return "\n".join(lines).strip()
+
+
+def _differs(results: Sequence[Result], name: str) -> bool:
+    return any(row["median"].get(name) for result in results for row in result["contenders"])
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _measured(result: Result) -> str:
+    """Of what version the figures are, and of how many rounds each is the median."""
+    rounds = max(len(row["rounds"]) for row in result["contenders"])
+    version = result.get("versions", {}).get("relay", "")
+    return f"{version or 'Not committed'}, {rounds} round{'s' * (rounds > 1)}."
 
 
 def _plot(name: str) -> str:
     return f"\n\n![{PLOTTED[name]}](plots/{name}.png)" if name in PLOTTED else ""
-
-
-def _against(result: Result) -> Iterator[str]:
-    named = dict.fromkeys(row["against"] for row in result["contenders"] if row["against"])
-    if named:
-        yield f"In brackets: how many times better than {' and '.join(f'“{name}”' for name in named)}."
 
 
 def _skipped(result: Result) -> Iterator[str]:
@@ -80,24 +106,16 @@ def _skipped(result: Result) -> Iterator[str]:
 
 
 def _goals(results: Mapping[str, Result]) -> str:
-    """The goals of all results, what was measured, and the size of each workload below."""
-    judged = {name: result for name, result in results.items() if result.get("goals")}
-    if not judged:
+    """How many of the goals of all results are met, and a line for each that is not."""
+    goals = [(name, goal) for name, result in results.items() for goal in result.get("goals") or ()]
+    if not goals:
         return "Not measured yet."
-    lines = [
-        "| workload | row | figure | measured | goal | met |",
-        "|---|---|---|---:|---|---|",
-        *(
-            f"| {name} | {goal['row']} | {goal['figure']} | {goal['measured']} | {goal['goal']} | {met} |"
-            for name, result in judged.items()
-            for goal in result["goals"]
-            for met in ["yes" if goal["met"] else "**no**"]
-        ),
-        "",
-        *(f"- {name}: {result['size']}." for name, result in judged.items()),
-        *(line for result in judged.values() for line in _skipped(result)),
+    missed = [
+        f"- {name}, {goal['row']}: {goal['measured']} {goal['figure']}, goal {goal['goal']}."
+        for name, goal in goals
+        if not goal["met"]
     ]
-    return "\n".join(lines)
+    return "\n".join([f"{len(goals) - len(missed)} of {len(goals)} are met.", "", *missed]).rstrip()
 
 
 PEERS = ("pgqueuer", "procrastinate", "pgmq", "pg-transactional-outbox")
@@ -119,21 +137,3 @@ def _environment(results: Sequence[Result]) -> str:
         f"Measured {newest['date']} on {machine['cores']} cores with {machine['memory_gib']} GiB,"
         f" {machine['system']}. Versions: {versions}."
     )
-
-
-def _slower(results: Mapping[str, Result]) -> str:
-    lines = [
-        f"| {name} | {row['name']} | {figure} | {number(row['median'][figure])} | {row['against']} | {ratio:.2f}× |"
-        for name, result in results.items()
-        for row in result["contenders"]
-        if row["name"].startswith("relay") and row["against"] and row["against"] != row["name"]
-        for figure, ratio in row["ratio"].items()
-        if figure in JUDGED and ratio < 1
-    ]
-    if not lines:
-        return "There are none in these tables."
-    head = [
-        "| workload | row | figure | measured | against | ratio |",
-        "|---|---|---|---:|---|---:|",
-    ]
-    return "\n".join([*head, *lines])

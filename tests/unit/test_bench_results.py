@@ -78,14 +78,25 @@ def test_a_goal_is_judged(goal: Goal, measured: str, met: bool) -> None:
     assert (judged["measured"], judged["met"]) == (measured, met)
 
 
-def test_the_report_has_every_goal(tmp_path: Path) -> None:
+def test_the_report_has_every_goal_that_is_missed(tmp_path: Path) -> None:
     goals = [Goal("a", "p50", 1.0), Goal("a", "p50", 3.0)]
     ran(Workload("w", "small", [Contender("a", failing(0), 1)], goals), tmp_path)
     page = tmp_path / "performance.md"
     page.write_text("<!-- bench: goals -->\n<!-- end -->\n")
     assert report.write(page, tmp_path) == []
-    assert "| w | a | p50 | 2.00 | at most 1 | **no** |" in page.read_text()
-    assert "| w | a | p50 | 2.00 | at most 3 | yes |" in page.read_text()
+    assert "1 of 2 are met." in page.read_text()
+    assert "- w, a: 2.00 p50, goal at most 1." in page.read_text()
+    assert "at most 3" not in page.read_text()
+
+
+def test_workloads_with_the_same_figures_share_a_table(tmp_path: Path) -> None:
+    for name in ("v", "w"):
+        ran(Workload(name, "small", [Contender("a", failing(0), 2)]), tmp_path)
+    page = tmp_path / "performance.md"
+    page.write_text("<!-- bench: v w -->\n<!-- end -->\n")
+    assert report.write(page, tmp_path) == []
+    assert "| workload | contender | p50 |\n|---|---|---:|\n| v | a | 2.00 |" in page.read_text()
+    assert "- w: small. Not committed, 2 rounds." in page.read_text()
 
 
 def test_the_page_names_no_peer_without_a_row() -> None:
