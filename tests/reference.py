@@ -32,7 +32,7 @@ from relay.config.settings import (
 )
 from tests.pages import DOCS
 from tests.process import ROOT
-from tests.sql_meanings import COLUMNS, FUNCTIONS, TABLES
+from tests.sql_meanings import COLUMNS, TABLES
 
 MODULES = (
     "relay",
@@ -225,6 +225,22 @@ _COLUMN = re.compile(
 _ADDED = re.compile(
     r"^alter table ([\w.]+)\s+add column if not exists (\w+) ([\w.\[\]]+)", re.MULTILINE
 )
+_GRANT = re.compile(
+    r"grant execute on function\s([^;]*?)\sto [^;]*\brelay_(?:publisher|worker|reader)\b", re.DOTALL
+)
+_OF_OPERATORS = (
+    *("relay.maintain", "relay.retain", "relay.cancel", "relay.reschedule"),
+    *("relay.begin_history", "relay.recent_witness", "relay.holds_witness"),
+)
+"""Functions that users call, beside those that roles of users may call."""
+_READ = (
+    *("public.outbox_message_t", "relay.schedules", "relay.log_readers", "relay.readers"),
+    *("relay.retained", "relay.removed", "relay.dead_letters", "relay.dead_letter_actions"),
+    *("relay.actions", "relay.deferred", "relay.cancellations", "relay.endpoints"),
+    *("relay.sinks", "relay.consumer_offsets", "relay.applied_commits", "relay.watermarks"),
+    *("relay.queues", "relay.queue_items", "relay.queue_figures", "relay.inbox"),
+)
+"""Tables and views that are of use to users; the others are relay's own."""
 _COMMENT = re.compile(
     r"^comment on (?:table|view|column|function) ([\w.]+)(?:\(.*?\))? is((?:\s+'(?:[^']|'')*')+);",
     re.MULTILINE,
@@ -232,16 +248,17 @@ _COMMENT = re.compile(
 
 
 def sql() -> str:
-    """The page of the functions and tables that `relay init` installs. Raises KeyError where one has no text."""
+    """The page of the functions and tables of users. Raises KeyError where one has no text."""
     text = (
-        f"# SQL functions and tables\n\n{_NOTE}\nWhat `relay init` installs, by file of `sql/`. "
-        "Publishers call `relay.publish`; relay calls the other functions. You may read the tables; "
-        "write to them only by commands.\n\n"
+        f"# SQL functions and tables\n\n{_NOTE}\nWhat `relay init` installs and you may call or read, by file of "
+        "`sql/`. Write to the tables only by commands. Other functions and tables are relay's own: "
+        "`\\d+ relay.positions` in psql shows what their columns mean.\n\n"
         "Functions that decide by who calls have one more argument, the last one, `call`. It is not shown: the server "
         "fills it in ([Who calls](../security.md#who-calls)).\n"
     )
     sources = {file: file.read_text() for file in sorted((ROOT / "sql").rglob("*.sql"))}
     whole = "".join(sources.values())
+    public = {*_OF_OPERATORS, *re.findall(r"relay\.\w+(?=\s*\()", " ".join(_GRANT.findall(whole)))}
     said = {name: unquoted(literals) for name, literals in _COMMENT.findall(whole)}
     for file, source in sources.items():
         functions = [
@@ -252,12 +269,10 @@ def sql() -> str:
                 else "nothing: `call` it"
                 if found["kind"] == "procedure"
                 else "its `out` arguments",
-                said.get(found["name"])
-                or uncommented(found["comment"])
-                or FUNCTIONS[found["name"]],
+                said.get(found["name"]) or uncommented(found["comment"]),
             )
             for found in _FUNCTION.finditer(source)
-            if found["returns"] != "trigger"
+            if found["name"] in public
         ]
         tables = [
             paragraphs(
@@ -272,11 +287,13 @@ def sql() -> str:
                 ],
             )
             for found in _TABLE.finditer(source)
+            if found["name"] in _READ
         ]
         tables += [
             paragraphs(f"### {found['name']}", f"A view: {said[found['name']]}")
             + table(("column", "meaning"), list(columns_of_view(found, said)))
             for found in _VIEW.finditer(source)
+            if found["name"] in _READ
         ]
         if functions or tables:
             text += f"\n## {file.relative_to(ROOT / 'sql')}\n\n"
