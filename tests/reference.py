@@ -188,18 +188,40 @@ def parameter(each: Any) -> tuple[str, str, str]:
 
 
 def cli() -> str:
-    """The page of all commands."""
+    """The page of all commands: options of several commands, then of each group, then of each command."""
+    found = list(commands(typer.main.get_command(app), "relay"))
+    rows = {
+        path: [parameter(each) for each in command.params if not each.hidden]
+        for path, command in found
+        if not hasattr(command, "commands")
+    }
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for path, given in rows.items():
+        for row in given:
+            groups.setdefault(row, []).append(path.split()[1])
+    common = [row for row, of in groups.items() if len(of) > 3 and len(set(of)) > 1]
     text = (
-        f"# Commands\n\n{_NOTE}\nExit status: 0, 1 for a failure, 2 for bad usage or configuration. "
-        "`init`, `check`, `run`, `status` and `console` take several configurations, the others one.\n"
+        f"# Commands\n\n{_NOTE}\nExit status: 0, 1 for a failure, 2 for bad usage or configuration.\n\n"
+        f"## Common options\n\n{options(common)}"
     )
-    for path, command in commands(typer.main.get_command(app), "relay"):
-        is_group = hasattr(command, "commands")
+    for path, command in found:
         text += f"\n{'##' if path.count(' ') == 1 else '###'} {path}\n\n{inspect.cleandoc(command.help or '')}\n"
-        rows = [parameter(each) for each in command.params if not each.hidden]
-        if rows and not is_group:
-            text += "\n" + table(("option", "default", "meaning"), rows)
+        name = path.split()[1]
+        of_group = [row for row, of in groups.items() if of.count(name) > 1 and row not in common]
+        if hasattr(command, "commands"):
+            text += f"\n{options(of_group)}" if of_group else ""
+            continue
+        elsewhere = [row for row in rows[path] if row in common or row in of_group]
+        if rest := [row for row in rows[path] if row not in elsewhere]:
+            text += f"\n{options(rest)}"
+        if elsewhere:
+            named = ", ".join(f"`{re.split('[ ,`]', row[0])[1]}`" for row in elsewhere)
+            text += f"\n{'Also ' if rest else 'Options: '}{named}.\n"
     return text
+
+
+def options(rows: Sequence[tuple[str, str, str]]) -> str:
+    return table(("option", "default", "meaning"), rows)
 
 
 # SQL
@@ -235,8 +257,8 @@ _OF_OPERATORS = (
 """Functions that users call, beside those that roles of users may call."""
 _READ = (
     *("public.outbox_message_t", "relay.schedules", "relay.log_readers", "relay.readers"),
-    *("relay.retained", "relay.removed", "relay.dead_letters", "relay.dead_letter_actions"),
-    *("relay.actions", "relay.deferred", "relay.cancellations", "relay.endpoints"),
+    *("relay.removed", "relay.dead_letters", "relay.dead_letter_actions"),
+    *("relay.actions", "relay.deferred", "relay.endpoints"),
     *("relay.sinks", "relay.consumer_offsets", "relay.applied_commits", "relay.watermarks"),
     *("relay.queues", "relay.queue_items", "relay.queue_figures", "relay.inbox"),
 )
@@ -360,19 +382,20 @@ def signature(thing: Any) -> str:
 
 
 def members(thing: type) -> Iterator[tuple[str, str]]:
-    """The public methods and properties of a class that have a docstring."""
+    """The public methods and properties of a class that have a docstring, and its first paragraph."""
     for name, member in vars(thing).items():
         function = (
             member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         )
-        if name.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
+        hidden = name.startswith(("_", "test_")) or not inspect.isfunction(function)
+        if hidden or not function.__doc__:
             continue
         call = (
             ""
             if isinstance(member, property)
             else signature(function).replace("(self, ", "(").replace("(self)", "()")
         )
-        yield f"`{name}{call}`", inspect.cleandoc(function.__doc__)
+        yield f"`{name}{call}`", inspect.cleandoc(function.__doc__).partition("\n\n")[0]
 
 
 def of_alias(module: ModuleType, name: str) -> str:
@@ -390,12 +413,17 @@ def of_alias(module: ModuleType, name: str) -> str:
 
 def python() -> str:
     """The page of the names that users' code may import."""
-    text = f"# Python API\n\n{_NOTE}\n[Python names](python.md) is the guide to these names.\n"
+    text = (
+        f"# Python API\n\n{_NOTE}\n[Python names](python.md) is the guide to these names; `help()` has "
+        "what their methods raise. A name that ends with `_async` does the same in an asynchronous session.\n"
+    )
     for module_name in MODULES:
         module = import_module(module_name)
         text += f"\n## {module_name}\n"
         for name in sorted(module.__all__):
             thing = getattr(module, name)
+            if name.removesuffix("_async") in set(module.__all__) - {name}:
+                continue
             if get_origin(thing) is not None:
                 text += f"\n### {module_name}.{name}\n\n{of_alias(module, name)}\n"
                 continue
@@ -405,7 +433,8 @@ def python() -> str:
                 and (issubclass(thing, BaseModel) or getattr(thing, "_is_protocol", False))
             )
             call = signature(thing) if callable(thing) and is_called else ""
-            text += f"\n### {module_name}.{name}\n\n```text\n{name}{call}\n```\n\n{inspect.getdoc(thing) or ''}\n"
+            block = f"```text\n{name}{call}\n```\n\n" if call else ""
+            text += f"\n### {module_name}.{name}\n\n{block}{inspect.getdoc(thing) or ''}\n"
             if inspect.isclass(thing) and (rows := list(members(thing))):
                 text += "\n" + table(("member", "what it does"), rows)
     return text

@@ -45,8 +45,6 @@ COLUMNS = {
     "id": "the number of the row",
     "public.outbox_message_t.id": "the event's id",
     "relay.readers.moved_at": "when it last made progress",
-    "relay.retained.outbox": "the table",
-    "relay.retained.offset_column": "its column that counts events, c_offset unless configured otherwise",
     "topic_id": "1: an outbox is one topic",
     "partition_id": "the partition, from 0",
     "relay.positions.updated_at": "when the partition or sink was there",
