@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,29 +209,22 @@ def test_the_navigation_has_every_page() -> None:
     assert sorted(pages_of(site["nav"])) == sorted(pages)
 
 
-def test_architecture_names_every_module_and_no_other() -> None:
-    """By its file, by its folder, or by the folder above."""
+def test_architecture_names_every_folder_and_no_module_that_is_not() -> None:
+    """And each module says in its first line what it does."""
     text = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
-    files = {path.name for path in (ROOT / "relay").rglob("*.py")}
-    assert set(re.findall(r"`(?:relay/)?(?:\w+/)*(\w+\.py)`", text)) - files == set()
-    covered = (
-        "relay/spark/writers/",
-        "relay/handlers/",
-        "relay/sinks/",
-        "relay/client/",
-        "relay/demo/",
-        "relay/store/",
+    named = set(
+        re.findall(r"`(?:relay/)?([\w/]+\.py|\w+)/?`", text.partition("## Where things are")[2])
     )
-    assert [name for name in covered if name not in text] == []
-    modules = [path.relative_to(ROOT).as_posix() for path in (ROOT / "relay").rglob("*.py")]
-    missing = [
-        module
-        for module in modules
-        if not module.endswith("__init__.py")
-        and not module.startswith(covered)
-        and not re.search(rf"[`/]{re.escape(module.rpartition('/')[2])}`", text)
+    rooms = {each.name for each in (ROOT / "relay").iterdir() if "__init__" not in each.name}
+    assert sorted(rooms - named - {"__pycache__", "py.typed"}) == []
+    modules = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "relay").rglob("*.py")}
+    assert sorted(set(re.findall(r"`(relay/[\w/]+\.py)`", text)) - set(modules)) == []
+    silent = [
+        name
+        for name, path in modules.items()
+        if path.stat().st_size and not ast.get_docstring(ast.parse(path.read_text()))
     ]
-    assert missing == []
+    assert silent == []
 
 
 def test_the_page_of_threads_has_every_thread() -> None:
