@@ -52,6 +52,8 @@ MODULES = (
     "relay.spark",
 )
 """The modules that users' code may import."""
+_BRIEF = ("relay.testing", "relay.sinks.")
+"""Of these, whose names a guide explains, the page has the first paragraphs."""
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TYPES: dict[str, type[AnyHandler]] = KINDS | {
     kind: import_module(module).Settings
@@ -280,13 +282,14 @@ def sql() -> str:
     )
     sources = {file: file.read_text() for file in sorted((ROOT / "sql").rglob("*.sql"))}
     whole = "".join(sources.values())
+    known: dict[str, str] = {}
     public = {*_OF_OPERATORS, *re.findall(r"relay\.\w+(?=\s*\()", " ".join(_GRANT.findall(whole)))}
     said = {name: unquoted(literals) for name, literals in _COMMENT.findall(whole)}
     for file, source in sources.items():
         functions = [
             (
                 f"`{found['name']}({_CALL.sub('', ' '.join(found['arguments'].split()))})`",
-                f"`{' '.join(found['returns'].split())}`"
+                returned(found["name"], " ".join(found["returns"].split()), known)
                 if found["returns"]
                 else "nothing: `call` it"
                 if found["kind"] == "procedure"
@@ -323,6 +326,12 @@ def sql() -> str:
             text += table(("function", "returns", "what it does"), functions) + "\n" * bool(tables)
         text += "\n".join(tables)
     return text
+
+
+def returned(name: str, kind: str, known: dict[str, str]) -> str:
+    """What a function returns; a table that another one has returned is not spelled out again."""
+    same = known.setdefault(kind, name) if kind.startswith("table ") else name
+    return f"`{kind}`" if same == name else f"as `{same}`"
 
 
 def columns(made: re.Match[str], whole: str) -> dict[str, str]:
@@ -434,8 +443,11 @@ def python() -> str:
             )
             call = signature(thing) if callable(thing) and is_called else ""
             block = f"```text\n{name}{call}\n```\n\n" if call else ""
-            text += f"\n### {module_name}.{name}\n\n{block}{inspect.getdoc(thing) or ''}\n"
-            if inspect.isclass(thing) and (rows := list(members(thing))):
+            said = inspect.getdoc(thing) or ""
+            is_brief = module_name.startswith(_BRIEF)
+            text += f"\n### {module_name}.{name}\n\n{block}{said.partition(chr(10) * 2)[0] if is_brief else said}\n"
+            rows = list(members(thing)) if inspect.isclass(thing) and not is_brief else []
+            if rows:
                 text += "\n" + table(("member", "what it does"), rows)
     return text
 
