@@ -106,16 +106,20 @@ def _skipped(result: Result) -> Iterator[str]:
 
 
 def _goals(results: Mapping[str, Result]) -> str:
-    """How many of the goals of all results are met, and a line for each that is not."""
+    """How many of the goals of all results are met, and a line for each that some do not meet."""
     goals = [(name, goal) for name, result in results.items() for goal in result.get("goals") or ()]
     if not goals:
         return "Not measured yet."
-    missed = [
-        f"- {name}, {goal['row']}: {goal['measured']} {goal['figure']}, goal {goal['goal']}."
-        for name, goal in goals
-        if not goal["met"]
+    missed: dict[tuple[str, str], list[str]] = {}
+    for name, goal in goals:
+        if not goal["met"]:
+            what = f"{goal['row']}, {goal['figure']}", goal["goal"]
+            missed.setdefault(what, []).append(f"{name} {goal['measured']}")
+    met = sum(goal["met"] for _, goal in goals)
+    lines = [
+        f"- {what}, goal {goal}: {'; '.join(found)}." for (what, goal), found in missed.items()
     ]
-    return "\n".join([f"{len(goals) - len(missed)} of {len(goals)} are met.", "", *missed]).rstrip()
+    return "\n".join([f"{met} of {len(goals)} are met.", "", *lines]).rstrip()
 
 
 PEERS = ("pgqueuer", "procrastinate", "pgmq", "pg-transactional-outbox")

@@ -85,7 +85,7 @@ def test_the_report_has_every_goal_that_is_missed(tmp_path: Path) -> None:
     page.write_text("<!-- bench: goals -->\n<!-- end -->\n")
     assert report.write(page, tmp_path) == []
     assert "1 of 2 are met." in page.read_text()
-    assert "- w, a: 2.00 p50, goal at most 1." in page.read_text()
+    assert "- a, p50, goal at most 1: w 2.00." in page.read_text()
     assert "at most 3" not in page.read_text()
 
 
