@@ -16,8 +16,6 @@ PLOTTED = {
     "drain-noop": "Drain to a handler that does nothing",
     "drain-apply": "Drain into a table",
     "live-200": "Latencies at 200 transactions a second",
-    "live-1000": "Latencies at 1,000 transactions a second",
-    "scale": "Task slots of Spark",
 }
 """The workloads that have a plot, and the plot's alternative text."""
 

@@ -18,7 +18,6 @@ OWN, OTHERS = "#1f6f8b", "#b8c4cc"
 TITLES = {
     "drain-noop": "Drain to a handler that does nothing",
     "drain-apply": "Drain into a table, one row for each event",
-    "scale": "Task slots of Spark",
 }
 
 
@@ -84,7 +83,7 @@ def main(arguments: Sequence[str]) -> None:
         if file.stem in TITLES:
             title = f"{TITLES[file.stem]}: {result['size']}"
             bars(result, "events/s", title, "events/s", target)
-        elif file.stem.startswith("live"):
+        elif file.stem == "live-200":
             latencies(result, target)
 
 
