@@ -415,10 +415,10 @@ SERIES: Sequence[MetricFamily] = (
 
 
 def table() -> str:
-    """Return the series as a table in Markdown."""
+    """Return the series as a table in Markdown, with the labels beside `group`."""
     lines = ["| series | kind | labels | help |", "|---|---|---|---|"]
     for each in SERIES:
-        labels = ", ".join(f"`{label}`" for label in ("group", *each.labels))
+        labels = ", ".join(f"`{label}`" for label in each.labels)
         lines.append(f"| `{each.name}` | {each.kind} | {labels} | {each.text} |")
     return "\n".join([*lines, ""])
 
