@@ -261,7 +261,7 @@ _READ = (
     *("public.outbox_message_t", "relay.schedules", "relay.log_readers", "relay.readers"),
     *("relay.removed", "relay.dead_letters", "relay.dead_letter_actions"),
     *("relay.actions", "relay.deferred", "relay.endpoints"),
-    *("relay.sinks", "relay.consumer_offsets", "relay.applied_commits", "relay.watermarks"),
+    *("relay.sinks", "relay.consumer_offsets", "relay.watermarks"),
     *("relay.queues", "relay.queue_items", "relay.queue_figures", "relay.inbox"),
 )
 """Tables and views that are of use to users; the others are relay's own."""
