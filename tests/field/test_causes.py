@@ -93,7 +93,7 @@ def test_the_count_of_a_loop_over_two_databases_goes_on(outbox: Outbox, database
     there, here = f"{__name__}:publish_there", f"{__name__}:publish_here"
     with Outbox(database) as other:
         other.install()
-        TARGETS.update(here=outbox.superuser_dsn, there=other.superuser_dsn)
+        TARGETS.update(here=outbox.publisher_dsn, there=other.publisher_dsn)
         routes = [{"handlers": ["pass"]}]
         first = outbox.settings(
             **limited(outbox, 6),
@@ -358,7 +358,7 @@ def publishes_for_many(deliveries: Deliveries) -> None:
 def test_what_is_published_for_many_events_says_for_which(outbox: Outbox) -> None:
     """MassTransit/MassTransit#329: without the initiator in the message itself, a chain cannot be followed. Of a batch
     nobody else knows it."""
-    TARGETS["here"] = outbox.superuser_dsn
+    TARGETS["here"] = outbox.publisher_dsn
     handler = {"type": "function", "callable": f"{__name__}:publishes_for_many", "each": "batch"}
     retry = {"wait": 0.1, "max_wait": 0.1, "attempts": 1}
     settings = outbox.settings(

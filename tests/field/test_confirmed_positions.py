@@ -288,7 +288,7 @@ def test_nothing_is_confirmed_for_a_sink_that_another_process_has(
     with relaying(settings):
         outbox.publish(host(1), event(0))
         wait_until(lambda: len(webhook.accepted) == 1)
-    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as other:
+    with psycopg.connect(outbox.relay_dsn, autocommit=True) as other:
         assert locks.try_lock(other, locks.sink(settings.group, "hook"))
         relay = Instance(settings)
         outbox.publish(host(1), event(1))

@@ -80,7 +80,7 @@ def test_a_second_block_is_no_silent_loss(outbox: Outbox, name: str) -> None:
 
 
 def test_a_test_finds_a_second_block(outbox: Outbox) -> None:
-    with psycopg.connect(outbox.superuser_dsn) as conn, pytest.raises(Fail, match="one such block"):
+    with psycopg.connect(outbox.relay_dsn) as conn, pytest.raises(Fail, match="one such block"):
         deliver(for_each_event_plain, event(1), event(2), conn=conn)
 
 

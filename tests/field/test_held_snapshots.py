@@ -56,7 +56,7 @@ def held(outbox: Outbox) -> Iterator[Outbox]:
 
 @contextmanager
 def snapshot_held(outbox: Outbox) -> Iterator[None]:
-    with psycopg.connect(outbox.superuser_dsn) as holder:
+    with psycopg.connect(outbox.relay_dsn) as holder:
         holder.execute("set transaction isolation level repeatable read")
         holder.execute("select count(*) from relay.groups")
         yield
@@ -306,7 +306,7 @@ def test_superseded_positions_are_deleted_while_relay_runs(
 def test_what_a_failed_deletion_has_not_deleted_is_deleted_later(held: Outbox) -> None:
     """Two instances delete the same rows, and a statement of one fails: oban-bg/oban#168."""
     stream = Stream()
-    with connect(held.superuser_dsn) as conn:
+    with connect(held.relay_dsn) as conn:
         stream.run(conn, 200)
         held.conn.execute(FAIL_DELETION)
         with pytest.raises(psycopg.errors.DeadlockDetected):

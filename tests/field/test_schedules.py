@@ -343,7 +343,7 @@ def test_a_service_declares_and_drops_through_pgbouncer(outbox: Outbox) -> None:
 def test_a_service_declares_what_the_configuration_can(
     outbox: Outbox, kind: dict[str, Any]
 ) -> None:
-    with psycopg.connect(outbox.superuser_dsn) as conn:
+    with psycopg.connect(outbox.publisher_dsn) as conn:
         EventSchedule(
             name="ours",
             event=Event("cron.ours", aggregate=("Shop", 1), payload={}, metadata={"by": "us"}),

@@ -181,7 +181,7 @@ def test_no_handler_waits_for_what_others_do_in_the_thread_of_the_orm(outbox: Ou
             both_run.set()
         assert await sync_to_async(both_run.wait)(30)
 
-    django_connection(outbox.superuser_dsn)
+    django_connection(outbox.worker_dsn)
     with working(worker):
         wait_until(lambda: len(states(outbox)) == 0)
     assert sorted(called) == [1, 2]

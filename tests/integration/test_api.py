@@ -516,7 +516,7 @@ def test_an_outage_is_logged_once(
     outbox: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clients are told 503; an operator reads why, however many ask. A fault that concerns nobody any more is none."""
-    away = make_conninfo(outbox.superuser_dsn, dbname=f"{outbox.slot}_away")
+    away = make_conninfo(outbox.relay_dsn, dbname=f"{outbox.slot}_away")
     of_source = {"dsn": away, "slot": outbox.slot, "publication": outbox.slot}
     with served(outbox.settings(api={**API}, source=of_source)) as address:
         for _ in range(5):

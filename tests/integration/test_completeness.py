@@ -120,10 +120,11 @@ def test_a_table_has_all_that_was_committed_before_its_time(
 ) -> None:
     """Publishers with transactions of all lengths, batches that are cut, and each version of the table by itself."""
     outbox.conn.execute("create table returned (id text, at timestamptz)")
+    outbox.conn.execute("grant insert on returned to public")
     rng, stopping = random.Random(32), Event()
 
     def publish(number: int) -> None:
-        with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
+        with psycopg.connect(outbox.publisher_dsn, autocommit=True) as conn:
             count = 0
             while not stopping.is_set():
                 count += 1
@@ -388,7 +389,7 @@ def test_the_airflow_example_polls_until_the_status_is_0(
     completeness.note(outbox.conn, "default", "lake", since, late)
     assert relay(*options[1:]).returncode == 0
     # An outage while the sensor polls: BashSensor fails the task for good with any other status.
-    away = {"dsn": make_conninfo(outbox.superuser_dsn, port=1), "slot": outbox.slot}
+    away = {"dsn": make_conninfo(outbox.relay_dsn, port=1), "slot": outbox.slot}
     outbox.config_file(file, **lake(tmp_path / "lake"), source=away)
     assert relay(*options[1:]).returncode == 1
     # A sink that is none is no outage, although nothing can be asked.

@@ -73,7 +73,7 @@ def defer(
 
 @contextmanager
 def connected(outbox: Outbox) -> Iterator[psycopg.Connection[Any]]:
-    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
+    with psycopg.connect(outbox.relay_dsn, autocommit=True) as conn:
         yield conn
 
 

@@ -225,7 +225,7 @@ def test_two_writers_publish_an_id_once(outbox: Outbox, writer: CommitWriter) ->
 
 def test_another_publishers_id(outbox: Outbox, writer: CommitWriter) -> None:
     taken = str(uuid.uuid4())
-    with psycopg.connect(outbox.superuser_dsn) as rival:
+    with psycopg.connect(outbox.publisher_dsn) as rival:
         rival.execute(
             "insert into outbox_message_t (id, host_id, event_type, payload) values (%s, %s, 'x', '{}')",
             (taken, host(1)),

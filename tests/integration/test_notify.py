@@ -46,7 +46,7 @@ def has_function(outbox: Outbox) -> bool:
 
 def notified(outbox: Outbox, table: str) -> int:
     """How many notifications a statement that inserts sends."""
-    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as conn:
+    with psycopg.connect(outbox.relay_dsn, autocommit=True) as conn:
         conn.execute(LISTEN)
         outbox.conn.execute(INSERT.format(table).encode())
         outbox.conn.execute("notify event_channel, 'end'")

@@ -27,7 +27,7 @@ def conn(outbox: Outbox) -> Iterator[psycopg.Connection[Any]]:
         "create procedure apply_all() language plpgsql as"
         " $$ begin insert into effects select id, payload from pg_temp.relay_batch; end $$"
     )
-    with psycopg.connect(outbox.superuser_dsn, autocommit=True) as made:
+    with psycopg.connect(outbox.relay_dsn, autocommit=True) as made:
         relation.create(made)
         yield made
 

@@ -457,7 +457,7 @@ def test_the_least_time_is_found_by_an_index(outbox: Outbox) -> None:
     )
     outbox.conn.execute("vacuum analyze relay.schedules")
     read = "select coalesce(seq_tup_read, 0) from pg_stat_xact_all_tables where relid = 'relay.schedules'::regclass"
-    with psycopg.connect(outbox.superuser_dsn) as conn:
+    with psycopg.connect(outbox.relay_dsn) as conn:
         wait = schedules.wait(conn)
         assert wait is not None
         assert 0 < wait < 10

@@ -84,6 +84,6 @@ def test_executors_need_only_python_and_the_archive(
         with running(file, **paths) as service:
             outbox.wait_drained(240)
             assert service.terminate() == 0
-    with psycopg.connect(outbox.superuser_dsn) as conn:
+    with psycopg.connect(outbox.relay_dsn) as conn:
         counted = conn.execute("select count(*), sum(amount) from counted").fetchone()
     assert counted == (1_000, 200 * 15)

@@ -47,7 +47,7 @@ def webhook() -> Iterator[Webhook]:
 
 @pytest.fixture
 def shop(outbox: Outbox) -> Shop:
-    return Shop(outbox.superuser_dsn)
+    return Shop(outbox.publisher_dsn)
 
 
 def posting(webhook: Webhook, **more: Any) -> dict[str, Any]:

@@ -444,7 +444,7 @@ def undecodable(outbox: Outbox, settings: Settings, session: Session | None = No
         b' \'{"amount": %d, "note": "%s"}\', \'2025-01-02 03:04:05+00\')'
     )
     with psycopg.connect(
-        make_conninfo(outbox.superuser_dsn, client_encoding=name), autocommit=True
+        make_conninfo(outbox.publisher_dsn, client_encoding=name), autocommit=True
     ) as writer:
         writer.execute(insert % (1, 1, good, 1, good))
         with writer.transaction():
