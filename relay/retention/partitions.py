@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, LiteralString, Protocol, TypeVar
+from typing import Any, LiteralString, NamedTuple, TypeVar
 
 import psycopg
 from psycopg import sql
@@ -33,9 +32,8 @@ ATTEMPTS = 8
 PAUSE_SECONDS = 0.1
 """The pause before the second attempt; it doubles for each further one."""
 PORTION = 5_000
-"""How many rows are deleted in one statement."""
-LARGEST_PORTION = 160_000
-"""How many rows of one transaction of the source are deleted in one statement."""
+"""How many rows are deleted in one statement; more of one transaction of the source."""
+_LOCK_FAULTS = psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected
 TURNS_FROM_THE_BEGINNING = 60
 """After how many turns deletion begins with the oldest transaction again."""
 RESTORED = "restored by relay at "
@@ -122,13 +120,13 @@ def with_short_lock(source: Connection, act: Callable[[], T], attempts: int = AT
 
     Raises psycopg.errors.LockNotAvailable after the last attempt.
     """
-    pauses = Backoff(PAUSE_SECONDS, math.inf)
+    pauses = _pauses()
     for attempt in range(attempts):
         try:
             with source.transaction():
                 source.execute("select set_config('lock_timeout', %s, true)", (SHORT_LOCK_TIMEOUT,))
                 return act()
-        except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
+        except _LOCK_FAULTS:
             if attempt + 1 == attempts:
                 raise
             time.sleep(pauses.take())
@@ -150,110 +148,78 @@ def create_ahead(source: Connection, table: str, present: datetime, ahead: timed
         created.append(name)
 
 
-def repair_default(
-    source: Connection, table: str, every: timedelta, present: datetime, ahead: timedelta
-) -> str | None:
-    """Make a default partition that has rows a partition with a range; returns its name. Raises psycopg.Error.
+class Step(NamedTuple):
+    """A step of upkeep: its name, what it has done, and why it could not."""
 
-    The range ends where the partitions that are created ahead end. Until the exchange, rows after its end are refused.
-    """
-    upto = aligned(present + ahead, every) + every
-    if not with_short_lock(
-        source, lambda: _value(source, "select relay.enclose_default(%s, %s)", table, upto)
-    ):
-        return None
-    source.execute("select relay.validate_default(%s)", (table,))
-    name = with_short_lock(
-        source, lambda: _value(source, "select relay.exchange_default(%s, %s)", table, upto)
-    )
-    return str(name)
+    name: str
+    done: str | None
+    fault: str | None
 
 
-class Step(Protocol):
-    """Encloses a step of retention, so that a fault of it does not keep the others from being done."""
-
-    def __call__(self, what: str, conn: Connection) -> AbstractContextManager[None]:
-        """Return a context that records a fault of the step `what`; it raises psycopg.Error if `conn` is lost."""
-
-
-def drop_read(source: Connection, table: str, older_than: datetime, step: Step) -> list[str]:
-    """Drop the partitions that end before a time and that all readers are past; returns their names.
-
-    A partition that stays locked is left for the next call, and so is one that cannot be read. Raises psycopg.Error.
-    """
-    dropped: list[str] = []
-    for each in partitions(source, table):
-        if each.is_default or each.upper is None or each.upper > older_than:
-            continue
-        with step(f"partition {each.name}", source):
-            if _drop(source, table, each.name, older_than):
-                dropped.append(each.name)
-    return dropped
-
-
-def _drop(source: Connection, table: str, name: str, older_than: datetime) -> bool:
-    """Drop a partition if all readers are past it; returns whether it is gone. Raises psycopg.Error."""
-    try:
-        return bool(
-            with_short_lock(
-                source,
-                lambda: _value(
-                    source, "select relay.drop_partition(%s, %s, %s)", table, name, older_than
-                ),
-            )
-        )
-    except psycopg.errors.LockNotAvailable:
-        log.info("a partition is in use: it is dropped later", extra={"partition": name})
-        return False
-
-
-class ReadRows:
-    """Deletes rows of an outbox that all readers are past, in portions.
+class Upkeep:
+    """Creates the partitions of an outbox that are missing, and removes what all readers are past, step by step.
 
     It remembers from which transaction on rows are left, and begins there: while somebody holds a snapshot, rows that
     were deleted before are still there, dead, and each portion would walk through all of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, table: str) -> None:
+        self._table = table
         self._since = 0
         self._turns = 0
 
-    def delete(
-        self, source: Connection, table: str, older_than: datetime, stopping: Callable[[], bool]
-    ) -> int:
-        """Delete the rows that are older than a time; returns how many. Raises psycopg.Error."""
-        if self._turns % TURNS_FROM_THE_BEGINNING == 0:
-            # Rows of an earlier transaction may have come in: restored ones, or those of a partition that was detached.
-            self._since = 0
-        self._turns += 1
-        since, first_kept = self._since, None
-        total, portion = 0, PORTION
-        while not stopping():
-            deleted, reached, kept = self._portion(source, table, older_than, portion, since)
-            total += deleted
-            first_kept = kept if first_kept is None else first_kept
-            if deleted < portion // 2:
-                break
-            # The rows of one transaction, and those without one, have no other order in which to pass over dead rows.
-            portion = PORTION if reached > since else min(2 * portion, LARGEST_PORTION)
-            since = reached
-        # What was kept may be old, or replayed, next time.
-        self._since = since if first_kept is None else first_kept
-        return total
+    def steps(
+        self,
+        source: Connection,
+        first: str,
+        present: datetime,
+        keep: timedelta | None,
+        ahead: timedelta,
+        stopping: Callable[[], bool],
+    ) -> Iterator[Step]:
+        """Take the steps of `relay.maintain` from one on, and yield them; without `keep` nothing is removed.
 
-    def _portion(
-        self, source: Connection, table: str, older_than: datetime, portion: int, since: int
-    ) -> tuple[int, int, int | None]:
-        """Delete one portion; returns how many rows, where the next begins, and the first transaction of a kept one."""
-        row = source.execute(
-            """
-            select deleted, reached::text::bigint, kept::text::bigint
-              from relay.delete_portion(%s, %s, %s, %s::text::xid8)
-            """,
-            (table, older_than, portion, since),
-        ).fetchone()
-        assert row is not None  # noqa: S101
-        return row[0], row[1], row[2]
+        A step that does not get its lock is tried up to ATTEMPTS times. Raises psycopg.Error if the session is lost, or
+        the server is a standby.
+        """
+        if keep is not None:
+            if self._turns % TURNS_FROM_THE_BEGINNING == 0:
+                # Rows of an earlier transaction may have come in: restored ones, or those of a detached partition.
+                self._since = 0
+            self._turns += 1
+        step: str | None = first
+        first_kept: int | None = None
+        portion, attempts, pauses = PORTION, 1, _pauses()
+        while step is not None and not stopping():
+            rows = source.execute(
+                """
+                select step, since::text::bigint, portion, kept::text::bigint, done, fault, state
+                  from relay.maintain_step(%s, %s, %s, %s, %s, %s::text::xid8, %s)
+                """,
+                (self._table, present, keep, ahead, step, self._since, portion),
+            )
+            ((following, since, size, kept, done, fault, state),) = rows
+            if state == psycopg.errors.ReadOnlySqlTransaction.sqlstate:
+                raise psycopg.errors.ReadOnlySqlTransaction(fault)
+            if state in _LOCKED and done is None and attempts < ATTEMPTS:
+                attempts += 1
+                time.sleep(pauses.take())
+                continue
+            if step == "drop" and state in _LOCKED:
+                log.info("a partition is in use: it is dropped later", extra={"fault": fault})
+                fault = None
+            yield Step(step, done, fault)
+            first_kept = kept if first_kept is None else first_kept
+            step, self._since, portion, attempts, pauses = following, since, size, 1, _pauses()
+        # What was kept may be old, or replayed, next time.
+        self._since = self._since if first_kept is None else first_kept
+
+
+_LOCKED = {each.sqlstate for each in _LOCK_FAULTS}
+
+
+def _pauses() -> Backoff:
+    return Backoff(PAUSE_SECONDS, math.inf)
 
 
 def _quoted(source: Connection, table: str) -> str:

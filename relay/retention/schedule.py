@@ -74,7 +74,7 @@ class Schedule(Recurring):
         self._connections: tuple[Connection, Connection] | None = None
         self._faults: list[str] = []
         self._superseded = offsets.Superseded(settings.group)
-        self._read_rows = partitions.ReadRows()
+        self._upkeep = partitions.Upkeep(settings.source.table)
         self._on_standby = False
         condition = Condition(
             "retention",
@@ -189,32 +189,40 @@ class Schedule(Recurring):
 
     def _rotate(self, source: Connection, target: Connection, noted: list[str]) -> None:
         of, present = self._settings.retention, self._clock(source)
-        table = self._settings.source.table
         if self._settings.source.owns_table:
             with self._step("readers", source):
                 self._expire(source, target)
-        given = partitions.retained(source, table)
-        if given is None:
+        if partitions.retained(source, self._settings.source.table) is None:
             return
-        if given.every is not None:
-            with self._step("creating partitions", source):
-                self._create_ahead(source, given.every, present)
+        self._maintain(source, "partitions", present, None)
         if self._give_up(source, target, present):
             # The process that runs the reader stops it at its next turn, before events are removed.
             return
-        if of.keep is None or not self._is_archived(target, noted):
-            return
-        older_than = present - of.keep
-        if given.every is not None:
-            dropped = partitions.drop_read(source, table, older_than, self._step)
-            if dropped:
-                log.info("partitions dropped", extra={"partitions": ", ".join(dropped)})
-        with self._step("witnesses", source):
-            source.execute("select relay.remove_witnesses()")
-        with self._step("deleting events", source):
-            deleted = self._read_rows.delete(source, table, older_than, self.stopping.is_set)
-            if deleted:
-                log.info("events deleted", extra={"events": deleted})
+        if of.keep is not None and self._is_archived(target, noted):
+            self._maintain(source, "drop", present, of.keep)
+
+    def _maintain(
+        self, source: Connection, first: str, present: datetime, keep: timedelta | None
+    ) -> None:
+        """Take the steps of the outbox's upkeep from one on, and report what they have done."""
+        found = dict[str, list[str]]()
+        ahead, stopping = self._settings.retention.ahead, self.stopping.is_set
+        for step, done, fault in self._upkeep.steps(source, first, present, keep, ahead, stopping):
+            if done is not None:
+                found.setdefault(step, []).append(done)
+            if fault is not None:
+                self._faults.append(fault)
+        if created := found.get("partitions"):
+            log.info("partitions created", extra={"partitions": ", ".join(created)})
+        for repaired in found.get("exchange", ()):
+            log.warning(
+                "the default partition had rows, because no partition existed for their time",
+                extra={"partition": repaired},
+            )
+        if dropped := found.get("drop"):
+            log.info("partitions dropped", extra={"partitions": ", ".join(dropped)})
+        if deleted := found.get("delete"):
+            log.info("events deleted", extra={"events": sum(map(int, deleted))})
 
     def _is_archived(self, target: Connection, noted: list[str]) -> bool:
         """Whether the archive, if there is one, has begun, and has not lost what was written to it."""
@@ -222,20 +230,6 @@ class Schedule(Recurring):
         if archive is None:
             return True
         return archive in noted and not completeness.is_lost(target, self._settings.group, archive)
-
-    def _create_ahead(self, source: Connection, every: timedelta, present: datetime) -> None:
-        """Create the partitions that are missing, and give the rows of the default partition one of their own."""
-        table, ahead = self._settings.source.table, self._settings.retention.ahead
-        created = partitions.create_ahead(source, table, present, ahead)
-        repaired = partitions.repair_default(source, table, every, present, ahead)
-        if repaired:
-            log.warning(
-                "the default partition had rows, because no partition existed for their time",
-                extra={"partition": repaired},
-            )
-            created += partitions.create_ahead(source, table, present, ahead)
-        if created:
-            log.info("partitions created", extra={"partitions": ", ".join(created)})
 
     def _expire(self, source: Connection, target: Connection) -> None:
         """Give up the readers that have expired, and drop such subscribers."""

@@ -396,18 +396,25 @@ begin
 end
 $$;
 
--- A step of relay.maintain; "step" becomes the next one, null after the last one, or while another session maintains the outbox.
--- One that fails, or does not get its lock at once, is left for the next call, and the others are done.
-create or replace function relay.maintain_step(outbox text, keep interval, ahead interval, inout step text, inout since xid8)
+drop function if exists relay.maintain_step(text, interval, interval, text, xid8);
+
+-- A step of relay.maintain, and of an instance of relay that runs: what it has done, or why it could not, with the SQLSTATE of that.
+-- "step" becomes the next one, null after the last one, or while another session maintains the outbox. One that fails, or does not
+-- get its lock at once, is left for the next call, and the others are done. "since", "portion" and "kept" are of delete_portion.
+create or replace function relay.maintain_step(
+    outbox text, present timestamptz, keep interval, ahead interval, inout step text, inout since xid8, inout portion int,
+    out kept xid8, out done text, out fault text, out state text)
 language plpgsql set search_path = pg_catalog, pg_temp set timezone = 'UTC' set lock_timeout = '40ms'
 as $$
 #variable_conflict use_variable
 declare
-    present   timestamptz := clock_timestamp();
-    portion   int         := 5000;
     following text        := case step when 'readers' then 'partitions' when 'drop' then 'witnesses'
                                        when 'witnesses' then 'delete' when 'delete' then null else 'drop' end;
+    what      text        := case step when 'readers' then 'readers' when 'drop' then 'dropping partitions' when 'witnesses' then 'witnesses'
+                                       when 'delete' then 'deleting events' else 'creating partitions' end;
     found_one record;
+    deleted   bigint;
+    reached   xid8;
     upto      timestamptz;
     called    text;
 begin
@@ -430,8 +437,8 @@ begin
         end if;
     when 'partitions' then
         if found_one.every is not null then
-            called := relay.create_ahead(outbox, present, present + ahead);
-            following := case when called is null then 'default' else step end;
+            done := relay.create_ahead(outbox, present, present + ahead);
+            following := case when done is null then 'default' else step end;
         end if;
     when 'default' then
         if relay.enclose_default(outbox, upto) then
@@ -441,7 +448,7 @@ begin
         perform relay.validate_default(outbox);
         following := 'exchange';
     when 'exchange' then
-        perform relay.exchange_default(outbox, upto);
+        done := relay.exchange_default(outbox, upto);
         following := 'partitions';
     when 'drop' then
         for called in select p.partition::text
@@ -450,22 +457,32 @@ begin
             begin
                 if relay.drop_partition(outbox, called, present - keep) then
                     -- Its locks end with the transaction.
+                    done := called;
                     following := step;
                     exit;
                 end if;
-            exception when lock_not_available or deadlock_detected then
-                raise notice 'relay.maintain: % is in use: it is dropped later', called;
+            exception when others then
+                fault := format('partition %s: %s', called, sqlerrm);
+                state := sqlstate;
             end;
         end loop;
     when 'witnesses' then
         perform relay.remove_witnesses();
     when 'delete' then
-        select d.reached, case when d.deleted < portion / 2 or d.reached = since then null else step end into since, following
+        select d.deleted, d.reached, d.kept into deleted, reached, kept
           from relay.delete_portion(outbox, present - keep, portion, since) as d;
+        done := nullif(deleted, 0);
+        if deleted >= portion / 2 then
+            following := step;
+            -- The rows of one transaction, and those without one, have no other order in which to pass over dead rows.
+            portion := case when reached > since then 5000 else least(2 * portion, 160000) end;
+            since := reached;
+        end if;
     end case;
     step := following;
 exception when others then
-    raise warning 'relay.maintain: %: %', step, sqlerrm;
+    fault := format('%s: %s', what, sqlerrm);
+    state := sqlstate;
     step := following;
 end
 $$;
@@ -483,12 +500,17 @@ language plpgsql
 -- A procedure with settings of its own may not commit, so nothing here is looked up by the caller's search_path.
 as $$
 declare
-    step  text       := 'readers';
-    since pg_catalog.xid8 := '0';
+    step    text       := 'readers';
+    since   pg_catalog.xid8 := '0';
+    portion int        := 5000;
+    fault   text;
 begin
     while step is not null loop
-        select s.step, s.since into step, since
-          from relay.maintain_step(maintain.outbox, maintain.keep, maintain.ahead, step, since) as s;
+        select s.step, s.since, s.portion, s.fault into step, since, portion, fault
+          from relay.maintain_step(maintain.outbox, pg_catalog.clock_timestamp(), maintain.keep, maintain.ahead, step, since, portion) as s;
+        if fault is not null then
+            raise warning 'relay.maintain: %', fault;
+        end if;
         commit;
     end loop;
 end
@@ -560,7 +582,7 @@ revoke all on function relay.retention_floor(text), relay.partitions(regclass), 
                        relay.validate_default(text), relay.exchange_default(text, timestamptz), relay.add_default(regclass, text),
                        relay.note_removed(text, xid8), relay.drop_partition(text, text, timestamptz),
                        relay.delete_portion(text, timestamptz, int, xid8), relay.retain(regclass, text, text),
-                       relay.maintain_step(text, interval, interval, text, xid8) from public;
+                       relay.maintain_step(text, timestamptz, interval, interval, text, xid8, int) from public;
 revoke all on procedure relay.maintain(interval, interval, text) from public;
 
 -- A schema that has outboxes already: functions that were written again have lost the rights of the outbox's owner.
@@ -584,7 +606,7 @@ begin
         grant select, insert, update, delete on relay.readers to relay;
         grant select on relay.retained, relay.removed to relay;
         grant execute on function relay.partitions(regclass), relay.retention_floor(text),
-                                  relay.maintain_step(text, interval, interval, text, xid8) to relay;
+                                  relay.maintain_step(text, timestamptz, interval, interval, text, xid8, int) to relay;
         grant execute on procedure relay.maintain(interval, interval, text) to relay;
     end if;
 end

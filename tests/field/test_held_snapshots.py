@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import numpy as np
 import psycopg
@@ -264,15 +265,16 @@ def test_retention_touches_as_many_pages_for_the_last_rows_as_for_the_first(
     fetched = "select idx_tup_fetch from pg_stat_user_tables where relname = 'outbox_message_t'"
     before = int(held.value(fetched))
     with snapshot_held(held):
-        rows = partitions.ReadRows()
+        rows = partitions.Upkeep("public.outbox_message_t")
 
         def delete(conn: Connection, portions: int) -> int:
             left = iter(range(portions + 1))
             late = held.conn.execute("select now() + interval '1 day'").fetchone()
             assert late is not None
-            return rows.delete(
-                conn, "public.outbox_message_t", late[0], lambda: next(left) == portions
+            steps = rows.steps(
+                conn, "delete", late[0], timedelta(0), timedelta(0), lambda: next(left) == portions
             )
+            return sum(int(done or 0) for _, done, _ in steps)
 
         def pages(portions: int) -> float:
             deleted: list[int] = []

@@ -7,7 +7,7 @@ apache/spark#22207 (SPARK-25214), delta-io/delta#6395.
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -21,7 +21,7 @@ from relay.admin.retention import erase, partition_new
 from relay.config.source import OWN_OUTBOX
 from relay.faults import RelayError
 from relay.model.snapshots import Snapshot
-from relay.retention.partitions import ReadRows, create_ahead, drop_read
+from relay.retention.partitions import Upkeep, create_ahead
 from relay.spark.data_source import DifferenceReader, StreamReader
 from relay.spark.data_source_options import parse
 from tests.outbox import Copied, Outbox, event, host, initialise
@@ -45,8 +45,8 @@ def kept(copied: Copied) -> Any:
 def remove(outbox: Outbox, older_than: datetime | None = None) -> int:
     """Remove rows that are older than a time; without one, all that are committed."""
     moment = older_than or datetime.now(UTC) + DAY
-    drop_read(outbox.conn, OWN_OUTBOX, moment, lambda *_: nullcontext())
-    return ReadRows().delete(outbox.conn, OWN_OUTBOX, moment, lambda: False)
+    steps = Upkeep(OWN_OUTBOX).steps(outbox.conn, "drop", moment, timedelta(0), DAY, lambda: False)
+    return sum(int(done) for name, done, _ in steps if name == "delete" and done)
 
 
 def position(outbox: Outbox) -> str:

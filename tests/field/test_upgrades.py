@@ -17,7 +17,7 @@ from tests.webhook import Webhook
 
 LANDED = {
     "source/001_source.sql": "27b79b2c1d8eb53526a19a34a6a9a7079c51866759041612a5ca619648432daa",
-    "source/002_retention.sql": "3d87e512ac2d6865262e3300be30658ffb92476379e8a7237d11c6553667286e",
+    "source/002_retention.sql": "2dcb5934c3453cd1dfde42b473314f1198a159cdc64bd5a382995cdfab9190c6",
     "both/001_calls.sql": "ec2934fb89db7d136f48bf531f4bcab47cbaa80f5c3ed956a086383bb9020061",
     "outbox/001_outbox.sql": "f95c3a75f53a5318d603b8f61a6b949a7e275e71714961ca32d162562a0d2f44",
     "outbox/002_schedules.sql": "fdcfa77cd2a0d302dac3779a59a43b70e21146e446a61c6b3439c3038ec44425",
