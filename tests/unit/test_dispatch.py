@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -358,7 +359,7 @@ def test_what_was_deferred_does_not_wait_for_what_is_kept_after_it() -> None:
         run.dispatcher.submit(delivery(0, "b"))
         while not run.dispatcher.breaker.is_open:
             await asyncio.sleep(0)
-        run.dispatcher.held.end_query("a", "a")
+        run.dispatcher.held.end_query("a", {"a"})
         run.dispatcher.submit(delivery(2, "a"))
         run.dispatcher.submit(retried(1, "a"))
         while 1 not in run.dispositions:
@@ -512,7 +513,9 @@ def test_what_waits_for_its_turn_is_not_sent_to_a_destination_that_is_down_meanw
 
     async def main() -> Run:
         breaker = {"failures": 1, "cool_down": 60}
-        run = Run(away, rate_limit=100, concurrency=4, circuit_breaker=breaker)
+        run = Run(away, rate_limit=1, concurrency=4, circuit_breaker=breaker)
+        waits: Any = SimpleNamespace(turn=iter([0.0, 0.001, 0.001, 0.001]).__next__)
+        run.dispatcher._pace = waits
         for number in range(4):
             run.dispatcher.submit(delivery(number, str(number)))
         await run.dispatcher.wait_idle()
