@@ -229,8 +229,8 @@ class Applier:
                 reached = {} if self._durable else _reached_lsns(positions)
                 return TaskOutcome(task.partitions, skipped=task.events, reached=reached)
             limit = FailureLimit(self._limits, self._own(locked.streaks))
-            declared = self._queues.at(conn, locked.queues)
-            delivered = self._deliver(conn, fresh, trial, limit, declared, locked.holding)
+            assigned = self._router.route(fresh, self._queues.at(conn, locked.queues))
+            delivered = self._deliver(conn, assigned, trial, limit, locked.holding)
             moved = advances(fresh, task.touched)
             noted = None
             if locked.last is not None:
@@ -273,8 +273,8 @@ class Applier:
             hosts = left.distinct_hosts
             locked = offsets.lock(conn, self._group, list(lower_bounds), hosts)
             limit = FailureLimit(self._limits, self._own(locked.streaks))
-            declared = self._queues.at(conn, locked.queues)
-            all_delivered.append(self._deliver(conn, left, trial, limit, declared, locked.holding))
+            assigned = self._router.route(left, self._queues.at(conn, locked.queues))
+            all_delivered.append(self._deliver(conn, assigned, trial, limit, locked.holding))
         ends = last_positions(task, lower_bounds)
         offsets.polled(conn, self._group, positions, ends, task.upto, self._durable)
         return _outcome(task, events, 0, Delivered.joined(all_delivered), count)
@@ -286,10 +286,9 @@ class Applier:
     def _deliver(
         self,
         conn: Connection,
-        transactions: Transactions,
+        assigned: Assignment,
         trial: Trial,
         limit: FailureLimit,
-        declared: Declared | None,
         holding: Set[str] = frozenset(),
         due: Sequence[DueTransaction] = (),
     ) -> Delivered:
@@ -298,7 +297,7 @@ class Applier:
         Of new ones, those that a key blocks which a deferred transaction holds, of the hosts `holding`, wait behind it.
         Retried ones have their rows in `due`, which hold their keys.
         """
-        assigned = self._router.route(transactions, declared)
+        transactions = assigned.transactions
         histories = [AttemptHistory.of(each.attempts, each.failing_seconds) for each in due]
         dispositions: Dispositions = {}
         keys: Mapping[int, frozenset[str]] = {}
@@ -309,7 +308,7 @@ class Applier:
         found = self._handler_runner.handle(conn, left, trial, dict(enumerate(histories)), limit)
         braked = store_streaks(conn, self._group, left, found, limit)
         dispositions |= {flowing[index]: disposition for index, disposition in found.items()}
-        self._pass_on(conn, assigned, dispositions, due)
+        self._deferral_rules.pass_on(conn, assigned, dispositions, due)
         unsettled = self._unsettled(assigned, dispositions, keys, due, histories)
         dead = self._settlement.store(conn, unsettled)
         self._settlement.log_retries(dispositions.values())
@@ -326,22 +325,6 @@ class Applier:
             self._trace_record(assigned, dispositions, histories),
             held=frozenset[str]().union(*(due[index].keys for index in held)),
         )
-
-    def _pass_on(
-        self,
-        conn: Connection,
-        assigned: Assignment,
-        dispositions: Dispositions,
-        due: Sequence[DueTransaction],
-    ) -> None:
-        """Defer for the sinks what the target has applied of replayed transactions that no sink has had."""
-        undelivered = {
-            index: each.dead_transaction
-            for index, each in enumerate(due)
-            if each.undelivered and index not in dispositions
-        }
-        if undelivered:
-            self._deferral_rules.defer_deliveries(conn, assigned, undelivered)
 
     def _unsettled(
         self,
@@ -440,7 +423,8 @@ class Applier:
         else:
             streaks = self._own(brakes.streaks(conn, self._group))
             limit = FailureLimit(self._limits, streaks, defers=True)
-        delivered = self._deliver(conn, transactions, trial, limit, declared, due=due)
+        assigned = self._router.route(transactions, declared)
+        delivered = self._deliver(conn, assigned, trial, limit, due=due)
         stuck.update(delivered.held)
         return delivered
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import datetime
 from itertools import islice
 
@@ -133,15 +133,26 @@ class DeferralRules:
                 ids = deferred.ids_of(rows, decoder)
                 yield name, rows, Deferral(self.delivery_keys(delivery, name), event_ids=ids)
 
-    def defer_deliveries(
-        self, conn: Connection, assigned: Assignment, replayed: Mapping[int, int | None]
+    def pass_on(
+        self,
+        conn: Connection,
+        assigned: Assignment,
+        dispositions: Dispositions,
+        due: Sequence[deferred_due.DueTransaction],
     ) -> None:
-        """Defer transactions for each of their sinks, whose workers deliver them in order.
+        """Defer, for each of their sinks, what the target has applied of replayed transactions that no sink has had.
 
-        `replayed` are the dead transactions that are replayed, by index. A Spark sink that has still to read one from
-        the outbox reads it there, by the routes of now; it has left out those that were dead when it came to them. One
-        whose payload was edited it gets from here, and leaves out of what it reads.
+        Their workers deliver them in order. A Spark sink that has still to read one from the outbox reads it there, by
+        the routes of now; it has left out those that were dead when it came to them. One whose payload was edited it
+        gets from here, and leaves out of what it reads.
         """
+        replayed = {
+            index: each.dead_transaction
+            for index, each in enumerate(due)
+            if each.undelivered and index not in dispositions
+        }
+        if not replayed:
+            return
         # Locked before the positions are read: a Spark sink locks them while it decides what it leaves out.
         numbers = [number for number in replayed.values() if number is not None]
         as_published = dead_letters.lock_as_published(conn, numbers)
