@@ -312,10 +312,7 @@ class Checkpoint:
             self._dispatcher.pause()
         else:
             self._dispatcher.resume()
-        log.info(
-            "a sink is paused" if paused else "a sink is resumed",
-            extra={"handler": self._context.name},
-        )
+        sinks.log_pause(self._context.name, paused)
         self._context.woken.set()
 
     @property

@@ -276,9 +276,7 @@ class SinkWorker:
                         return False
                 except SinkMoved:
                     self._require_polling("it was moved")
-                    log.info(
-                        "a sink continues from its stored position", extra={"handler": self.name}
-                    )
+                    sinks.log_move(self.name)
                 finally:
                     self._session = self._began = None
                     self.feed.close()

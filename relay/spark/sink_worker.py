@@ -120,6 +120,7 @@ class SparkWorker(Recurring):
         self._checked: Any = None
         self._own: tuple[SparkSession, SparkSession] | None = None
         self._since: float | None = None
+        self._paused: bool | None = None
         self._moments = Moments()
         self._epoch: int | None = None
         self._noted = -NOTE_SECONDS
@@ -148,7 +149,7 @@ class SparkWorker(Recurring):
                 if self._shows_fault:
                     self._note_fault(None)
         except SinkMoved:
-            log.info("a sink continues from its stored position", extra={"handler": self._name})
+            sinks.log_move(self._name)
         except Exception as error:
             if not self.stopping.is_set():
                 self._fail(error)
@@ -206,7 +207,12 @@ class SparkWorker(Recurring):
         self.pause(min(POLL_SECONDS, max(self._handler.every / 4, FIRST_WAIT_SECONDS)))
 
     def _load(self) -> SinkState:
-        return self._claim.load(self._handler.start)
+        state = self._claim.load(self._handler.start)
+        if state.paused is not self._paused:
+            if self._paused is not None:
+                sinks.log_pause(self._name, state.paused)
+            self._paused = state.paused
+        return state
 
     def _stored_batch(self, state: SinkState) -> OpenBatch | None:
         """The stored batch of the destination; None where there is none, or an operator has moved the sink since."""

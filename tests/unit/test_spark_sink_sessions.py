@@ -170,3 +170,16 @@ def test_upkeep_whose_tasks_do_not_end_is_named(monkeypatch: pytest.MonkeyPatch)
     )
     worker._write(cast(Any, batch))
     assert said[0] == "batch 100: no Spark task has ended for 0 s: 1 running, 1 without a slot"
+
+
+def test_a_pause_is_told_as_that_of_any_sink(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """docs/reference/status-and-logs.md names the lines for all sinks, and those of Spark had none."""
+    caplog.set_level("INFO")
+    worker = worker_of()
+    for paused in (True, True, False, False, True):
+        state = SimpleNamespace(paused=paused)
+        monkeypatch.setattr(worker._claim, "load", lambda _, state=state: state)
+        assert worker._load() is cast(Any, state)
+    assert caplog.messages == ["a sink is resumed", "a sink is paused"]

@@ -672,6 +672,16 @@ def pause(conn: Connection, group: str, sink: str, paused: bool, reason: str | N
     return changed.rowcount > 0
 
 
+def log_pause(sink: str, paused: bool) -> None:
+    """Log that the worker of a sink has noticed a pause, or its end."""
+    log.info("a sink is paused" if paused else "a sink is resumed", extra={"handler": sink})
+
+
+def log_move(sink: str) -> None:
+    """Log that the worker of a sink has noticed that it was moved."""
+    log.info("a sink continues from its stored position", extra={"handler": sink})
+
+
 def remove(conn: Connection, group: str, sinks: Collection[str]) -> int:
     """Delete the positions of sinks; returns how many there were."""
     names = list(sinks)
