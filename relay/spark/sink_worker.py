@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from threading import Event, Lock, Thread, get_native_id
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,12 +26,11 @@ from relay.pipeline.listeners import Meter
 from relay.retention import restoration
 from relay.runtime.parts import Condition, Due, Recurring
 from relay.runtime.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS
-from relay.runtime.threads import processor_seconds
 from relay.source.outbox.rows import prepare_reading
 from relay.source.witnesses import require_history
 from relay.spark import frames, sink_batches, upkeep
+from relay.spark.batch_watch import BatchWatch
 from relay.spark.descriptions import safe_description
-from relay.spark.engine import tasks_of
 from relay.spark.frames import Transform
 from relay.spark.reading import MappedTable
 from relay.spark.session import Session, close_client, own_session
@@ -48,7 +46,7 @@ from relay.spark.writers import (
 )
 from relay.store import completeness, dead_letters, deferred
 from relay.store.completeness import Completeness, Moments
-from relay.store.connections import APPLICATION_NAME, Connection, connect
+from relay.store.connections import Connection, connect
 from relay.store.deferred.due import DueTransaction
 from relay.store.positions import sinks, spark_batches
 from relay.store.positions.sinks import (
@@ -76,12 +74,6 @@ NOTE_SECONDS = 5.0
 """Seconds between two notes of the time up to which a sink without new events is complete."""
 LOOK_SECONDS = 30.0
 """Seconds between two looks of a sink that writes nothing at its destination: whether it has the last batch."""
-TASKS_SECONDS = 5.0
-"""Seconds between two polls of the tasks of a batch."""
-STILL_SECONDS = 120.0
-"""Seconds without a task that begins or ends after which `relay status` shows that a batch makes no progress."""
-COMPUTING_SECONDS = 0.1
-"""Seconds of processor time between two such polls from which on relay's process works at a batch without a task."""
 BUILD_SECONDS = 5.0
 """Seconds after which `relay status` shows that the Spark session is still being built."""
 
@@ -126,10 +118,7 @@ class SparkWorker(Recurring):
         self._noted = -NOTE_SECONDS
         self._looked = -math.inf
         self._is_known_archive = False
-        # A former process may have left one.
-        self._shows_fault = True
-        self._noting = Lock()
-        self._job_group = f"relay sink {name}"
+        self._watch = BatchWatch(name, settings)
 
     def claim(self) -> None:
         """Try to claim the sink now: another process may have released it."""
@@ -146,7 +135,7 @@ class SparkWorker(Recurring):
                 self.heartbeat.update("writes", Due.OPEN)
                 self.work()
                 self.condition.works()
-                if self._shows_fault:
+                if self._watch.shows_fault:
                     self._note_fault(None)
         except SinkMoved:
             sinks.log_move(self._name)
@@ -177,7 +166,7 @@ class SparkWorker(Recurring):
     def _note_fault(self, fault: str | None) -> None:
         """Store a fault for `relay sink list`, or that there is none."""
         self._claim.note_fault(fault)
-        self._shows_fault = fault is not None
+        self._watch.shows_fault = fault is not None
 
     def _disconnect(self) -> None:
         self._claim.release()
@@ -407,7 +396,7 @@ class SparkWorker(Recurring):
         )
         destination = writer(self._name, handler)
         try:
-            with self._noticing_death(session), self._watched(session, batch):
+            with self._noticing_death(session), self._watch.during(session, batch.number):
                 is_first = self._look(batch.epoch, session) is None
                 # Files that are decided only have to be moved, and a check removes old ones that are staged.
                 if batch.files is None and self._checked is not session:
@@ -434,7 +423,7 @@ class SparkWorker(Recurring):
             destination,
             batch.number,
             self._own_session(session),
-            self._watched(session, batch),
+            self._watch.during(session, batch.number),
         )
 
     @contextmanager
@@ -448,80 +437,6 @@ class SparkWorker(Recurring):
             if session is not None and self._session.replace_if_dead(session):
                 raise NotNow("the Spark session has died, and is built again") from error
             raise
-
-    @contextmanager
-    def _watched(self, session: SparkSession, batch: OpenBatch) -> Iterator[None]:
-        """Store for `relay status` that the batch of the context makes no progress, while that is so.
-
-        Where no task is left, computing in this process is progress, such as a merge by deltalake. A query or function
-        may take long, so nothing is cancelled. Spark Connect does not report tasks.
-        """
-        if self._settings.spark.remote:
-            yield
-            return
-        ended = Event()
-        watch = Thread(
-            target=self._watch,
-            args=(session, batch, ended, get_native_id()),
-            name="spark-sink-watch",
-            daemon=True,
-        )
-        watch.start()
-        try:
-            yield
-        finally:
-            with self._noting:
-                ended.set()
-
-    def _watch(self, session: SparkSession, batch: OpenBatch, ended: Event, thread: int) -> None:
-        before, since, fault = (0, 0), time.monotonic(), ""
-        computed = processor_seconds(thread)
-        while not ended.wait(TASKS_SECONDS):
-            try:
-                running, unfinished = tasks_of(session, self._job_group)
-                former_seconds, computed = computed, processor_seconds(thread)
-                computes = not unfinished and computed - former_seconds >= COMPUTING_SECONDS
-                if computes or (running, unfinished) != before:
-                    before, since = (running, unfinished), time.monotonic()
-                    if fault:
-                        fault = ""
-                        self._note_still(None, ended)
-                    continue
-                if time.monotonic() - since < STILL_SECONDS:
-                    continue
-                why = (
-                    f"no Spark task has ended for {STILL_SECONDS:.0f} s: {running} running, "
-                    f"{unfinished - running} without a slot"
-                )
-                if not unfinished:
-                    why = (
-                        f"no Spark task runs, and relay's process has computed nothing for {STILL_SECONDS:.0f} s: the "
-                        "destination does not respond, or your function waits"
-                    )
-                former, fault = fault, f"batch {batch.number}: {why}"
-                if fault != former:
-                    self._note_still(fault, ended)
-            except Exception as error:
-                # Of the session that has died, or of the target: the batch fails of it.
-                log.debug("cannot watch a batch", extra={"fault": safe_description(error)})
-
-    def _note_still(self, fault: str | None, ended: Event) -> None:
-        """Store that a batch makes no progress, None where it does again, unless it has ended. Raises psycopg.Error."""
-        with (
-            self._noting,
-            connect(self._settings.target_dsn, application_name=APPLICATION_NAME) as conn,
-        ):
-            if ended.is_set():
-                return
-            sinks.note_fault(conn, self._settings.group, self._name, fault)
-            self._shows_fault = True
-        if fault is None:
-            log.info("a batch of a Spark sink goes on", extra={"handler": self._name})
-            return
-        log.warning(
-            "a batch of a Spark sink makes no progress",
-            extra={"handler": self._name, "fault": fault},
-        )
 
     def _deliver(
         self, session: SparkSession, destination: Writer, batch: OpenBatch, is_first: bool
@@ -572,7 +487,7 @@ class SparkWorker(Recurring):
         if is_classic:
             # This thread runs no other jobs.
             session.sparkContext.setJobGroup(
-                self._job_group,
+                self._watch.job_group,
                 f"sink {self._name}, batch {batch.number}: {batch.contents.rows:,} rows",
             )
             frames.read_only_needed(own, self._settings.source, None, batch)

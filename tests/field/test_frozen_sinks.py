@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from relay.spark import sink_worker
+from relay.spark import batch_watch
 from relay.spark.session import Session
 from tests.integration.test_spark_handler import assert_each_once, lake, relayed, written_all
 from tests.outbox import Outbox, wait_until
@@ -53,8 +53,8 @@ def test_a_frozen_worker_of_a_sink_is_named(
     monkeypatch: pytest.MonkeyPatch,
     then: signal.Signals,
 ) -> None:
-    monkeypatch.setattr(sink_worker, "TASKS_SECONDS", 0.2)
-    monkeypatch.setattr(sink_worker, "STILL_SECONDS", 2.0)
+    monkeypatch.setattr(batch_watch, "TASKS_SECONDS", 0.2)
+    monkeypatch.setattr(batch_watch, "STILL_SECONDS", 2.0)
     monkeypatch.setenv(FOLDER, str(tmp_path))
     outbox.fill(20)
     config = lake(tmp_path / "lake", transform=f"{HERE}:freeze_once")

@@ -16,7 +16,7 @@ import pytest
 from relay.config.handlers import SparkHandler
 from relay.faults import ConfigurationError, TransientFault
 from relay.runtime.threads import pool, processor_seconds
-from relay.spark import sink_worker
+from relay.spark import batch_watch, sink_worker
 from relay.spark.session import Session
 from relay.spark.writers.files import FilesWriter, StagedFiles
 from tests.unit.test_spark_sink_sessions import worker_of
@@ -33,11 +33,11 @@ def test_a_batch_that_makes_no_progress_is_named(
     monkeypatch: pytest.MonkeyPatch, tasks: tuple[int, int], says: str
 ) -> None:
     """While the driver waits, for a lock or a store, no task runs, and `relay status` showed nothing."""
-    monkeypatch.setattr(sink_worker, "TASKS_SECONDS", 0.01)
-    monkeypatch.setattr(sink_worker, "STILL_SECONDS", 0.0)
-    monkeypatch.setattr(sink_worker, "tasks_of", lambda *_: tasks)
-    monkeypatch.setattr(sink_worker, "processor_seconds", lambda _: 0.0)
-    watching, ended, said = worker_of(), Event(), list[str]()
+    monkeypatch.setattr(batch_watch, "TASKS_SECONDS", 0.01)
+    monkeypatch.setattr(batch_watch, "STILL_SECONDS", 0.0)
+    monkeypatch.setattr(batch_watch, "tasks_of", lambda *_: tasks)
+    monkeypatch.setattr(batch_watch, "processor_seconds", lambda _: 0.0)
+    watching, ended, said = worker_of()._watch, Event(), list[str]()
 
     def note(fault: str, over: Event) -> None:
         said.append(fault)
@@ -45,8 +45,7 @@ def test_a_batch_that_makes_no_progress_is_named(
 
     monkeypatch.setattr(watching, "_note_still", note)
     session: Any = None
-    batch: Any = SimpleNamespace(number=7)
-    watching._watch(session, batch, ended, 1)
+    watching._watch(session, 7, ended, 1)
     (fault,) = said
     assert fault.startswith(f"batch 7: {says}")
 
@@ -68,10 +67,10 @@ def test_what_the_driver_computes_is_progress(
     computed: list[float],
     said: list[str | None],
 ) -> None:
-    monkeypatch.setattr(sink_worker, "TASKS_SECONDS", 0.01)
-    monkeypatch.setattr(sink_worker, "STILL_SECONDS", 0.0)
-    monkeypatch.setattr(sink_worker, "tasks_of", lambda *_: tasks)
-    watching, ended, notes = worker_of(), Event(), list[str | None]()
+    monkeypatch.setattr(batch_watch, "TASKS_SECONDS", 0.01)
+    monkeypatch.setattr(batch_watch, "STILL_SECONDS", 0.0)
+    monkeypatch.setattr(batch_watch, "tasks_of", lambda *_: tasks)
+    watching, ended, notes = worker_of()._watch, Event(), list[str | None]()
     left = list(computed)
 
     def seconds(_: int) -> float:
@@ -82,11 +81,10 @@ def test_what_the_driver_computes_is_progress(
     def note(fault: str | None, _: Event) -> None:
         notes.append(fault and fault.removeprefix("batch 7: ")[:18].strip())
 
-    monkeypatch.setattr(sink_worker, "processor_seconds", seconds)
+    monkeypatch.setattr(batch_watch, "processor_seconds", seconds)
     monkeypatch.setattr(watching, "_note_still", note)
     session: Any = None
-    batch: Any = SimpleNamespace(number=7)
-    watching._watch(session, batch, ended, 1)
+    watching._watch(session, 7, ended, 1)
     assert notes == said
 
 
@@ -128,7 +126,7 @@ def test_a_session_that_has_died_is_called_so(
     monkeypatch.setattr(writing, "_look", lambda *_: None)
     monkeypatch.setattr(writing._session, "replace_if_dead", lambda _: died)
     monkeypatch.setattr(sink_worker, "writer", lambda *_: SimpleNamespace(check=check))
-    batch: Any = SimpleNamespace(epoch=0, files=None, partition_by=[], host_buckets=8)
+    batch: Any = SimpleNamespace(number=7, epoch=0, files=None, partition_by=[], host_buckets=8)
     with pytest.raises(kind) as raised:
         writing._write(batch)
     writing._fail(raised.value)

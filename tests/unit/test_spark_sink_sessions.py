@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from relay.config.settings import Settings, SparkSettings
-from relay.spark import session, sink_worker
+from relay.spark import batch_watch, session, sink_worker
 from relay.spark.session import Session, _why_not_built
 from relay.spark.sink_worker import SparkWorker
 
@@ -150,9 +150,9 @@ def test_upkeep_whose_tasks_do_not_end_is_named(monkeypatch: pytest.MonkeyPatch)
         said.append(fault)
         watched.set()
 
-    monkeypatch.setattr(sink_worker, "TASKS_SECONDS", 0.01)
-    monkeypatch.setattr(sink_worker, "STILL_SECONDS", 0.05)
-    monkeypatch.setattr(sink_worker, "tasks_of", lambda *_: (1, 2))
+    monkeypatch.setattr(batch_watch, "TASKS_SECONDS", 0.01)
+    monkeypatch.setattr(batch_watch, "STILL_SECONDS", 0.05)
+    monkeypatch.setattr(batch_watch, "tasks_of", lambda *_: (1, 2))
     monkeypatch.setattr(sink_worker, "writer", lambda *_: Table(watched))
     worker = worker_of()
     spark = SimpleNamespace(newSession=object)
@@ -161,9 +161,9 @@ def test_upkeep_whose_tasks_do_not_end_is_named(monkeypatch: pytest.MonkeyPatch)
         "_look": lambda *_: None,
         "_deliver": lambda *_: None,
         "_finish": lambda *_: None,
-        "_note_still": note,
     }.items():
         monkeypatch.setattr(worker, name, instead)
+    monkeypatch.setattr(worker._watch, "_note_still", note)
     contents = SimpleNamespace(rows=1)
     batch = SimpleNamespace(
         number=100, epoch=0, files=None, partition_by=[], host_buckets=8, contents=contents
