@@ -21,6 +21,7 @@ from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model import headers
 from relay.model.events import COMMIT_FIELDS, Commit, Lsn, Tuples, microseconds
+from relay.model.keys import of_endpoint
 from relay.model.transactions import FACTS, Rows, Transactions
 from relay.pipeline.deferral import DeferralRules
 from relay.pipeline.routing import BatchRouter
@@ -293,10 +294,14 @@ class DeadLetters:
                     (
                         transaction,
                         Deferral(
-                            self._keys(transactions.part(index, index + 1), sink),
+                            of_endpoint(
+                                self._keys(transactions.part(index, index + 1), sink),
+                                dead[index].endpoint,
+                            ),
                             dead_transaction=dead[index].number,
                             undelivered=dead[index].undelivered,
                             event_ids=deferred.ids_of(transaction, decoder),
+                            endpoint=dead[index].endpoint,
                         ),
                     )
                     for index, transaction in enumerate(transactions)

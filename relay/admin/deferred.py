@@ -178,6 +178,7 @@ class DeferredTransactions:
                         error,
                         each.undelivered,
                         attempts=each.attempts,
+                        endpoint=each.endpoint,
                     )
                 )
             else:

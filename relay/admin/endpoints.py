@@ -31,13 +31,15 @@ def set_disabled(
 ) -> StoredEndpoint | None:
     """Disable an endpoint, by its id or URL, or enable it; returns it as it was before, None if it was so already.
 
+    Where `endpoints.id` names a column, only by that id.
+
     An instance that runs does so within seconds. Raises ConfigurationError.
     """
-    _require(settings, sink)
-    id, address = _identified(endpoint)
+    has_ids = _require(settings, sink).endpoints_or_default.id is not None
+    id, address = (endpoint, "") if has_ids else _identified(endpoint)
     with reach_target(settings) as target, target.transaction():
         before = endpoints.find(target, settings.group, sink, id)
-        if before is None and not (disabled and address):
+        if before is None and not (disabled and address is not None):
             raise ConfigurationError(
                 f"sink {sink} has no endpoint {id} that fails or is disabled: see `relay endpoint list {sink}`"
                 + (", or give its URL" if disabled else "")
@@ -53,7 +55,7 @@ def set_disabled(
     return before or StoredEndpoint(sink, id, address or "", None, None, None)
 
 
-def _require(settings: Settings, sink: str) -> None:
+def _require(settings: Settings, sink: str) -> HttpHandler:
     handler = settings.handlers.get(sink)
     if not isinstance(handler, HttpHandler) or not handler.has_endpoints:
         known = [
@@ -64,6 +66,7 @@ def _require(settings: Settings, sink: str) -> None:
         raise ConfigurationError(
             f"handlers.{sink}: is no sink whose endpoints data choose (such sinks: {', '.join(known) or 'none'})"
         )
+    return handler
 
 
 def _identified(endpoint: str) -> tuple[str, str | None]:

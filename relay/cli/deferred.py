@@ -45,6 +45,9 @@ EventOption = Annotated[
     typer.Option("--event", metavar="ID", help="The id of one of its events."),
 ]
 HostOption = Annotated[str | None, typer.Option("--host", help="One of its host_ids.")]
+EndpointOption = Annotated[
+    str | None, typer.Option("--endpoint", help="The one of several endpoints that it goes to.")
+]
 _KEYS_SHOWN = 3
 
 
@@ -60,6 +63,7 @@ class DeferredSelectionOptions:
     key: KeyOption = None
     host: HostOption = None
     event: EventOption = None
+    endpoint: EndpointOption = None
 
     def selection(self) -> DeferredSelection:
         """Return the filter. Raises ConfigurationError if there is no such kind."""
@@ -70,7 +74,15 @@ class DeferredSelectionOptions:
                 f"--kind: {self.kind!r} is not {states.listed(states.DEFERRED)}"
             )
         ids = tuple(self.id_ or ())
-        return DeferredSelection(ids, self.sink, self.handler, self.kind, self.key, self.host)
+        return DeferredSelection(
+            ids,
+            self.sink,
+            self.handler,
+            self.kind,
+            self.key,
+            self.host,
+            endpoint=self.endpoint,
+        )
 
 
 class _OpenedDeferred(NamedTuple):

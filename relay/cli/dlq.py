@@ -101,6 +101,9 @@ UntilOption = Annotated[
 ExceptionOption = Annotated[
     str | None, typer.Option("--exception", metavar="TEXT", help="A part of the exception.")
 ]
+EndpointOption = Annotated[
+    str | None, typer.Option("--endpoint", help="The one of a sink's endpoints that it was for.")
+]
 _STATUSES = states.listed(states.DEAD)
 StatusOption = Annotated[str | None, typer.Option("--status", help=f"{_STATUSES}.")]
 
@@ -131,6 +134,7 @@ class SelectionOptions:
     until: UntilOption = None
     exception: ExceptionOption = None
     queue: QueueOption = None
+    endpoint: EndpointOption = None
 
     def selection(self) -> DeadLetterSelection:
         """Return the filter. Raises ConfigurationError for options that contradict each other."""
@@ -152,6 +156,7 @@ class SelectionOptions:
             until=self.until,
             exception=self.exception,
             sink=consumers.pop(),
+            endpoint=self.endpoint,
         )
 
 

@@ -31,7 +31,7 @@ from pydantic_core import PydanticCustomError
 from relay.config import sink_types
 from relay.config.addresses import AddressTemplate, require_http, require_port, split_address
 from relay.config.dsn import DatabaseAccess, Dsn
-from relay.config.fields import ENDPOINT, EndpointTemplate, Template, has_name, is_name, suggestion
+from relay.config.fields import EndpointTemplate, Template, has_name, is_name, suggestion
 from relay.config.imports import require_path
 from relay.config.secrets import CallSecret, Reference, Secret, known_text
 from relay.config.types import (
@@ -554,6 +554,12 @@ class EndpointsSettings(Section):
     select: Alike[Annotated[str, Field(min_length=1), AfterValidator(_lookup)] | None] = None
     """A query in the target, with fields and paths of the event as `%(host_id)s` or `%(payload.tenant)s`. It returns
     the row of the endpoint, whose columns templates name as `{endpoint.url}`; without a row, the event is dropped."""
+    id: Alike[Annotated[str, Field(min_length=1)] | None] = None
+    """The column with what identifies an endpoint, whatever its URL, among all of the sink: `select` may then return a
+    row for each of several endpoints, to each of which the event goes by itself; null: one row, known by its URL."""
+    types: Alike[Annotated[str, Field(min_length=1)] | None] = None
+    """A column with the event types that an endpoint takes, an array or a text of patterns such as `order.*`; where it
+    is null, or without this key, the endpoint takes all."""
     cache: Own[SecondsOrZero] = 30.0
     """For how many seconds a row, or that there is none, is used for other events with the same values; 0: once."""
     timeout: Own[Seconds] = 5.0
@@ -736,24 +742,27 @@ class HttpHandler(BatchHandler):
     @property
     def columns(self) -> dict[str, str]:
         """The columns of an endpoint's row that templates name, each with the key of one of these."""
-        return {
+        of_templates = {
             column: key
             for key, template in self.templates.items()
             if isinstance(template, EndpointTemplate)
             for column in template.columns
         }
+        own = self.endpoints_or_default
+        named = {own.id: "endpoints.id", own.types: "endpoints.types"}
+        return of_templates | {column: key for column, key in named.items() if column}
 
     @model_validator(mode="after")
     def _has_lookup(self) -> HttpHandler:
         if self.columns and (self.endpoints is None or self.endpoints.select is None):
             column, key = next(iter(self.columns.items()))
-            raise ValueError(
-                f"{key}: {{{ENDPOINT}.{column}}} needs endpoints.select, which returns it"
-            )
+            raise ValueError(f"{key}: the column {column} needs endpoints.select, which returns it")
         if self.endpoints is not None and not self.templates:
             raise ValueError(
                 "endpoints: needs a template in url, headers or signing_secret, such as {endpoint.url}"
             )
+        if self.endpoints_or_default.id and not self.has_endpoints:
+            raise ValueError("endpoints.id: needs a template in url, such as {endpoint.url}")
         return self
 
     @model_validator(mode="after")

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from itertools import count
 
 from relay.config.handlers import BatchHandler
 from relay.delivery.dispatch import Dispatcher, Results, ranked
@@ -49,7 +48,6 @@ class BatchDispatcher(Dispatcher):
         self._wait = settings.max_wait
         self._one_of_key = settings.one_of_key
         self._has_warned = not settings.is_ordered
-        self._numbers = count(1)
         self._waiting: dict[Delivery, float] = {}
         """Those that may begin, with the time since which they may (monotonic clock, seconds), the oldest first."""
         self._is_due = False
@@ -66,7 +64,7 @@ class BatchDispatcher(Dispatcher):
 
     def submit(self, delivery: Delivery) -> None:
         """Queue a delivery, which may join the next batch."""
-        delivery.number, delivery.queued = next(self._numbers), time.monotonic()
+        delivery.queued = time.monotonic()
         super().submit(delivery)
         if delivery.blockers and self._waiting:
             # It may follow one that waits.

@@ -354,7 +354,10 @@ class Checkpoint:
         Raises SinkMoved.
         """
         unsettled = (
-            Unsettled(each.rows, each.events.events, disposition, each.keys, each.history, each.due)
+            Unsettled(
+                *(each.rows, each.events.events, disposition, each.keys, each.history, each.due),
+                endpoint=each.endpoint,
+            )
             for each, disposition in ended
         )
         context, entry = self._context, progress.entry

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import NamedTuple
 
 from relay.config.handlers import DeliveryHandler, FunctionHandler, HttpHandler
@@ -28,8 +29,9 @@ from relay.faults import (
     asked_of,
 )
 from relay.model.dispositions import APPLIED, BLOCKED, Disposition, holds_keys
+from relay.model.keys import of_endpoint
 from relay.pipeline.failure_limit import FailureLimit
-from relay.sinks import ATTEMPT, Again, Attempt, OfBatch, Sink
+from relay.sinks import ATTEMPT, Again, Attempt, OfBatch, Sink, ToEndpoints
 from relay.sinks.circuit_breaker import CircuitBreaker
 from relay.sinks.destination import Destination
 from relay.store.activity import Attempts
@@ -46,7 +48,7 @@ Results = Sequence[Exception | None]
 
 
 class _Memory:
-    """The deliveries in memory, in flight or queued, in the order of submission; retries take no room."""
+    """The deliveries in memory, in flight or queued; retries take no room."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -119,6 +121,7 @@ class Dispatcher:
         self._turns = Turns(self.destination)
         self.held = self._turns.held
         self._memory = _Memory(most_bytes)
+        self._numbers = count(1)
         self._running: set[asyncio.Task[None]] = set()
         self._ended: list[tuple[Delivery, Disposition]] = []
         self._paused = False
@@ -143,7 +146,7 @@ class Dispatcher:
     @property
     def pending(self) -> list[Delivery]:
         """The deliveries that are in flight or queued, in the order of submission."""
-        return list(self._memory.deliveries.values())
+        return sorted(self._memory.deliveries.values(), key=lambda each: each.number)
 
     def take_attempts(self) -> Attempts:
         """Return what was attempted since the last call."""
@@ -158,6 +161,7 @@ class Dispatcher:
 
     def submit(self, delivery: Delivery) -> None:
         """Queue a delivery; it starts after all before it with its keys, and a retry before new ones with its keys."""
+        delivery.number = next(self._numbers)
         self._memory.add(delivery)
         if self._turns.add(delivery):
             self._start()
@@ -177,6 +181,35 @@ class Dispatcher:
     def _completed(self, delivery: Delivery, disposition: Disposition) -> None:
         self._memory.remove(delivery)
         self._turns.remove(delivery, self.end(delivery, disposition))
+        self._changed.set()
+
+    def _divide(self, delivery: Delivery, endpoints: Iterable[str]) -> None:
+        """Put a delivery to each of some endpoints in the place of one, which is as many deliveries of its commit.
+
+        What becomes of each is its own. Those of a retry are stored as retries of their own, since it has one row.
+        """
+        self.destination.answered(key_of(delivery))
+        commit = delivery.commit
+        parts = [
+            Delivery(
+                *(delivery.rows, delivery.events, of_endpoint(delivery.keys, each), commit),
+                number=delivery.number,
+                endpoint=each,
+            )
+            for each in endpoints
+        ]
+        if delivery.due is not None:
+            for each in parts:
+                self.end(each, BLOCKED)
+            self._completed(delivery, APPLIED)
+            return
+        if commit is not None:
+            commit.deliveries += len(parts) - 1
+        self._memory.remove(delivery)
+        self._turns.remove(delivery, False)
+        for each in parts:
+            self._memory.add(each)
+            self._turns.add(each)
         self._changed.set()
 
     # When deliveries start
@@ -366,7 +399,7 @@ class Dispatcher:
         if since is None and delivery.attempts:
             since = call.started
         xid = None if delivery.commit is None else delivery.commit.xid
-        return Attempt(delivery.keys, since, self._claim, xid, key_of(delivery))
+        return Attempt(delivery.keys, since, self._claim, xid, key_of(delivery), delivery.endpoint)
 
     def _judged(self, part: Sequence[Delivery], results: Results, call: Call) -> _Left:
         """Complete what has ended; returns what is left."""
@@ -399,6 +432,8 @@ class Dispatcher:
             elif isinstance(error, Drop):
                 self._judge.dropped(delivery, error, call)
                 self._completed(delivery, APPLIED)
+            elif isinstance(error, ToEndpoints):
+                self._divide(delivery, error.endpoints)
             elif isinstance(error, Again | OfBatch):
                 (returned if is_down else again).append(delivery)
                 kept |= delivery.keys

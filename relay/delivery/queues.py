@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass
 from itertools import takewhile
 
 from relay.delivery.progress import SinkCommit
 from relay.model.dispositions import NEW, AttemptHistory
 from relay.model.events import Transaction
+from relay.model.keys import at_any
 from relay.model.transactions import Undecoded
 from relay.store.deferred.due import DueTransaction
 
@@ -23,8 +24,8 @@ class Delivery:
     `due`. `blockers` counts the keys in whose queues it is not the first. `is_blocked`: an earlier one
     with one of its keys was deferred. `was_trial`: it was tried while the breaker was open. `is_ready`: it may start.
     `asked`: the last fault that asked for a wait, and until when (monotonic clock, seconds). `attempts` are those that
-    have failed, while it runs. `number` is its rank in
-    the order of submission, and `queued` when that was, for batches.
+    have failed, while it runs. `number` is its rank in the order of submission, and `queued` when that was, for
+    batches. Of several endpoints it goes to `endpoint` alone.
     """
 
     rows: Undecoded
@@ -42,6 +43,7 @@ class Delivery:
     attempts: int = 0
     number: int = 0
     queued: float = 0.0
+    endpoint: str | None = None
 
     def early(self) -> float:
         """The seconds until it may be tried, as its last fault has asked; 0 if it may be now."""
@@ -60,10 +62,12 @@ class HeldKeys:
         self.any = True
         self.deferred = 0
         self._since_query: set[str] = set()
+        self._at_endpoints: defaultdict[str, set[str]] = defaultdict(set)
+        """Those of `known` that are held at single endpoints, by the keys of which they are parts."""
 
     def add(self, keys: Collection[str]) -> None:
         """Note that a delivery was deferred, which holds `keys`; counts it as `deferred`."""
-        self.known.update(keys)
+        self._know(keys)
         self._since_query.update(keys)
         self.any = True
         self.deferred += 1
@@ -72,14 +76,24 @@ class HeldKeys:
         """Note that a query begins, which may miss the keys of deliveries that are deferred from now on."""
         self._since_query.clear()
 
-    def end_query(self, held: Collection[str], asked: Collection[str]) -> None:
+    def end_query(self, held: Collection[str], asked: Set[str]) -> None:
         """Note that of the keys `asked` only `held` are held, and those added since `begin_query`."""
         self.known.difference_update(asked)
-        self.known.update(held, self._since_query)
+        for key in self._at_endpoints.keys() & asked:
+            self.known.difference_update(self._at_endpoints.pop(key))
+        self._know(held)
+        self._know(self._since_query)
+
+    def _know(self, keys: Collection[str]) -> None:
+        self.known.update(keys)
+        for key in keys:
+            if (whole := at_any(key)) != key:
+                self._at_endpoints[whole].add(key)
 
     def release(self) -> None:
         """Forget all keys: no deferred transaction holds one."""
         self.known.clear()
+        self._at_endpoints.clear()
         self.any = False
 
 
@@ -234,7 +248,7 @@ def rests_of_partial_commits(pending: Iterable[Delivery]) -> list[Delivery]:
     for delivery in pending:
         if delivery.commit is not None:
             of.setdefault(delivery.commit, []).append(delivery)
-    keys_of = {commit: set[str]().union(*(each.keys for each in of[commit])) for commit in of}
+    keys_of = {commit: {at_any(key) for each in of[commit] for key in each.keys} for commit in of}
     needed: set[SinkCommit] = set()
     keys: set[str] = set()
     for commit in reversed(of):

@@ -130,7 +130,9 @@ class Submission:
             retried[each.id] = each.size
             history = AttemptHistory.of(each.attempts, each.failing_seconds)
             keys = frozenset(each.keys)
-            deliveries.append(Delivery(rows, events, keys, due=each, history=history))
+            deliveries.append(
+                Delivery(rows, events, keys, due=each, history=history, endpoint=each.endpoint)
+            )
         return deliveries
 
     def _room(self) -> tuple[int, int]:

@@ -40,6 +40,17 @@ def of_values(kind: str, host: str, values: Iterable[str]) -> str:
     return f"{host_part(host)} {within}"
 
 
+def of_endpoint(keys: Iterable[str], endpoint: str | None) -> frozenset[str]:
+    """Ordering keys at one of several endpoints, in which others have no part; the keys themselves without one."""
+    return frozenset(keys if endpoint is None else (f"{key}{_AT}{endpoint}" for key in keys))
+
+
+def at_any(key: str) -> str:
+    """A key of `of_endpoint` without the endpoint."""
+    return key.partition(_AT)[0]
+
+
+_AT = "\x1f"
 _BLOCK = 12
 """The bytes that are mixed at once: three words."""
 _START = 0x9E3779B9 + 3923095

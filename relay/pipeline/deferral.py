@@ -13,7 +13,7 @@ from relay.config.effects import Effects
 from relay.config.handlers import HandlerSettings, SinkHandler
 from relay.config.settings import Settings
 from relay.model.dispositions import BLOCKED, Dispositions, Scheduled
-from relay.model.keys import of_host, of_values
+from relay.model.keys import of_endpoint, of_host, of_values
 from relay.model.transactions import Routed, Transactions, Undecoded, text
 from relay.pipeline.routing import Assignment, BatchRouter, Parts
 from relay.store import clock, dead_letters, deferred
@@ -253,7 +253,10 @@ def _rekey(settings: Settings, conn: Connection, sink: str) -> int:
     while rows := deferred_due.stored(conn, settings.group, sink, last, _REKEYED_AT_ONCE):
         found = deferred_due.transactions(conn, rows, limits.max_bytes, limits.spool_directory)
         if sink:
-            keys = [rules.delivery_keys(found.part(n, n + 1), sink) for n in range(len(rows))]
+            keys = [
+                of_endpoint(rules.delivery_keys(found.part(n, n + 1), sink), row.endpoint)
+                for n, row in enumerate(rows)
+            ]
         else:
             assigned = router.route(found)
             keys = [rules.keys(assigned, n) for n in range(len(rows))]

@@ -53,7 +53,7 @@ class Unsettled:
     """A transaction, or a sink's part of one, and what became of it.
 
     `rows` are stored if it is deferred, `events` if it is dead-lettered. `due` is its row if it was deferred before. A
-    new one that is deferred gets the ordering `keys`.
+    new one that is deferred gets the ordering `keys`. Of several endpoints it concerns `endpoint` alone.
     """
 
     rows: Undecoded
@@ -62,6 +62,7 @@ class Unsettled:
     keys: Collection[str] = ()
     before: AttemptHistory = NEW
     due: DueTransaction | None = None
+    endpoint: str | None = None
 
 
 class Settlement:
@@ -89,7 +90,7 @@ class Settlement:
             number = numbers.get(index, due.dead_transaction if due else None)
             deferral = _deferral(each)
             if deferral is not None:
-                deferral = replace(deferral, dead_transaction=number)
+                deferral = replace(deferral, dead_transaction=number, endpoint=each.endpoint)
             if due is None:
                 if deferral is not None:
                     ids = deferred.ids_of(each.rows, each.events.decoder)
@@ -164,7 +165,13 @@ class Settlement:
             or isinstance(error, NotRouted | Undecodable | NotReceived)
         )
         return NewDeadTransaction(
-            events, failure.handler, error, undelivered, left_out, failure.attempts
+            events,
+            failure.handler,
+            error,
+            undelivered,
+            left_out,
+            failure.attempts,
+            each.endpoint,
         )
 
     def _small(self, events: Iterable[Event], left_out: set[int]) -> Iterator[Event]:

@@ -59,6 +59,7 @@ class Attempt:
     `keys` are the ordering keys. `since` is when the first attempt failed (monotonic clock, seconds), None in the first
     one. `claim` is the number of the sink's claim. `xid` is the full xid of the commit, 0 for one that is older than
     the column c_xid, and None for one that was deferred. `key` is what circuit breakers count.
+    `endpoint` is the only one of several to which the transaction is delivered; None where they are not known yet.
     """
 
     keys: Collection[str]
@@ -66,6 +67,7 @@ class Attempt:
     claim: int
     xid: int | None
     key: Hashable = None
+    endpoint: str | None = None
 
 
 ATTEMPT: ContextVar[Attempt] = ContextVar("attempt")
@@ -82,6 +84,14 @@ class OfBatch(Exception):
     def __init__(self, fault: Exception) -> None:
         super().__init__(fault)
         self.fault = fault
+
+
+class ToEndpoints(Exception):
+    """Nothing was tried: the transaction is to be delivered to each of these `endpoints` by itself."""
+
+    def __init__(self, endpoints: Collection[str]) -> None:
+        super().__init__(f"{len(endpoints)} endpoints")
+        self.endpoints = endpoints
 
 
 class Again(Exception):

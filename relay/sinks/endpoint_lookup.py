@@ -1,4 +1,4 @@
-"""Finds the row of an event's endpoint, by a query of the user's in the target, and remembers it for a while."""
+"""Finds the rows of an event's endpoints, by a query of the user's in the target, and remembers them for a while."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import LiteralString
 
 import psycopg
@@ -21,6 +21,8 @@ from relay.store import session_settings, statements
 from relay.store.connections import Connection, Pool, new_pool
 from relay.store.session_settings import LOCK_TIMEOUT, SessionKind
 
+MOST_ROWS = 100
+"""How many endpoints one event may have."""
 MOST_REMEMBERED = 10_000
 """How many combinations of values are remembered: each has about a kilobyte."""
 _IDLE_SECONDS = 10.0
@@ -44,8 +46,8 @@ class Lookup:
             each: target.types.get(each, "text") for each in self.names
         }
         self._select = _PLACEHOLDER.sub(self._typed, select).encode()
-        self._known: OrderedDict[_Values, tuple[float, Row | None]] = OrderedDict()
-        self._running: dict[_Values, asyncio.Task[Row | None]] = {}
+        self._known: OrderedDict[_Values, tuple[float, Sequence[Row]]] = OrderedDict()
+        self._running: dict[_Values, asyncio.Task[Sequence[Row]]] = {}
         self._room = asyncio.Semaphore(target.connections)
         self._pool: Pool | None = None
 
@@ -75,11 +77,11 @@ class Lookup:
         statements.explain(conn, self._key, self._select, nulls)
         statements.require_read_only(conn, self._key, self._select, nulls)
 
-    async def row(self, event: Event) -> Row | None:
-        """The row of an event's endpoint; None without one.
+    async def rows(self, event: Event) -> Sequence[Row]:
+        """The rows of an event's endpoints: one at most, unless they have ids.
 
-        Raises Undelivered if the query fails, EndpointRejected for several rows or values that the query does not take,
-        and Rejected for what is no JSON.
+        Raises Undelivered if the query fails, EndpointRejected for too many rows or values that the query does not
+        take, and Rejected for what is no JSON.
         """
         values = tuple(bound(event, name) for name in self.names)
         known = self._known.get(values)
@@ -95,15 +97,15 @@ class Lookup:
         return await shielded(running)
 
     def forget(self, event: Event) -> None:
-        """Query the row of an event's endpoint again when it is needed next."""
+        """Query the rows of an event's endpoints again when they are needed next."""
         self._known.pop(tuple(bound(event, name) for name in self.names), None)
 
-    async def _queried(self, values: _Values) -> Row | None:
+    async def _queried(self, values: _Values) -> Sequence[Row]:
         async with self._room:
             if self._pool is None:
                 self._pool = _pool(self._target)
             try:
-                row = await asyncio.to_thread(self._query, self._pool, values)
+                rows = await asyncio.to_thread(self._query, self._pool, values)
             except psycopg.Error as error:
                 fault = f"endpoints.select: {describe(error)}"
                 # Without SQLSTATE, psycopg itself cannot send a value: a text with NUL.
@@ -112,13 +114,13 @@ class Lookup:
                     raise EndpointRejected(fault) from None
                 raise Undelivered(fault) from None
         if self._settings.cache:
-            self._known[values] = time.monotonic() + self._settings.cache, row
+            self._known[values] = time.monotonic() + self._settings.cache, rows
             self._known.move_to_end(values)
             while len(self._known) > MOST_REMEMBERED:
                 self._known.popitem(last=False)
-        return row
+        return rows
 
-    def _query(self, pool: Pool, values: _Values) -> Row | None:
+    def _query(self, pool: Pool, values: _Values) -> Sequence[Row]:
         milliseconds = max(1, int(self._settings.timeout * 1000))
         with pool.connection() as conn, conn.transaction():
             conn.execute(
@@ -129,17 +131,22 @@ class Lookup:
             columns = [each.name for each in cursor.description or ()]
             found = cursor.pgresult
         if found is None or not found.ntuples:
-            return None
-        if found.ntuples > 1:
+            return ()
+        if found.ntuples > 1 and self._settings.id is None:
             raise EndpointRejected(
-                "endpoints.select returns more than one row for the event: return one endpoint"
+                "endpoints.select returns more than one row for the event: name the column that identifies an endpoint "
+                "in endpoints.id, or return one row"
             )
+        if found.ntuples > MOST_ROWS:
+            raise EndpointRejected(f"endpoints.select returns more than {MOST_ROWS} rows")
         # As the server writes them: Python has not all values that the server has, such as a date of infinity.
-        values_of = (found.get_value(0, number) for number in range(len(columns)))
-        return {
-            column: None if value is None else value.decode()
-            for column, value in zip(columns, values_of, strict=True)
-        }
+        return [
+            {
+                column: None if (value := found.get_value(row, number)) is None else value.decode()
+                for number, column in enumerate(columns)
+            }
+            for row in range(found.ntuples)
+        ]
 
     def close(self) -> None:
         """Close the sessions."""

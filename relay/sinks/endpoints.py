@@ -62,7 +62,7 @@ MOST_IDLE = 10_000
 
 @dataclass(frozen=True, slots=True)
 class EndpointId:
-    """What identifies an endpoint without secrets: the beginning of its URL's SHA-256, and scheme, host and port."""
+    """What identifies an endpoint without secrets: its id or the beginning of its URL's SHA-256; scheme, host, port."""
 
     digest: str
     address: str
@@ -156,6 +156,8 @@ class Endpoints:
             self._known[id.digest] = known
             self._forget()
         else:
+            # One with an id may have another URL.
+            known.id = id
             self._known.move_to_end(id.digest)
         return known
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from hashlib import sha256
 from itertools import groupby
 
@@ -22,12 +24,15 @@ from relay.faults import (
     Undelivered,
 )
 from relay.model.events import Event, Transaction
-from relay.sinks import Target
+from relay.sinks import ATTEMPT, Target, ToEndpoints
 from relay.sinks.endpoint_lookup import Lookup
 from relay.sinks.endpoints import FRESH_SECONDS, EndpointId, Endpoints
 from relay.sinks.http import AddressNotPublic, Destination, Http, destination, key_of
 from relay.sinks.http_connections import Resolver
 
+LONGEST_ID = 100
+"""The most characters of an endpoint's id, which is a part of ordering keys."""
+_PATTERN = re.compile(r'[^\s,{}"]+')
 MOST_KNOWN = 10_000
 """How many addresses are remembered as they were parsed, each of about two kilobytes."""
 
@@ -43,6 +48,13 @@ def identity_of(to: Destination) -> EndpointId:
     return EndpointId(digest, f"{to.url.scheme}://{to.url.raw_authority}")
 
 
+def _takes(patterns: str | None, event_type: str) -> bool:
+    """Whether an endpoint takes events of a type: one of its patterns, in an array or a text, matches it."""
+    if patterns is None:
+        return True
+    return any(fnmatchcase(event_type, each) for each in _PATTERN.findall(patterns))
+
+
 @dataclass(frozen=True, slots=True)
 class _Post:
     """Events that go to one endpoint."""
@@ -53,7 +65,7 @@ class _Post:
 
 
 class HttpEndpoints(Http):
-    """Posts each event, or each transaction, to the endpoint that its data choose."""
+    """Posts each event, or each transaction, to the endpoint that its data choose, or to one of several."""
 
     def __init__(self, name: str, settings: HttpHandler, target: Target | None) -> None:
         """Raises ConfigurationError where a certificate or the environment's proxy cannot be used."""
@@ -69,6 +81,8 @@ class HttpEndpoints(Http):
         self._secrets = settings.secret_templates
         own = settings.endpoints
         self._lookup = Lookup(name, own, target) if own is not None and own.select else None
+        self._id = settings.endpoints_or_default.id
+        self._types = settings.endpoints_or_default.types
         self._endpoints = Endpoints(name, settings, target)
         self._known: OrderedDict[str, tuple[EndpointId, Destination]] = OrderedDict()
 
@@ -96,8 +110,8 @@ class HttpEndpoints(Http):
     async def deliver(self, transaction: Transaction) -> None:
         """Post the events, in order, each to its endpoint.
 
-        Raises Drop if none has an endpoint, EndpointFailed, EndpointRejected, Rejected, and Undelivered if it is not
-        known which endpoint an event has.
+        Raises Drop if none has an endpoint, EndpointFailed, EndpointRejected, Rejected, Undelivered if it is not known
+        which endpoint an event has, and ToEndpoints if endpoints have ids and the attempt is to none of them.
         """
         if self._fixed is not None:
             await self._deliver_to_one(transaction)
@@ -140,12 +154,20 @@ class HttpEndpoints(Http):
 
     async def _posts(self, transaction: Transaction) -> list[_Post]:
         chosen: list[tuple[EndpointId, Destination, Event]] = []
-        for event in transaction.events:
-            found = await self._chosen(event)
-            if found is not None:
-                chosen.append((*found, event))
+        rows = [(event, row) for event in transaction.events for row in await self._rows(event)]
+        attempt = ATTEMPT.get(None)
+        only = None if attempt is None else attempt.endpoint
+        if self._id is not None and only is None and rows:
+            raise ToEndpoints(dict.fromkeys(self._identity(row) for _, row in rows))
+        for event, row in rows:
+            if self._id is None or self._identity(row) == only:
+                chosen.append((*self._chosen(event, row), event))
         if not chosen:
-            raise Drop("endpoints.select returns no endpoint")
+            raise Drop(
+                "endpoints.select returns no endpoint"
+                if only is None
+                else f"the endpoint {only} is gone, or takes no such event"
+            )
         posts = []
         for (id, to), some in groupby(chosen, key=lambda each: each[:2]):
             posts.append(_Post(id, to, [event for *_, event in some]))
@@ -156,20 +178,37 @@ class HttpEndpoints(Http):
             )
         return posts
 
-    async def _chosen(self, event: Event) -> tuple[EndpointId, Destination] | None:
-        row: Row | None = {}
-        if self._lookup is not None:
-            row = await self._lookup.row(event)
-            if row is None:
-                return None
+    async def _rows(self, event: Event) -> Sequence[Row]:
+        """The rows of the endpoints that take an event."""
+        if self._lookup is None:
+            return ({},)
+        rows = await self._lookup.rows(event)
+        if self._types is not None:
+            kind = event.text("event_type") or ""
+            rows = [each for each in rows if _takes(each.get(self._types), kind)]
+        # An endpoint may have several rows, such as one for each subscription.
+        return (
+            rows if self._id is None else [*{self._identity(each): each for each in rows}.values()]
+        )
+
+    def _identity(self, row: Row) -> str:
+        assert self._id is not None  # noqa: S101
+        identity = row.get(self._id)
+        if not identity or len(identity) > LONGEST_ID or not identity.isprintable():
+            raise EndpointRejected(
+                f"endpoints.id: the row's {self._id} is not a text of 1 to {LONGEST_ID} printable characters"
+            )
+        return identity
+
+    def _chosen(self, event: Event, row: Row) -> tuple[EndpointId, Destination]:
         if self._url is not None:
-            id, to = self._parsed(self._address(event, row or {}))
+            id, to = self._parsed(self._address(event, row))
         else:
             id, to = self._parsed(self._settings.url)
         if self._headers or self._secrets:
-            headers, keys = self._filled(event, row or {})
+            headers, keys = self._filled(event, row)
             to = replace(to, headers={**to.headers, **headers}, keys=keys)
-        return id, to
+        return (id if self._id is None else EndpointId(self._identity(row), id.address)), to
 
     def _address(self, event: Event, row: Row) -> str:
         assert self._url is not None  # noqa: S101

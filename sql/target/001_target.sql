@@ -395,7 +395,7 @@ create index if not exists endpoints_changed on relay.endpoints (group_id, sink,
 comment on table relay.endpoints is
     'endpoints chosen by data that have failed for a minute or longer, or are disabled: what is for these becomes dead letters';
 comment on column relay.endpoints.endpoint is
-    'the first digits of the SHA-256 of its URL, which may be secret';
+    'what endpoints.id of the handler has of it; without that, the first digits of the SHA-256 of its URL, which may be secret';
 comment on column relay.endpoints.address is
     'scheme, host and port of the URL';
 comment on column relay.endpoints.host_id is
@@ -444,6 +444,7 @@ create table if not exists relay.dead_letter_queue (
     original_payload jsonb,
     metadata       jsonb,
     headers        jsonb,
+    endpoint       text,
     handler        text,
     exception      text        not null,
     attempts       int         not null default 1,
@@ -478,7 +479,7 @@ begin
                                             alter column transaction_id type text, alter column event_id type text;
         alter table relay.dead_letter_actions alter column transaction_id type text;
     end if;
-    alter table relay.dead_letter_queue add column if not exists headers jsonb;
+    alter table relay.dead_letter_queue add column if not exists headers jsonb, add column if not exists endpoint text;
     if to_regclass('relay.deferred') is not null
        and not exists (select from pg_attribute
                         where attrelid = to_regclass('relay.deferred') and attname = 'sink' and not attisdropped) then
@@ -498,6 +499,8 @@ $$;
 
 comment on column relay.dead_letter_queue.sink is
     'the sink that it could not be delivered to, to which alone a replay delivers it; empty where it could not be applied to the target';
+comment on column relay.dead_letter_queue.endpoint is
+    'of a sink with several endpoints of a host: that to which alone a replay delivers it; null where it was not known yet';
 comment on column relay.dead_letter_queue.undelivered is
     'no sink has had it either (no route matched, or its events could not be read): a replay goes to the sinks as well';
 comment on column relay.dead_letter_queue.dead_transaction is
@@ -778,6 +781,7 @@ create table if not exists relay.deferred (
     data            bytea,
     deferred_at     timestamptz not null default now()
 );
+alter table relay.deferred add column if not exists endpoint text;
 -- Whose turn it is: those that are not known to be blocked, replays of dead letters apart, and what may be blocked by these.
 -- An edition had replays among the others.
 drop index if exists relay.deferred_ready;
@@ -792,8 +796,11 @@ create index if not exists deferred_dead on relay.deferred (dead_transaction) wh
 
 comment on column relay.deferred.sink is
     'the sink that it is to be delivered to; empty where it is to be applied to the target';
+comment on column relay.deferred.endpoint is
+    'of a sink with several endpoints of a host: that to which alone it is delivered; null where it is not known yet which take it';
 comment on column relay.deferred.keys is
-    'what its handlers order by, each beginning with the host_id and a space; it waits for every older row that holds one of them';
+    'what its handlers order by, each beginning with the host_id and a space, and ending with U+001F and the endpoint where it has one; '
+    'it waits for every older row that holds one of them';
 comment on column relay.deferred.holds is
     'whether later transactions of its keys wait for it; one that only waits for its time is overtaken';
 comment on column relay.deferred.blocked is

@@ -18,12 +18,12 @@ comment on column relay.dead_letter_actions.consumer is
 
 -- Each part reads one table, so that a list by pages reads the indexes of both in the order of the numbers.
 create or replace view relay.dead_letters as
-select l.dead_transaction, l.group_id, l.consumer, l.queue_id, l.id, l.status, l.undelivered, l.handler, l.exception, l.attempts, l.host_id, l.user_id, l.transaction_id, l.transaction_ordinal, l.transaction_count, l.event_id, l.event_type, l.aggregate_type, l.aggregate_id, l.aggregate_version, l.event_ts, l.deliver_at, l.c_offset, l.commit_lsn, l.payload, l.original_payload, l.metadata, l.headers, l.refused, l.by_reference, l.key, l.enqueued_at, l.first_taken_at, l.created_dt
+select l.dead_transaction, l.group_id, l.consumer, l.queue_id, l.id, l.status, l.undelivered, l.handler, l.exception, l.attempts, l.host_id, l.user_id, l.transaction_id, l.transaction_ordinal, l.transaction_count, l.event_id, l.event_type, l.aggregate_type, l.aggregate_id, l.aggregate_version, l.event_ts, l.deliver_at, l.c_offset, l.commit_lsn, l.payload, l.original_payload, l.metadata, l.headers, l.refused, l.by_reference, l.key, l.enqueued_at, l.first_taken_at, l.created_dt, l.endpoint
   from (select d.dead_transaction, d.group_id, d.sink as consumer, null::bigint as queue_id, d.id, d.status, d.undelivered, d.handler,
                d.exception, d.attempts, d.host_id, d.user_id, d.transaction_id, d.transaction_ordinal, d.transaction_count,
                d.event_id, d.event_type, d.aggregate_type, d.aggregate_id, d.aggregate_version, d.event_ts, d.deliver_at,
                d.c_offset, d.commit_lsn, d.payload, d.original_payload, d.metadata, d.headers, d.refused, d.by_reference,
-               null::text as key, null::timestamptz as enqueued_at, null::timestamptz as first_taken_at, d.created_dt
+               null::text as key, null::timestamptz as enqueued_at, null::timestamptz as first_taken_at, d.created_dt, d.endpoint
           from relay.dead_letter_queue as d
         union all
         select m.dead_transaction, (select q.group_id from relay.queues as q where q.id = m.queue_id),
@@ -31,7 +31,7 @@ select l.dead_transaction, l.group_id, l.consumer, l.queue_id, l.id, l.status, l
                coalesce(m.error, ''), m.attempts, m.host_id, m.user_id, m.transaction_id, null::int, null::int,
                m.event_id, m.event_type, m.aggregate_type, m.aggregate_id, m.aggregate_version, m.event_ts, null::timestamptz,
                null::bigint, null::pg_lsn, m.payload, m.original_payload, m.metadata, null::jsonb, null::json, false,
-               m.key, m.enqueued_at, m.first_taken_at, m.dead_at
+               m.key, m.enqueued_at, m.first_taken_at, m.dead_at, null::text
           from relay.queue_dead_letters as m) as l;
 
 comment on view relay.dead_letters is
@@ -50,6 +50,8 @@ comment on column relay.dead_letters.enqueued_at is
     'when the message came into the queue; null for the target and sinks';
 comment on column relay.dead_letters.first_taken_at is
     'when the first attempt of a worker began; null for the target and sinks';
+comment on column relay.dead_letters.endpoint is
+    'of a sink with several endpoints of a host: the one to which it could not be delivered';
 comment on column relay.dead_letters.created_dt is
     'when it became a dead letter';
 

@@ -27,6 +27,7 @@ LANDED = {
     "target/002_retention.sql": "b297bddc2124091b683d7c9c11754067c52c59639051196144ff6777847b9124",
     "target/004_queues.sql": "4b0eeba6f6c1a7213e0b3e129c37d346e6306f712ce960951a3ffeaa386f753d",
     "target/005_scheduled.sql": "9f62e2e8db6a6bce67c2d7ad277994a55f51c4af397bfd9ff23cbbdfafd1b314",
+    "target/006_dead_letters.sql": "c56bac2752cbb7b46ea9dae6a934d142bc2a0e808f9487722789154f90fdee84",
 }
 """The editions of the files in the relay that landed before, each of which has changed since."""
 

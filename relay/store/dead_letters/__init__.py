@@ -62,7 +62,10 @@ ColumnValues = tuple[str | None, ...]
 DeadLetterRow = dict[str, str | None]
 """The fields of a dead event by the names in `STORED`, as PostgreSQL prints them."""
 
-_FACTS = ("group_id", "dead_transaction", "sink", "undelivered", "handler", "attempts")
+_FACTS = (
+    *("group_id", "dead_transaction", "sink", "undelivered", "handler", "attempts"),
+    "endpoint",
+)
 """The columns that all dead letters of a transaction have alike, as `_rows` writes them, but for the exception."""
 _TYPES: list[LiteralString] = [
     "text" if field in ID_FIELDS else SQL_TYPES.get(field, "jsonb")
@@ -110,7 +113,8 @@ class NewDeadTransaction:
 
     `handler` is the one that failed, at the `attempts`-th attempt; None if no route matched. `undelivered` says of one
     that could not be applied to the target that no sink has received its events either. `by_reference` has the
-    c_offsets of events whose payload and metadata only the outbox has; it may grow while `events` are read.
+    c_offsets of events whose payload and metadata only the outbox has; it may grow while `events` are read. Of several
+    endpoints it is dead for `endpoint` alone.
     """
 
     events: Iterable[Event]
@@ -119,6 +123,7 @@ class NewDeadTransaction:
     undelivered: bool = False
     by_reference: Collection[int] = ()
     attempts: int = 1
+    endpoint: str | None = None
 
 
 class _NewDeadLetter(NamedTuple):
@@ -169,7 +174,10 @@ def _rows(
 ) -> Iterator[_NewDeadLetter]:
     for number, each in dead:
         undelivered = "t" if each.undelivered else "f"
-        facts = (group, str(number), sink, undelivered, each.handler, str(each.attempts))
+        facts = (
+            *(group, str(number), sink, undelivered, each.handler, str(each.attempts)),
+            each.endpoint,
+        )
         exception = exception_text(each.error)
         for event in each.events:
             values = tuple(event.text(field) for field in _FROM_EVENT.values())

@@ -50,6 +50,7 @@ class DeadLetterSelection:
     status: str | None = None
     sink: str | None = None
     kind: str | None = None
+    endpoint: str | None = None
 
     @property
     def queue(self) -> str | None:
@@ -73,6 +74,7 @@ class DeadLetterSelection:
             "sink": (f"d.consumer = %(sink)s{of_any_queue}", self.sink),
             "queue": (queue, self.queue),
             "kind": ("{kind} = %(kind)s", self.kind),
+            "endpoint": ("d.endpoint = %(endpoint)s", self.endpoint),
         }
         given = {name: test for name, test in tests.items() if test[1] is not None}
         conditions = [sql.SQL(condition).format(kind=_KIND) for condition, _ in given.values()]
@@ -109,6 +111,7 @@ class DeadTransaction:
     status: str
     attempts: int
     since: datetime
+    endpoint: str | None
 
     @property
     def queue(self) -> str | None:
@@ -157,7 +160,8 @@ class FoundTransaction:
     """A found transaction: its number, how many events it has, and the size of their payloads and metadata in bytes.
 
     A replay delivers it to `sink`. '' is the target, and the sinks too if it is `undelivered`. `message` is the id of a
-    message of a queue, whose name `sink` has; None of the target and sinks.
+    message of a queue, whose name `sink` has; None of the target and sinks. Of several endpoints of a sink, a replay
+    goes to `endpoint` alone.
     """
 
     number: int
@@ -166,6 +170,7 @@ class FoundTransaction:
     sink: str
     undelivered: bool
     message: int | None
+    endpoint: str | None
 
 
 def listed(
@@ -200,7 +205,8 @@ def listed(
                        min(d.host_id) as host_id, count(*)::int as events,
                        (array_agg(d.event_type order by d.id))[1] as event_type, min(d.consumer) as sink,
                        min(d.handler) as handler, min(left(split_part(d.exception, chr(10), 1), {line})) as fault,
-                       min(d.status) as status, max(d.attempts) as attempts, min(d.created_dt) as since{whole}
+                       min(d.status) as status, max(d.attempts) as attempts, min(d.created_dt) as since,
+                       min(d.endpoint) as endpoint{whole}
                   from page join relay.dead_letters d using (dead_transaction)
                  group by d.dead_transaction order by d.dead_transaction desc
                 """
@@ -250,7 +256,8 @@ def numbers(conn: Connection, group: str, found: FoundDeadLetters) -> Iterator[F
                        sum(coalesce(octet_length(d.payload::text), 0) + coalesce(octet_length(d.metadata::text), 0))
                            ::bigint as size,
                        min(d.consumer) as sink, bool_or(d.undelivered) as undelivered,
-                       min(d.id) filter (where d.queue_id is not null) as message
+                       min(d.id) filter (where d.queue_id is not null) as message,
+                       min(d.endpoint) as endpoint
                   from relay.dead_letters d
                  where d.status = any(%(statuses)s) and d.dead_transaction in (
                        select d.dead_transaction from relay.dead_letters d
@@ -304,7 +311,7 @@ def _by_name(
 
 _PRINTED = (
     *("id", "transaction_id", "host_id", "events", "event_type", "sink", "handler", "exception"),
-    *("status", "attempts", "created_dt", "letters", "event_id", "key"),
+    *("status", "attempts", "created_dt", "letters", "event_id", "key", "endpoint"),
 )
 
 

@@ -52,29 +52,41 @@ class Deferral:
     dead_transaction: int | None = None
     undelivered: bool = False
     event_ids: Sequence[str] | None = None
+    endpoint: str | None = None
 
 
 # These statements are never prepared: a plan made while the table was empty would later read all of it.
 
 
 def held(conn: Connection, group: str, sink: str, keys: Collection[str]) -> set[str]:
-    """Return those of the keys that a deferred transaction holds."""
+    """Return those of the keys that a deferred transaction holds, and those of them at single endpoints."""
     codec = codec_of(conn)
     asked = {writable(key, codec): key for key in keys}
     with conn.cursor(row_factory=scalar_row) as cursor:
         # ORDER BY forces the index: without it, the planner reads the whole table for a key that is not held if most
-        # rows have one key.
+        # rows have one key. Those at endpoints follow the key itself, and come before whatever else begins with it.
         cursor.execute(
             """
-            select asked.key from unnest(%(asked)s::text[]) as asked (key)
-             where (select k.deferred_id from relay.deferred_keys as k
-                     where k.group_id = %(group)s and k.sink = %(sink)s and k.key = asked.key
-                     order by k.deferred_id limit 1) is not null
+            with recursive held as (
+                select asked.key as asked, (
+                       select k.key from relay.deferred_keys as k
+                        where k.group_id = %(group)s and k.sink = %(sink)s and k.key >= asked.key
+                          and k.key < asked.key || ' '
+                        order by k.key limit 1) as key
+                  from unnest(%(asked)s::text[]) as asked (key)
+                union all
+                select held.asked, (
+                       select k.key from relay.deferred_keys as k
+                        where k.group_id = %(group)s and k.sink = %(sink)s and k.key > held.key
+                          and k.key < held.asked || ' '
+                        order by k.key limit 1)
+                  from held where held.key is not null)
+            select key from held where key is not null
             """,
             {"group": group, "sink": sink, "asked": literals.of_texts(asked)},
             prepare=False,
         )
-        return {asked[key] for key in cursor}
+        return {asked.get(key, key) for key in cursor}
 
 
 def any_held(conn: Connection, group: str, sink: str) -> bool:
@@ -152,7 +164,16 @@ def _predecessor(holders: dict[str, int], number: int, deferral: Deferral) -> in
 _COLUMNS = (
     *("id", "holds", "blocked", "retry_at", "attempts", "undelivered", "commit_lsn", "end_lsn"),
     *("commit_ts", "xid", "first_offset", "last_offset", "events", "size"),
-    *("predecessor", "first_failed_at", "dead_transaction", "group_id", "sink", "keys", "handler"),
+    *(
+        "predecessor",
+        "first_failed_at",
+        "dead_transaction",
+        "group_id",
+        "sink",
+        "keys",
+        "endpoint",
+        "handler",
+    ),
     *("reason", "transaction_id", "hosts", "event_ids", "columns", "sizes", "data"),
 )
 """The columns in the order in which `_Encoder.row` writes them."""
@@ -226,6 +247,7 @@ class _Encoder:
                 _number(deferral.dead_transaction),
                 self._owner,
                 self._texts(sorted(deferral.keys)),
+                self._known_text(deferral.endpoint),
                 self._known_text(deferral.handler),
                 self._known_text(deferral.reason),
                 self._text(transaction.transaction_id),

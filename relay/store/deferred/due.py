@@ -60,6 +60,8 @@ class DueTransaction:
     size: int
     is_cancelled: bool
     """Whether somebody has asked to cancel it: it is not delivered any more."""
+    endpoint: str | None = None
+    """The only one of several endpoints to which it is delivered."""
 
 
 DUE_COLUMNS = sql.SQL(
@@ -71,7 +73,8 @@ DUE_COLUMNS = sql.SQL(
     d.dead_transaction is null and exists (
         select from relay.cancellations as c
          where c.event_id = any (d.event_ids) and c.group_id = ''
-           and (c.host_id = '' or c.host_id = any (d.hosts))) as is_cancelled
+           and (c.host_id = '' or c.host_id = any (d.hosts))) as is_cancelled,
+    d.endpoint
     """
 )
 """The select list that makes a `DueTransaction` of a row `d` of relay.deferred."""

@@ -41,6 +41,7 @@ class DeferredSelection:
     key: str | None = None
     host: str | None = None
     event: str | None = None
+    endpoint: str | None = None
 
     def where(self) -> tuple[sql.Composable, dict[str, Any]]:
         """Return the condition on a row `d` of relay.deferred, and its parameters."""
@@ -52,6 +53,7 @@ class DeferredSelection:
             "key": ("%(key)s = any(d.keys)", self.key),
             "host": ("%(host)s = any(d.hosts)", self.host),
             "event": ("d.event_ids @> array[%(event)s]", self.event),
+            "endpoint": ("d.endpoint = %(endpoint)s", self.endpoint),
         }
         given = {name: test for name, test in tests.items() if test[1] is not None}
         conditions = [sql.SQL(condition).format(kind=KIND) for condition, _ in given.values()]
@@ -85,6 +87,7 @@ class Deferred:
     attempts: int
     since: datetime
     next: datetime | None
+    endpoint: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,8 @@ def listed(
                 """
                 select d.id, d.sink, d.transaction_id, d.hosts, d.keys, d.events, {kind} as kind, d.handler, d.reason,
                        d.attempts, coalesce(d.first_failed_at, d.deferred_at) as since,
-                       case when {kind} in ('retry', 'scheduled') then least(d.retry_at, '9999-01-01') end as next
+                       case when {kind} in ('retry', 'scheduled') then least(d.retry_at, '9999-01-01') end as next,
+                       d.endpoint
                   from relay.deferred d where {where} and d.id > %(after)s order by d.id limit %(limit)s
                 """
             ).format(kind=KIND, where=where),
