@@ -1,14 +1,18 @@
-"""Lists, disables and enables endpoints that data choose, while relay runs or not: `relay endpoint`."""
+"""Lists, disables, enables and tests endpoints that data choose, while relay runs or not: `relay endpoint`."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 from relay.admin.connections import reach_target
 from relay.config.addresses import require_http
 from relay.config.handlers import HttpHandler
 from relay.config.settings import Settings
-from relay.faults import ConfigurationError
+from relay.faults import ConfigurationError, Drop, describe
+from relay.pipeline.routing import BatchRouter
+from relay.sinks import Attempt, Target, build_sinks, deliver_once
+from relay.source.given import encode
 from relay.store import actions, endpoints
 from relay.store.endpoints import StoredEndpoint
 
@@ -53,6 +57,39 @@ def set_disabled(
         action = "endpoint disable" if disabled else "endpoint enable"
         actions.record(target, settings.group, sink, action, reason, {"endpoint": id})
     return before or StoredEndpoint(sink, id, address or "", None, None, None)
+
+
+def test(
+    settings: Settings, sink: str, host: str, event_type: str, payload: object, endpoint: str | None
+) -> dict[str | None, str]:
+    """Post an event that is in no outbox to the endpoints of a host that take it, or to one of them.
+
+    Returns for each, None where it has no id, what is wrong, and an empty text where it was accepted. Raises
+    ConfigurationError.
+    """
+    handler = _require(settings, sink)
+    given = {"host_id": host, "event_type": event_type, "payload": payload}
+    try:
+        transactions = encode([given], settings.source)
+    except ValueError as error:
+        raise ConfigurationError(f"the test event: {error}") from None
+    (transaction,) = BatchRouter(settings).whole(transactions)
+    attempt = Attempt((), None, 0, None, host, endpoint)
+    ((built, _),) = build_sinks({sink: handler}, None, Target.of(settings)).values()
+
+    async def deliver() -> dict[str | None, Exception | None]:
+        try:
+            return await deliver_once(built, transaction, attempt)
+        finally:
+            await built.close()
+
+    raised = asyncio.run(deliver())
+    return {each: "" if error is None else _said(error) for each, error in raised.items()}
+
+
+def _said(error: Exception) -> str:
+    # That of a Drop is the sink's own.
+    return str(error) if isinstance(error, Drop) else describe(error)
 
 
 def _require(settings: Settings, sink: str) -> HttpHandler:

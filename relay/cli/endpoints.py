@@ -11,6 +11,7 @@ import typer
 from relay.cli.options import ConfigOption, JsonOption, ReasonOption
 from relay.cli.terminal import print_table
 from relay.config.files import load
+from relay.faults import ConfigurationError
 from relay.observe.phrases import moment
 
 endpoint = typer.Typer(
@@ -56,6 +57,35 @@ def endpoint_list(
             for each in found
         ),
     )
+
+
+@endpoint.command("test")
+def endpoint_test(
+    sink: SinkArgument,
+    host: Annotated[str, typer.Option("--host", help="The host whose endpoints are tested.")],
+    config: ConfigOption = None,
+    only: Annotated[
+        str | None, typer.Option("--endpoint", help="Only this one, by its id.")
+    ] = None,
+    event_type: Annotated[
+        str, typer.Option("--type", help="The type of the event, which an endpoint may not take.")
+    ] = "relay.test",
+    payload: Annotated[str, typer.Option(help="Its payload, JSON.")] = '{"test": true}',
+) -> None:
+    """Post an event, which is in no outbox, to the endpoints of a host, and say what each has answered."""
+    from relay.admin.endpoints import test
+
+    try:
+        content = json.loads(payload)
+    except ValueError as error:
+        raise ConfigurationError(f"--payload: is not JSON: {error}") from None
+    found = test(load(config), sink, host, event_type, content, only)
+    print_table(
+        ("endpoint", "answer"),
+        ((each or "-", fault or "accepted") for each, fault in found.items()),
+    )
+    if any(found.values()):
+        raise typer.Exit(1)
 
 
 @endpoint.command("disable")

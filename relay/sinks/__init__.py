@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import LiteralString, Protocol, Self, cast
 
@@ -125,6 +125,23 @@ class Target:
             settings.shutdown_timeout / 4,
             settings.source.max_hops,
         )
+
+
+async def deliver_once(
+    sink: Sink, transaction: Transaction, attempt: Attempt
+) -> dict[str | None, Exception | None]:
+    """Deliver a transaction, to each of its endpoints where there are several; returns what each has raised."""
+    ATTEMPT.set(attempt)
+    try:
+        await sink.deliver(transaction)
+    except ToEndpoints as found:
+        raised: dict[str | None, Exception | None] = {}
+        for each in found.endpoints:
+            raised |= await deliver_once(sink, transaction, replace(attempt, endpoint=each))
+        return raised
+    except Exception as error:
+        return {attempt.endpoint: error}
+    return {attempt.endpoint: None}
 
 
 class Sink(Protocol):

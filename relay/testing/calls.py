@@ -28,8 +28,8 @@ from relay.sinks import Attempt
 from relay.sinks.function import Delivery, second_block, unfinished_block
 from relay.sinks.function_batches import Deliveries, value_returned
 from relay.sinks.function_transactions import BlockState, Completing
+from relay.source.given import GivenEvent, encode, plain_source
 from relay.store.handler_sessions import guarded
-from relay.testing.given import GivenEvent, encode, plain_source
 
 
 def transaction(

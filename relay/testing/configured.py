@@ -35,7 +35,6 @@ from relay.pipeline.handling import build
 from relay.pipeline.routing import BatchRouter, RouteRules, chooser, handlers_of_events
 from relay.queues.declared import DeclaredQueues
 from relay.sinks import (
-    ATTEMPT,
     ATTEMPTS,
     Again,
     Attempt,
@@ -44,12 +43,13 @@ from relay.sinks import (
     Sink,
     Target,
     build_sinks,
+    deliver_once,
 )
 from relay.sinks.function import Function
 from relay.sinks.function_transactions import Completing, TargetSessions
+from relay.source.given import GivenEvent, encode
 from relay.store.positions.completions import Completion
 from relay.testing.calls import asynchronous, in_target, lent, require_connection, require_no_loop
-from relay.testing.given import GivenEvent, encode
 from relay.testing.memory_sink import MemorySink
 
 Config = str | PathLike[str] | Mapping[str, Any]
@@ -214,8 +214,9 @@ async def _deliver(sink: Sink, name: str, handler: DeliveryHandler, own: Routed)
             await _deliver_batch(cast(BatchSink, sink), transactions, attempts)
             return
         for transaction, each in zip(transactions, attempts, strict=True):
-            ATTEMPT.set(each)
-            await sink.deliver(transaction)
+            for fault in (await deliver_once(sink, transaction, each)).values():
+                if fault is not None:
+                    raise fault
     finally:
         await sink.close()
 

@@ -19,6 +19,7 @@ import pytest
 
 from relay.admin.dead_letters import DeadLetters
 from relay.admin.endpoints import set_disabled
+from relay.admin.endpoints import test as sent_for_test
 from relay.config.settings import Settings
 from relay.store.connections import connect
 from relay.store.dead_letters.selection import DeadLetterSelection
@@ -286,6 +287,20 @@ def test_what_was_deferred_without_endpoints_goes_to_each_when_it_is_due(
         tenants.failing.clear()
         wait_until(lambda: tenants.got("a") == ["order.placed", "order.paid"])
         wait_until(lambda: not deferred(outbox))
+
+
+def test_a_test_event_goes_to_the_endpoints_of_a_host(outbox: Outbox, tenants: Tenants) -> None:
+    for id, types in (("a", None), ("b", ["relay.*"]), ("c", ["order.*"])):
+        tenants.add(id, 1, types)
+    tenants.failing["b"] = 503
+    settings = tenants.settings()
+    payload = {"test": True}
+    found = sent_for_test(settings, "hook", str(host(1)), "relay.test", payload, None)
+    assert found == {"a": "", "b": "EndpointFailed: HTTP 503"}
+    assert tenants.webhook.accepted[0].event["data"] == payload
+    found = sent_for_test(settings, "hook", str(host(1)), "relay.test", payload, "c")
+    assert "takes no such event" in found["c"]
+    assert not deferred(outbox)
 
 
 def test_an_id_of_no_use_is_the_fault_of_its_host(outbox: Outbox, tenants: Tenants) -> None:

@@ -22,10 +22,10 @@ from relay.model.events import FIELDS, Event, Lsn
 from relay.model.transactions import Transactions, Undecoded
 from relay.model.tuples import RowDecoder
 from relay.source.decode.assembler import Assembler
+from relay.source.given import encode
 from relay.source.stream.receiver import Receiver
 from relay.source.stream.slot import ensure_publication, ensure_slot
 from relay.store.connections import connect
-from relay.testing.given import encode
 from tests.outbox import initialise
 from tests.postgres import Server
 
