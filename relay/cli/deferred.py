@@ -17,7 +17,7 @@ from relay.cli.options import ConfigOption, JsonOption, time_of, warn, with_grou
 from relay.cli.terminal import DRY_RUN_SHOWS, ActionOptions, approved, print_table
 from relay.config.files import load
 from relay.faults import ConfigurationError
-from relay.observe.phrases import counted, due, moment, with_events
+from relay.observe.phrases import counted, destination, due, moment, with_events
 from relay.store import states
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _print(transactions: Sequence[Deferred]) -> None:
         (
             (
                 item.id,
-                item.sink or "-",
+                destination(item.sink, item.endpoint),
                 item.transaction_id or "-",
                 _shortened(item.keys) or "-",
                 item.events,

@@ -88,6 +88,11 @@ def replayed_to(selected: FoundDeadLetters) -> str:
     return "in the queue again" if selected.messages == selected.transactions else "queued"
 
 
+def destination(sink: str, endpoint: str | None) -> str:
+    """Where something was to go: the sink, and the one of its endpoints; `-` for the target."""
+    return (f"{sink}: {endpoint}" if endpoint else sink) or "-"
+
+
 def printable(cell: object, kept: str = "") -> str:
     """Return a cell as text with control characters escaped, except those in `kept`."""
     return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in str(cell))

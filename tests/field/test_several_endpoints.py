@@ -11,6 +11,7 @@ hook0/hook0#24 and svix/svix-webhooks#887 (types of each endpoint), svix/svix-we
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -316,3 +317,31 @@ def test_an_id_of_no_use_is_the_fault_of_its_host(outbox: Outbox, tenants: Tenan
 def test_ids_need_a_template_of_the_url(outbox: Outbox, tenants: Tenants) -> None:
     with pytest.raises(ValueError, match=r"endpoints\.id: needs a template in url"):
         tenants.settings(url="http://127.0.0.1/")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_fails_and_stops_each_gets_all_of_its_events_in_order(
+    outbox: Outbox, tenants: Tenants, seed: int
+) -> None:
+    """Transactions of several hosts, endpoints that fail in turns, and relay stopped while deliveries are in flight."""
+    chance = random.Random(seed)
+    owners = {"a": 1, "b": 1, "c": 2, "d": 2}
+    for id, tenant in owners.items():
+        tenants.add(id, tenant, None if id in "ac" else ["order.*"])
+    published: dict[int, list[str]] = {1: [], 2: []}
+    for _ in range(5):
+        tenants.failing = {id: 503 for id in owners if chance.random() < 0.4}
+        with relaying(tenants.settings()):
+            for _ in range(6):
+                with outbox.conn.transaction():
+                    for tenant in chance.sample((1, 2), chance.choice((1, 2))):
+                        kind = f"{chance.choice(('order', 'car'))}.{len(published[tenant])}"
+                        published[tenant].append(kind)
+                        outbox.publish(host(tenant), event(1, event_type=kind))
+    tenants.failing = {}
+    with relaying(tenants.settings()):
+        outbox.wait_delivered("hook")
+    for id, tenant in owners.items():
+        wanted = [each for each in published[tenant] if id in "ac" or each.startswith("order.")]
+        assert list(dict.fromkeys(tenants.got(id))) == wanted
+    assert not dead(outbox)

@@ -23,6 +23,8 @@ KIND = sql.SQL(
     """
 )
 """An SQL expression: why a row `d` is deferred, one of `states.DEFERRED`, as `Reason.kind`."""
+_KEYS = sql.SQL("array(select split_part(own.key, chr(31), 1) from unnest(d.keys) as own (key))")
+"""An SQL expression: the ordering keys of a row `d`, without its endpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,13 @@ class DeferredSelection:
             "sink": ("d.sink = %(sink)s", self.sink),
             "handler": ("d.handler = %(handler)s", self.handler),
             "kind": ("{kind} = %(kind)s", self.kind),
-            "key": ("%(key)s = any(d.keys)", self.key),
+            "key": ("%(key)s = any({keys})", self.key),
             "host": ("%(host)s = any(d.hosts)", self.host),
             "event": ("d.event_ids @> array[%(event)s]", self.event),
             "endpoint": ("d.endpoint = %(endpoint)s", self.endpoint),
         }
         given = {name: test for name, test in tests.items() if test[1] is not None}
-        conditions = [sql.SQL(condition).format(kind=KIND) for condition, _ in given.values()]
+        conditions = [sql.SQL(each).format(kind=KIND, keys=_KEYS) for each, _ in given.values()]
         return (
             sql.SQL(" and ").join([sql.SQL("d.group_id = %(group)s"), *conditions]),
             {name: value for name, (_, value) in given.items()},
@@ -110,13 +112,13 @@ def listed(
         return cursor.execute(
             sql.SQL(
                 """
-                select d.id, d.sink, d.transaction_id, d.hosts, d.keys, d.events, {kind} as kind, d.handler, d.reason,
-                       d.attempts, coalesce(d.first_failed_at, d.deferred_at) as since,
+                select d.id, d.sink, d.transaction_id, d.hosts, {keys} as keys, d.events, {kind} as kind, d.handler,
+                       d.reason, d.attempts, coalesce(d.first_failed_at, d.deferred_at) as since,
                        case when {kind} in ('retry', 'scheduled') then least(d.retry_at, '9999-01-01') end as next,
                        d.endpoint
                   from relay.deferred d where {where} and d.id > %(after)s order by d.id limit %(limit)s
                 """
-            ).format(kind=KIND, where=where),
+            ).format(kind=KIND, keys=_KEYS, where=where),
             {**parameters, "group": group, "limit": limit, "after": after},
         ).fetchall()
 
