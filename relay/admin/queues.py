@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from relay.retention import reader_positions
 from relay.source.outbox.table import OutboxTable
 from relay.store import actions, queues, states
 from relay.store.positions import offsets
-from relay.store.queues import QueueFigures, QueueItem
+from relay.store.queues import MessageSelection, QueueFigures, QueueItem
 
 Changed = TypeVar("Changed")
 
@@ -34,20 +35,21 @@ def listed(settings: Settings) -> list[QueueFigures]:
 
 
 def shown(
-    settings: Settings, name: str, wanted: Collection[str], limit: int
+    settings: Settings, name: str, wanted: MessageSelection, limit: int
 ) -> tuple[QueueFigures, list[QueueItem]]:
-    """Read the figures of a queue, and at most `limit` of its items in some states, the oldest first.
+    """Read the figures of a queue, and at most `limit` of its items that a filter selects, the oldest first.
 
-    Raises UnknownQueue, ConfigurationError if there is no such state, psycopg.Error.
+    Without states, done ones are none of them. Raises UnknownQueue, ConfigurationError if there is no such state,
+    psycopg.Error.
     """
-    unknown = [each for each in wanted if each not in states.MESSAGES]
-    if unknown:
-        raise ConfigurationError(f"--state: {unknown[0]!r} is not {states.listed(states.MESSAGES)}")
+    _require_states(wanted, states.MESSAGES)
+    if wanted.states is None:
+        wanted = replace(wanted, states=list(states.UNDONE))
     with reach_target(settings) as target:
         found = queues.figures(target, settings.group, name)
         if not found:
             raise _unknown(target, settings, name)
-        return found[0], queues.items(target, name, wanted or states.UNDONE, limit)
+        return found[0], queues.items(target, name, wanted, limit)
 
 
 def pause(settings: Settings, name: str, paused: bool, reason: str | None) -> bool:
@@ -72,40 +74,63 @@ def purge(settings: Settings, name: str, reason: str | None) -> int:
     return _act(settings, name, "queue purge", reason, lambda target: queues.purge(target, name))
 
 
-def cancel(
-    settings: Settings,
-    name: str,
-    event: str | None,
-    key: str | None,
-    number: int | None,
-    reason: str | None,
-) -> int:
-    """Cancel the messages of a queue with an event's id, a key or an id that nobody has; returns how many.
+def cancel(settings: Settings, name: str, wanted: MessageSelection, reason: str | None) -> int:
+    """Cancel the messages of a queue that a filter selects, and that nobody has; returns how many.
 
     Raises ConfigurationError, psycopg.Error.
     """
+    _require_selection(wanted, states.AT_REST)
     return _act(
         *(settings, name, "queue cancel", reason),
-        lambda target: queues.cancel(target, name, event, key, number),
+        lambda target: queues.cancel(target, name, wanted),
     )
 
 
 def move(
     settings: Settings,
     name: str,
-    to: datetime,
-    event: str | None,
-    number: int | None,
+    wanted: MessageSelection,
+    to: datetime | None,
     reason: str | None,
 ) -> int:
-    """Give messages of a queue that wait for their time another one; returns how many.
+    """Give the messages that a filter selects, and that wait for their time, another one, None: now; returns how many.
 
     Raises ConfigurationError, psycopg.Error.
     """
+    _require_selection(wanted, states.AT_REST)
     return _act(
-        *(settings, name, "queue move", reason),
-        lambda target: queues.move(target, name, to, event, number),
+        *(settings, name, "queue run" if to is None else "queue move", reason),
+        lambda target: queues.move(target, name, wanted, to),
     )
+
+
+def edit(settings: Settings, name: str, number: int, payload: str, reason: str | None) -> bool:
+    """Give a message that nobody has, or a dead letter of a queue, another payload; returns whether there is one.
+
+    Raises ConfigurationError if it is no JSON, psycopg.Error.
+    """
+    try:
+        return _act(
+            *(settings, name, "queue edit", reason),
+            lambda target: queues.edit(target, name, number, payload, reason),
+        )
+    except psycopg.DataError as error:
+        what = error.diag.message_primary or "is not text that PostgreSQL accepts"
+        raise ConfigurationError(f"payload: is not JSON: {what}") from None
+
+
+def _require_selection(wanted: MessageSelection, known: Sequence[str]) -> None:
+    if wanted == MessageSelection():
+        raise ConfigurationError(
+            "name the messages by a filter, such as the id of an event, or a key: `relay queue purge` deletes all"
+        )
+    _require_states(wanted, known)
+
+
+def _require_states(wanted: MessageSelection, known: Sequence[str]) -> None:
+    unknown = [each for each in wanted.states or () if each not in known]
+    if unknown:
+        raise ConfigurationError(f"--state: {unknown[0]!r} is not {states.listed(tuple(known))}")
 
 
 def plan_rebuild(

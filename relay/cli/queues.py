@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -18,13 +19,14 @@ from relay.cli.options import (
     fail,
     say,
     time_of,
+    with_groups,
 )
 from relay.cli.terminal import approve, print_table
 from relay.config.files import load
-from relay.faults import ConfigurationError
 from relay.model.json_fields import json_fields
 from relay.observe.phrases import counted, moment, pausing
 from relay.store import states
+from relay.store.queues import MessageSelection
 
 if TYPE_CHECKING:
     from relay.store.queues import QueueFigures
@@ -92,23 +94,56 @@ def _print_state(queue: QueueFigures) -> None:
     say(f"queue {queue.queue} is being filled from the log, with {so_far} so far{fails}")
 
 
+EventOption = Annotated[
+    str | None, typer.Option("--event", metavar="ID", help="The id of its event.")
+]
+KeyOption = Annotated[str | None, typer.Option("--key", help="Its ordering key.")]
+IdOption = Annotated[int | None, typer.Option("--id", help="The id of the message.")]
+TypeOption = Annotated[str | None, typer.Option("--type", help="Its event_type.")]
+HostOption = Annotated[str | None, typer.Option("--host", help="Its host_id.")]
+ErrorOption = Annotated[
+    str | None,
+    typer.Option("--error", metavar="TEXT", help="A part of the error of its last attempt."),
+]
+StateOption = Annotated[
+    list[str] | None,
+    typer.Option("--state", help=f"Its state: {states.listed(states.MESSAGES)}; repeatable."),
+]
+
+
+@dataclass(frozen=True)
+class SelectionOptions:
+    """The configuration, and the filter of a command on messages of a queue."""
+
+    config: ConfigOption = None
+    event: EventOption = None
+    key: KeyOption = None
+    id_: IdOption = None
+    type_: TypeOption = None
+    host: HostOption = None
+    error: ErrorOption = None
+    state: StateOption = None
+
+    def selection(self) -> MessageSelection:
+        """Return the filter."""
+        return MessageSelection(
+            *(self.id_, self.event, self.key, self.type_, self.host, self.error),
+            self.state or None,
+        )
+
+
 @queue.command("show")
+@with_groups
 def queue_show(
     name: QueueArgument,
-    config: ConfigOption = None,
-    state: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Only those in this state: {states.listed(states.MESSAGES)}; repeatable."
-        ),
-    ] = None,
+    options: SelectionOptions,
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 20,
     as_json: JsonOption = False,
 ) -> None:
     """Show the messages of a queue, the oldest first; done ones, which `keep_done` keeps, with --state done only."""
     from relay.admin.queues import shown
 
-    figures, found = shown(load(config), name, state or (), limit)
+    figures, found = shown(load(options.config), name, options.selection(), limit)
     if as_json:
         print(
             json.dumps({**json_fields(figures), "items": list(map(json_fields, found))}, indent=2)
@@ -184,53 +219,68 @@ def queue_purge(
     print(counted(purge(settings, name, reason), "message", "messages"), "deleted")
 
 
-EventOption = Annotated[
-    str | None, typer.Option("--event", metavar="ID", help="The id of its event.")
-]
-IdOption = Annotated[int | None, typer.Option("--id", help="The id of the message.")]
-
-
 @queue.command("cancel")
+@with_groups
 def queue_cancel(
-    name: QueueArgument,
-    config: ConfigOption = None,
-    event: EventOption = None,
-    key: Annotated[str | None, typer.Option("--key", help="Its ordering key.")] = None,
-    id_: IdOption = None,
-    reason: ReasonOption = None,
+    name: QueueArgument, options: SelectionOptions, reason: ReasonOption = None
 ) -> None:
-    """Delete the messages of an event or of a key, or one message; those that workers have are left to them."""
+    """Delete the messages that the filter selects; those that workers have are left to them."""
     from relay.admin.queues import cancel
 
-    if event is None and key is None and id_ is None:
-        raise ConfigurationError("name the messages by --event, --key or --id")
-    cancelled = cancel(load(config), name, event, key, id_, reason)
+    cancelled = cancel(load(options.config), name, options.selection(), reason)
     if not cancelled:
         fail("no such message, or a worker has it: `relay queue show` lists what there is", 1)
     print(counted(cancelled, "message", "messages"), "cancelled")
 
 
 @queue.command("move")
+@with_groups
 def queue_move(
     name: QueueArgument,
     to: Annotated[
         datetime,
         typer.Option("--to", parser=time_of, metavar="TIME", help="The new time (UTC)."),
     ],
-    config: ConfigOption = None,
-    event: EventOption = None,
-    id_: IdOption = None,
+    options: SelectionOptions,
     reason: ReasonOption = None,
 ) -> None:
     """Give messages that wait for their time, or for their next attempt, another one; a past one is now."""
+    print(_moved(name, options, to, reason), f"moved to {moment(to)}")
+
+
+@queue.command("run")
+@with_groups
+def queue_run(name: QueueArgument, options: SelectionOptions, reason: ReasonOption = None) -> None:
+    """Let messages that wait for their time, or for their next attempt, be taken now.
+
+    Dead ones are brought back by `relay dlq replay --queue`.
+    """
+    print(_moved(name, options, None, reason), "can be taken now")
+
+
+def _moved(name: str, options: SelectionOptions, to: datetime | None, reason: str | None) -> str:
     from relay.admin.queues import move
 
-    if event is None and id_ is None:
-        raise ConfigurationError("name the messages by --event or --id")
-    moved = move(load(config), name, to, event, id_, reason)
+    moved = move(load(options.config), name, options.selection(), to, reason)
     if not moved:
         fail("no such message waits for its time: `relay queue show` lists what there is", 1)
-    print(counted(moved, "message", "messages"), f"moved to {moment(to)}")
+    return counted(moved, "message", "messages")
+
+
+@queue.command("edit")
+def queue_edit(
+    name: QueueArgument,
+    id_: Annotated[int, typer.Option("--id", help="The id of the message, or of a dead letter.")],
+    payload: Annotated[str, typer.Option("--payload", metavar="JSON", help="The new payload.")],
+    config: ConfigOption = None,
+    reason: ReasonOption = None,
+) -> None:
+    """Give a message that no worker has, or a dead letter of the queue, another payload."""
+    from relay.admin.queues import edit
+
+    if not edit(load(config), name, id_, payload, reason):
+        fail("no such message, or a worker has it: `relay queue show` lists what there is", 1)
+    print(f"message {id_} has the new payload")
 
 
 @queue.command("rebuild")

@@ -24,7 +24,7 @@ from relay.store.brakes import BrakedHandler
 from relay.store.dead_letters.selection import ActedOnDead, DeadTransaction, Kind
 from relay.store.deferred.selection import Deferred
 from relay.store.endpoints import StoredEndpoint
-from relay.store.queues import QueueFigures
+from relay.store.queues import MessageSelection, QueueFigures
 from relay.web.problems import PROBLEM, Problem
 
 DESCRIPTION = """
@@ -151,8 +151,36 @@ def queue(
     group: GroupDep, queue: str, limit: Limit = MOST, state: str | None = None
 ) -> models.QueueAnswer:
     """Read a queue and its messages that are not done, the oldest first; only those in a state if one is given."""
-    figures, items = group.queue(queue, state, limit)
+    wanted = MessageSelection(states=[state] if state else None)
+    figures, items = group.queue(queue, wanted, limit)
     return models.QueueAnswer(figures=figures, items=items)
+
+
+@router.post(_GROUP + "/queues/{queue:path}/messages/cancel", tags=["queues"])
+def cancel_messages(
+    group: GroupDep, caller: CallerDep, queue: str, act: models.MessagesAct
+) -> MessageCount:
+    """Delete messages of a queue; those that workers have are left to them."""
+    selection = act.filter.selection()
+    return MessageCount(messages=group.cancel_messages(queue, selection, caller.name, act.reason))
+
+
+@router.post(_GROUP + "/queues/{queue:path}/messages/move", tags=["queues"])
+def move_messages(
+    group: GroupDep, caller: CallerDep, queue: str, act: models.MoveMessagesAct
+) -> MessageCount:
+    """Give messages that wait for their time, or for a retry, another time; without `to` they can be taken now."""
+    selection = act.filter.selection()
+    moved = group.move_messages(queue, selection, act.to, caller.name, act.reason)
+    return MessageCount(messages=moved)
+
+
+@router.post(_GROUP + "/queues/{queue:path}/messages/{id}/edit", tags=["queues"])
+def edit_message(
+    group: GroupDep, caller: CallerDep, queue: str, id: int, act: models.EditAct
+) -> Changed:
+    """Replace the payload of a message that no worker has, or of a dead letter of the queue."""
+    return Changed(changed=group.edit_message(queue, id, act.payload, caller.name, act.reason))
 
 
 @router.post(_GROUP + "/queues/{queue:path}/pause", tags=["queues"])

@@ -57,7 +57,7 @@ from relay.store.deferred import selection as deferred_selection
 from relay.store.deferred.selection import Deferred, DeferredSelection, FoundDeferred
 from relay.store.endpoints import StoredEndpoint
 from relay.store.positions import offsets
-from relay.store.queues import QueueFigures, QueueItem
+from relay.store.queues import MessageSelection, QueueFigures, QueueItem
 from relay.store.schedules import ScheduleRow
 from relay.web.sessions import ACT_SECONDS, acting, reading
 
@@ -364,14 +364,31 @@ class GroupView:
             return queues.listed(self._settings)
 
     def queue(
-        self, name: str, state: str | None, limit: int = PAGE
+        self, name: str, wanted: MessageSelection, limit: int = PAGE
     ) -> tuple[QueueFigures, list[QueueItem]]:
-        """Read the figures of a queue and its items, the oldest first; only those in a state if one is given.
+        """Read the figures of a queue and its items that a filter selects, the oldest first.
 
         Raises Missing for a queue that is not declared.
         """
         with reading(), _known():
-            return queues.shown(self._settings, name, (state,) if state else (), limit)
+            return queues.shown(self._settings, name, wanted, limit)
+
+    def cancel_messages(self, name: str, wanted: MessageSelection, by: str, reason: str) -> int:
+        """Cancel messages of a queue that nobody has; return how many. Raises Missing."""
+        with acting(by), _known():
+            return queues.cancel(self._settings, name, wanted, reason)
+
+    def move_messages(
+        self, name: str, wanted: MessageSelection, to: datetime | None, by: str, reason: str
+    ) -> int:
+        """Give messages that wait for their time another one, None: now; return how many. Raises Missing."""
+        with acting(by), _known():
+            return queues.move(self._settings, name, wanted, to, reason)
+
+    def edit_message(self, name: str, number: int, payload: str, by: str, reason: str) -> bool:
+        """Give a message that nobody has another payload; return whether there is one. Raises Missing."""
+        with acting(by), _known():
+            return queues.edit(self._settings, name, number, payload, reason)
 
     def pause_queue(self, name: str, paused: bool, by: str, reason: str) -> bool:
         """Pause a queue or let it go on; return whether that changed anything. Raises Missing."""

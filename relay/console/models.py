@@ -23,9 +23,9 @@ from relay.source.outbox.search import EventSearch
 from relay.store.dead_letters import DeadLetterAction, of_queue
 from relay.store.dead_letters.selection import DeadLetterSelection
 from relay.store.deferred.selection import DeferredSelection
-from relay.store.queues import QueueFigures, QueueItem
+from relay.store.queues import MessageSelection, QueueFigures, QueueItem
 from relay.store.schedules import ScheduleRow
-from relay.store.states import DeadStatus, DeferredKind
+from relay.store.states import DeadStatus, DeferredKind, MessageState
 from relay.web.problems import described
 
 REASON_CHARACTERS = 1_000
@@ -211,6 +211,34 @@ class QueueDiscardAct(QueueReplayAct):
     all: bool = False
 
 
+class MessageFilter(Model):
+    """Selects messages of a queue that meet every condition."""
+
+    id: int | None = None
+    event_id: Text | None = None
+    key: Text | None = Field(None, description="The key that orders them.")
+    event_type: Text | None = None
+    host_id: Text | None = None
+    error: Text | None = Field(None, description="A part of the error of the last attempt.")
+    states: list[MessageState] | None = None
+
+    def selection(self) -> MessageSelection:
+        """Return the selection of the store."""
+        return MessageSelection(**self.model_dump())
+
+
+class MessagesAct(Act):
+    """An action on messages of a queue, which needs a condition."""
+
+    filter: MessageFilter
+
+
+class MoveMessagesAct(MessagesAct):
+    """Another time for messages that wait for their time, or for a retry."""
+
+    to: Moment | None = Field(None, description="The new time; null: now.")
+
+
 class EndpointAct(Act):
     """An action on an endpoint, given by its id or its URL."""
 
@@ -329,7 +357,7 @@ class DeadAnswer(BaseModel):
     actions: Sequence[DeadLetterAction]
 
 
-Filter = TypeVar("Filter", DeadLetterFilter, DeferredFilter, EventFilter)
+Filter = TypeVar("Filter", DeadLetterFilter, DeferredFilter, EventFilter, MessageFilter)
 
 
 def filter_of(model: type[Filter], values: dict[str, Any]) -> Filter:

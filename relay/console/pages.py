@@ -24,7 +24,13 @@ from relay.console.forms import (
     search_of,
 )
 from relay.console.group import HISTORY_HOURS, PAGE, Missing
-from relay.console.models import DeadLetterFilter, DeferredFilter, EventFilter
+from relay.console.models import (
+    DeadLetterFilter,
+    DeferredFilter,
+    EventFilter,
+    MessageFilter,
+    filter_of,
+)
 from relay.console.security import COOKIE, SESSION_SECONDS, Guard
 from relay.console.views import address
 from relay.faults import ConfigurationError
@@ -34,6 +40,7 @@ from relay.store import states
 from relay.store.api_tokens import RIGHTS
 from relay.store.dead_letters import of_queue
 from relay.store.dead_letters.selection import SHOWN_CHARACTERS
+from relay.store.queues import MessageSelection
 
 router = APIRouter(include_in_schema=False)
 
@@ -266,7 +273,7 @@ def queue(
     """Show the messages of a queue that are not done, and the forms of its actions."""
 
     def read() -> dict[str, Any]:
-        figures, items = group.queue(name, state or None)
+        figures, items = group.queue(name, MessageSelection(states=[state] if state else None))
         return {"queue": figures, "items": items}
 
     old = group.kept(("queue", name, state), read)
@@ -300,10 +307,21 @@ def queue_rebuild_confirmation(
 
 @router.post("/groups/{group}/queue/{action}")
 def queue_action(request: Request, views: ViewsDep, sent: SubmissionDep, action: str) -> Response:
-    """Pause, resume or rebuild a queue."""
-    require_action(action, "pause", "resume", "rebuild")
+    """Pause, resume or rebuild a queue, or let messages of it run, or cancel them."""
+    require_action(action, "pause", "resume", "rebuild", "run", "cancel")
     name, operator, reason = sent.fields.get("name", ""), sent.operator, sent.reason
-    if action == "rebuild":
+    if action in ("run", "cancel"):
+        names = ("id", "event_type", "key", "error")
+        given = {each: sent.fields[each].strip() or None for each in names if each in sent.fields}
+        states = [sent.fields["state"]] if sent.fields.get("state") else None
+        wanted = filter_of(MessageFilter, {**given, "states": states}).selection()
+        if action == "run":
+            changed = sent.group.move_messages(name, wanted, None, operator, reason)
+            text = f"{counted(changed, 'message', 'messages')} can be taken now."
+        else:
+            changed = sent.group.cancel_messages(name, wanted, operator, reason)
+            text = f"{counted(changed, 'message', 'messages')} cancelled."
+    elif action == "rebuild":
         begins = sent.group.rebuild_queue(name, sent.fields.get("start", ""), operator, reason)
         text = f"Queue {name} is filled again, beginning {begins}."
     else:

@@ -115,6 +115,7 @@ FORMER = {
         {
             "ac32c02324ef5b4f995f54bd277230f3b683530f2e9cb94964f84104edc2ff71",  # conditions three times
             "9f62e2e8db6a6bce67c2d7ad277994a55f51c4af397bfd9ff23cbbdfafd1b314",  # no retry is moved
+            "e699fd3a1eec43440accd88740563e50ff686f44939738db671353080bf2d5b8",  # messages by id, event or key
         }
     ),
     "target/006_dead_letters.sql": frozenset(

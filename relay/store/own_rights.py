@@ -55,8 +55,17 @@ _GRANT = re.compile(
 )
 _LISTED = re.compile(r"(?:[^,(]|\([^)]*\))+")
 """Matches what a list has between its commas, of which those in parentheses are no separators."""
-_FOR_EVERYBODY = ("max_event_bytes", "recent_witness", "holds_witness", "this_call")
-"""Functions that PUBLIC may call: those of witnesses, where it may read an outbox; that of who calls, at any call."""
+_FOR_EVERYBODY = (
+    "max_event_bytes",
+    "recent_witness",
+    "holds_witness",
+    "this_call",
+    "message_state",
+)
+"""Functions that PUBLIC may call: those of witnesses, where it may read an outbox; that of who calls, at any call.
+
+That of a state, where it may read the messages of queues.
+"""
 
 _NO_ROLE = "select name from unnest(%s::text[]) as name where to_regrole(name) is null"
 _MISSING = """

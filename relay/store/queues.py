@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, LiteralString
 
 import psycopg
+from psycopg import sql
 from psycopg.rows import class_row
 
 
@@ -56,6 +57,34 @@ class QueueItem:
     unique_key: str | None
     note: Any
     result: Any
+    host_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class MessageSelection:
+    """A filter for the messages of a queue: those that meet every condition which is not None.
+
+    `error` is a part of the text, `states` are those of `relay.store.states.MESSAGES`, the others match exactly.
+    """
+
+    id: int | None = None
+    event_id: str | None = None
+    key: str | None = None
+    event_type: str | None = None
+    host_id: str | None = None
+    error: str | None = None
+    states: list[str] | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Return the conditions."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def arguments(self) -> sql.Composed:
+        """Return the conditions as arguments of a function, with their names as placeholders."""
+        each = [
+            sql.SQL("{} => {}").format(sql.Identifier(n), sql.Placeholder(n)) for n in self.given()
+        ]
+        return sql.SQL(", ").join(each)
 
 
 def names(conn: psycopg.Connection[Any], group: str) -> list[str]:
@@ -80,15 +109,27 @@ def figures(
 
 
 def items(
-    conn: psycopg.Connection[Any], name: str, states: Collection[str], limit: int
+    conn: psycopg.Connection[Any], name: str, wanted: MessageSelection, limit: int
 ) -> list[QueueItem]:
-    """Read at most `limit` items of a queue in some states, the oldest first. Raises psycopg.Error."""
+    """Read at most `limit` items of a queue that a filter selects, the oldest first. Raises psycopg.Error."""
+    tests: dict[str, LiteralString] = {
+        "states": "state = any(%(states)s)",
+        "error": "strpos(error, %(error)s) > 0",
+    }
+    given = wanted.given()
+    where = [
+        sql.SQL(tests[field])
+        if field in tests
+        else sql.SQL("{} = {}").format(sql.Identifier(field), sql.Placeholder(field))
+        for field in given
+    ]
     with conn.cursor(row_factory=class_row(QueueItem)) as cursor:
         return cursor.execute(
-            "select id, state, event_id, event_type, key, attempts, enqueued_at, first_taken_at, available_at, error,"
-            " unique_key, note, result from relay.queue_items where queue = %s and state = any(%s)"
-            " order by id limit %s",
-            (name, list(states), limit),
+            sql.SQL(
+                "select id, state, event_id, event_type, key, attempts, enqueued_at, first_taken_at, available_at,"
+                " error, unique_key, note, result, host_id from relay.queue_items where {} order by id limit %(limit)s"
+            ).format(sql.SQL(" and ").join([sql.SQL("queue = %(queue)s"), *where])),
+            {"queue": name, "limit": limit, **given},
         ).fetchall()
 
 
@@ -131,22 +172,33 @@ def purge(conn: psycopg.Connection[Any], name: str) -> int:
     return int(_value(conn, "select relay.purge_queue(%s)", (name,)))
 
 
-def cancel(
-    conn: psycopg.Connection[Any], name: str, event: str | None, key: str | None, number: int | None
-) -> int:
-    """Cancel messages with an event's id, a key or an id that nobody has; returns how many. Raises psycopg.Error."""
-    return int(
-        _value(conn, "select relay.cancel_messages(%s, %s, %s, %s)", (name, event, key, number))
-    )
+def cancel(conn: psycopg.Connection[Any], name: str, wanted: MessageSelection) -> int:
+    """Cancel selected messages that nobody has; returns how many. Raises psycopg.Error."""
+    query = sql.SQL("select relay.cancel_messages(%(queue)s, {})").format(wanted.arguments())
+    return int(_value(conn, query, {"queue": name, **wanted.given()}))
 
 
 def move(
-    conn: psycopg.Connection[Any], name: str, to: datetime, event: str | None, number: int | None
+    conn: psycopg.Connection[Any], name: str, wanted: MessageSelection, to: datetime | None
 ) -> int:
-    """Give messages that wait for their time another one; returns how many. Raises psycopg.Error."""
-    return int(
-        _value(conn, "select relay.move_messages(%s, %s, %s, %s)", (name, to, event, number))
-    )
+    """Give selected messages that wait for their time another one, None: now; returns how many.
+
+    Raises psycopg.Error.
+    """
+    query = sql.SQL("select relay.move_messages(%(queue)s, coalesce(%(at)s, now()), {})")
+    values = {"queue": name, "at": to, **wanted.given()}
+    return int(_value(conn, query.format(wanted.arguments()), values))
+
+
+def edit(
+    conn: psycopg.Connection[Any], name: str, number: int, payload: str, reason: str | None
+) -> bool:
+    """Give a message that nobody has, or a dead letter, another payload; returns whether there is one.
+
+    Raises psycopg.Error.
+    """
+    query = "select relay.edit_message(%s, %s, %s::jsonb, %s)"
+    return _value(conn, query, (name, number, payload, reason)) is True
 
 
 def requeue(
@@ -166,6 +218,10 @@ def drop(conn: psycopg.Connection[Any], name: str) -> None:
     conn.execute("select relay.drop_queue(%s)", (name,))
 
 
-def _value(conn: psycopg.Connection[Any], query: str, parameters: tuple[object, ...]) -> Any:
-    row = conn.execute(query.encode(), parameters).fetchone()
+def _value(
+    conn: psycopg.Connection[Any],
+    query: LiteralString | sql.Composed,
+    parameters: tuple[object, ...] | dict[str, object],
+) -> Any:
+    row = conn.execute(query, parameters).fetchone()
     return row and row[0]

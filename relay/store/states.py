@@ -15,6 +15,8 @@ MessageState = Literal["enqueued", "scheduled", "retry", "leased", "dead", "done
 MESSAGES: tuple[MessageState, ...] = get_args(MessageState)
 """Where a message of a queue is, as the view `relay.queue_items` tells it."""
 UNDONE = tuple(each for each in MESSAGES if each != "done")
+AT_REST: tuple[MessageState, ...] = ("enqueued", "scheduled", "retry")
+"""Those of messages that operators act on: others a worker has, are dead letters, or are done."""
 FIGURES = ("ready", "waiting", "leased", "dead")
 """What `relay.queue_figures` counts: `ready` is enqueued or due, `waiting` scheduled or to be tried again later."""
 

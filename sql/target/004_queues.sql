@@ -1394,6 +1394,55 @@ begin
 end
 $$;
 
+-- The state of a message that is not done. Everybody may call it, for whoever may read relay.queue_items.
+create or replace function relay.message_state(leased boolean, available_at timestamptz, attempts int, error text) returns text
+language sql volatile
+as $$
+    select case when leased and available_at > clock_timestamp() then 'leased'
+                when available_at is not null and (attempts > 0 or error is not null) then 'retry'
+                when available_at > clock_timestamp() then 'scheduled' else 'enqueued' end
+$$;
+
+-- Locks the messages of a queue that nobody has and that meet every condition which is not null. `error` is a part of the text. `waiting`:
+-- only those whose time has not come. One that can be taken now is found by its event in as much time as the queue has messages.
+create or replace function relay.lock_selected(
+    the_queue bigint, low_due timestamptz, id bigint default null, event_id text default null, key text default null,
+    event_type text default null, host_id text default null, error text default null, states text[] default null,
+    waiting boolean default false
+) returns tid[]
+language plpgsql
+as $$
+declare
+    those    text;
+    more     tid[];
+    selected tid[] := '{}';
+begin
+    if not states <@ '{enqueued, scheduled, retry}' then
+        raise invalid_parameter_value using message = format(
+            'states: %L is not enqueued, scheduled or retry: a message that is leased is its worker''s, and dead ones are dead letters', states);
+    end if;
+    -- Each of these is in an index of its own. Those whose lease is over nobody has, although nobody has taken them since.
+    foreach those in array case when waiting then array['n.available_at > $10 and not n.leased'] else array[
+        'n.available_at is not null and not n.leased',
+        'n.leased and n.available_at >= $2 and n.available_at <= $10',
+        'n.available_at is null'] end
+    loop
+        execute format(
+            'select array(
+                    select n.ctid from relay.queue_messages as n
+                     where n.queue_id = $1 and %s and ($3 is null or n.id = $3) and ($4 is null or n.event_id = $4)
+                       and ($5 is null or n.key = $5) and ($6 is null or n.event_type = $6) and ($7 is null or n.host_id = $7)
+                       and ($8 is null or strpos(n.error, $8) > 0)
+                       and ($9 is null or relay.message_state(n.leased, n.available_at, n.attempts, n.error) = any ($9))
+                       for update skip locked)', those)
+        into more
+        using the_queue, low_due, id, event_id, key, event_type, host_id, error, states, clock_timestamp();
+        selected := selected || more;
+    end loop;
+    return selected;
+end
+$$;
+
 -- Deletes the messages of a queue but those that workers have; returns how many. Its dead letters stay.
 create or replace function relay.purge_queue(name text, call relay.call default relay.this_call()) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pg_temp
@@ -1402,10 +1451,7 @@ declare
     q record;
 begin
     q := relay.require_queue(name, call);
-    return relay.remove_messages(array(
-        select n.ctid from relay.queue_messages as n
-         where n.queue_id = q.id and (not n.leased or n.available_at <= clock_timestamp())
-           for update skip locked));
+    return relay.remove_messages(relay.lock_selected(q.id, q.due_mark));
 end
 $$;
 
@@ -1508,20 +1554,19 @@ end
 $$;
 
 create or replace view relay.queue_items as
-select i.queue, i.id, i.event_id, i.event_type, i.state, i.attempts, i.key, i.enqueued_at, i.first_taken_at, i.available_at, i.error, i.unique_key, i.note, i.result
+select i.queue, i.id, i.event_id, i.event_type, i.state, i.attempts, i.key, i.enqueued_at, i.first_taken_at, i.available_at, i.error, i.unique_key, i.note, i.result, i.host_id
   from (select q.name as queue, m.id, m.event_id, m.event_type,
-               case when m.leased and m.available_at > clock_timestamp() then 'leased'
-                    when m.available_at is not null and (m.attempts > 0 or m.error is not null) then 'retry'
-                    when m.available_at > clock_timestamp() then 'scheduled' else 'enqueued' end as state,
-               m.attempts, m.key, m.enqueued_at, m.first_taken_at, m.available_at, m.error, m.unique_key, m.note, null::jsonb as result
+               relay.message_state(m.leased, m.available_at, m.attempts, m.error) as state,
+               m.attempts, m.key, m.enqueued_at, m.first_taken_at, m.available_at, m.error, m.unique_key, m.note, null::jsonb as result,
+               m.host_id
           from relay.queues as q join relay.queue_messages as m on m.queue_id = q.id
         union all
         select q.name, d.id, d.event_id, d.event_type, 'dead', d.attempts, d.key, d.enqueued_at, d.first_taken_at, null, d.error,
-               d.unique_key, null, null
+               d.unique_key, null, null, d.host_id
           from relay.queues as q join relay.queue_dead_letters as d on d.queue_id = q.id
         union all
         select q.name, d.id, d.event_id, d.event_type, 'done', d.attempts, d.key, d.enqueued_at, d.first_taken_at, null, d.error,
-               null, d.note, d.result
+               null, d.note, d.result, d.host_id
           from relay.queues as q join relay.queue_done as d on d.queue_id = q.id and d.done_at > now() - q.keep_done) as i;
 
 comment on view relay.queue_items is
@@ -1597,7 +1642,7 @@ begin
     for each in select p.oid from pg_proc as p
                  where p.pronamespace = 'relay'::regnamespace
                    and p.proname in ('calling_role', 'may_act_as', 'queue_state', 'require_queue', 'begin_messages', 'begin_times', 'move_marks', 'note_progress',
-                                     'was_aborted', 'remove_messages', 'lock_messages', 'dead_letter_messages', 'keep_messages', 'take', 'claim',
+                                     'was_aborted', 'remove_messages', 'lock_messages', 'dead_letter_messages', 'keep_messages', 'lock_selected', 'take', 'claim',
                                      'lease', 'lock_message', 'complete', 'extend', 'note_message', 'release', 'retry', 'fail', 'requeue', 'duplicate_of', 'enqueue',
                                      'declare_queue', 'wake_workers', 'watch_queue', 'queue_watchers', 'satisfies', 'is_event_field', 'note_queues', 'queues_revision',
                                      'pause_queue', 'purge_queue', 'drop_queue', 'dropped_queues', 'remove_orphans', 'rebuild_queue', 'fill_start', 'require_bounded', 'condition_path') loop
@@ -1686,6 +1731,7 @@ begin
         relay.lock_messages(bigint, boolean, int, bigint, timestamptz, bigint, int),
         relay.dead_letter_messages(tid[], text), relay.keep_messages(tid[], int, jsonb),
         relay.duplicate_of(bigint, text, text, timestamptz, text, text, jsonb, jsonb), relay.lock_message(bigint, bigint, int, boolean),
+        relay.lock_selected(bigint, timestamptz, bigint, text, text, text, text, text, text[], boolean),
         relay.is_event_field(text), relay.wake_workers(bigint), relay.fill_start(text, text, text), relay.dropped_queues(),
         relay.require_bounded(jsonb, int, text), relay.condition_path(text, jsonb, text), relay.note_queues(text) to relay_owner;
     grant create on schema relay to relay_owner;

@@ -1,5 +1,5 @@
 -- Scheduled events by their ids: services cancel and move them with relay.cancel and relay.reschedule, and messages of queues with
--- relay.cancel_messages and relay.move_messages. Needs 001_target.sql and 004_queues.sql.
+-- relay.cancel_messages, relay.move_messages and relay.edit_message. Needs 001_target.sql and 004_queues.sql.
 
 alter table relay.deferred add column if not exists event_ids text[];
 create index if not exists deferred_events on relay.deferred using gin (event_ids);
@@ -156,50 +156,33 @@ $$;
 create index if not exists queue_messages_later_events on relay.queue_messages (event_id)
     where available_at is not null and not leased;
 
--- Cancels the messages of a queue with an id (that of relay.enqueue), of an event, or of a key, in the caller's transaction; returns how
--- many. One that a worker has is left to it, and not counted. A message that can be taken now is found by its event in as much time as
--- the queue has messages.
+-- Cancels messages of a queue in the caller's transaction, those that meet every condition which is given: the id of relay.enqueue, the id of
+-- an event, a key, a type, a host, a part of the error, states; returns how many. One that a worker has is left to it, and not
+-- counted. relay.purge_queue cancels all.
 create or replace function relay.cancel_messages(
-    queue text, event_id text default null, key text default null, id bigint default null,
-    call relay.call default relay.this_call()
+    queue text, event_id text default null, key text default null, id bigint default null, event_type text default null,
+    host_id text default null, error text default null, states text[] default null, call relay.call default relay.this_call()
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set plan_cache_mode = force_custom_plan
 as $$
 declare
-    q         record;
-    those     text;
-    found     tid[];
-    cancelled bigint := 0;
+    q record;
 begin
     q := relay.require_queue(cancel_messages.queue, call);
-    if num_nonnulls(cancel_messages.event_id, cancel_messages.key, cancel_messages.id) = 0 then
-        raise null_value_not_allowed using message = 'relay.cancel_messages: give the id of a message, the id of an event, or a key';
+    if num_nonnulls(event_id, key, id, event_type, host_id, error, states) = 0 then
+        raise null_value_not_allowed using message = 'relay.cancel_messages: give a condition, such as the id of a message or of an event';
     end if;
-    -- Each of these is in an index of its own. Those whose lease is over nobody has, although nobody has taken them since.
-    foreach those in array array[
-        'n.available_at is not null and not n.leased',
-        'n.leased and n.available_at >= $5 and n.available_at <= $6',
-        'n.available_at is null']
-    loop
-        execute format(
-            'select array(
-                    select n.ctid from relay.queue_messages as n
-                     where n.queue_id = $1 and %s and ($2 is null or n.event_id = $2) and ($3 is null or n.key = $3)
-                       and ($4 is null or n.id = $4)
-                       for update skip locked)', those)
-        into found
-        using q.id, cancel_messages.event_id, cancel_messages.key, cancel_messages.id, q.due_mark, clock_timestamp();
-        cancelled := cancelled + relay.remove_messages(found);
-    end loop;
-    return cancelled;
+    return relay.remove_messages(
+        relay.lock_selected(q.id, q.due_mark, id, event_id, key, event_type, host_id, error, states));
 end
 $$;
 
 -- Gives messages of a queue that wait for their time another one, also for that of a retry, in the caller's transaction; returns how many.
--- Those whose time has come, or that a worker has, are left as they are.
+-- They are chosen as in relay.cancel_messages. now() lets them run. Those whose time has come, or that a worker has, are left as they are.
 create or replace function relay.move_messages(
-    queue text, at timestamptz, event_id text default null, id bigint default null,
+    queue text, at timestamptz, event_id text default null, id bigint default null, key text default null,
+    event_type text default null, host_id text default null, error text default null, states text[] default null,
     call relay.call default relay.this_call()
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pg_temp
@@ -207,25 +190,20 @@ set enable_seqscan = off set plan_cache_mode = force_custom_plan
 as $$
 declare
     q     record;
-    found tid[];
+    these tid[];
     moved bigint;
 begin
     q := relay.require_queue(move_messages.queue, call);
-    if move_messages.at is null or num_nonnulls(move_messages.event_id, move_messages.id) = 0 then
+    if at is null or num_nonnulls(event_id, key, id, event_type, host_id, error, states) = 0 then
         raise null_value_not_allowed using
-            message = 'relay.move_messages: give a time, and the id of a message or of an event';
+            message = 'relay.move_messages: give a time, and a condition, such as the id of a message or of an event';
     end if;
     perform relay.begin_times();
-    found := array(
-           select n.ctid from relay.queue_messages as n
-            where n.queue_id = q.id and n.available_at > clock_timestamp() and not n.leased
-              and (move_messages.event_id is null or n.event_id = move_messages.event_id)
-              and (move_messages.id is null or n.id = move_messages.id)
-              for update skip locked);
+    these := relay.lock_selected(q.id, q.due_mark, id, event_id, key, event_type, host_id, error, states, waiting => true);
     begin
         update relay.queue_messages as m
            set available_at = greatest(move_messages.at, clock_timestamp(), q.due_mark)
-         where m.ctid = any (found);
+         where m.ctid = any (these);
         get diagnostics moved = row_count;
     exception when others then
         raise; -- a transaction within: see relay.was_aborted
@@ -237,24 +215,64 @@ begin
 end
 $$;
 
+-- Gives a message of a queue that nobody has, or a dead letter of it, another payload, in the caller's transaction; returns whether there is
+-- one. Of a dead letter, relay.dead_letters keeps the first payload, and the edit is recorded with the reason; relay.requeue brings it back.
+create or replace function relay.edit_message(
+    queue text, id bigint, payload jsonb, reason text default null, call relay.call default relay.this_call()
+) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set plan_cache_mode = force_custom_plan
+as $$
+declare
+    q     record;
+    these tid[];
+begin
+    q := relay.require_queue(edit_message.queue, call);
+    if id is null or payload is null then
+        raise null_value_not_allowed using message = 'relay.edit_message: id and payload must not be null';
+    end if;
+    these := relay.lock_selected(q.id, q.due_mark, id);
+    begin
+        update relay.queue_messages as m set payload = edit_message.payload where m.ctid = any (these);
+    exception when others then
+        raise; -- a transaction within: see relay.was_aborted
+    end;
+    if these <> '{}' then
+        return true;
+    end if;
+    with edited as (
+        update relay.queue_dead_letters as d
+           set original_payload = coalesce(d.original_payload, d.payload), payload = edit_message.payload
+         where d.queue_id = q.id and d.id = edit_message.id returning d.*)
+    insert into relay.dead_letter_actions (group_id, consumer, dead_transaction, letters, transaction_id, action, reason, acted_by)
+    select d.group_id, 'queue:' || d.name, e.dead_transaction, array[e.id], e.transaction_id, 'edit', edit_message.reason,
+           relay.calling_role(call)
+      from edited as e join relay.queues as d on d.id = e.queue_id;
+    return found;
+end
+$$;
+
 select relay.replace_functions();
 
 revoke all on function relay.event_key(text), relay.lock_deferred(text, text), relay.cancel(text, text, relay.call),
                        relay.reschedule(text, timestamptz, text),
-                       relay.cancel_messages(text, text, text, bigint, relay.call),
-                       relay.move_messages(text, timestamptz, text, bigint, relay.call) from public;
+                       relay.cancel_messages(text, text, text, bigint, text, text, text, text[], relay.call),
+                       relay.move_messages(text, timestamptz, text, bigint, text, text, text, text, text[], relay.call),
+                       relay.edit_message(text, bigint, jsonb, text, relay.call) from public;
 
 do $$
 begin
     if to_regrole('relay') is not null then
         grant select, insert, update, delete on relay.cancellations to relay;
         grant execute on function relay.event_key(text), relay.cancel(text, text, relay.call), relay.reschedule(text, timestamptz, text),
-            relay.cancel_messages(text, text, text, bigint, relay.call),
-            relay.move_messages(text, timestamptz, text, bigint, relay.call) to relay;
+            relay.cancel_messages(text, text, text, bigint, text, text, text, text[], relay.call),
+            relay.move_messages(text, timestamptz, text, bigint, text, text, text, text, text[], relay.call),
+            relay.edit_message(text, bigint, jsonb, text, relay.call) to relay;
     end if;
     if to_regrole('relay_worker') is not null then
-        grant execute on function relay.cancel_messages(text, text, text, bigint, relay.call),
-            relay.move_messages(text, timestamptz, text, bigint, relay.call) to relay_worker;
+        grant execute on function relay.cancel_messages(text, text, text, bigint, text, text, text, text[], relay.call),
+            relay.move_messages(text, timestamptz, text, bigint, text, text, text, text, text[], relay.call),
+            relay.edit_message(text, bigint, jsonb, text, relay.call) to relay_worker;
     end if;
 end
 $$;
@@ -273,7 +291,7 @@ begin
     grant execute on function relay.event_key(text), relay.lock_deferred(text, text), relay.release_keys() to relay_owner;
     grant create on schema relay to relay_owner;
     for each in select p.oid from pg_proc as p
-                 where p.pronamespace = 'relay'::regnamespace and p.prosecdef and p.proname in ('cancel', 'reschedule', 'cancel_messages', 'move_messages') loop
+                 where p.pronamespace = 'relay'::regnamespace and p.prosecdef and p.proname in ('cancel', 'reschedule', 'cancel_messages', 'move_messages', 'edit_message') loop
         execute format('alter function %s owner to relay_owner', each);
     end loop;
     revoke create on schema relay from relay_owner;

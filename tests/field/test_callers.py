@@ -45,6 +45,7 @@ ACTS = {
     "watchers": "relay.queue_watchers('theirs')",
     "cancel": "relay.cancel_messages('theirs', id => 1)",
     "move": "relay.move_messages('theirs', now(), id => 1)",
+    "edit": "relay.edit_message('theirs', 1, '{}')",
     "declare a reader": "relay.declare_reader('theirs', expires => '1 hour')",
     "read": "relay.read('theirs')",
     "advance": "relay.advance('theirs', relay.claim_reader('mine'))",

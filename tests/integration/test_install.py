@@ -327,7 +327,14 @@ def test_functions_run_as_a_role_that_can_do_just_what_they_do(outbox: Outbox) -
     ) == [
         *("advance", "cancel", "cancel_messages", "claim", "claim_reader", "complete"),
         *("declare_queue", "declare_reader", "declare_schedule", "declare_subscriber"),
-        *("drop_queue", "drop_reader", "drop_schedule", "drop_subscriber", "enqueue"),
+        *(
+            "drop_queue",
+            "drop_reader",
+            "drop_schedule",
+            "drop_subscriber",
+            "edit_message",
+            "enqueue",
+        ),
         *("expire_readers", "expire_subscribers", "extend", "fail", "history", "holds_witness"),
         *("keep_reader", "lease", "log_is_quiet", "move_messages", "note_message", "pause_queue"),
         "pause_schedule",
