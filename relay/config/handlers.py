@@ -386,6 +386,10 @@ class SparkHandler(SinkHandler):
         return self
 
 
+Recorded = Literal["none", "failures", "all"]
+"""Which attempts to deliver are kept."""
+
+
 class DeliveryHandler(SinkHandler):
     """A handler that delivers events to another system, and the limits of its deliveries."""
 
@@ -402,6 +406,8 @@ class DeliveryHandler(SinkHandler):
         default_factory=CircuitBreakerSettings
     )
     """When an outage of the destination stops the sink; null: never."""
+    attempts: Own[Recorded | None] = None
+    """Which attempts are kept: `none`, `failures` or `all`; null: as `attempts.record` says."""
 
 
 class BatchHandler(DeliveryHandler):

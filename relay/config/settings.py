@@ -29,7 +29,13 @@ from pydantic_settings import (
 
 from relay.config.dsn import DatabaseAccess, Dsn
 from relay.config.fields import JSON_FIELDS, is_header, is_name, suggestion
-from relay.config.handlers import BatchHandler, HandlerSettings, SinkHandler, SparkHandler
+from relay.config.handlers import (
+    BatchHandler,
+    HandlerSettings,
+    Recorded,
+    SinkHandler,
+    SparkHandler,
+)
 from relay.config.intake import IntakeSettings
 from relay.config.secrets import Secret, known_text
 from relay.config.source import SourceSettings
@@ -185,6 +191,23 @@ class SinksSettings(Section):
     connections: Annotated[int, Field(ge=2, le=1000), Number] = 3
     """The most connections to the source, and to the target, that all sinks of an instance have together, beside the
     one with their claims; a Spark sink has two of its own."""
+
+
+class AttemptSettings(Section):
+    """Which attempts to deliver are kept, for how long, and in how much room: `relay.attempts` of the target.
+
+    Groups that share a target share the room: the least `max_bytes` counts.
+    """
+
+    record: Recorded = "failures"
+    """Which attempts of sinks are kept, unless a handler says otherwise: `failures` are those that fail, those that
+    drop, and the delivery of what has failed or was deferred before; `all` are those that succeed at once, too."""
+    keep: Annotated[Duration, Field(le=timedelta(days=7))] = timedelta(days=7)
+    """How long they are kept, at most `7d`; they are removed within a day after that."""
+    answers: bool = False
+    """Keep the first 1,000 bytes of HTTP responses with them. A response may quote what was sent."""
+    max_bytes: Annotated[int, Field(ge=1024 * 1024), Number] = 1024**3
+    """The most octets of the table with its indexes: beyond that the oldest day of attempts is removed."""
 
 
 class DeadLetterLimits(Section):
@@ -603,6 +626,8 @@ class Settings(BaseSettings):
     """Brokers whose messages relay publishes, by name."""
     sinks: Own[SinksSettings] = Field(default_factory=SinksSettings)
     """How long relay keeps the WAL for a sink."""
+    attempts: Own[AttemptSettings] = Field(default_factory=AttemptSettings)
+    """Which attempts to deliver are kept."""
     dead_letters: Own[DeadLetterLimits] = Field(default_factory=DeadLetterLimits)
     """When a handler that dead-letters one transaction after another is stopped."""
     retention: Own[RetentionSettings] = Field(default_factory=RetentionSettings)

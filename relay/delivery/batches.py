@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
 from relay.config.handlers import BatchHandler
+from relay.delivery.attempts import AttemptLog
 from relay.delivery.dispatch import Dispatcher, Results, ranked
 from relay.delivery.judging import Call
 from relay.delivery.queues import Delivery
@@ -39,8 +40,9 @@ class BatchDispatcher(Dispatcher):
         most_bytes: int,
         limit: FailureLimit,
         claim: int = 0,
+        kept: AttemptLog | None = None,
     ) -> None:
-        super().__init__(sink, settings, most_bytes, limit, claim)
+        super().__init__(sink, settings, most_bytes, limit, claim, kept)
         self._batches = sink
         self._max_batch = settings.max_batch
         self._grown = settings.max_batch

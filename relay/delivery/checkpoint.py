@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from threading import Event
 
 from relay.config.settings import Settings
+from relay.delivery.attempts import AttemptLog, Ended
 from relay.delivery.connections import SinkConnections
 from relay.delivery.dispatch import Dispatcher
 from relay.delivery.feed import Feed, Stream, WalHold
@@ -222,7 +223,7 @@ class Checkpoint:
             paused, dead = self.paused, list[DeadLetterReport]()
             streak = self._dispatcher.limit.streak(self._context.name)
             is_new = progress.is_new or progress.attempts or streak != self._row.streak
-            if ended or is_new:
+            if ended or is_new or progress.ended:
                 try:
                     paused, dead = await self._context.connections.in_target(
                         self._write, ended, progress, streak
@@ -251,9 +252,9 @@ class Checkpoint:
         reached = self._progress.reached
         position, done = self._progress.to_store()
         entry = self._row.entry(position, done, self._row_state, self._dispatcher.destination.fault)
-        return Progress(
-            entry, reached, self._row.due_attempts(self._dispatcher), self._row.is_new(entry)
-        )
+        attempts, is_new = self._row.due_attempts(self._dispatcher), self._row.is_new(entry)
+        kept = self._dispatcher.kept
+        return Progress(entry, reached, attempts, is_new, kept, kept.take())
 
     def _note_stored(self, progress: Progress) -> None:
         self._stored_at = time.monotonic()
@@ -275,6 +276,7 @@ class Checkpoint:
         progress = self._next_progress()
         if progress.is_new or progress.attempts:
             return progress
+        progress.kept.give_back(progress.ended)
         self._note_stored(progress)
         self.storing.release()
         return None
@@ -284,8 +286,10 @@ class Checkpoint:
         if stored:
             self._row.note(progress.entry)
             self._note_stored(progress)
-        elif progress.entry.position.snapshot is not None:
-            self._progress.give_back(progress.entry.done)
+        else:
+            progress.kept.give_back(progress.ended)
+            if progress.entry.position.snapshot is not None:
+                self._progress.give_back(progress.entry.done)
         self.storing.release()
 
     def fail(self, error: Exception) -> None:
@@ -369,6 +373,7 @@ class Checkpoint:
                 raise SinkMoved
             if progress.attempts:
                 activity.add_attempts(conn, context.group, progress.attempts)
+            progress.write_ended(conn, context.group)
             if streak != self._row.streak:
                 brakes.store(conn, context.group, context.name, streak)
         return stored[entry.sink], dead
@@ -387,13 +392,20 @@ class Checkpoint:
 class Progress:
     """Progress that is to be stored: the `entry` if it `is_new`, and `attempts` of the sink, if they are due.
 
-    Everything up to `reached` is done then.
+    Everything up to `reached` is done then. `ended` are attempts of the log `kept`, which wait for something else to
+    commit with.
     """
 
     entry: SinkEntry
     reached: Lsn
     attempts: Mapping[str, tuple[Attempts, int | None]]
     is_new: bool
+    kept: AttemptLog
+    ended: Sequence[Ended]
+
+    def write_ended(self, conn: Connection, group: str) -> None:
+        """Store the attempts that have ended in the current database transaction. Raises psycopg.Error."""
+        self.kept.write(conn, group, self.entry.sink, self.ended)
 
 
 class _SinkRow:

@@ -15,6 +15,8 @@ from itertools import count
 from typing import NamedTuple
 
 from relay.config.handlers import DeliveryHandler, FunctionHandler, HttpHandler
+from relay.config.settings import AttemptSettings
+from relay.delivery.attempts import AttemptLog
 from relay.delivery.judging import Call, Judge, PutBack, fault_of, key_of
 from relay.delivery.queues import Delivery
 from relay.delivery.turns import Turns
@@ -103,8 +105,10 @@ class Dispatcher:
         most_bytes: int,
         limit: FailureLimit,
         claim: int = 0,
+        kept: AttemptLog | None = None,
     ) -> None:
         """`claim` is the number of the sink's claim, which functions need for commits of their own."""
+        self.kept = kept or AttemptLog(AttemptSettings(), settings)
         self.destination = Destination(sink.name, settings)
         self.limit = limit
         self.has_ended = asyncio.Event()
@@ -117,7 +121,7 @@ class Dispatcher:
         self._notes_attempt = has_endpoints or isinstance(settings, FunctionHandler)
         self._pace = None if has_endpoints else self.destination.pace
         self._most_running = MOST_WAITING if has_endpoints else settings.concurrency
-        self._judge = Judge(sink.name, settings, self.destination, limit)
+        self._judge = Judge(sink.name, settings, self.destination, limit, self.kept)
         self._turns = Turns(self.destination)
         self.held = self._turns.held
         self._memory = _Memory(most_bytes)
@@ -378,6 +382,7 @@ class Dispatcher:
         for each in part:
             if each.events.attempt != each.attempts + 1:
                 each.events = replace(each.events, attempt=each.attempts + 1)
+        self.kept.begin()
         began = time.monotonic()
         try:
             return await self._deliver(part, call)
@@ -406,7 +411,7 @@ class Dispatcher:
         fault = self._unattributed(results)
         halves = fault is not None
         call.is_answered = any(each is None or isinstance(each, Drop) for each in results)
-        is_down = fault is not None and self._judge.failed_together(part[0], fault, call)
+        is_down = fault is not None and self._judge.failed_together(part, fault, call)
         again: list[Delivery] = []
         returned: list[Delivery] = []
         is_last = False

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from relay.config.handlers import DeliveryHandler
+from relay.delivery.attempts import AttemptLog
 from relay.delivery.queues import Delivery
 from relay.faults import (
     DestinationRefused,
@@ -79,9 +80,15 @@ class Judge:
     """
 
     def __init__(
-        self, sink: str, settings: DeliveryHandler, destination: Destination, limit: FailureLimit
+        self,
+        sink: str,
+        settings: DeliveryHandler,
+        destination: Destination,
+        limit: FailureLimit,
+        kept: AttemptLog,
     ) -> None:
         self._limit = limit
+        self._kept = kept
         self.attempts = Attempts()
         self.down_since = time.monotonic()
         self._destination = destination
@@ -98,14 +105,19 @@ class Judge:
 
     def confirmed(self, delivery: Delivery, call: Call) -> None:
         """Count a delivery that has arrived."""
+        self._kept.ended(delivery, call.seconds)
+        self._confirmed(delivery, call)
+
+    def _confirmed(self, delivery: Delivery, call: Call) -> None:
         self.attempts.confirm(call.seconds, len(delivery.rows.tuples))
         self._destination.answered(key_of(delivery))
         self._limit.succeeded((self._sink,))
 
     def dropped(self, delivery: Delivery, drop: Drop, call: Call) -> None:
         """Count a delivery that the sink ends as done."""
+        self._kept.ended(delivery, call.seconds, "dropped", drop)
         self._drops.note(self._sink, drop, delivery.rows.transaction_id)
-        self.confirmed(delivery, call)
+        self._confirmed(delivery, call)
 
     def failed(
         self, delivery: Delivery, error: Exception, call: Call, *, in_memory: bool
@@ -117,6 +129,7 @@ class Judge:
         )
         if not is_untried:
             self.attempts.fail(describe(error))
+            self._kept.ended(delivery, call.seconds, "failed", error)
         action = action_for(error)
         if action is FaultAction.STOP:
             # What would stop relay stops this sink, until somebody has acted.
@@ -146,13 +159,15 @@ class Judge:
             return disposition.after
         return self._limited(disposition)
 
-    def failed_together(self, first: Delivery, fault: Exception, call: Call) -> bool:
+    def failed_together(self, part: Sequence[Delivery], fault: Exception, call: Call) -> bool:
         """Count a call that has failed and does not say for which delivery; returns whether the destination is down."""
         self.attempts.fail(describe(fault))
+        for each in part:
+            self._kept.ended(each, call.seconds, "failed", fault)
         if action_for(fault) is not FaultAction.RETRY:
             return False
         self._destination.last_fault = describe(fault)
-        return self._is_down(first, fault, call)
+        return self._is_down(part[0], fault, call)
 
     def ended(self, disposition: Disposition) -> Disposition:
         """What a disposition is for this sink: one that is not reliable loses what has failed."""

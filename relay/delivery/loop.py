@@ -333,6 +333,8 @@ class SinkLoop:
             }
             if attempts:
                 activity.add_attempts(claims.conn, self._settings.group, attempts)
+            for sink in stored:
+                begun[sink].write_ended(claims.conn, self._settings.group)
         return dict.fromkeys(stored)
 
 

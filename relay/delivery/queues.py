@@ -24,8 +24,9 @@ class Delivery:
     `due`. `blockers` counts the keys in whose queues it is not the first. `is_blocked`: an earlier one
     with one of its keys was deferred. `was_trial`: it was tried while the breaker was open. `is_ready`: it may start.
     `asked`: the last fault that asked for a wait, and until when (monotonic clock, seconds). `attempts` are those that
-    have failed, while it runs. `number` is its rank in the order of submission, and `queued` when that was, for
-    batches. Of several endpoints it goes to `endpoint` alone.
+    have failed, while it runs. `has_failed`: an attempt of this process has, also one that does not count. `number` is
+    its rank in the order of submission, and `queued` when that was, for batches. Of several endpoints it goes to
+    `endpoint` alone.
     """
 
     rows: Undecoded
@@ -41,6 +42,7 @@ class Delivery:
     is_running: bool = False
     asked: tuple[BaseException, float] | None = None
     attempts: int = 0
+    has_failed: bool = False
     number: int = 0
     queued: float = 0.0
     endpoint: str | None = None

@@ -12,6 +12,7 @@ import numpy as np
 import psycopg
 
 from relay.config.handlers import BatchHandler, DeliveryHandler
+from relay.delivery.attempts import AttemptLog
 from relay.delivery.batches import BatchDispatcher
 from relay.delivery.checkpoint import STORE_SECONDS, Checkpoint, SinkContext
 from relay.delivery.dispatch import Dispatcher
@@ -57,10 +58,11 @@ class SinkSession:
             settings.sinks.attach_bytes,
             FailureLimit(settings.brakes, state.streaks, gradual=True),
         )
+        kept = AttemptLog(settings.attempts, configured)
         self._dispatcher = (
-            BatchDispatcher(cast(BatchSink, sink), configured, most, limit, state.claim)
+            BatchDispatcher(cast(BatchSink, sink), configured, most, limit, state.claim, kept)
             if isinstance(configured, BatchHandler) and configured.in_batches
-            else Dispatcher(sink, configured, most, limit, state.claim)
+            else Dispatcher(sink, configured, most, limit, state.claim, kept)
         )
         self.checkpoint = Checkpoint(context, state, self._progress, self._dispatcher)
         router = BatchRouter(settings)

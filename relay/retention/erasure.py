@@ -282,6 +282,9 @@ def _erase_from_target(
         "delete from relay.cancellations where host_id = %(host)s and group_id in ('', %(group)s)",
         of,
     ).rowcount
+    report.removed["attempts"] = target.execute(
+        "delete from relay.attempts where group_id = %(group)s and %(host)s = any (hosts)", of
+    ).rowcount
     report.removed["suspects"] = target.execute(
         """
         delete from relay.suspects

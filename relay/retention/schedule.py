@@ -163,6 +163,8 @@ class Schedule(Recurring):
             self._remove_orphans(target)
         with self._step("cancellations", target):
             self._remove_cancellations(target)
+        with self._step("attempts", target):
+            target.execute("select relay.prune_attempts(%s)", (self._settings.attempts.max_bytes,))
         key = locks.retention(self._settings.source.table)
         if locks.try_lock(source, key):
             try:

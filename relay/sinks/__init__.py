@@ -78,6 +78,19 @@ ATTEMPTS: ContextVar[Sequence[Attempt]] = ContextVar("attempts")
 """The same for each transaction of a batch."""
 
 
+@dataclass(slots=True)
+class Answer:
+    """What a sink tells of an attempt that may be kept: where it went, without anything secret, and what came back."""
+
+    destination: str | None = None
+    status: int | None = None
+    text: str | None = None
+
+
+ANSWER: ContextVar[Answer | None] = ContextVar("answer", default=None)
+"""The answer that the sink fills in the current asyncio task; None where no attempts are kept."""
+
+
 class OfBatch(Exception):
     """A fault of a batch that does not say which of its transactions is the culprit."""
 

@@ -42,7 +42,7 @@ from relay.faults import (
 )
 from relay.model import trace_context
 from relay.model.events import Event, Transaction
-from relay.sinks import Target, cloudevents
+from relay.sinks import ANSWER, Target, cloudevents
 from relay.sinks.credentials import Certificates, is_refusal
 from relay.sinks.egress import EgressGuard, refused_address
 from relay.sinks.http_connections import (
@@ -268,6 +268,9 @@ class Http:
         response: aiohttp.ClientResponse | None = None
         start = bytearray()
         timeout = self._settings.timeout
+        answer = ANSWER.get()
+        if answer is not None:
+            answer.destination, answer.status = to.shown, None
         try:
             async with asyncio.timeout(timeout):
                 if to.proxy is not None:
@@ -292,6 +295,9 @@ class Http:
         finally:
             if response is not None:
                 response.close()
+                if answer is not None:
+                    answer.status = response.status
+                    answer.text = start[:_SHOWN_BYTES].decode(errors="replace") or None
         if not _is_success(response):
             self._refuse(to, response, bytes(start[:_SHOWN_BYTES]))
         return start

@@ -46,6 +46,7 @@ _NEEDED_BY: Mapping[str, str] = {
     "target/004_queues.sql": "work queues",
     "target/005_scheduled.sql": "cancellations",
     "target/006_dead_letters.sql": "dead letters of work queues",
+    "target/007_attempts.sql": "kept attempts",
 }
 """What needs the rights that a file grants, where it is not the service."""
 

@@ -310,7 +310,7 @@ def retried(number: int, *keys: str) -> Delivery:
     """A transaction that is in relay.deferred."""
     found = delivery(number, *keys)
     of_row: tuple[Any, ...] = (number, list(keys), True, 1, 0.0, None, None, True, str(number))
-    of_commit: tuple[Any, ...] = ([], [], "0/0", "0/0", 0, number, 0, 0, 1, 1, False)
+    of_commit: tuple[Any, ...] = ([], [], "0/0", "0/0", 0, number, 0, 0, 1, 1, None, False)
     found.due = DueTransaction(*of_row, *of_commit)
     return found
 

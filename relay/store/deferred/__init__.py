@@ -53,6 +53,7 @@ class Deferral:
     undelivered: bool = False
     event_ids: Sequence[str] | None = None
     endpoint: str | None = None
+    resent_by: str | None = None
 
 
 # These statements are never prepared: a plan made while the table was empty would later read all of it.
@@ -174,7 +175,7 @@ _COLUMNS = (
         "endpoint",
         "handler",
     ),
-    *("reason", "transaction_id", "hosts", "event_ids", "columns", "sizes", "data"),
+    *("reason", "resent_by", "transaction_id", "hosts", "event_ids", "columns", "sizes", "data"),
 )
 """The columns in the order in which `_Encoder.row` writes them."""
 _COUNT = len(_COLUMNS)
@@ -250,6 +251,7 @@ class _Encoder:
                 self._known_text(deferral.endpoint),
                 self._known_text(deferral.handler),
                 self._known_text(deferral.reason),
+                self._known_text(deferral.resent_by),
                 self._text(transaction.transaction_id),
                 self._known_texts(transaction.hosts),
                 _NULL if deferral.event_ids is None else self._texts(deferral.event_ids),

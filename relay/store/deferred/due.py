@@ -58,6 +58,7 @@ class DueTransaction:
     last_offset: int
     events: int
     size: int
+    resent_by: str | None
     is_cancelled: bool
     """Whether somebody has asked to cancel it: it is not delivered any more."""
     endpoint: str | None = None
@@ -69,7 +70,7 @@ DUE_COLUMNS = sql.SQL(
     d.id, d.keys, d.holds, d.attempts,
     extract(epoch from clock_timestamp() - d.first_failed_at)::float8 as failing_seconds, d.handler,
     d.dead_transaction, d.undelivered, d.transaction_id, d.hosts, d.columns, d.commit_lsn::text, d.end_lsn::text,
-    d.commit_ts, d.xid, d.first_offset, d.last_offset, d.events, d.size,
+    d.commit_ts, d.xid, d.first_offset, d.last_offset, d.events, d.size, d.resent_by,
     d.dead_transaction is null and exists (
         select from relay.cancellations as c
          where c.event_id = any (d.event_ids) and c.group_id = ''

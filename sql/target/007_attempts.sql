@@ -1,0 +1,103 @@
+-- What became of each attempt to deliver. Needs 001_target.sql.
+
+-- A row is in the slice of the day until which it is kept. There are nine, for seven days and the one that ends: that of yesterday
+-- has nothing that counts any more, and is emptied at once. No row is deleted, so nothing is left to be vacuumed.
+create table if not exists relay.attempts (
+    slice       smallint    not null,
+    kept_until  timestamptz not null,
+    group_id    text        not null,
+    consumer    text        not null,
+    destination text,
+    event_ids   text[]      not null,
+    hosts       text[]      not null,
+    number      int         not null,
+    began_at    timestamptz not null,
+    seconds     real        not null,
+    outcome     text        not null,
+    status      int,
+    error       text,
+    answer      text,
+    resent_by   text
+) partition by list (slice);
+create index if not exists attempts_events on relay.attempts using gin (event_ids);
+
+-- Who has had it delivered again.
+alter table relay.deferred add column if not exists resent_by text;
+
+comment on column relay.deferred.resent_by is
+    'who had the sink get its events again, by `relay sink resend`; null otherwise';
+
+do $$
+begin
+    for number in 0..8 loop
+        execute format('create table if not exists relay.attempts_%s partition of relay.attempts for values in (%s)', number, number);
+    end loop;
+end
+$$;
+
+comment on table relay.attempts is
+    'attempts to deliver events, as attempts of the configuration says which are kept; never a payload';
+comment on column relay.attempts.slice is
+    'the day of kept_until in UTC, as days since 1970 modulo 9';
+comment on column relay.attempts.kept_until is
+    'from this time on the row does not count; relay.prune_attempts removes it within a day';
+comment on column relay.attempts.consumer is
+    'the sink';
+comment on column relay.attempts.destination is
+    'where the attempt went within the sink, without anything secret, such as the address of an endpoint; null where it is not known';
+comment on column relay.attempts.event_ids is
+    'the events of the delivery, at most the first 1,000: an id of more than 1,000 octets as relay.event_key has it';
+comment on column relay.attempts.number is
+    '1 for the first attempt, and one more after each that failed and counted';
+comment on column relay.attempts.seconds is
+    'how long the attempt took; in a batch that of the call';
+comment on column relay.attempts.outcome is
+    'delivered, dropped (the sink has ended it without effects) or failed';
+comment on column relay.attempts.status is
+    'the status of an HTTP response';
+comment on column relay.attempts.error is
+    'why it failed or was dropped, in one line that quotes no payload';
+comment on column relay.attempts.answer is
+    'the beginning of the response, where attempts.answers of the configuration asks for it';
+comment on column relay.attempts.resent_by is
+    'who had it sent again, where it is a resend';
+
+-- Empties the slice of yesterday and, where the others have more octets than given, those that end first; returns how many.
+create or replace function relay.prune_attempts(most_bytes bigint) returns int
+language plpgsql set search_path = pg_catalog, pg_temp
+as $$
+declare
+    today   bigint := extract(epoch from clock_timestamp())::bigint / 86400;
+    total   bigint := 0;
+    emptied int := 0;
+    part    regclass;
+begin
+    for ahead in reverse 7..-1 loop
+        part := format('relay.attempts_%s', (today + ahead + 9) % 9)::regclass;
+        if pg_relation_size(part) = 0 then
+            continue;
+        end if;
+        total := total + pg_total_relation_size(part);
+        if ahead < 0 or total > most_bytes then
+            execute format('truncate %s', part);
+            emptied := emptied + 1;
+        end if;
+    end loop;
+    return emptied;
+end
+$$;
+
+revoke all on function relay.prune_attempts(bigint) from public;
+
+do $$
+begin
+    if to_regrole('relay') is not null then
+        -- An erasure deletes them.
+        grant select, insert, delete on relay.attempts to relay;
+        grant truncate on relay.attempts_0, relay.attempts_1, relay.attempts_2, relay.attempts_3, relay.attempts_4, relay.attempts_5, relay.attempts_6, relay.attempts_7, relay.attempts_8 to relay;
+        grant execute on function relay.prune_attempts(bigint) to relay;
+    end if;
+end
+$$;
+
+insert into relay.migrations (name) values ('target/007_attempts.sql') on conflict do nothing;

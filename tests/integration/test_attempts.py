@@ -1,0 +1,161 @@
+"""Attempts to deliver are kept, as `attempts` of the configuration says, and no longer than that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from relay.config.settings import Settings
+from relay.retention import schedule
+from relay.store.connections import connect
+from tests.outbox import Outbox, event, host, relaying, wait_until
+from tests.webhook import Answer, Webhook
+
+_KEPT = """
+    select number, outcome, status, error, destination is not null from relay.attempts
+     where event_ids @> array[%s] order by began_at
+"""
+_AT_ONCE = {"wait": 0.05, "max_wait": 0.05, "jitter": 0, "defer_after": 0}
+
+
+@contextmanager
+def hooked(
+    outbox: Outbox, answer: Callable[[], Answer], of_all: dict[str, Any], **more: Any
+) -> Iterator[tuple[Settings, Webhook]]:
+    """A webhook that gets all events, and the configuration."""
+    with Webhook(lambda _headers, _body: answer()) as webhook:
+        hook = {"type": "http", "url": f"{webhook.url}?key=secret", "retry": _AT_ONCE, **more}
+        settings = outbox.settings(
+            handlers={"hook": hook}, routes=[{"handlers": ["hook"]}], attempts=of_all
+        )
+        outbox.install_again(settings)
+        yield settings, webhook
+
+
+def publish(outbox: Outbox) -> str:
+    """Publish one event; returns its id."""
+    transaction = outbox.publish(host(1), event())
+    return str(
+        outbox.value("select id from outbox_message_t where transaction_id = %s", (transaction,))
+    )
+
+
+def kept(outbox: Outbox, event_id: str) -> list[tuple[Any, ...]]:
+    """The attempts that are kept of an event, in order."""
+    return outbox.conn.execute(_KEPT, (event_id,)).fetchall()
+
+
+@pytest.mark.parametrize("batch", [{}, {"each": "batch", "max_wait": 0}], ids=["one", "batch"])
+def test_an_attempt_that_fails_is_kept_with_the_delivery_after_it(
+    outbox: Outbox, batch: dict[str, Any]
+) -> None:
+    """With what delivers later; an event that is delivered at once is none of them."""
+    answers = [Answer(503, body=b"quotes 4711"), Answer(503), Answer(200)]
+    with (
+        hooked(outbox, lambda: answers.pop(0) if answers else Answer(), {}, **batch) as (of, _),
+        relaying(of),
+    ):
+        failed = publish(outbox)
+        wait_until(
+            lambda: [each[:3] for each in kept(outbox, failed)][2:] == [(3, "delivered", 200)]
+        )
+        at_once = publish(outbox)
+        outbox.wait_delivered("hook")
+    assert [each[:3] for each in kept(outbox, failed)[:2]] == [
+        (1, "failed", 503),
+        (2, "failed", 503),
+    ]
+    assert all(each[4] for each in kept(outbox, failed))
+    assert kept(outbox, at_once) == []
+    (text,) = outbox.column("select string_agg(to_jsonb(a)::text, '') from relay.attempts as a")
+    assert "secret" not in text
+    assert "4711" not in text
+
+
+@pytest.mark.parametrize(
+    ("attempts", "of_sink", "expected"),
+    [
+        ({"record": "all"}, None, [("delivered", 202, None)]),
+        ({"record": "all", "answers": True}, None, [("delivered", 202, "taken")]),
+        ({"record": "none"}, "all", [("delivered", 202, None)]),
+        ({"record": "all"}, "none", []),
+        ({}, None, []),
+    ],
+    ids=["all", "with answers", "all of one sink", "none of one sink", "failures"],
+)
+def test_what_is_kept_of_a_delivery_that_succeeds_at_once(
+    outbox: Outbox, attempts: dict[str, Any], of_sink: str | None, expected: list[Any]
+) -> None:
+    """As the configuration says; its answer only where that is asked for."""
+    with (
+        hooked(outbox, lambda: Answer(202, body=b"taken"), attempts, attempts=of_sink) as (of, _),
+        relaying(of),
+    ):
+        number = publish(outbox)
+        outbox.wait_delivered("hook")
+    found = outbox.conn.execute(
+        "select outcome, status, answer from relay.attempts where event_ids @> array[%s]", (number,)
+    ).fetchall()
+    assert found == expected
+
+
+_NOTE_COMMITS = """
+    create table public.stored (xid xid8);
+    create function public.note() returns trigger language plpgsql security definer as
+        $$ begin insert into public.stored values (pg_current_xact_id()); return null; end $$;
+    create trigger note after insert on relay.positions for each statement execute function public.note();
+"""
+
+
+def test_attempts_that_are_kept_cost_no_commit_of_their_own(outbox: Outbox) -> None:
+    """They are stored with the position that they have moved: in its transaction."""
+    with hooked(outbox, Answer, {"record": "all"}) as (settings, _):
+        outbox.conn.execute(_NOTE_COMMITS)
+        with relaying(settings):
+            for _ in range(20):
+                publish(outbox)
+            outbox.wait_delivered("hook")
+    assert outbox.value("select count(*) from relay.attempts") == 20
+    alone = (
+        "select count(*) from relay.attempts where xmin not in (select xid::xid from public.stored)"
+    )
+    assert outbox.value(alone) == 0
+
+
+def slices(outbox: Outbox) -> dict[int, int]:
+    """How many attempts there are, by the days until they do not count any more."""
+    return dict(
+        outbox.conn.execute(
+            "select extract(day from date_trunc('day', kept_until at time zone 'utc')"
+            " - date_trunc('day', now() at time zone 'utc'))::int, count(*) from relay.attempts group by 1"
+        ).fetchall()
+    )
+
+
+_FILL = """
+    insert into relay.attempts (slice, kept_until, group_id, consumer, event_ids, hosts, number, began_at, seconds,
+                                outcome, error)
+    select extract(epoch from d.until)::bigint / 86400 % 9, d.until, 'other', 'hook', array[gen_random_uuid()::text],
+           '{}', 1, now(), 0.1, 'failed', repeat('x', 500)
+      from (select now() + make_interval(days => day) as until from generate_series(-1, 7) as day) as d,
+           generate_series(1, 200)
+"""
+
+
+@pytest.mark.parametrize(
+    ("most", "left"), [(1024**3, list(range(8))), (1024**2, [3, 4, 5, 6, 7])], ids=["time", "room"]
+)
+def test_attempts_are_removed_by_day_as_their_time_or_their_room_ends(
+    outbox: Outbox, most: int, left: list[int]
+) -> None:
+    """A slice is emptied as a whole, so that nothing bloats; where there is no room, those that end first go."""
+    outbox.conn.execute(_FILL.encode())
+    assert set(slices(outbox)) == set(range(-1, 8))
+    settings = outbox.settings(attempts={"max_bytes": most})
+    with connect(settings.source_dsn) as source, connect(settings.target_dsn) as target:
+        schedule.Schedule(settings, lambda: None).retain(source, target)
+    assert sorted(slices(outbox)) == left
+    assert set(slices(outbox).values()) == {200}
