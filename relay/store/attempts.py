@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from psycopg.rows import class_row
 
@@ -17,10 +17,13 @@ Outcome = Literal["delivered", "dropped", "failed"]
 
 
 class Attempt(NamedTuple):
-    """An attempt that has ended: which events, how many seconds ago it began, how long it took, and what came of it."""
+    """An attempt that has ended: how many seconds ago it began, how long it took, and what came of it.
 
-    event_ids: Collection[str]
-    hosts: Collection[str]
+    `event_ids` and `hosts` are joined by SEPARATOR.
+    """
+
+    event_ids: str
+    hosts: str
     number: int
     ago: float
     seconds: float
@@ -32,37 +35,39 @@ class Attempt(NamedTuple):
     resent_by: str | None
 
 
+SEPARATOR = "\x1f"
+
+
 def add(
-    conn: Connection, group: str, consumer: str, keep: timedelta, attempts: Iterable[Attempt]
+    conn: Connection, group: str, consumer: str, keep: timedelta, attempts: Sequence[Attempt]
 ) -> None:
     """Store attempts, in the current database transaction. Raises psycopg.Error."""
-    columns = zip(*(_values(each, codec_of(conn)) for each in attempts), strict=True)
+    codec = codec_of(conn)
     conn.execute(
         """
         insert into relay.attempts (slice, kept_until, group_id, consumer, event_ids, hosts, number, began_at, seconds,
                                     outcome, destination, status, error, answer, resent_by)
-        select extract(epoch from kept.until)::bigint / 86400 %% 9, kept.until, %s, %s, a.event_ids::text[],
-               a.hosts::text[], a.number, clock_timestamp() - make_interval(secs => a.ago), a.seconds, a.outcome,
-               a.destination, a.status, a.error, a.answer, a.resent_by
+        select extract(epoch from kept.until)::bigint / 86400 %% 9, kept.until, %s, %s,
+               string_to_array(a.event_ids, e'\\x1f'), string_to_array(a.hosts, e'\\x1f'), a.number,
+               clock_timestamp() - make_interval(secs => a.ago), a.seconds, a.outcome, a.destination, a.status, a.error,
+               a.answer, a.resent_by
           from (select now() + %s) as kept (until),
                unnest(%s::text[], %s::text[], %s::int[], %s::float8[], %s::real[], %s::text[], %s::text[], %s::int[],
                       %s::text[], %s::text[], %s::text[])
                    as a (event_ids, hosts, number, ago, seconds, outcome, destination, status, error, answer, resent_by)
         """,
-        (group, consumer, keep, *map(literals.of_values, columns)),
+        (group, consumer, keep, *(_literal(each, codec) for each in zip(*attempts, strict=True))),
     )
 
 
-def _values(attempt: Attempt, codec: str | None) -> tuple[object, ...]:
-    """The values of a row, as the database's encoding has them."""
-    ids, hosts, *others = attempt
-    return (
-        *(literals.of_texts([_text(one, codec) for one in each]) for each in (ids, hosts)),
-        *(_text(value, codec) if isinstance(value, str) else value for value in others),
-    )
-
-
-def _text(text: str, codec: str | None) -> str:
+def _literal(column: Sequence[object], codec: str | None) -> str:
+    """The literal of an array of a column's values, as the database's encoding has them."""
+    if all(isinstance(value, str) for value in column):
+        text = literals.of_texts(cast(Sequence[str], column))
+    else:
+        # An array without elements is filled with nulls.
+        text = "{}" if set(column) == {None} else literals.of_values(column)
+    # A response may have what no column can.
     return writable(text, codec).replace("\0", "\ufffd")
 
 

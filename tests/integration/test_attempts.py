@@ -102,6 +102,29 @@ def test_what_is_kept_of_a_delivery_that_succeeds_at_once(
     assert found == expected
 
 
+def test_an_attempt_names_all_its_events_and_any_answer_can_be_kept(outbox: Outbox) -> None:
+    """A response has whatever its sender likes."""
+    body = b'\0"\\{x},\xff'
+    with (
+        hooked(
+            outbox,
+            lambda: Answer(200, body=body),
+            {"record": "all", "answers": True},
+            each="transaction",
+        ) as (of, _),
+        relaying(of),
+    ):
+        transaction = outbox.publish(host(1), event(), event())
+        outbox.wait_delivered("hook")
+    ids = outbox.column(
+        "select id::text from outbox_message_t where transaction_id = %s", (transaction,)
+    )
+    found = outbox.conn.execute("select event_ids, hosts, answer from relay.attempts").fetchall()
+    assert [(set(each[0]), each[1:]) for each in found] == [
+        (set(ids), ([str(host(1))], '\ufffd"\\{x},\ufffd'))
+    ]
+
+
 _NOTE_COMMITS = """
     create table public.stored (xid xid8);
     create function public.note() returns trigger language plpgsql security definer as
