@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from relay import causes
 from relay.admin.connections import reach_source, reach_target
 from relay.admin.deferred import DeferredTransactions
+from relay.admin.sinks import MOVES
+from relay.config.handlers import DeliveryHandler
 from relay.config.settings import Settings
 from relay.faults import ConfigurationError
 from relay.model.events import Event
 from relay.pipeline.routing import RouteRules
-from relay.source.outbox.applied import ReadPosition, position_of_sink, position_of_target
+from relay.source.outbox.applied import (
+    ReadPosition,
+    position_of_mark,
+    position_of_sink,
+    position_of_target,
+)
 from relay.source.outbox.search import (
     SHOWN,
     EventPage,
@@ -22,7 +30,8 @@ from relay.source.outbox.search import (
     SearchedOutbox,
 )
 from relay.source.outbox.unread import UnreadRows
-from relay.store import event_states
+from relay.store import actions, attempts, event_states
+from relay.store.attempts import KeptAttempt
 from relay.store.connections import Connection
 from relay.store.event_states import EventAction, StoredState
 from relay.store.positions import sinks
@@ -32,7 +41,12 @@ _PASSED = {
     TARGET: "applied, unless a handler dropped it, or the group began after it or was moved past it",
     SINK: "delivered, unless the sink dropped it, began after it or was moved past it",
 }
+_AT_ONCE = "delivered at the first attempt, unless what was kept of its attempts is gone"
+"""The same where it is known that the sink was not moved past it, and attempts that end otherwise are kept."""
+_BEFORE = "the sink began after it"
 """What may have become of an event that a position has passed, and of which nothing is stored."""
+_MOST_ATTEMPTS = 100
+_MOST_MOVES = 100
 _MOST_RELATED = 50
 """How many causes of an event are followed, and how many events that it has caused are shown."""
 
@@ -46,10 +60,11 @@ class EventDestination:
     """Where an event goes, and how far it is there.
 
     `kind` is target, sink or queue, `name` that of the sink or queue; `handlers` are those of the target. `state` is
-    waiting, passed, unrouted, deferred, cancelled, dead, replaying, replayed, discarded or that of a message of a
-    queue; unknown for a sink that has never been worked. `passed` is all that a position says: nothing is stored of
-    what was done with the event, or that it was left out, and `reason` says which it may be. `reference` is the id of
-    its dead letter, deferred transaction or message, `until` when it is tried next.
+    waiting, delivered, dropped, skipped, before, passed, unrouted, deferred, cancelled, dead, replaying, replayed,
+    discarded or that of a message of a queue; unknown for a sink that has never been worked. `delivered` and `dropped`
+    are of an attempt that is kept; an operator has moved the sink past what is `skipped`, and it began after what is
+    `before`. `passed` is all that a position says, and `reason` what it may be. `reference` is the id of its dead
+    letter, deferred transaction or message, `until` when it is tried next.
     """
 
     kind: str
@@ -77,7 +92,8 @@ class FoundEvent(EventRow):
     """An event, and its destinations. If the outbox has it no more, all its fields but the id are None.
 
     `caused_by` is its cause, the cause of that, and so on; `caused` are the events that name it as their cause, None
-    if that is not known. `actions` are those on its dead letters.
+    if that is not known. `actions` are those on its dead letters, `attempts` those of sinks that are kept of it, the
+    newest first.
     """
 
     in_outbox: bool
@@ -85,6 +101,7 @@ class FoundEvent(EventRow):
     caused_by: tuple[RelatedEvent, ...] = ()
     caused: tuple[RelatedEvent, ...] | None = ()
     actions: tuple[EventAction, ...] = ()
+    attempts: tuple[KeptAttempt, ...] = ()
 
 
 def find(settings: Settings, event_id: str) -> FoundEvent:
@@ -109,7 +126,8 @@ def find(settings: Settings, event_id: str) -> FoundEvent:
                 event_id, offset=event.c_offset if event else None
             ),
         )
-        actions = event_states.actions(target, settings.group, event_id) if stored else []
+        acted = event_states.actions(target, settings.group, event_id) if stored else []
+        kept = attempts.of_event(target, settings.group, event_id, _MOST_ATTEMPTS)
         caused_by = tuple(_causes(rows, source, event)) if event else ()
         caused = SearchedOutbox(settings).caused(source, event_id, _MOST_RELATED) if event else []
         passed = {
@@ -117,6 +135,7 @@ def find(settings: Settings, event_id: str) -> FoundEvent:
             for name, at in read.items()
             if event and name in ("", *handlers)
         }
+        stored += _known(settings, rows, source, target, event_id, kept, passed)
     if event is None and not stored:
         raise UnknownEvent(
             f"there is no event {event_id!r}: neither {settings.source.table} nor the dead letters and queues have it"
@@ -130,7 +149,8 @@ def find(settings: Settings, event_id: str) -> FoundEvent:
         caused=None
         if caused is None
         else tuple(RelatedEvent(each.id, each.event_type, each.event_ts) for each in caused),
-        actions=tuple(actions),
+        actions=tuple(acted),
+        attempts=tuple(kept),
     )
 
 
@@ -169,6 +189,83 @@ def _positions(settings: Settings, target: Connection) -> dict[str, ReadPosition
         "": position_of_target(target, group),
         **{each.sink: position_of_sink(target, group, each) for each in stored},
     }
+
+
+def _known(
+    settings: Settings,
+    rows: UnreadRows,
+    source: Connection,
+    target: Connection,
+    event_id: str,
+    kept: Sequence[KeptAttempt],
+    passed: Mapping[str, bool | None],
+) -> Iterator[StoredState]:
+    """Yield what is known of an event at sinks that have passed it, or that the outbox has no more.
+
+    What the target stores of it beside attempts says more.
+    """
+    last: dict[str, KeptAttempt] = {}
+    for each in kept:
+        last.setdefault(each.consumer, each)
+    for sink, attempt in last.items():
+        if attempt.outcome != "failed" and passed.get(sink) is not False:
+            yield StoredState(
+                "attempt",
+                sink,
+                None,
+                attempt.outcome,
+                sum(each.consumer == sink for each in kept),
+                attempt.began_at,
+                None,
+                attempt.error or attempt.destination,
+            )
+    began = sinks.begun(target, settings.group)
+    for sink in (name for name, has in passed.items() if has and name in began.keys() - last):
+        moves = [
+            each
+            for each in actions.recent(target, settings.group, _MOST_MOVES, sink)
+            if each.action in MOVES
+        ]
+        found = _left_out(
+            lambda mark: bool(rows.has_read(source, position_of_mark(mark), event_id)),
+            began[sink],
+            moves[::-1],
+        )
+        if found is not None and (found[0] != "passed" or _keeps_failures(settings, sink)):
+            state, since, reason = found
+            yield StoredState("left out", sink, None, state, None, since, None, reason)
+
+
+def _keeps_failures(settings: Settings, sink: str) -> bool:
+    handler = settings.handlers[sink]
+    return (
+        isinstance(handler, DeliveryHandler)
+        and (handler.attempts or settings.attempts.record) != "none"
+    )
+
+
+def _left_out(
+    had_read: Callable[[Mapping[str, Any]], bool],
+    began: Mapping[str, Any],
+    moves: Sequence[actions.Action],
+) -> tuple[str, datetime | None, str] | None:
+    """Whether a sink began after an event or was moved past it, since when, and why, by its positions of then.
+
+    None where it is not known of each move from where it led to where.
+    """
+    found: tuple[str, datetime | None, str] = "passed", None, _AT_ONCE
+    if had_read(began):
+        found = "before", None, _BEFORE
+    for move in moves:
+        before, after = ((move.detail or {}).get(name) for name in ("from", "to"))
+        if before is None or after is None:
+            return None
+        if not had_read(after):
+            found = "passed", None, _AT_ONCE
+        elif not had_read(before):
+            why = f"{move.action} by {move.who}: {move.reason or '-'}"
+            found = "skipped", move.acted_at, why
+    return found
 
 
 def _destinations(

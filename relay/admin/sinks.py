@@ -35,6 +35,9 @@ from relay.store.deferred import selection as deferred_selection
 from relay.store.positions import offsets, sinks
 from relay.store.positions.rewind import GivenUp
 
+MOVES = "sink seek", "sink rebuild"
+"""The actions that move a sink."""
+
 
 @dataclass(frozen=True, slots=True)
 class SinkStatus:
@@ -233,11 +236,13 @@ def seek(settings: Settings, name: str, goal: Goal, rebuild: bool, reason: str |
 
     Raises ConfigurationError.
     """
-    action = "sink rebuild" if rebuild else "sink seek"
+    action = MOVES[rebuild]
     with reach_target(settings) as target, target.transaction():
         _require(target, settings, name)
+        before = sinks.mark(target, settings.group, name)
         given_up = move_sink(target, settings, name, goal)
-        detail = {"goes on": goal.text, **given_up._asdict()}
+        marks = {"from": before, "to": sinks.mark(target, settings.group, name)}
+        detail = {"goes on": goal.text, **given_up._asdict(), **marks}
         actions.record(target, settings.group, name, action, reason, detail)
         # Before the commit, so that retention keeps the events that are read again.
         with reach_source(settings) as source:

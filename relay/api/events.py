@@ -23,6 +23,7 @@ from relay.api.streams import EventStream
 from relay.api.turns import IN_TURN
 from relay.config.settings import Settings
 from relay.store.api_tokens import EVERY
+from relay.store.attempts import KeptAttempt
 from relay.store.connections import Connection
 from relay.store.log_pages import LogEvent, LogPosition, PageSize
 from relay.web.problems import described_problems
@@ -45,9 +46,9 @@ class EventState(BaseModel):
     name: str = Field(description="the sink or the queue; empty for the target")
     handlers: list[str] = Field(description="the handlers of the target")
     state: str = Field(
-        description="waiting, passed (done, or left out: nothing is stored of it), unrouted, deferred, cancelled, "
-        "dead, replaying, replayed, discarded, that of a message of a queue, or unknown for a sink that has never been "
-        "worked"
+        description="waiting, delivered, dropped, skipped (the sink was moved past it), before (the sink began after "
+        "it), passed (no attempt of it is kept), unrouted, deferred, cancelled, dead, replaying, replayed, discarded, "
+        "that of a message of a queue, or unknown for a sink that has never been worked"
     )
     attempts: int | None
     since: datetime | None
@@ -73,6 +74,39 @@ class EventState(BaseModel):
         )
 
 
+class EventAttempt(BaseModel):
+    """An attempt of a sink to deliver an event, as it is kept."""
+
+    sink: str
+    destination: str | None = Field(
+        description="where it went within the sink, such as an address; null for a token that is not for every host "
+        "and type"
+    )
+    number: int
+    began_at: datetime
+    seconds: float
+    outcome: str = Field(description="delivered, dropped or failed")
+    status: int | None = Field(description="of an HTTP response")
+    reason: str | None = Field(description="the kind of fault")
+    is_resend: bool
+
+    @classmethod
+    def of(cls, kept: KeptAttempt, sees_all: bool) -> EventAttempt:
+        """Return an attempt as a caller sees it: one that does not see all is not told of addresses of others."""
+        kind = _KIND.match(kept.error or "")
+        return cls(
+            sink=kept.consumer,
+            destination=kept.destination if sees_all else None,
+            number=kept.number,
+            began_at=kept.began_at,
+            seconds=kept.seconds,
+            outcome=kept.outcome,
+            status=kept.status,
+            reason=kind[0] if kind else None,
+            is_resend=kept.resent_by is not None,
+        )
+
+
 class EventProgress(BaseModel):
     """An event, and how far it is. Without a row in the outbox, all but the id and the states is null."""
 
@@ -86,6 +120,7 @@ class EventProgress(BaseModel):
     event_ts: str | None
     deliver_at: str | None
     states: list[EventState]
+    attempts: list[EventAttempt] = Field(description="those that are kept, the newest first")
 
 
 class EventListing(BaseModel):
@@ -222,14 +257,19 @@ def event(request: Request, event_id: UUID, caller: Reading) -> EventProgress:
         event_ts=found.event_ts,
         deliver_at=found.deliver_at,
         states=[EventState.of(each) for each in found.destinations],
+        attempts=[EventAttempt.of(each, _sees_all(caller)) for each in found.attempts],
     )
 
 
 def _may_see(caller: TokenCaller, found: events.FoundEvent) -> bool:
     """Whether a caller may see an event: of one that is gone, its host and type are not known."""
     if not found.in_outbox:
-        return EVERY in caller.hosts and EVERY in caller.types
+        return _sees_all(caller)
     return caller.may_see(found.host_id, found.event_type)
+
+
+def _sees_all(caller: TokenCaller) -> bool:
+    return EVERY in caller.hosts and EVERY in caller.types
 
 
 def _unknown() -> HTTPException:

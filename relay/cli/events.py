@@ -26,13 +26,14 @@ def event(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say where an event is: at the target, at each sink, and in queues, by today's routes; and its causes."""
+    """Say where an event is, at the target, at each sink and in queues, by today's routes; its attempts and causes."""
     from relay.admin.events import find
 
     found = find(load(config), event_id)
     if as_json:
         lists = {
             "destinations": [json_fields(each) for each in found.destinations],
+            "attempts": [json_fields(each) for each in found.attempts],
             "actions": [json_fields(each) for each in found.actions],
         }
         print(json.dumps({**json_fields(found), **lists}, indent=2))
@@ -68,6 +69,34 @@ def event(
             for each in found.destinations
         ),
     )
+    if found.attempts:
+        print_table(
+            (
+                "attempt at",
+                "sink",
+                "number",
+                "outcome",
+                "status",
+                "seconds",
+                "to",
+                "error",
+                "resent by",
+            ),
+            (
+                (
+                    moment(each.began_at),
+                    each.consumer,
+                    each.number,
+                    each.outcome,
+                    each.status or "-",
+                    f"{each.seconds:.3f}",
+                    each.destination or "-",
+                    each.error or "-",
+                    each.resent_by or "-",
+                )
+                for each in found.attempts
+            ),
+        )
     for each in found.actions:
         where = f"sink {each.sink}" if each.sink else "target"
         say(f"{moment(each.acted_at)} {each.action} ({where}) by {each.who}: {each.reason or '-'}")

@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 from relay.config.handlers import DeliveryHandler
 from relay.config.settings import AttemptSettings
 from relay.delivery.queues import Delivery
-from relay.faults import describe
+from relay.faults import Drop, describe, first_line
 from relay.model.transactions import BYTES_AT_ONCE, ROWS_AT_ONCE, ColumnDecoder, portions, text
 from relay.sinks import ANSWER, Answer
 from relay.store import attempts
@@ -71,7 +71,11 @@ class AttemptLog:
             self._records_all or number > 1 or delivery.has_failed or delivery.due is not None
         ):
             return
-        fault = None if error is None else describe(error)[:_LONGEST_ERROR]
+        fault = None
+        if error is not None:
+            # What is said of a drop is meant for a log.
+            said = first_line(error) if isinstance(error, Drop) else describe(error)
+            fault = said[:_LONGEST_ERROR]
         self._unstored.append(
             Ended(delivery, time.monotonic(), number, seconds, outcome, ANSWER.get(), fault)
         )

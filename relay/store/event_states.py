@@ -68,7 +68,7 @@ class EventAction(Acted):
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """What a row of the target says of an event: a dead letter, a deferred transaction, a message or a cancellation.
+    """What the target says of an event: a dead letter, a deferred transaction, a message, a cancellation, an attempt.
 
     `name` is that of the sink, empty for the target, or of the queue; `until` is when it is tried next.
     """
@@ -78,7 +78,7 @@ class StoredState:
     id: int | None
     state: str
     attempts: int | None
-    since: datetime
+    since: datetime | None
     until: datetime | None
     reason: str | None
 

@@ -21,6 +21,12 @@ create table if not exists relay.attempts (
 ) partition by list (slice);
 create index if not exists attempts_events on relay.attempts using gin (event_ids);
 
+-- Where a sink began: what is older was never for it.
+alter table relay.sink_claims add column if not exists begun jsonb;
+
+comment on column relay.sink_claims.begun is
+    'its first position: everything that it had read, before it delivered anything; null where that is not known';
+
 -- Who has had it delivered again.
 alter table relay.deferred add column if not exists resent_by text;
 

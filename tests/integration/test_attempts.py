@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from relay import Drop
+from relay.admin import sinks
+from relay.admin.events import EventDestination, find
 from relay.config.settings import Settings
 from relay.retention import schedule
 from relay.store.connections import connect
@@ -123,6 +126,71 @@ def test_an_attempt_names_all_its_events_and_any_answer_can_be_kept(outbox: Outb
     assert [(set(each[0]), each[1:]) for each in found] == [
         (set(ids), ([str(host(1))], '\ufffd"\\{x},\ufffd'))
     ]
+
+
+def state(settings: Settings, event_id: str) -> EventDestination:
+    """Where an event is at the sink."""
+    (found,) = (each for each in find(settings, event_id).destinations if each.name == "hook")
+    return found
+
+
+def test_an_event_that_is_older_than_its_sink_was_never_for_it(outbox: Outbox) -> None:
+    """By the sink's first position; after it was rebuilt from the beginning, it was for it after all."""
+    before = outbox.settings()
+    outbox.install_again(before)
+    with relaying(before):
+        old = publish(outbox)
+        outbox.wait_handled()
+        outbox.wait_drained()
+    with hooked(outbox, Answer, {}) as (settings, webhook):
+        new = publish(outbox)
+        with relaying(settings):
+            outbox.wait_delivered("hook")
+            assert (state(settings, old).state, state(settings, new).state) == ("before", "passed")
+            assert (state(settings, new).reason or "").startswith("delivered at the first attempt")
+            move = sinks.plan_seek(settings, "hook", "beginning", "--from")
+            sinks.seek(settings, "hook", move.goal, True, None)
+            wait_until(lambda: old in webhook.ids())
+            outbox.wait_delivered("hook")
+        assert state(settings, old).state == "passed"
+
+
+async def dropping(_: Any) -> None:
+    """Want nothing."""
+    raise Drop("not wanted")
+
+
+@pytest.mark.parametrize("each", ["transaction", "batch"])
+def test_an_event_that_its_sink_has_dropped_is_not_called_delivered(
+    outbox: Outbox, each: str
+) -> None:
+    """It is said by whom, and why."""
+    hook = {"type": "function", "callable": f"{__name__}:dropping", "each": each}
+    settings = outbox.settings(handlers={"hook": hook}, routes=[{"handlers": ["hook"]}])
+    outbox.install_again(settings)
+    with relaying(settings):
+        number = publish(outbox)
+        outbox.wait_delivered("hook")
+    found = state(settings, number)
+    assert (found.state, found.attempts) == ("dropped", 1)
+    assert "not wanted" in (found.reason or "")
+
+
+def test_a_delivery_after_failures_has_a_time_a_count_and_an_address(outbox: Outbox) -> None:
+    """All of which nobody could tell before."""
+    answers = [Answer(503), Answer(503)]
+    with (
+        hooked(outbox, lambda: answers.pop() if answers else Answer(), {}) as (settings, _),
+        relaying(settings),
+    ):
+        number = publish(outbox)
+        wait_until(lambda: state(settings, number).state == "delivered")
+        found = state(settings, number)
+        attempts = find(settings, number).attempts
+    assert found.attempts == 3
+    assert found.since == attempts[0].began_at
+    assert (found.reason or "").startswith("POST http://127.0.0.1:")
+    assert [each.status for each in attempts] == [204, 503, 503]
 
 
 _NOTE_COMMITS = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,14 @@ class ReadPosition:
 
     positions: Sequence[AppliedPosition]
     done: Xids
+
+
+def position_of_mark(mark: Mapping[str, Any]) -> ReadPosition:
+    """What a sink had read once, as `relay.store.positions.sinks.mark` has noted it."""
+    snapshot = Snapshot.parse(mark["snapshot"])
+    after = Snapshot.parse(mark["following"] or mark["snapshot"])
+    done = np.array([int(xid) for xid in mark["done"]], np.int64)
+    return ReadPosition([AppliedPosition(0, snapshot, after, mark["polled"])], done)
 
 
 def position_of_target(target: Connection, group: str) -> ReadPosition:

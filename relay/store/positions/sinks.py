@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import psycopg
 from psycopg import sql
+from psycopg.types.json import Jsonb
 
 from relay.faults import RelayError
 from relay.model.events import Lsn
@@ -510,7 +511,43 @@ def begin(conn: Connection, group: str, sink: str, start: str) -> bool:
                 "knows": start == "now",
             },
         )
+        conn.execute(
+            "update relay.sink_claims set begun = %s where group_id = %s and sink = %s",
+            (Jsonb(mark(conn, group, sink)), group, sink),
+        )
     return True
+
+
+_MOST_MARKED = 1_000
+
+
+def mark(conn: Connection, group: str, sink: str) -> dict[str, Any] | None:
+    """What a sink has read now, as JSON values, so that one can tell later which events were before that.
+
+    None where only the WAL is read, and where more than some transactions are done after its position.
+    """
+    row = conn.execute(
+        """
+        select s.snapshot::text, s.following::text, s.polled_offset,
+               array(select xid::text from relay.sink_commits as c, unnest(c.xids) as xid
+                      where (c.group_id, c.sink) = (s.group_id, s.sink) limit %s)
+          from relay.sinks as s where s.group_id = %s and s.sink = %s and s.snapshot is not null
+        """,
+        (_MOST_MARKED + 1, group, sink),
+        prepare=False,
+    ).fetchone()
+    if row is None or len(row[3]) > _MOST_MARKED:
+        return None
+    return dict(zip(("snapshot", "following", "polled", "done"), row, strict=True))
+
+
+def begun(conn: Connection, group: str) -> dict[str, dict[str, Any]]:
+    """What each sink had read when it began, as `mark` has noted it, where that is known."""
+    rows = conn.execute(
+        "select sink, begun from relay.sink_claims where group_id = %s and begun is not null",
+        (group,),
+    )
+    return dict(rows.fetchall())
 
 
 def leave_out(conn: Connection, group: str, configured: Collection[str]) -> list[str]:
