@@ -194,7 +194,7 @@ def lag_seconds(settings: Settings) -> dict[str, float]:
 def set_paused(settings: Settings, name: str, paused: bool, reason: str | None) -> bool:
     """Pause or resume a sink; returns whether that changed anything. Raises ConfigurationError."""
     with reach_target(settings) as target, target.transaction():
-        _require(target, settings, name)
+        require_begun(target, settings, name)
         if not paused:
             _require_held(target, settings, name)
         changed = sinks.pause(target, settings.group, name, paused, reason)
@@ -215,7 +215,7 @@ class SinkMove:
 def plan_seek(settings: Settings, name: str, to: str, option: str = "--to") -> SinkMove:
     """Find the position of `to` (OFFSET, TIME, beginning or end), the value of `option`. Raises ConfigurationError."""
     with reach_target(settings) as target:
-        _require(target, settings, name)
+        require_begun(target, settings, name)
         if settings.source.mode == "wal":
             raise ConfigurationError(
                 "source.mode: is wal, and past events are only in the slot, which the whole group reads: move the "
@@ -238,7 +238,7 @@ def seek(settings: Settings, name: str, goal: Goal, rebuild: bool, reason: str |
     """
     action = MOVES[rebuild]
     with reach_target(settings) as target, target.transaction():
-        _require(target, settings, name)
+        require_begun(target, settings, name)
         before = sinks.mark(target, settings.group, name)
         given_up = move_sink(target, settings, name, goal)
         marks = {"from": before, "to": sinks.mark(target, settings.group, name)}
@@ -278,7 +278,7 @@ def _reached_unused(settings: Settings, name: str) -> Iterator[Connection]:
             f"handlers.{name}: is configured: take it out first, or run `relay sink pause {name}`"
         )
     with reach_target(settings) as target, target.transaction():
-        _require(target, settings, name)
+        require_begun(target, settings, name)
         if name in admission.running_handlers(target, settings.group):
             raise ConfigurationError(
                 f"handlers.{name}: an instance of group {settings.group!r} runs with a configuration that still has "
@@ -297,7 +297,8 @@ def _require_held(target: Connection, settings: Settings, name: str) -> None:
             )
 
 
-def _require(target: Connection, settings: Settings, name: str) -> None:
+def require_begun(target: Connection, settings: Settings, name: str) -> None:
+    """Raise ConfigurationError unless the group has a position of the sink."""
     stored = sinks.read(target, settings.group, settings.sink_handlers)
     known = [each.sink for each in stored if each.state != sinks.NEW]
     if name in settings.sink_handlers and name not in known:

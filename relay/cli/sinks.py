@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from datetime import datetime
 from functools import partial
 from typing import Annotated
 
 import typer
 
-from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption, warn
+from relay.cli.options import ConfigOption, JsonOption, ReasonOption, YesOption, time_of, warn
 from relay.cli.terminal import approve, print_given_up, print_table
 from relay.config.files import load
+from relay.faults import ConfigurationError
 from relay.observe.phrases import counted, duration, moment, pausing, recently
 
 sink = typer.Typer(
@@ -121,6 +123,48 @@ def _seek(
     print_given_up(move.given_up)
     approve(yes)
     seek(settings, name, move.goal, option == "--from", reason)
+
+
+@sink.command("resend")
+def sink_resend(
+    name: NameArgument,
+    event: Annotated[
+        list[str] | None, typer.Option("--event", metavar="ID", help="An event's id; repeatable.")
+    ] = None,
+    since: Annotated[
+        datetime | None,
+        typer.Option("--since", parser=time_of, metavar="TIME", help="Published then or later."),
+    ] = None,
+    until: Annotated[
+        datetime | None,
+        typer.Option("--until", parser=time_of, metavar="TIME", help="Published before."),
+    ] = None,
+    host: Annotated[str | None, typer.Option("--host", help="The host_id.")] = None,
+    event_type: Annotated[str | None, typer.Option("--type", help="The event type.")] = None,
+    aggregate_type: Annotated[
+        str | None, typer.Option("--aggregate-type", help="The aggregate's type.")
+    ] = None,
+    aggregate: Annotated[
+        str | None, typer.Option("--aggregate", help="The aggregate's id.")
+    ] = None,
+    config: ConfigOption = None,
+    reason: ReasonOption = None,
+    yes: YesOption = False,
+) -> None:
+    """Deliver events to a sink again, marked as a resend; the sink keeps its position."""
+    from relay.admin import resend
+    from relay.source.outbox.search import EventSearch
+
+    wanted = EventSearch(host, event_type, aggregate_type, aggregate, since, until)
+    if bool(event) is (wanted != EventSearch()):
+        raise ConfigurationError("give the ids of events with --event, or what selects them")
+    settings = load(config)
+    planned = resend.plan(settings, name, event or (), wanted)
+    print(f"{counted(len(planned.ids), 'event', 'events')} to be delivered to {name} again")
+    if planned.ids:
+        approve(yes)
+        deliveries = resend.resend(settings, planned, reason)
+        print(f"{counted(deliveries, 'delivery', 'deliveries')} queued")
 
 
 @sink.command("drop")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime
 
 from relay.delivery.checkpoint import Checkpoint, SinkContext
@@ -11,7 +12,9 @@ from relay.delivery.dispatch import Dispatcher
 from relay.delivery.progress import SinkCommit
 from relay.delivery.queues import Delivery
 from relay.model.dispositions import AttemptHistory, DeadLetter, Scheduled
-from relay.model.transactions import Routed, Transactions
+from relay.model.events import Event, Events, Row
+from relay.model.headers import RESEND
+from relay.model.transactions import ColumnDecoder, Routed, Transactions
 from relay.pipeline.deferral import Ordering, to_defer
 from relay.pipeline.routing import BatchRouter
 from relay.source.outbox.rows import not_received
@@ -23,6 +26,20 @@ log = logging.getLogger(__name__)
 
 RETRIED_AT_ONCE = 200
 """How many retries may be in memory, of at most `sinks.attach_bytes` but for one; the others stay in the table."""
+
+
+class _Resent:
+    """Decodes the rows of a delivery that is made again: each event has the header that says so."""
+
+    def __init__(self, decoder: ColumnDecoder, number: int) -> None:
+        self._decoder = decoder
+        self._mark = {RESEND: str(number)}
+        self.columns = decoder.columns
+
+    def event(self, data: bytes, commit_fields: Row) -> Event:
+        """Decode one row."""
+        event = self._decoder.event(data, commit_fields)
+        return Event(event.row, {**event.headers, **self._mark})
 
 
 class Submission:
@@ -130,6 +147,9 @@ class Submission:
             retried[each.id] = each.size
             history = AttemptHistory.of(each.attempts, each.failing_seconds)
             keys = frozenset(each.keys)
+            if each.resent_by is not None:
+                marked = _Resent(decoder, each.id)
+                events = replace(events, events=Events(rows.tuples, marked, rows.commit))
             deliveries.append(
                 Delivery(rows, events, keys, due=each, history=history, endpoint=each.endpoint)
             )

@@ -15,6 +15,9 @@ FIELD = "headers"
 PREFIX = f"{FIELD}."
 """The prefix of a single header's field, such as `headers.region`."""
 
+RESEND = "relay_resend"
+"""The header that relay gives an event that it delivers again because somebody asked for it: a number of the resend."""
+
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,62}", re.ASCII)
 
 ATTRIBUTES = frozenset(
@@ -22,7 +25,7 @@ ATTRIBUTES = frozenset(
         *("specversion", "id", "source", "type", "subject", "time"),
         *("data", "database64", "datacontenttype", "dataschema"),
         *("partitionkey", "sequence", "hostid", "userid", "aggregatetype", "aggregateversion"),
-        *("transactionid", "transactionordinal", "transactioncount"),
+        *("transactionid", "transactionordinal", "transactioncount", "relayresend"),
     }
 )
 """The attributes of a CloudEvent that the specification or relay defines."""

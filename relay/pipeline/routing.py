@@ -126,7 +126,7 @@ class Assignment:
             return dict.fromkeys(self._every, Routed(self.transactions, self.decoder))
         return {
             name: Routed(
-                _part(self.transactions, [name in each for each in self._names]), self.decoder
+                chosen_part(self.transactions, [name in each for each in self._names]), self.decoder
             )
             for name in dict.fromkeys(chain.from_iterable(set(self._names)))
         }
@@ -358,7 +358,7 @@ def _few(notes: Sequence[str]) -> str:
     return f"{shown}; and {more} more events" if more > 0 else shown
 
 
-def _part(transactions: Transactions, chosen: Sequence[bool]) -> Transactions:
+def chosen_part(transactions: Transactions, chosen: Sequence[bool]) -> Transactions:
     """The transactions with only the chosen events; `chosen` has an element for each event."""
     if all(chosen):
         return transactions

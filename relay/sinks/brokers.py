@@ -27,6 +27,7 @@ from relay.config.handlers import BrokerHandler
 from relay.faults import Rejected, Unauthorized, Undelivered
 from relay.model import trace_context
 from relay.model.events import Event, Transaction
+from relay.model.headers import RESEND
 from relay.runtime.shielding import shielded
 from relay.sinks import cloudevents
 
@@ -135,6 +136,8 @@ class Publishing:
         identity = cloudevents.identity(event)
         # With the row's number, since an adopted outbox may have rows with equal ids.
         deduplication = f"{self._series}/{identity}/{event.text('c_offset') or ''}"
+        if RESEND in event.headers:
+            deduplication += f"/{event.headers[RESEND]}"
         trace = trace_context.headers(event)
         if self._structured:
             body = cloudevents.structured(event, self._source, self._as_text)

@@ -27,6 +27,7 @@ from relay.faults import (
 from relay.logs import RepeatedLines
 from relay.model import trace_context
 from relay.model.events import Event, Events, Headers, Transaction
+from relay.model.headers import RESEND
 from relay.sinks import ATTEMPT, Attempt, Target, cloudevents, function_calls
 from relay.sinks.brokers import Shared
 from relay.sinks.function_calls import Call, Calls, Held, LoopCalls, ThreadCalls, contained
@@ -189,8 +190,12 @@ class Delivery:
 
     @property
     def _identity(self) -> str:
-        # With the row's number, since an adopted outbox may have rows with equal ids.
-        return f"{self.idempotency_key}/{self._first_event.text('c_offset') or ''}"
+        # With the row's number, since an adopted outbox may have rows with equal ids; a resend is to
+        # be done again.
+        event = self._first_event
+        resend = event.headers.get(RESEND)
+        identity = f"{self.idempotency_key}/{event.text('c_offset') or ''}"
+        return identity if resend is None else f"{identity}/{resend}"
 
     @property
     def _completion(self) -> Completion:

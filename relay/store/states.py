@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-DeferredKind = Literal["retry", "holding", "replay", "scheduled", "blocked"]
+DeferredKind = Literal["retry", "holding", "replay", "resend", "scheduled", "blocked"]
 DEFERRED: tuple[DeferredKind, ...] = get_args(DeferredKind)
 """Why a transaction is deferred, as `relay.store.deferred.selection.KIND` tells it."""
 

@@ -18,6 +18,7 @@ KIND = sql.SQL(
     case when d.blocked then 'holding'
          when d.attempts > 0 then 'retry'
          when d.dead_transaction is not null then 'replay'
+         when d.resent_by is not null then 'resend'
          when d.holds then 'blocked'
          else 'scheduled' end
     """
