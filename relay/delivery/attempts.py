@@ -15,7 +15,7 @@ from relay.faults import Drop, describe, first_line
 from relay.model.transactions import BYTES_AT_ONCE, ROWS_AT_ONCE, ColumnDecoder, portions, text
 from relay.sinks import ANSWER, Answer
 from relay.store import attempts
-from relay.store.attempts import SEPARATOR, Attempt, Outcome
+from relay.store.attempts import SEPARATOR, NewAttempt, Outcome
 from relay.store.connections import Connection
 from relay.store.deferred import event_key
 
@@ -95,9 +95,9 @@ class AttemptLog:
             found = [*map(self._attempt, taken, _ids([each.delivery for each in taken]))]
             attempts.add(conn, group, sink, self._settings.keep, found)
 
-    def _attempt(self, ended: Ended, ids: Sequence[str]) -> Attempt:
+    def _attempt(self, ended: Ended, ids: Sequence[str]) -> NewAttempt:
         delivery, answer = ended.delivery, ended.answer or _NOTHING
-        return Attempt(
+        return NewAttempt(
             SEPARATOR.join(ids),
             SEPARATOR.join(delivery.rows.hosts),
             ended.number,

@@ -16,7 +16,7 @@ from relay.store.literals import codec_of, writable
 Outcome = Literal["delivered", "dropped", "failed"]
 
 
-class Attempt(NamedTuple):
+class NewAttempt(NamedTuple):
     """An attempt that has ended: how many seconds ago it began, how long it took, and what came of it.
 
     `event_ids` and `hosts` are joined by SEPARATOR.
@@ -39,7 +39,7 @@ SEPARATOR = "\x1f"
 
 
 def add(
-    conn: Connection, group: str, consumer: str, keep: timedelta, attempts: Sequence[Attempt]
+    conn: Connection, group: str, consumer: str, keep: timedelta, attempts: Sequence[NewAttempt]
 ) -> None:
     """Store attempts, in the current database transaction. Raises psycopg.Error."""
     codec = codec_of(conn)

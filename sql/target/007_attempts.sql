@@ -53,8 +53,12 @@ comment on column relay.attempts.destination is
     'where the attempt went within the sink, without anything secret, such as the address of an endpoint; null where it is not known';
 comment on column relay.attempts.event_ids is
     'the events of the delivery, at most the first 1,000: an id of more than 1,000 octets as relay.event_key has it';
+comment on column relay.attempts.hosts is
+    'the distinct host_ids of these events, for an erasure';
 comment on column relay.attempts.number is
     '1 for the first attempt, and one more after each that failed and counted';
+comment on column relay.attempts.began_at is
+    'when the attempt began';
 comment on column relay.attempts.seconds is
     'how long the attempt took; in a batch that of the call';
 comment on column relay.attempts.outcome is
